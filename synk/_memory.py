@@ -1,0 +1,167 @@
+"""Shared memory segments: unnamed, sealed, private to the processes that hold their file descriptor.
+
+Owns allocation and mapping. A segment has no name anywhere, so nothing can leak or be opened by others, and the kernel
+frees it with its last descriptor and mapping. Knows nothing of arrays beyond bytes, nothing of workers.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import mmap
+import os
+import tempfile
+
+import numpy as np
+import numpy.typing as npt
+
+from synk.errors import SharedMemoryError
+
+PAGE_NBYTES = mmap.PAGESIZE
+_segment_ids = itertools.count(1)
+
+
+def round_up(nbytes: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is at least ``nbytes``."""
+    return -(-nbytes // multiple) * multiple
+
+
+def available_nbytes() -> int:
+    """Bytes of memory that can still be taken: ``MemAvailable``, or the cgroup's limit where it is lower.
+
+    A memfd has no size limit of its own, and over-committing it ends with the out-of-memory killer instead of an
+    error, so segments check this before they allocate.
+    """
+    available = 1 << 62
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    available = int(line.split()[1]) * 1024
+                    break
+    except OSError:  # not Linux, or /proc hidden: posix_fallocate is then the only check
+        pass
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            limit = file.read().strip()
+        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
+            used = int(file.read())
+        if limit != "max":
+            available = min(available, int(limit) - used)
+    except (OSError, ValueError):  # no cgroup v2, or none of our own
+        pass
+    return available
+
+
+def _create_fd(nbytes: int) -> int:
+    """Return a descriptor of ``nbytes`` of reserved, owner-only, unnamed memory."""
+    try:
+        fd = os.memfd_create("synk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        is_sealable = True
+    except (AttributeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise
+        # memfd missing or blocked (old kernel, seccomp): an unlinked file has no name either.
+        folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        with tempfile.TemporaryFile(dir=folder) as file:
+            fd = fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
+        is_sealable = False
+    try:
+        os.fchmod(fd, 0o600)
+        # Reserving every page now turns "memory full" into ENOSPC here instead of SIGBUS at the first write.
+        os.posix_fallocate(fd, 0, nbytes)
+        if is_sealable:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+class Segment:
+    """A mapped piece of shared memory.
+
+    ``buffer`` is a ``uint8`` array of shape ``(nbytes,)`` over the mapping; every view of it keeps the mapping alive,
+    so a segment that is closed while views exist stays readable and its memory returns with the last view.
+
+    Parameters
+    ----------
+    fd : int
+        Descriptor of the memory; owned by the segment from here on.
+    nbytes : int
+        Size, in bytes; at least 1.
+    is_writable : bool
+        Whether this process may write through the mapping.
+    segment_id : int
+        The name under which messages refer to it.
+    """
+
+    __slots__ = ("__weakref__", "_mapping", "buffer", "fd", "id", "nbytes")
+
+    def __init__(self, fd: int, nbytes: int, *, is_writable: bool, segment_id: int) -> None:
+        self.fd = fd
+        self.nbytes = nbytes
+        self.id = segment_id
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
+        try:
+            self._mapping: mmap.mmap | None = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, access)
+        except OSError as error:
+            raise SharedMemoryError(
+                f"cannot map a shared segment of {nbytes} bytes: {os.strerror(error.errno or 0)}. "
+                "Raise the address-space limit (ulimit -v) or free some Data."
+            ) from error
+        self.buffer: npt.NDArray[np.uint8] = np.frombuffer(self._mapping, dtype=np.uint8)
+
+    @classmethod
+    def create(cls, nbytes: int) -> Segment:
+        """Allocate a new segment of at least ``nbytes`` bytes, filled with zeros.
+
+        Raises
+        ------
+        SharedMemoryError
+            If the memory, the file size limit or the number of descriptors does not suffice.
+        """
+        nbytes = round_up(max(nbytes, 1), PAGE_NBYTES)
+        free = available_nbytes() if nbytes > (1 << 24) else nbytes  # the check costs a file read: large ones only
+        try:
+            if nbytes > free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            fd = _create_fd(nbytes)
+        except OSError as error:
+            raise SharedMemoryError(
+                f"cannot allocate a shared segment: got a size of {nbytes} bytes, {available_nbytes()} bytes are free "
+                f"({os.strerror(error.errno or 0)}). Free some Data (free_memory), use fewer rows per call, or raise "
+                "the limit (ulimit -n for descriptors, ulimit -f for sizes)."
+            ) from error
+        try:
+            return cls(fd, nbytes, is_writable=True, segment_id=next(_segment_ids))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return an array of ``shape`` and ``dtype`` over the bytes from ``offset`` on (no copy)."""
+        dtype = np.dtype(dtype)
+        count = 1
+        for length in shape:
+            count *= length
+        return np.ndarray(shape, dtype, self.buffer, offset) if count else np.empty(shape, dtype)
+
+    def close_fd(self) -> None:
+        """Close the descriptor; the mapping stays. For a process that will not pass it on."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def close(self) -> None:
+        """Close the descriptor and drop the mapping; its memory returns when the last view is gone."""
+        self.close_fd()
+        self.buffer = np.empty(0, np.uint8)
+        self._mapping = None
+
+    def __del__(self) -> None:
+        # Only a descriptor is closed here: no lock, no message, safe in a finalizer.
+        if getattr(self, "fd", -1) >= 0:
+            os.close(self.fd)
+            self.fd = -1

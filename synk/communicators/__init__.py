@@ -1,0 +1,101 @@
+"""What a reduction needs of a group of workers: the protocol, in raw pointers, no array library's type.
+
+Implementations: ``_shm`` (CPU workers, shared memory), ``_nccl`` (GPUs, NCCL through pynccl or CuPy's binding),
+``_staging`` (GPU arrays through host shared memory). What one of them lacks it says by ``UnsupportedError``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Protocol
+
+REDUCE_OPS = ("avg", "sum", "prod", "min", "max")
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A contiguous piece of memory that the communicator may read or write.
+
+    Attributes
+    ----------
+    ptr : int
+        Address of the first element, on the device of the communicator.
+    count : int
+        Number of elements.
+    dtype : str
+        Name as in ``numpy.dtype(...).name``, or ``"bfloat16"``.
+    """
+
+    ptr: int
+    count: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a communicator can do: names of ops and dtypes, the library behind it and its version."""
+
+    name: str
+    ops: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    version: str = ""
+    library_path: str = ""
+
+
+class Communicator(Protocol):
+    """Collectives between the ranks of one runtime. Every rank calls the same ones in the same order.
+
+    Ops are the words of ``REDUCE_OPS``. ``avg`` takes ``weight``, this rank's share of the rows (the shares of all
+    ranks sum to 1); ``None`` weights all ranks alike. ``min`` and ``max`` propagate NaN as NumPy does. ``send`` and
+    ``recv`` buffers may be the same memory. ``stream`` is the raw handle of the device stream to work on (ignored on
+    the CPU, where a call returns when the result is there).
+    """
+
+    rank: int
+    world_size: int
+
+    def all_reduce(
+        self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0
+    ) -> None:
+        """Reduce ``send`` of all ranks into ``recv`` of every rank; equal counts and dtypes everywhere."""
+
+    def reduce(
+        self, send: Buffer, recv: Buffer, op: str, root: int, *, weight: float | None = None, stream: int = 0
+    ) -> None:
+        """Reduce ``send`` of all ranks into ``recv`` of rank ``root``; others may pass ``send`` as ``recv``."""
+
+    def broadcast(self, buffer: Buffer, root: int, *, stream: int = 0) -> None:
+        """Copy ``buffer`` of rank ``root`` into ``buffer`` of every rank."""
+
+    def all_gather(self, send: Buffer, recv: Buffer, *, stream: int = 0) -> None:
+        """Concatenate ``send`` of all ranks, in rank order, into ``recv`` (``world_size * send.count``)."""
+
+    def reduce_scatter(
+        self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0
+    ) -> None:
+        """Reduce ``send`` (``world_size * recv.count``) and leave the rank's own block in ``recv``."""
+
+    def send(self, buffer: Buffer, peer: int, tag: int = 0, *, stream: int = 0) -> None:
+        """Send ``buffer`` to rank ``peer``; pairs with ``recv`` of the same tag there, in order per tag."""
+
+    def recv(self, buffer: Buffer, peer: int, tag: int = 0, *, stream: int = 0) -> None:
+        """Receive into ``buffer`` from rank ``peer``."""
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+
+    def group(self) -> contextlib.AbstractContextManager[None]:
+        """Launch the operations of the ``with`` body as one (NCCL); elsewhere they run one by one."""
+
+    def poll(self) -> str:
+        """Return ``"ok"``, ``"pending"`` or ``"error"``."""
+
+    def abort(self) -> None:
+        """Break every pending operation of this rank. Callable from another thread."""
+
+    def close(self) -> None:
+        """Release everything; safe to repeat."""
+
+    def capabilities(self) -> Capabilities:
+        """Say what this communicator can do."""

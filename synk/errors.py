@@ -1,0 +1,128 @@
+"""All exceptions of synk: one class per cause.
+
+Mistakes of the caller (a wrong shape, an unknown name) are plain ``TypeError``, ``ValueError`` or ``IndexError``, raised
+in the master before anything is sent. Everything here is about the runtime: it imports nothing and every class survives
+pickling, because errors travel between processes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "CallTimeout",
+    "ClosedError",
+    "CollectiveMismatch",
+    "NotForkedError",
+    "ReentrancyError",
+    "RemoteError",
+    "SerializationError",
+    "SharedMemoryError",
+    "StartupError",
+    "SynkError",
+    "UnsupportedError",
+    "WorkerDied",
+]
+
+
+class SynkError(RuntimeError):
+    """Base class of the runtime's errors."""
+
+    __module__ = "synk.errors"
+
+
+class NotForkedError(SynkError):
+    """There is no current runtime: call ``synk.fork()`` first."""
+
+
+class ClosedError(SynkError):
+    """The runtime was closed; ``__cause__`` holds the first cause where there was one."""
+
+
+class StartupError(SynkError):
+    """A worker could not start. The message names the rank and ends with what it wrote to stderr."""
+
+
+class WorkerDied(SynkError):
+    """One or more worker processes ended.
+
+    Attributes
+    ----------
+    ranks, pids : tuple of int
+        Who died, in rank order.
+    exits : tuple of str
+        How each ended: ``"SIGKILL"``, ``"exit 3"`` or ``"exit code unknown"``.
+    phase : str
+        What the runtime was doing: ``"idle"``, ``"call"``, ``"distribute"`` ...
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        ranks: tuple[int, ...] = (),
+        pids: tuple[int, ...] = (),
+        exits: tuple[str, ...] = (),
+        phase: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        self.pids = pids
+        self.exits = exits
+        self.phase = phase
+
+
+class RemoteError(SynkError):
+    """An exception in a worker: the cause of a user's exception, or its stand-in where it cannot be rebuilt.
+
+    Attributes
+    ----------
+    rank : int
+    device : str
+    type_name : str
+        Qualified name of the exception's class in the worker.
+    traceback_text : str
+        The worker's formatted traceback.
+    """
+
+    def __init__(
+        self, message: str = "", *, rank: int = -1, device: str = "", type_name: str = "", traceback_text: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.device = device
+        self.type_name = type_name
+        self.traceback_text = traceback_text
+
+
+class CallTimeout(SynkError, TimeoutError):
+    """A call did not end within its ``timeout``."""
+
+
+class CollectiveMismatch(SynkError, ValueError):
+    """Ranks disagree: on a collective's kind, op, dtype or size, or on the structure of a function's outputs."""
+
+
+class SerializationError(SynkError):
+    """A function, argument or result cannot be pickled, or cannot be loaded on the other side."""
+
+
+class SharedMemoryError(SynkError, MemoryError):
+    """A shared segment cannot be allocated or mapped. The message holds the size asked for and what is free."""
+
+
+class ReentrancyError(SynkError):
+    """synk was used where it cannot work: inside a worker, in a forked copy, in a signal handler during a call."""
+
+
+class UnsupportedError(SynkError, NotImplementedError):
+    """A backend or communicator lacks what was asked for; the message says which one and what to use instead."""
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Attach a line to an exception, on Python 3.10 as well (where tracebacks do not print it)."""
+    notes: Any = getattr(error, "__notes__", None)
+    if notes is None:
+        error.__notes__ = [note]  # type: ignore[attr-defined]
+    else:
+        notes.append(note)
