@@ -1,0 +1,96 @@
+# Everything runs in a virtual environment of this folder, made on first use; an active one is left alone.
+# Another interpreter: make test PYTHON=python3.12.  More arguments for pytest: make test ARGS="-k digits -x".
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+# What a shell may bring along and would reach into the environment from outside.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+MAKEFLAGS += --no-print-directory
+
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+PY := $(VENV)/bin/python
+# The stamps carry the Python version: another PYTHON makes the environment anew, a repeat installs nothing.
+BASE := $(VENV)/.base-$(VERSION)
+DEMOS := $(VENV)/.demos-$(VERSION)
+TEST := $(VENV)/.test-$(VERSION)
+DEV := $(VENV)/.dev-$(VERSION)
+BENCH := $(VENV)/.bench-$(VERSION)
+GPU := $(VENV)/.gpu-$(VERSION)
+# The extra that matches the driver, for the gpu targets.
+CUDA ?= cuda13
+
+.PHONY: demo test bench gpu-test gpu-bench storm lint doctest docs smoke clean
+
+demo: $(DEMOS)
+	@$(PY) demos/10_digits_softmax.py
+
+test: $(TEST)
+	@$(PY) -m pytest $(ARGS)
+
+storm: $(TEST)
+	@$(PY) -m pytest -m storm $(ARGS)
+
+bench: $(BENCH)
+	@$(PY) -m benchmarks $(ARGS)
+
+gpu-test: $(GPU)
+	@$(PY) -m pytest -m "gpu or multi_gpu" $(ARGS)
+
+gpu-bench: $(GPU)
+	@$(PY) -m benchmarks.gpu $(ARGS)
+
+lint: $(DEV)
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+doctest: $(TEST)
+	@$(PY) -m pytest --doctest-modules synk $(ARGS)
+
+docs: $(DEV)
+	@$(PY) -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+# The wheel, alone in an environment that has seen nothing else.
+smoke: $(DEV)
+	@rm -rf build/smoke dist
+	@$(PY) -m build --outdir dist >/dev/null
+	@$(PYTHON) -m venv build/smoke
+	@build/smoke/bin/python -m pip install --quiet dist/*.whl
+	@cp .ci/smoke.py build/smoke/smoke.py
+	@cd build/smoke && bin/python -X dev -W error smoke.py && bin/python -m synk
+
+clean:
+	rm -rf $(VENV) build dist docs/_build .pytest_cache .hypothesis .mypy_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BASE):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "synk needs Python 3.10 or later: found $(PYTHON) $(VERSION). Name another one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv --clear $(VENV) || \
+	  { echo "$(PYTHON) cannot make a virtual environment. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@touch $@
+
+define install
+@echo "installing into $(VENV) ..."
+@$(PY) -m pip install --quiet $(1)
+@touch $@
+endef
+
+$(DEMOS): $(BASE) pyproject.toml
+	$(call install,-e '.[demos]')
+
+$(TEST): $(BASE) pyproject.toml constraints.txt
+	$(call install,-c constraints.txt -e '.[test]')
+
+$(DEV): $(TEST)
+	$(call install,-c constraints.txt -e '.[dev]')
+
+$(BENCH): $(TEST) $(wildcard benchmarks/requirements*.txt)
+	$(call install,$(addprefix -r ,$(wildcard benchmarks/requirements.txt)) -e .)
+
+$(GPU): $(TEST)
+	$(call install,-e '.[$(CUDA),test]')
