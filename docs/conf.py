@@ -1,0 +1,30 @@
+"""Sphinx configuration: MyST pages, API from the docstrings."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import synk
+
+project = "synk"
+author = "The synk authors"
+copyright = "2026, The synk authors"  # noqa: A001
+release = version = synk.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"synk {release}"
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+# Imported only where a GPU is used, and not needed to read their docstrings.
+autodoc_mock_imports = ["cupy", "cupyx", "pynccl", "numba", "pynvml", "mpi4py"]
+napoleon_google_docstring = False
+napoleon_use_ivar = True
