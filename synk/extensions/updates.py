@@ -1,0 +1,448 @@
+"""Update rules of gradient descent, as pure functions on nested arrays of any library.
+
+Owns the arithmetic of one step, and nothing else: no process, no communication, no array library of its own. Arrays
+are touched by arithmetic operators and methods that NumPy, CuPy, torch and JAX share, so a rule runs where its
+parameters lie, keeps their dtype, and can be called inside or outside of a synk function. Nothing is modified in place.
+
+Definitions and default values are those of ``torch.optim``; names of state entries too. In the formulas ``p`` is a
+parameter, ``g`` its gradient, ``lr`` the learning rate and ``t`` the number of the step, from 1. With ``weight_decay``,
+``g + weight_decay * p`` takes the place of ``g`` (L2 regularisation), except in `adamw`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from synk.extensions._gradients import clip_by_global_norm, flatten
+from synk.extensions._rule import Array, LearningRate, UpdateRule, betas_of, learning_rate_of, number
+
+__all__ = [
+    "UpdateRule",
+    "adadelta",
+    "adagrad",
+    "adam",
+    "adamax",
+    "adamw",
+    "clip_by_global_norm",
+    "flatten",
+    "momentum",
+    "nesterov_momentum",
+    "rmsprop",
+    "sgd",
+]
+
+
+def sgd(learning_rate: LearningRate = 1e-3, *, weight_decay: float = 0.0) -> UpdateRule:
+    """Make the rule of stochastic gradient descent.
+
+    ``p <- p - lr g``
+
+    Parameters
+    ----------
+    learning_rate : float or callable of the step count
+    weight_decay : float
+        Factor of the L2 term, at least 0.
+
+    Notes
+    -----
+    `torch.optim.SGD`. Robbins and Monro, "A stochastic approximation method", Annals of Mathematical Statistics
+    22(3), 1951.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> rule = sgd(learning_rate=0.5)
+    >>> params = [np.array([1.0, 2.0])]
+    >>> rule.step(params, [np.array([1.0, -1.0])], rule.init(params))
+    ([array([0.5, 2.5])], {'step': 1})
+    """
+    rate = learning_rate_of("sgd", learning_rate)
+    weight_decay = number("sgd", "weight_decay", weight_decay)
+
+    def update(p: Array, g: Array, slots: Sequence[Array], lr: float, t: int) -> tuple[Array, tuple[Array, ...]]:
+        return p - lr * _decayed(g, p, weight_decay), ()
+
+    return UpdateRule("sgd", rate, {"weight_decay": weight_decay}, (), update)
+
+
+def momentum(learning_rate: LearningRate = 1e-3, *, momentum: float = 0.9, weight_decay: float = 0.0) -> UpdateRule:
+    """Make the rule of gradient descent with momentum.
+
+    | ``v <- momentum v + g``
+    | ``p <- p - lr v``
+
+    Parameters
+    ----------
+    learning_rate : float or callable of the step count
+    momentum : float
+        Share of the velocity kept at each step, in [0, 1).
+    weight_decay : float
+        Factor of the L2 term, at least 0.
+
+    Notes
+    -----
+    State: ``momentum_buffer`` (v). `torch.optim.SGD` with ``momentum`` and ``dampening=0``: the learning rate is
+    applied to the velocity, not stored in it. Polyak, "Some methods of speeding up the convergence of iteration
+    methods", USSR Computational Mathematics and Mathematical Physics 4(5), 1964.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> rule = momentum(learning_rate=0.5, momentum=0.5)
+    >>> params, state = np.array([1.0]), rule.init(np.array([1.0]))
+    >>> for _ in range(2):
+    ...     params, state = rule.step(params, np.array([1.0]), state)
+    >>> params, state["momentum_buffer"]
+    (array([-0.25]), array([1.5]))
+    """
+    return _momentum_rule("momentum", learning_rate, momentum, weight_decay, looks_ahead=False)
+
+
+def nesterov_momentum(
+    learning_rate: LearningRate = 1e-3, *, momentum: float = 0.9, weight_decay: float = 0.0
+) -> UpdateRule:
+    """Make the rule of gradient descent with Nesterov's momentum.
+
+    | ``v <- momentum v + g``
+    | ``p <- p - lr (g + momentum v)``
+
+    Parameters
+    ----------
+    learning_rate : float or callable of the step count
+    momentum : float
+        Share of the velocity kept at each step, in [0, 1).
+    weight_decay : float
+        Factor of the L2 term, at least 0.
+
+    Notes
+    -----
+    State: ``momentum_buffer`` (v). `torch.optim.SGD` with ``nesterov=True``. The gradient is taken at the parameters
+    themselves, in the form of Sutskever, Martens, Dahl and Hinton, "On the importance of initialization and momentum
+    in deep learning", ICML 2013; Nesterov, Soviet Mathematics Doklady 27(2), 1983.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> rule = nesterov_momentum(learning_rate=0.5, momentum=0.5)
+    >>> params, state = rule.step(np.array([1.0]), np.array([1.0]), rule.init(np.array([1.0])))
+    >>> params
+    array([0.25])
+    """
+    return _momentum_rule("nesterov_momentum", learning_rate, momentum, weight_decay, looks_ahead=True)
+
+
+def _momentum_rule(
+    name: str, learning_rate: LearningRate, momentum: float, weight_decay: float, *, looks_ahead: bool
+) -> UpdateRule:
+    rate = learning_rate_of(name, learning_rate)
+    momentum = number(name, "momentum", momentum, below=1)
+    weight_decay = number(name, "weight_decay", weight_decay)
+
+    def update(p: Array, g: Array, slots: Sequence[Array], lr: float, t: int) -> tuple[Array, tuple[Array, ...]]:
+        (v,) = slots
+        g = _decayed(g, p, weight_decay)
+        v = momentum * v + g
+        return p - lr * (g + momentum * v if looks_ahead else v), (v,)
+
+    return UpdateRule(name, rate, {"momentum": momentum, "weight_decay": weight_decay}, ("momentum_buffer",), update)
+
+
+def adagrad(learning_rate: LearningRate = 1e-2, *, eps: float = 1e-10, weight_decay: float = 0.0) -> UpdateRule:
+    """Make the AdaGrad rule: each element's rate falls with the sum of its squared gradients.
+
+    | ``s <- s + g^2``
+    | ``p <- p - lr g / (sqrt(s) + eps)``
+
+    Parameters
+    ----------
+    learning_rate : float or callable of the step count
+    eps : float
+        Added to the denominator, at least 0.
+    weight_decay : float
+        Factor of the L2 term, at least 0.
+
+    Notes
+    -----
+    State: ``sum`` (s). `torch.optim.Adagrad`; its ``lr_decay`` is the schedule
+    ``lambda step: lr / (1 + step * lr_decay)``. Duchi, Hazan and Singer, "Adaptive subgradient methods for online
+    learning and stochastic optimization", JMLR 12, 2011.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> rule = adagrad(learning_rate=0.5, eps=0.0)
+    >>> rule.step(np.array([1.0, 1.0]), np.array([3.0, -4.0]), rule.init(np.ones(2)))[0]
+    array([0.5, 1.5])
+    """
+    rate = learning_rate_of("adagrad", learning_rate)
+    eps = number("adagrad", "eps", eps)
+    weight_decay = number("adagrad", "weight_decay", weight_decay)
+
+    def update(p: Array, g: Array, slots: Sequence[Array], lr: float, t: int) -> tuple[Array, tuple[Array, ...]]:
+        (s,) = slots
+        g = _decayed(g, p, weight_decay)
+        s = s + g * g
+        return p - lr * g / (s**0.5 + eps), (s,)
+
+    return UpdateRule("adagrad", rate, {"eps": eps, "weight_decay": weight_decay}, ("sum",), update)
+
+
+def rmsprop(
+    learning_rate: LearningRate = 1e-2, *, alpha: float = 0.99, eps: float = 1e-8, weight_decay: float = 0.0
+) -> UpdateRule:
+    """Make the RMSProp rule: gradients are divided by a running root mean square.
+
+    | ``s <- alpha s + (1 - alpha) g^2``
+    | ``p <- p - lr g / (sqrt(s) + eps)``
+
+    Parameters
+    ----------
+    learning_rate : float or callable of the step count
+    alpha : float
+        Share of the mean square kept at each step, in [0, 1).
+    eps : float
+        Added to the denominator, at least 0.
+    weight_decay : float
+        Factor of the L2 term, at least 0.
+
+    Notes
+    -----
+    State: ``square_avg`` (s). `torch.optim.RMSprop` without its ``momentum`` and ``centered``. Tieleman and Hinton,
+    "Lecture 6.5: RMSProp", COURSERA: Neural networks for machine learning, 2012.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> rule = rmsprop(learning_rate=0.5, alpha=0.75, eps=0.0)
+    >>> rule.step(np.array([1.0, 1.0]), np.array([3.0, -4.0]), rule.init(np.ones(2)))[0]
+    array([0., 2.])
+    """
+    rate = learning_rate_of("rmsprop", learning_rate)
+    alpha = number("rmsprop", "alpha", alpha, below=1)
+    eps = number("rmsprop", "eps", eps)
+    weight_decay = number("rmsprop", "weight_decay", weight_decay)
+
+    def update(p: Array, g: Array, slots: Sequence[Array], lr: float, t: int) -> tuple[Array, tuple[Array, ...]]:
+        (s,) = slots
+        g = _decayed(g, p, weight_decay)
+        s = alpha * s + (1 - alpha) * (g * g)
+        return p - lr * g / (s**0.5 + eps), (s,)
+
+    settings = {"alpha": alpha, "eps": eps, "weight_decay": weight_decay}
+    return UpdateRule("rmsprop", rate, settings, ("square_avg",), update)
+
+
+def adadelta(
+    learning_rate: LearningRate = 1.0, *, rho: float = 0.9, eps: float = 1e-6, weight_decay: float = 0.0
+) -> UpdateRule:
+    """Make the AdaDelta rule: steps have the scale of earlier steps, whatever the scale of the gradient.
+
+    | ``s <- rho s + (1 - rho) g^2``
+    | ``d = sqrt(a + eps) / sqrt(s + eps) g``
+    | ``a <- rho a + (1 - rho) d^2``
+    | ``p <- p - lr d``
+
+    Parameters
+    ----------
+    learning_rate : float or callable of the step count
+    rho : float
+        Share of both running means kept at each step, in [0, 1).
+    eps : float
+        Added under both roots, at least 0. It sets the size of the first steps.
+    weight_decay : float
+        Factor of the L2 term, at least 0.
+
+    Notes
+    -----
+    State: ``square_avg`` (s), ``acc_delta`` (a). `torch.optim.Adadelta`. Zeiler, "ADADELTA: an adaptive learning rate
+    method", arXiv:1212.5701, 2012.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> rule = adadelta(rho=0.75, eps=1.0)
+    >>> rule.step(np.array([1.0]), np.array([2.0]), rule.init(np.ones(1)))[0].round(6)
+    array([-0.414214])
+    """
+    rate = learning_rate_of("adadelta", learning_rate)
+    rho = number("adadelta", "rho", rho, below=1)
+    eps = number("adadelta", "eps", eps)
+    weight_decay = number("adadelta", "weight_decay", weight_decay)
+
+    def update(p: Array, g: Array, slots: Sequence[Array], lr: float, t: int) -> tuple[Array, tuple[Array, ...]]:
+        s, a = slots
+        g = _decayed(g, p, weight_decay)
+        s = rho * s + (1 - rho) * (g * g)
+        d = (a + eps) ** 0.5 / (s + eps) ** 0.5 * g
+        a = rho * a + (1 - rho) * (d * d)
+        return p - lr * d, (s, a)
+
+    settings = {"rho": rho, "eps": eps, "weight_decay": weight_decay}
+    return UpdateRule("adadelta", rate, settings, ("square_avg", "acc_delta"), update)
+
+
+def adam(
+    learning_rate: LearningRate = 1e-3,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> UpdateRule:
+    """Make the Adam rule: running means of the gradient and of its square, corrected for their zero start.
+
+    | ``m <- beta1 m + (1 - beta1) g``
+    | ``v <- beta2 v + (1 - beta2) g^2``
+    | ``p <- p - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)``
+
+    Parameters
+    ----------
+    learning_rate : float or callable of the step count
+    betas : (float, float)
+        Shares of the two means kept at each step, in [0, 1).
+    eps : float
+        Added to the denominator, at least 0.
+    weight_decay : float
+        Factor of the L2 term, at least 0; for decoupled decay use `adamw`.
+
+    Notes
+    -----
+    State: ``exp_avg`` (m), ``exp_avg_sq`` (v). `torch.optim.Adam`. Kingma and Ba, "Adam: a method for stochastic
+    optimization", ICLR 2015, arXiv:1412.6980.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> rule = adam(learning_rate=0.5, eps=0.0)
+    >>> rule.step(np.array([1.0, 1.0]), np.array([3.0, -4.0]), rule.init(np.ones(2)))[0].round(6)
+    array([0.5, 1.5])
+    """
+    rate = learning_rate_of("adam", learning_rate)
+    beta1, beta2 = betas_of("adam", betas)
+    eps = number("adam", "eps", eps)
+    weight_decay = number("adam", "weight_decay", weight_decay)
+
+    def update(p: Array, g: Array, slots: Sequence[Array], lr: float, t: int) -> tuple[Array, tuple[Array, ...]]:
+        return _adam_update(p, _decayed(g, p, weight_decay), slots, lr, t, beta1, beta2, eps)
+
+    settings = {"betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
+    return UpdateRule("adam", rate, settings, ("exp_avg", "exp_avg_sq"), update)
+
+
+def adamw(
+    learning_rate: LearningRate = 1e-3,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+) -> UpdateRule:
+    """Make the AdamW rule: Adam with weight decay outside of the running means.
+
+    | ``p <- (1 - lr weight_decay) p``
+    | then the step of `adam` without weight decay
+
+    Parameters
+    ----------
+    learning_rate : float or callable of the step count
+    betas : (float, float)
+        Shares of the two means kept at each step, in [0, 1).
+    eps : float
+        Added to the denominator, at least 0.
+    weight_decay : float
+        At least 0; the parameters shrink by ``lr * weight_decay`` at each step.
+
+    Notes
+    -----
+    State: ``exp_avg`` (m), ``exp_avg_sq`` (v). `torch.optim.AdamW`. Loshchilov and Hutter, "Decoupled weight decay
+    regularization", ICLR 2019, arXiv:1711.05101.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> rule = adamw(learning_rate=0.5, eps=0.0, weight_decay=0.5)
+    >>> rule.step(np.array([1.0, 1.0]), np.array([3.0, -4.0]), rule.init(np.ones(2)))[0].round(6)
+    array([0.25, 1.25])
+    """
+    rate = learning_rate_of("adamw", learning_rate)
+    beta1, beta2 = betas_of("adamw", betas)
+    eps = number("adamw", "eps", eps)
+    weight_decay = number("adamw", "weight_decay", weight_decay)
+
+    def update(p: Array, g: Array, slots: Sequence[Array], lr: float, t: int) -> tuple[Array, tuple[Array, ...]]:
+        return _adam_update(p * (1 - lr * weight_decay), g, slots, lr, t, beta1, beta2, eps)
+
+    settings = {"betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
+    return UpdateRule("adamw", rate, settings, ("exp_avg", "exp_avg_sq"), update)
+
+
+def _adam_update(
+    p: Array, g: Array, slots: Sequence[Array], lr: float, t: int, beta1: float, beta2: float, eps: float
+) -> tuple[Array, tuple[Array, ...]]:
+    m, v = slots
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * (g * g)
+    denominator = v**0.5 / (1 - beta2**t) ** 0.5 + eps
+    return p - lr / (1 - beta1**t) * m / denominator, (m, v)
+
+
+def adamax(
+    learning_rate: LearningRate = 2e-3,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> UpdateRule:
+    """Make the AdaMax rule: Adam with a decaying maximum in place of the mean square.
+
+    | ``m <- beta1 m + (1 - beta1) g``
+    | ``u <- max(beta2 u, |g| + eps)``
+    | ``p <- p - lr / (1 - beta1^t) m / u``
+
+    Parameters
+    ----------
+    learning_rate : float or callable of the step count
+    betas : (float, float)
+        Shares of the mean and of the maximum kept at each step, in [0, 1).
+    eps : float
+        Added to the gradient's absolute value, at least 0.
+    weight_decay : float
+        Factor of the L2 term, at least 0.
+
+    Notes
+    -----
+    State: ``exp_avg`` (m), ``exp_inf`` (u). `torch.optim.Adamax`. Kingma and Ba, "Adam: a method for stochastic
+    optimization", ICLR 2015, arXiv:1412.6980, section 7.1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> rule = adamax(learning_rate=0.5, eps=0.0)
+    >>> rule.step(np.array([1.0, 1.0]), np.array([3.0, -4.0]), rule.init(np.ones(2)))[0].round(6)
+    array([0.5, 1.5])
+    """
+    rate = learning_rate_of("adamax", learning_rate)
+    beta1, beta2 = betas_of("adamax", betas)
+    eps = number("adamax", "eps", eps)
+    weight_decay = number("adamax", "weight_decay", weight_decay)
+
+    def update(p: Array, g: Array, slots: Sequence[Array], lr: float, t: int) -> tuple[Array, tuple[Array, ...]]:
+        m, u = slots
+        g = _decayed(g, p, weight_decay)
+        m = beta1 * m + (1 - beta1) * g
+        u = _maximum(beta2 * u, abs(g) + eps)
+        return p - lr / (1 - beta1**t) * m / u, (m, u)
+
+    settings = {"betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
+    return UpdateRule("adamax", rate, settings, ("exp_avg", "exp_inf"), update)
+
+
+def _decayed(g: Array, p: Array, weight_decay: float) -> Array:
+    """Return the gradient with the L2 term."""
+    return g + weight_decay * p if weight_decay else g
+
+
+def _maximum(a: Array, b: Array) -> Array:
+    """Return the elementwise maximum of two arrays of one dtype, by operators that every array library has.
+
+    Exact, and NaN propagates. Where both are infinite it gives NaN, as the step of such a gradient does anyway.
+    """
+    return a * (a >= b) + b * (b > a)
