@@ -59,7 +59,7 @@ smoke: $(DEV)
 	@rm -rf build/smoke dist
 	@$(PY) -m build --outdir dist >/dev/null
 	@$(PYTHON) -m venv build/smoke
-	@build/smoke/bin/python -m pip install --quiet dist/*.whl
+	@build/smoke/bin/python -m pip install -qq dist/*.whl
 	@cp .ci/smoke.py build/smoke/smoke.py
 	@cd build/smoke && bin/python -X dev -W error smoke.py && bin/python -m synk
 
@@ -76,7 +76,7 @@ $(BASE):
 
 define install
 @echo "installing into $(VENV) ..."
-@$(PY) -m pip install --quiet $(1)
+@$(PY) -m pip install -qq $(1)
 @touch $@
 endef
 
@@ -92,7 +92,7 @@ $(DEV): $(TEST)
 # A peer that cannot be installed here is listed as missing in the tables; the others still count.
 $(BENCH): $(TEST) benchmarks/requirements.txt
 	@echo "installing peers into $(VENV) ..."
-	@grep -v '^#' benchmarks/requirements.txt | xargs -n 1 $(PY) -m pip install --quiet || true
+	@grep -v '^#' benchmarks/requirements.txt | xargs -n 1 $(PY) -m pip install -qq || true
 	@touch $@
 
 $(GPU): $(TEST)
