@@ -1,0 +1,108 @@
+"""``python -m benchmarks [--quick] [--only FAMILY ...]``: measure, print the tables, write a JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from benchmarks import _report, calls, collectives, footprint, startup, state
+from benchmarks._harness import ROOT, Harness
+
+RESULTS = ROOT / "benchmarks" / "results"
+FAMILIES = {
+    "calls": calls.run,
+    "startup": startup.run,
+    "footprint": footprint.run,
+    "state": state.run,
+    "collectives": collectives.run,
+}
+
+
+def main() -> int:
+    """Measure what was asked for, or print the tables of an earlier run."""
+    options = _parser().parse_args()
+    if options.markdown is not None:
+        print(_report.report(json.loads(options.markdown.read_text())))
+        return 0
+    harness = Harness(
+        world_size=options.workers,
+        rounds=options.rounds or (1 if options.quick else 3),
+        block_s=0.1 if options.quick else 0.3,
+        max_noise=options.max_noise,
+        tries=options.tries,
+        quick=options.quick,
+        interpreters=[*options.python, *filter(None, os.environ.get("SYNK_BENCHMARK_PYTHONS", "").split(os.pathsep))],
+    )
+    results: dict[str, Any] = {"machine": _machine(), "options": {**vars(options), "markdown": None}}
+    start = time.perf_counter()
+    with closing(harness):
+        for family in options.only or FAMILIES:
+            try:
+                results[family] = FAMILIES[family](harness)
+            except (RuntimeError, OSError, subprocess.SubprocessError) as error:  # the other families still count
+                results[family] = {"error": f"{type(error).__name__}: {error}"}
+        results |= {"versions": harness.versions, "failures": harness.failures, "max_noise": harness.max_noise}
+    results["elapsed_s"] = time.perf_counter() - start
+    path = _write(results)
+    print(_report.report(results))
+    print(f"\n{path.relative_to(ROOT)}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one short round, fewer sizes")
+    parser.add_argument("--only", nargs="+", choices=FAMILIES, metavar="FAMILY", help=" ".join(FAMILIES))
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, help="default: 3, or 1 with --quick")
+    parser.add_argument("--max-noise", type=float, default=0.15, help="cores that others may use during a block")
+    parser.add_argument("--tries", type=int, default=3, help="at a block that is too noisy")
+    parser.add_argument(
+        "--python",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="another interpreter, for peers missing in this one",
+    )
+    parser.add_argument(
+        "--markdown", type=Path, nargs="?", const=RESULTS / "latest.json", metavar="JSON",
+        help="measure nothing: print the tables of an earlier run as Markdown",
+    )  # fmt: skip
+    return parser
+
+
+def _machine() -> dict[str, Any]:
+    """Return what the numbers depend on."""
+    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
+    memory = Path("/proc/meminfo").read_text().split()[1]
+    describe = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "processor": cpu.partition(":")[2].strip(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(int(memory) / (1 << 20), 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "commit": commit,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _write(results: dict[str, Any]) -> Path:
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / time.strftime("%Y%m%d-%H%M%S.json")
+    path.write_text(json.dumps(results, indent=1))
+    (RESULTS / "latest.json").write_text(path.read_text())
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

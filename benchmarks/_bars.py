@@ -1,0 +1,210 @@
+"""What synk must reach and aims for, and how each number follows from the results of a run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks._harness import GLOO, JAX, MPI, POOL
+
+Results = dict[str, Any]
+Values = list[float]
+
+
+class NotMeasuredError(LookupError):
+    """A bar's number is not in the results; the message says why."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One line of the table.
+
+    Attributes
+    ----------
+    must, aim : float
+        Upper limits, or lower ones where ``at_least``.
+    values : callable
+        Results to one value a round (and whether any of them was noisy).
+    """
+
+    quantity: str
+    must: float
+    aim: float
+    values: Callable[[Results], tuple[Values, bool]]
+    at_least: bool = False
+    unit: str = ""
+
+    def verdict(self, value: float) -> str:
+        """Return ``aim``, ``pass`` or ``MISS``."""
+        sign = -1 if self.at_least else 1
+        if sign * value <= sign * self.aim:
+            return "aim"
+        return "pass" if sign * value <= sign * self.must else "MISS"
+
+
+def rounds_of(results: Results, family: str, case: str, peer: str) -> list[Any]:
+    """Return the rounds of a case against a peer.
+
+    Raises
+    ------
+    NotMeasuredError
+        If the family was not run, or the peer or synk was not there or failed.
+    """
+    cases = results.get(family, {"error": "not run"})
+    if "error" in cases:
+        raise NotMeasuredError(cases["error"])
+    rounds = cases.get("jobs", cases).get(case, {}).get(peer, "not run")
+    if isinstance(rounds, str):
+        raise NotMeasuredError(f"{peer} {rounds}")
+    if not rounds or "synk" not in rounds[0]:
+        raise NotMeasuredError(f"synk {results['failures'].get('synk', 'not run')}")
+    return rounds
+
+
+def _noisy(results: Results, entries: Sequence[Any]) -> bool:
+    return any(entry["noise"]["cores"] > results["max_noise"] for entry in entries)
+
+
+def _overhead(case: str, peer: str) -> Callable[[Results], tuple[Values, bool]]:
+    """Synk's call less the ideal's, against the same of the peer."""
+
+    def values(results: Results) -> tuple[Values, bool]:
+        rounds = rounds_of(results, "calls", case, peer)
+        ratios = [
+            (entry["synk"]["call_s"] - entry["ideal"]["call_s"]) / (entry[peer]["call_s"] - entry["ideal"]["call_s"])
+            for entry in rounds
+        ]
+        return ratios, _noisy(results, rounds)
+
+    return values
+
+
+def _call(family: str, case: str, peer: str) -> Callable[[Results], tuple[Values, bool]]:
+    """Synk's call against the peer's."""
+
+    def values(results: Results) -> tuple[Values, bool]:
+        rounds = rounds_of(results, family, case, peer)
+        return [entry["synk"]["call_s"] / entry[peer]["call_s"] for entry in rounds], _noisy(results, rounds)
+
+    return values
+
+
+def _share(case: str) -> Callable[[Results], tuple[Values, bool]]:
+    """The share of synk's call spent in the user's function, in the rounds against all peers."""
+
+    def values(results: Results) -> tuple[Values, bool]:
+        rounds_of(results, "calls", case, POOL.name)
+        rounds = [entry for part in results["calls"]["jobs"][case].values() if isinstance(part, list) for entry in part]
+        quiet = [entry for entry in rounds if not _noisy(results, [entry])]
+        return [entry["synk"]["share"] for entry in quiet or rounds], not quiet
+
+    return values
+
+
+def _bandwidth(case: str) -> Callable[[Results], tuple[Values, bool]]:
+    """The bandwidth of synk's collective as a share of that of one copy of the array."""
+
+    def values(results: Results) -> tuple[Values, bool]:
+        rounds = rounds_of(results, "collectives", case, MPI.name)
+        return [entry["ideal"]["call_s"] / entry["synk"]["call_s"] for entry in rounds], _noisy(results, rounds)
+
+    return values
+
+
+def _startup(value: Callable[[Any], float]) -> Callable[[Results], tuple[Values, bool]]:
+    def values(results: Results) -> tuple[Values, bool]:
+        family = results.get("startup", {"error": "not run"})
+        if "error" in family:
+            raise NotMeasuredError(family["error"])
+        return [value(entry) for entry in family["repetitions"]], _noisy(results, family["repetitions"])
+
+    return values
+
+
+def _footprint(value: Callable[[Any], float]) -> Callable[[Results], tuple[Values, bool]]:
+    def values(results: Results) -> tuple[Values, bool]:
+        family = results.get("footprint", {"error": "not run"})
+        if "error" in family:
+            raise NotMeasuredError(family["error"])
+        return [value(family)], False
+
+    return values
+
+
+def _growth(process: Callable[[Any], Sequence[Any]]) -> Callable[[Any], float]:
+    """Bytes of private memory by which the worst process grows for each byte of ``Data``."""
+
+    def growth(family: Any) -> float:
+        first, last = family["memory"]["sizes"][0], family["memory"]["sizes"][-1]
+        pairs = zip(process(first), process(last), strict=True)
+        private = max(after["private_nbytes"] - before["private_nbytes"] for before, after in pairs)
+        return private / (last["data_nbytes"] - first["data_nbytes"])
+
+    return growth
+
+
+def _copies(family: Any) -> float:
+    """Bytes of shared memory in the whole machine for each byte of ``Data``."""
+    largest = family["memory"]["sizes"][-1]
+    return largest["shared_nbytes"] / largest["data_nbytes"]
+
+
+def _worst(key: str, scale: float = 1.0) -> Callable[[Any], float]:
+    return lambda family: max(family["many_calls"][process][key] for process in ("master", "worker")) * scale
+
+
+BARS = (
+    Bar("tiny call: overhead / multiprocessing.Pool's", 0.15, 0.08, _overhead("tiny", POOL.name)),
+    Bar("tiny call: overhead / torch gloo's", 0.25, 0.10, _overhead("tiny", GLOO.name)),
+    Bar("tiny call: overhead / jax pmap's", 0.70, 0.40, _overhead("tiny", JAX.name)),
+    Bar("5 ms of work a shard: share in the function", 0.93, 0.96, _share("linear work"), at_least=True),
+    Bar("50 ms of work a shard: share in the function", 0.98, 0.99, _share("work"), at_least=True),
+    Bar("40 MB passed: call / MPI Scatter's", 1.0, 0.75, _call("calls", "linear passed", MPI.name)),
+    Bar("40 MB passed: call / pickling Pool's", 0.10, 0.08, _call("calls", "linear passed", POOL.name)),
+    Bar("64 MB averaged: overhead / MPI Allreduce's", 0.6, 0.4, _overhead("output 64 MB", MPI.name)),
+    Bar("64 MB averaged: overhead / Pool's", 0.06, 0.03, _overhead("output 64 MB", POOL.name)),
+    Bar("1 MB averaged: overhead / MPI Allreduce's", 1.0, 0.5, _overhead("output 1 MB", MPI.name)),
+    Bar(
+        "fork + distribute / parallel imports of NumPy",
+        1.3, 1.1, _startup(lambda entry: entry["distributed_s"] / entry["imports_numpy_s"]),
+    ),
+    Bar(
+        "import synk beyond import numpy",
+        0.15, 0.15, _startup(lambda entry: entry["import_synk_s"] - entry["import_numpy_s"]), unit=" s",
+    ),
+    Bar("idle worker", 0.2, 0.005, _footprint(lambda family: 100 * family["idle"]["0"]), unit=" % of a core"),
+    Bar("control of a repeated call, down a worker", 64, 3, _footprint(lambda f: f["control"]["down"]), unit=" B"),
+    Bar("worker's private memory a byte of Data", 0.01, 0.001, _footprint(_growth(lambda s: s["workers"])), unit=" B"),
+    Bar("master's private memory a byte of Data", 0.01, 0.001, _footprint(_growth(lambda s: [s["master"]])), unit=" B"),
+    Bar(
+        "shared memory a byte of Data",
+        1.01, 1.001, _footprint(_copies),
+        unit=" B",
+    ),
+    Bar("many calls: growth of descriptors", 0, 0, _footprint(_worst("fds"))),
+    Bar("many calls: growth of mappings", 0, 0, _footprint(_worst("mappings"))),
+    Bar("many calls: growth of private memory", 1.0, 0.1, _footprint(_worst("private_nbytes", 2.0**-20)), unit=" MB"),
+    Bar("all_reduce of 64 MB: bandwidth / one copy's", 0.55, 0.85, _bandwidth("all_reduce 64 MB"), at_least=True),
+    Bar("all_reduce of 64 MB: time / mpi4py's", 0.5, 0.4, _call("collectives", "all_reduce 64 MB", MPI.name)),
+    Bar("all_reduce of 64 MB: time / gloo's", 0.5, 0.4, _call("collectives", "all_reduce 64 MB", GLOO.name)),
+)  # fmt: skip
+
+
+def lines(results: Results) -> list[list[str]]:
+    """Return the rows of the table of bars: quantity, must, aim, median, range, verdict."""
+    rows = []
+    for bar in BARS:
+        sign = ">=" if bar.at_least else "<="
+        row = [bar.quantity, f"{sign} {bar.must:g}{bar.unit}", f"{bar.aim:g}"]
+        try:
+            values, noisy = bar.values(results)
+        except NotMeasuredError as error:
+            rows.append([*row, "", "", f"not measured: {error}"])
+            continue
+        median = statistics.median(values)
+        verdict = bar.verdict(median) + (" (noisy)" if noisy else "")
+        spread = f"{min(values):.3g} to {max(values):.3g}" if len(values) > 1 else ""
+        rows.append([*row, f"{median:.3g}", spread, verdict])
+    return rows

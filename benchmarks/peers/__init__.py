@@ -1,0 +1,1 @@
+"""One runtime a file, each a program that the harness starts: ``python -m benchmarks.peers.NAME``."""

@@ -1,0 +1,72 @@
+"""mpi4py, one program on all ranks: compute on the own rows, one ``Allreduce`` of one flat buffer."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import numpy as np
+from mpi4py import MPI
+
+from benchmarks import _work
+from benchmarks._serve import Call, serve
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.Get_rank(), WORLD.Get_size()
+
+
+def prepare(job: str, **params: int) -> Call:
+    """Run the function of ``job`` on the own rows (in ``linear passed``: scattered from rank 0 at each call)."""
+    function, rows = _work.function_of(job, **params), _work.rows_of(job)
+    x, y = _work.shard(rows, RANK, SIZE)
+    if job == "output":
+        return _output(params["nbytes"], x, y)
+    flat, mean = np.zeros(_work.COLUMNS + 1, np.float32), np.zeros(_work.COLUMNS + 1, np.float32)
+    slowest = np.zeros(1)
+    whole_x, whole_y = _work.inputs(rows) if RANK == 0 else (None, None)
+
+    def call(number: int) -> float:
+        if job == "linear passed":
+            WORLD.Scatter(whole_x, x)
+            WORLD.Scatter(whole_y, y)
+        flat[0], flat[1:], slowest[0] = function(_work.fresh_weights(number), x, y)
+        WORLD.Allreduce(flat, mean)
+        np.multiply(mean, np.float32(1 / SIZE), out=mean)
+        return slowest[0]
+
+    return call
+
+
+def _output(nbytes: int, x: _work.Array, y: _work.Array) -> Call:
+    mean = np.zeros(nbytes // 4, np.float32)
+
+    def call(number: int) -> None:
+        WORLD.Allreduce(_work.output(_work.fresh_weights(number), x, y, nbytes), mean)
+        np.multiply(mean, np.float32(1 / SIZE), out=mean)
+
+    return call
+
+
+def collective(name: str, nbytes: int) -> Call:
+    """Run a collective on float32 arrays; a barrier ends those after which a rank may run ahead."""
+    whole, other = np.ones(nbytes // 4, np.float32), np.zeros(nbytes // 4, np.float32)
+    part = np.ones(nbytes // 4 // SIZE, np.float32)
+    calls = {
+        "all_reduce": lambda: WORLD.Allreduce(whole, other),
+        "broadcast": lambda: WORLD.Bcast(whole),
+        "scatter": lambda: WORLD.Scatter(whole if RANK == 0 else None, part),
+        "gather": lambda: WORLD.Gather(part, whole if RANK == 0 else None),
+    }
+    run = calls[name]
+
+    def call(number: int) -> None:
+        run()
+        if name == "all_reduce":
+            np.multiply(other, np.float32(1 / SIZE), out=other)
+        else:
+            WORLD.Barrier()
+
+    return call
+
+
+if __name__ == "__main__":
+    serve({"call": prepare, "collective": collective}, rank=RANK, version=importlib.metadata.version("mpi4py"))
