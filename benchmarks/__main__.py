@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 import time
+import traceback
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from benchmarks import _report, calls, collectives, footprint, startup, state
 from benchmarks._harness import ROOT, Harness
 
 RESULTS = ROOT / "benchmarks" / "results"
+MARKS = ("<!-- results -->", "<!-- end of results -->")
 FAMILIES = {
     "calls": calls.run,
     "startup": startup.run,
@@ -29,8 +31,8 @@ FAMILIES = {
 def main() -> int:
     """Measure what was asked for, or print the tables of an earlier run."""
     options = _parser().parse_args()
-    if options.markdown is not None:
-        print(_report.report(json.loads(options.markdown.read_text())))
+    if options.tables is not None:
+        _print_or_fill(_report.report(json.loads(options.tables.read_text())), options.into)
         return 0
     harness = Harness(
         world_size=options.workers,
@@ -41,13 +43,14 @@ def main() -> int:
         quick=options.quick,
         interpreters=[*options.python, *filter(None, os.environ.get("SYNK_BENCHMARK_PYTHONS", "").split(os.pathsep))],
     )
-    results: dict[str, Any] = {"machine": _machine(), "options": {**vars(options), "markdown": None}}
+    results: dict[str, Any] = {"machine": _machine(), "options": {"quick": options.quick, "rounds": harness.rounds}}
     start = time.perf_counter()
     with closing(harness):
         for family in options.only or FAMILIES:
             try:
                 results[family] = FAMILIES[family](harness)
-            except (RuntimeError, OSError, subprocess.SubprocessError) as error:  # the other families still count
+            except Exception as error:  # the other families still count
+                traceback.print_exc()
                 results[family] = {"error": f"{type(error).__name__}: {error}"}
         results |= {"versions": harness.versions, "failures": harness.failures, "max_noise": harness.max_noise}
     results["elapsed_s"] = time.perf_counter() - start
@@ -66,17 +69,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-noise", type=float, default=0.15, help="cores that others may use during a block")
     parser.add_argument("--tries", type=int, default=3, help="at a block that is too noisy")
     parser.add_argument(
-        "--python",
-        action="append",
-        default=[],
-        metavar="PATH",
+        "--python", action="append", default=[], metavar="PATH",
         help="another interpreter, for peers missing in this one",
-    )
-    parser.add_argument(
-        "--markdown", type=Path, nargs="?", const=RESULTS / "latest.json", metavar="JSON",
-        help="measure nothing: print the tables of an earlier run as Markdown",
     )  # fmt: skip
+    parser.add_argument(
+        "--tables", type=Path, nargs="?", const=RESULTS / "latest.json", metavar="JSON",
+        help="measure nothing: print the tables of an earlier run",
+    )  # fmt: skip
+    parser.add_argument(
+        "--into",
+        type=Path,
+        metavar="PAGE",
+        help=f"with --tables: write them between the marks of a page, {MARKS[0]} ...",
+    )
     return parser
+
+
+def _print_or_fill(text: str, page: Path | None) -> None:
+    if page is None:
+        print(text)
+        return
+    before, rest = page.read_text().split(MARKS[0])
+    page.write_text(f"{before}{MARKS[0]}\n\n{text}\n\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
 
 
 def _machine() -> dict[str, Any]:

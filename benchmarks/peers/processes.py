@@ -23,8 +23,8 @@ def prepare(job: str, **params: int) -> Call:
     return call
 
 
-def copy(nbytes: int) -> Call:
-    """Copy one array to another on rank 0 while the others rest: the bandwidth that collectives are held against."""
+def copy(name: str, nbytes: int) -> Call:
+    """Whatever the collective, copy one array on rank 0 while the others rest: what collectives are held against."""
     source, target = np.ones(nbytes // 4, np.float32), np.zeros(nbytes // 4, np.float32)
 
     def call(number: int) -> None:
@@ -35,4 +35,4 @@ def copy(nbytes: int) -> Call:
 
 
 if __name__ == "__main__":
-    serve({"call": prepare, "copy": copy}, rank=RANK, version=np.__version__)
+    serve({"call": prepare, "collective": copy}, rank=RANK, version=np.__version__)
