@@ -1,0 +1,464 @@
+"""A: worker processes that die, at every step of their life."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import multiprocessing
+import os
+import random
+import re
+import signal
+import subprocess
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import saboteurs
+from harness import (
+    EVERY_TIME,
+    assert_right,
+    children,
+    failpoint,
+    kill_and_wait,
+    pids,
+    process_stat,
+    replaced_workers,
+    same_workers,
+    script,
+    wait_for,
+    wait_until_dead,
+)
+
+import synk
+from synk.errors import CallTimeout, ClosedError, StartupError, WorkerDied
+
+Fork = Callable[..., Any]
+ROWS = np.arange(6.0)
+CALL_STEPS = (
+    "call.received",
+    "call.before_function",
+    "call.after_function",
+    "call.published",
+    "call.before_reply",
+)
+
+
+def total(runtime: Any, output: int = 1, **options: Any) -> Any:
+    """Return a function whose output is the sum of its rows, repeated to ``output`` elements."""
+    return runtime.function(lambda x: np.full(output, x.sum()), outputs="sum", name="total", **options)
+
+
+def assert_says(died: pytest.ExceptionInfo[WorkerDied], ranks: tuple[int, ...], exits: tuple[str, ...]) -> None:
+    """Assert that the error names who died and how, in its fields and in its words."""
+    error = died.value
+    assert error.ranks == ranks
+    assert error.exits == exits
+    assert len(error.pids) == len(ranks)
+    for rank, pid, how in zip(error.ranks, error.pids, error.exits, strict=True):
+        assert re.search(rf"\brank {rank}\b", str(error)) or f"ranks {', '.join(map(str, ranks))}" in str(error)
+        assert str(pid) in str(error)
+        assert how in str(error)
+
+
+def test_A1_sigkill_while_idle(runtime: Fork) -> None:
+    rt = runtime(2)
+    with replaced_workers(rt, [1]) as before:
+        kill_and_wait(before[1])
+        with pytest.warns(RuntimeWarning, match=r"rank 1.*SIGKILL") as caught:
+            assert total(rt)(ROWS) == ROWS.sum()
+        assert len(caught) == 1
+
+
+@pytest.mark.parametrize("step", CALL_STEPS)
+def test_A2_sigkill_inside_the_call(runtime: Fork, step: str) -> None:
+    rt = runtime(2, failpoint(step, rank=1, nth=3))  # the pids are asked for first, then one good call
+    with replaced_workers(rt, [1]) as before:
+        assert total(rt)(ROWS) == ROWS.sum()
+        with pytest.raises(WorkerDied) as died:
+            total(rt)(ROWS)
+        assert_says(died, (1,), ("SIGKILL",))
+        assert died.value.pids == (before[1],)
+        assert died.value.phase == "call"
+
+
+def test_A2_sigkill_inside_the_function(runtime: Fork) -> None:
+    rt = runtime(3)
+
+    def suicide(x: np.ndarray) -> float:
+        if x[0] == 0:
+            saboteurs.kill_self()
+        return x.sum()
+
+    with replaced_workers(rt, [0]), pytest.raises(WorkerDied, match="'suicide'") as died:
+        rt.function(suicide, outputs="sum")(ROWS)
+    assert_says(died, (0,), ("SIGKILL",))
+
+
+def test_A2_another_function_before_and_after_a_death_keeps_its_data(runtime: Fork) -> None:
+    """Functions are sent again and ``Data`` is passed again, the ones of before the death included."""
+    rt = runtime(2)
+    values = np.random.default_rng(0).normal(size=(1000, 5))
+    data, weights = rt.data(values), rt.data(values[0])
+    product = rt.function(lambda w, x: x @ w, bcast_inputs="w", outputs="gather")
+    expected = values @ values[0]
+    np.testing.assert_allclose(product(weights, data), expected)
+    with replaced_workers(rt, [0, 1]):
+        with pytest.raises(WorkerDied):
+            rt.function(lambda row: saboteurs.kill_self(), outputs=None)(np.arange(2))
+        np.testing.assert_allclose(product(weights, data), expected)
+        data[3] = 7.0
+        np.testing.assert_allclose(product(weights, data)[3], 7.0 * values[0].sum())
+
+
+@pytest.mark.parametrize("op", ["avg", "sum", "prod", "min", "max"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_A3_sigkill_inside_a_reduction(runtime: Fork, op: str, rank: int) -> None:
+    rt = runtime(2, failpoint("reduce.before" if op in ("avg", "min") else "reduce.after", rank))
+    big = rt.function(lambda x: np.full(1 << 18, x.max()), outputs=op)
+    with replaced_workers(rt, [rank]), pytest.raises(WorkerDied) as died:
+        big(ROWS)
+    assert_says(died, (rank,), ("SIGKILL",))
+    expected = {"avg": 3.5, "sum": 7.0, "prod": 10.0, "min": 2.0, "max": 5.0}[op]
+    np.testing.assert_allclose(big(ROWS), np.full(1 << 18, expected))
+
+
+def test_A4_sigkill_holding_a_lock_of_the_user(runtime: Fork) -> None:
+    """Such a lock is never released by the system; the runtime has none of its own that could be lost so."""
+    rt = runtime(2)
+
+    def die_holding(x: np.ndarray) -> float:
+        lock = multiprocessing.get_context("fork").Lock()
+        lock.acquire()
+        if x[0] == 0:
+            saboteurs.kill_self()
+        return x.sum()
+
+    with replaced_workers(rt, [0]), pytest.raises(WorkerDied):
+        rt.function(die_holding, outputs="sum")(ROWS)
+
+
+@pytest.mark.parametrize("outputs", ["gather", None])
+def test_A5_sigkill_while_half_a_reply_is_written(runtime: Fork, outputs: str | None) -> None:
+    rt = runtime(2, failpoint("call.after_header", rank=1))
+    big = rt.function(lambda x: np.ones((3, 1 << 20)) if outputs else b"x" * (24 << 20), outputs=outputs)
+    with pytest.raises(WorkerDied) as died:
+        big(ROWS)
+    assert_says(died, (1,), ("SIGKILL",))
+    assert_right(rt)
+
+
+def test_A6_death_after_the_reply_is_complete(runtime: Fork) -> None:
+    rt = runtime(2, failpoint("call.after_reply", rank=1, nth=2))
+    with replaced_workers(rt, [1]) as before:
+        assert total(rt)(ROWS) == ROWS.sum()
+        assert wait_until_dead(before[1])
+        with pytest.warns(RuntimeWarning, match=r"rank 1.*SIGKILL") as caught:
+            assert total(rt)(ROWS) == ROWS.sum()
+        assert len(caught) == 1
+
+
+@pytest.mark.parametrize("nbytes", [1 << 26, pytest.param(200 << 20, marks=pytest.mark.storm)])
+def test_A7_death_while_a_big_argument_is_sent(runtime: Fork, nbytes: int) -> None:
+    rt = runtime(2, failpoint("call.received", rank=1, nth=2))
+    length = rt.function(lambda blob, x: len(blob["blob"]) * len(x), bcast_inputs="blob", outputs="sum")
+    blob = {"blob": b"x" * nbytes}
+    with replaced_workers(rt, [1]), pytest.raises(WorkerDied) as died:
+        length(blob, ROWS)
+    assert_says(died, (1,), ("SIGKILL",))
+    assert length(blob, ROWS) == nbytes * len(ROWS)
+
+
+def test_A7_death_while_a_big_function_is_loaded(runtime: Fork) -> None:
+    rt = runtime(2, failpoint("distribute.loading", rank=0, nth=2))
+    blob = b"x" * (1 << 26)
+    with replaced_workers(rt, [0]):
+        big = rt.function(lambda x: len(blob) + 0 * x.sum(), outputs="max")
+        with pytest.raises(WorkerDied) as died:
+            rt.distribute()
+        assert_says(died, (0,), ("SIGKILL",))
+        assert big(ROWS) == len(blob)
+
+
+def test_A8_segfault(runtime: Fork) -> None:
+    rt = runtime(2)
+
+    def crash(x: np.ndarray) -> float:
+        if x[0] > 0:
+            saboteurs.segfault()
+        return x.sum()
+
+    with replaced_workers(rt, [1]), pytest.raises(WorkerDied) as died:
+        rt.function(crash, outputs="sum")(ROWS)
+    assert_says(died, (1,), ("SIGSEGV",))
+    assert "Segmentation fault" in str(died.value), "the stack that faulthandler wrote belongs in the error"
+    assert "segfault" in str(died.value)
+
+
+@pytest.mark.parametrize("way", ["exit 0", "exit 3", "libc exit", "abort"])
+def test_A9_worker_ends_itself(runtime: Fork, way: str) -> None:
+    rt = runtime(2)
+
+    def leave(x: np.ndarray) -> float:
+        if x[0] > 0:
+            saboteurs.DEATHS[way][0]()
+        return x.sum()
+
+    with replaced_workers(rt, [1]), pytest.raises(WorkerDied) as died:
+        rt.function(leave, outputs="sum")(ROWS)
+    assert_says(died, (1,), (saboteurs.DEATHS[way][1],))
+
+
+def test_A10_a_kill_without_a_cause_suggests_the_memory_limit(runtime: Fork) -> None:
+    rt = runtime(2)
+    with replaced_workers(rt, [0, 1]), pytest.raises(WorkerDied, match=r"(?i)memory"):
+        rt.function(lambda row: saboteurs.kill_self(), outputs=None)(np.arange(2))
+
+
+def test_A10_the_system_takes_a_worker_before_the_master(runtime: Fork) -> None:
+    def oom_score() -> int:
+        with open("/proc/self/oom_score_adj", encoding="ascii") as file:
+            return int(file.read())
+
+    scores = runtime(2).function(lambda row: oom_score(), outputs=None)(np.arange(2))
+    assert min(scores) > oom_score()
+
+
+def test_A11_frozen_worker_ends_by_timeout(runtime: Fork) -> None:
+    rt = runtime(2)
+
+    def freeze(x: np.ndarray) -> float:
+        if x[0] > 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return x.sum()
+
+    with replaced_workers(rt, [1]), pytest.raises(CallTimeout, match=r"rank 1"):
+        rt.function(freeze, outputs="sum")(ROWS, timeout=0.3)
+
+
+@pytest.mark.parametrize("action", ["kill", "segv", "exit", "raise"])
+@pytest.mark.parametrize("step", ["start.import", "start.ready"])
+def test_A12_crash_during_start(runtime: Fork, step: str, action: str) -> None:
+    rt = runtime(2, failpoint(step, rank=1, action=action))
+    with pytest.raises(StartupError, match=r"rank 1 of 2"):
+        rt.distribute()
+        total(rt)(ROWS)
+    with pytest.raises(ClosedError) as closed:
+        total(rt)(ROWS)
+    assert isinstance(closed.value.__cause__, StartupError)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 2), (0, 1, 2)], ids=str)
+def test_A13_several_die_at_once(runtime: Fork, ranks: tuple[int, ...]) -> None:
+    rt = runtime(3)
+
+    def die_together(x: np.ndarray) -> float:
+        if int(x[0]) // 2 in ranks:
+            saboteurs.kill_self()
+        return x.sum()
+
+    with replaced_workers(rt, ranks), pytest.raises(WorkerDied) as died:
+        rt.function(die_together, outputs="sum")(ROWS)
+    assert_says(died, ranks, ("SIGKILL",) * len(ranks))
+
+
+def test_A13_several_die_while_idle(runtime: Fork) -> None:
+    rt = runtime(3)
+    with replaced_workers(rt, [0, 2]) as before:
+        kill_and_wait(before[0], before[2])
+        with pytest.warns(RuntimeWarning) as caught:
+            assert total(rt)(ROWS) == ROWS.sum()
+        assert len(caught) == 1
+
+
+def test_A14_crash_after_the_reply(runtime: Fork) -> None:
+    rt = runtime(2, failpoint("call.after_reply", rank=0, nth=2, action="segv"))
+    with replaced_workers(rt, [0]) as before:
+        assert total(rt)(ROWS) == ROWS.sum()
+        assert wait_until_dead(before[0])
+        with pytest.warns(RuntimeWarning, match=r"rank 0.*SIGSEGV"):
+            assert total(rt)(ROWS) == ROWS.sum()
+
+
+def test_A14_crash_in_a_finalizer(runtime: Fork) -> None:
+    """Whether the finalizer runs before or after the reply is Python's choice: the answer is right or named."""
+    rt = runtime(2)
+    bomb = rt.function(lambda row: saboteurs.SegfaultAtDel(), outputs=None)
+    with replaced_workers(rt, [0, 1]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        try:
+            assert bomb(np.arange(2)) == ["harmless", "harmless"]
+        except WorkerDied as died:
+            assert set(died.exits) == {"SIGSEGV"}
+        assert_right(rt)
+
+
+def test_A15_grandchildren_go_with_their_worker(runtime: Fork) -> None:
+    rt = runtime(2)
+    spawn = rt.function(lambda row: subprocess.Popen(["sleep", "600"]).pid, outputs=None)
+    sleepers = spawn(np.arange(2))
+    with replaced_workers(rt, [0]) as before:
+        kill_and_wait(before[0])
+        with pytest.warns(RuntimeWarning):
+            assert_right(rt)
+        assert wait_for(lambda: is_gone(sleepers[0]))
+    assert process_stat(sleepers[1]) is not None
+    rt.close()
+    assert wait_for(lambda: is_gone(sleepers[1]))
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process ended (a zombie whose new parent has not looked yet counts)."""
+    stat = process_stat(pid)
+    return stat is None or stat[1] == "Z"
+
+
+def test_A16_dies_again_on_every_respawn(runtime: Fork) -> None:
+    rt = runtime(2, failpoint("call.before_function", rank=1, nth=EVERY_TIME), max_restarts=2)
+    for _ in range(3):
+        with pytest.raises(WorkerDied):
+            total(rt)(ROWS)
+    with pytest.raises(ClosedError, match="max_restarts") as closed:
+        total(rt)(ROWS)
+    assert isinstance(closed.value.__cause__, WorkerDied)
+
+
+def test_A17_killed_while_closing(runtime: Fork) -> None:
+    for step in ("kill", "stop", "raise", "sleep"):
+        rt = runtime(2, failpoint("close.received", rank=1, action=step))
+        assert_right(rt)
+        rt.close()
+        rt.close()
+
+
+def test_A17_killed_at_a_random_time_of_close(runtime: Fork, storm_count: Callable[[int], int]) -> None:
+    rng = random.Random(17)
+    for _ in range(storm_count(6)):
+        rt = runtime(2)
+        victim = rng.choice(pids(rt))
+        timer = threading.Timer(rng.uniform(0, 0.005), lambda pid=victim: process_stat(pid) and os.kill(pid, 9))
+        timer.start()
+        rt.close()
+        timer.join()
+
+
+def test_A17_killed_at_a_random_time_of_fork(runtime: Fork, storm_count: Callable[[int], int]) -> None:
+    rng = random.Random(18)
+    for _ in range(storm_count(6)):
+        before = set(worker_pids())
+        rt = runtime(2)
+        victim = rng.choice(sorted(set(worker_pids()) - before))
+        timer = threading.Timer(rng.uniform(0, 0.3), lambda pid=victim: process_stat(pid) and os.kill(pid, 9))
+        timer.start()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            with contextlib.suppress(StartupError, WorkerDied):
+                assert_right(rt)
+        timer.join()
+        rt.close()
+
+
+def worker_pids() -> list[int]:
+    """Return the pids of the living children as /proc has them: asking the workers would be one more call."""
+    return [pid for pid in children(os.getpid()) if not is_gone(pid)]
+
+
+def test_A18_a_reaped_pid_is_never_signalled(runtime: Fork) -> None:
+    """Signals go through pidfds: nobody in the package may signal by number."""
+    rt = runtime(2)
+    with replaced_workers(rt, [0]) as before:
+        kill_and_wait(before[0])
+        with pytest.warns(RuntimeWarning):
+            assert_right(rt)
+    for path in sorted(Path(synk.__file__).parent.glob("*.py")):
+        if path.name == "_worker.py":  # a worker may signal its own group
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            is_by_number = isinstance(node, ast.Attribute) and ast.unparse(node) == "os.kill"
+            assert not is_by_number, f"{path.name}:{node.lineno}"
+
+
+def test_A19_children_of_the_master_are_reaped_by_others() -> None:
+    script("""
+        from harness import assert_right, kill_and_wait, pids
+        import warnings
+        from synk.errors import WorkerDied
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        rt = synk.fork(2, backend="numpy")
+        before = pids(rt)
+        os.kill(before[1], signal.SIGKILL)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert_right(rt)
+        assert len(caught) == 1, caught
+        try:
+            rt.function(lambda row: os._exit(7), outputs=None)(np.arange(2))
+        except WorkerDied as error:
+            assert error.exits == ("exit code unknown",) * 2, error.exits
+        else:
+            raise AssertionError("nobody died")
+        assert_right(rt)
+        synk.close()
+    """).check()
+
+
+def test_A20_a_worker_that_holds_the_interpreter_is_not_dead(runtime: Fork) -> None:
+    rt = runtime(2)
+    with same_workers(rt):
+        results = rt.function(lambda row: saboteurs.hold_the_gil(2), outputs=None)(np.arange(2))
+        assert results == [None, None]
+
+
+# ----- chaos
+
+SEEDS_PER_TEST = 60
+CALL_S = 0.004
+
+
+def chaos(call: Callable[[np.ndarray], np.ndarray], seed: int) -> None:
+    """Kill a random rank at a random time of a call, up to twice its length; the answer is right or ``WorkerDied``."""
+    rng = random.Random(seed)
+    x = np.random.default_rng(seed).normal(size=(rng.randrange(2, 40), 4))
+    victim = rng.choice(sorted(worker_pids()))
+    timer = threading.Timer(rng.uniform(0, 2 * CALL_S), os.kill, (victim, signal.SIGKILL))
+    timer.start()
+    try:
+        np.testing.assert_allclose(call(x), x.sum(axis=0), rtol=1e-9, atol=1e-12)
+    except WorkerDied as error:
+        assert error.pids == (victim,)
+    timer.join()
+    assert wait_until_dead(victim)
+    np.testing.assert_allclose(call(x), x.sum(axis=0), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("first_seed", range(0, 300, SEEDS_PER_TEST))
+def test_A2_chaos(runtime: Fork, first_seed: int) -> None:
+    run_chaos(runtime, range(first_seed, first_seed + SEEDS_PER_TEST))
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("first_seed", range(300, 5300, 500))
+def test_A2_chaos_storm(runtime: Fork, first_seed: int) -> None:
+    run_chaos(runtime, range(first_seed, first_seed + 500))
+
+
+def run_chaos(runtime: Fork, seeds: range) -> None:
+    """Run ``chaos`` for each seed on one runtime of two workers."""
+    rt = runtime(2, max_restarts=10**9)
+
+    def slow_sum(x: np.ndarray) -> np.ndarray:
+        time.sleep(CALL_S)
+        return x.sum(axis=0)
+
+    call = rt.function(slow_sum, outputs="sum")
+    call(np.ones((4, 4)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for seed in seeds:
+            chaos(call, seed)
+    assert_right(rt)

@@ -1,0 +1,293 @@
+"""B: exceptions from functions. The user sees their own exception, the workers live on."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import saboteurs
+from harness import assert_right, pids, replaced_workers, same_workers, script
+
+from synk.errors import CallTimeout, RemoteError, SynkError, WorkerDied
+
+RANKS = np.arange(4)
+Fork = Callable[..., Any]
+
+
+def raiser(runtime: Any, errors: dict[int, Callable[[], BaseException]], output: int = 1) -> Any:
+    """Return a function that raises on the ranks named in ``errors``, and else returns ``output`` ones, averaged."""
+
+    def fail(row: np.ndarray) -> np.ndarray:
+        if int(row[0]) in errors:
+            raise errors[int(row[0])]()
+        return np.ones(output)
+
+    return runtime.function(fail, outputs="avg", name="fail")
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_B1_raises_on_one_rank_only(shared_runtimes: Any, rank: int) -> None:
+    rt = shared_runtimes[4]
+    with same_workers(rt):
+        with pytest.raises(ValueError, match=r"^bad row$") as caught:
+            raiser(rt, {rank: lambda: ValueError("bad row")})(RANKS)
+        cause = caught.value.__cause__
+        assert isinstance(cause, RemoteError)
+        assert cause.rank == rank
+        assert cause.device
+        assert cause.type_name == "ValueError"
+        assert "in fail" in cause.traceback_text
+        shown = "".join(traceback.format_exception(caught.value))
+        assert f"rank {rank} of 4" in shown
+        assert "in fail" in shown
+
+
+def test_B1_an_exception_with_attributes_keeps_them(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    with same_workers(rt), pytest.raises(FileNotFoundError) as caught:
+        rt.function(lambda row: os.stat("/does/not/exist"))(np.arange(2))
+    assert caught.value.filename == "/does/not/exist"
+    assert caught.value.errno == 2
+
+
+def test_B1_the_remote_chain_of_causes_is_told(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[1]
+
+    def chain(row: np.ndarray) -> None:
+        try:
+            {}["inner"]
+        except KeyError as error:
+            raise ValueError("outer") from error
+
+    with pytest.raises(ValueError, match="outer") as caught:
+        rt.function(chain)(np.arange(1))
+    assert "KeyError: 'inner'" in caught.value.__cause__.traceback_text
+
+
+@pytest.mark.parametrize("output", [1, 1 << 17], ids=["small", "large"])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_B2_the_users_error_wins_over_the_abort_of_its_peers(shared_runtimes: Any, rank: int, output: int) -> None:
+    rt = shared_runtimes[3]
+    with same_workers(rt), pytest.raises(ZeroDivisionError):
+        raiser(rt, {rank: lambda: ZeroDivisionError("mine")}, output)(RANKS[:3])
+
+
+def test_B3_the_lowest_rank_is_raised_and_the_others_noted(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[4]
+    errors = {1: lambda: KeyError("one"), 2: lambda: ValueError("two"), 3: lambda: OSError("three")}
+    fail = raiser(rt, errors)
+    seen = set()
+    with same_workers(rt):
+        for _ in range(50):
+            with pytest.raises(KeyError, match="one") as caught:
+                fail(RANKS)
+            notes = "\n".join(caught.value.__notes__)
+            for part in ("rank 1 of 4", "rank 2", "ValueError", "rank 3", "OSError"):
+                assert part in notes
+            seen.add(notes)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("case", ["lock", "two arguments", "local class with a lock"])
+def test_B4_B5_an_exception_that_cannot_travel_is_described(shared_runtimes: Any, case: str) -> None:
+    rt = shared_runtimes[2]
+
+    class Local(saboteurs.HoldsLock):
+        pass
+
+    make = {
+        "lock": lambda: saboteurs.HoldsLock("with a lock"),
+        "two arguments": lambda: saboteurs.TwoArguments("one", "two"),
+        "local class with a lock": lambda: Local("local with a lock"),
+    }[case]
+    with same_workers(rt):
+        with pytest.raises(RemoteError) as caught:
+            raiser(rt, {1: make})(RANKS[:2])
+        assert caught.value.rank == 1
+        assert type(make()).__name__ in caught.value.type_name
+        assert str(make()) in str(caught.value)
+        assert "in fail" in caught.value.traceback_text
+
+
+@pytest.mark.parametrize("nbytes", [1 << 27, pytest.param(1 << 30, marks=pytest.mark.high_memory)])
+def test_B6_an_exception_with_a_huge_payload_is_cut(shared_runtimes: Any, nbytes: int) -> None:
+    rt = shared_runtimes[2]
+    with same_workers(rt):
+        with pytest.raises(RemoteError) as caught:
+            raiser(rt, {0: lambda: ValueError(b"x" * nbytes)})(RANKS[:2])
+        assert "ValueError" in caught.value.type_name
+        assert len(str(caught.value)) + len(caught.value.traceback_text) < 1 << 20
+
+
+@pytest.mark.parametrize("stage", ["pickle", "load", "print"])
+@pytest.mark.parametrize("action", ["raise", "exit", "segfault", "hang"])
+def test_B7_an_exception_that_fights_back(runtime: Fork, stage: str, action: str) -> None:
+    """Loading happens in the worker first: what cannot be loaded there never reaches the master."""
+    rt = runtime(2)
+    act = {
+        "raise": saboteurs.raise_value_error,
+        "exit": saboteurs.system_exit,
+        "segfault": saboteurs.segfault,
+        "hang": saboteurs.loop_for_ever,
+    }[action]
+    with pytest.raises((RemoteError, WorkerDied, CallTimeout)) as caught:
+        raiser(rt, {1: lambda: saboteurs.Hostile(stage, act)})(RANKS[:2], timeout=0.5 if action == "hang" else None)
+    if action in ("raise", "exit"):
+        assert caught.type is RemoteError
+    assert_right(rt)
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, saboteurs.Quit])
+def test_B8_what_is_no_exception_never_ends_the_master(shared_runtimes: Any, kind: type[BaseException]) -> None:
+    rt = shared_runtimes[2]
+    with same_workers(rt):
+        with pytest.raises(RemoteError) as caught:
+            raiser(rt, {0: lambda: kind("leave")})(RANKS[:2])
+        assert kind.__name__ in caught.value.type_name
+
+
+def test_B8_stop_iteration_is_an_exception_like_others(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    with same_workers(rt), pytest.raises((StopIteration, RemoteError)):
+        raiser(rt, {0: lambda: StopIteration("end")})(RANKS[:2])
+
+
+def test_B9_recursion_and_memory_errors_keep_their_type(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+
+    def recurse(x: Any) -> Any:
+        return recurse(x)
+
+    with same_workers(rt):
+        with pytest.raises(RecursionError) as caught:
+            rt.function(recurse)(np.arange(2))
+        assert len(caught.value.__cause__.traceback_text) < 1 << 20
+        with pytest.raises(MemoryError):
+            rt.function(lambda row: np.empty(2**50))(np.arange(2))
+
+
+def test_B10_a_class_of_the_main_program_is_caught_by_its_own_name() -> None:
+    script("""
+        class MyError(Exception):
+            pass
+
+        def fail(row):
+            raise MyError("mine")
+
+        with synk.fork(2, backend="numpy") as rt:
+            for _ in range(2):
+                try:
+                    rt.function(fail)(np.arange(2))
+                except MyError as error:
+                    print(type(error) is MyError, error)
+    """).check("True mine\nTrue mine\n")
+
+
+def test_B10_a_class_of_a_notebook_cell_is_caught_by_its_own_name() -> None:
+    script(
+        """
+        from IPython.core.interactiveshell import InteractiveShell
+        shell = InteractiveShell.instance()
+        shell.run_cell('''
+        import numpy as np, synk
+        class MyError(Exception): pass
+        def fail(row): raise MyError("mine")
+        rt = synk.fork(2, backend="numpy")
+        try:
+            rt.function(fail)(np.arange(2))
+        except MyError as error:
+            print("caught", error)
+        ''', silent=True)
+        shell.run_cell("synk.close()", silent=True)
+        shell.history_manager.end_session()
+        sys.stdout.flush()
+        os._exit(0)
+        """,
+        flags=(),
+        env={"IPYTHONDIR": "/tmp/synk-ipython", "HOME": "/tmp"},
+    ).check("caught mine\n")
+
+
+def test_B11_a_traceback_pins_nothing(shared_runtimes: Any) -> None:
+    """Neither the worker's frames nor the master's arguments outlive the exception."""
+    rt = shared_runtimes[2]
+
+    def fail(row: np.ndarray) -> None:
+        big = np.ones(1 << 20)
+        saboteurs.pins.append(weakref.ref(big))
+        raise ValueError("with a big local")
+
+    with pytest.raises(ValueError, match="big local") as caught:
+        rt.function(fail)(np.arange(2))
+    del caught
+    alive = rt.function(lambda row: saboteurs.pins.pop()() is not None, outputs=None)
+    assert alive(np.arange(2)) == [False, False]
+
+    def fail_in_master() -> weakref.ref[np.ndarray]:
+        array = np.ones(1 << 20)
+        with pytest.raises(ValueError, match="in the worker"):
+            raiser(rt, {0: lambda: ValueError("in the worker")})(np.arange(2))
+        return weakref.ref(array)
+
+    reference = fail_in_master()
+    gc.collect()
+    assert reference() is None
+
+
+def test_B12_warnings_of_workers_are_shown_once_with_their_rank(
+    runtime: Fork, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        rt = runtime(2)
+
+    def warn(row: np.ndarray) -> float:
+        warnings.warn("careful", RuntimeWarning, stacklevel=1)
+        logging.getLogger("mine").warning("logged")
+        return 0.0
+
+    rt.function(warn)(np.arange(2))
+    rt.close()
+    lines = capfd.readouterr().err.splitlines()
+    for rank in range(2):
+        of_rank = [line for line in lines if f"rank {rank}" in line]
+        assert len([line for line in of_rank if "careful" in line]) >= 1
+        assert len([line for line in of_rank if "logged" in line]) == 1
+
+
+def test_B12_warnings_as_errors_hold_in_workers() -> None:
+    script(
+        """
+        import warnings
+
+        def warn(row):
+            warnings.warn("careful", UserWarning)
+            return 0.0
+
+        with synk.fork(2, backend="numpy") as rt:
+            try:
+                rt.function(warn)(np.arange(2))
+            except UserWarning as error:
+                print("raised", error)
+        """,
+        flags=("-W", "error::UserWarning"),
+    ).check("raised careful\n")
+
+
+def test_the_whole_family_is_one(runtime: Fork) -> None:
+    """Every error of the runtime can be caught as ``SynkError``; a user's never is one."""
+    rt = runtime(2)
+    with replaced_workers(rt, [0, 1]), pytest.raises(SynkError):
+        rt.function(lambda row: saboteurs.kill_self())(np.arange(2))
+    with pytest.raises(ValueError) as caught:
+        raiser(rt, {0: lambda: ValueError("mine")})(RANKS[:2])
+    assert not isinstance(caught.value, SynkError)
+    assert len(pids(rt)) == 2

@@ -1,0 +1,466 @@
+"""D: signals, to the master and to the terminal. Ctrl-C gives the prompt back; no end of the master leaves a worker."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+from collections.abc import Callable
+
+import pytest
+from harness import Scenario, children, process_stat, script, wait_for
+
+Count = Callable[[int], int]
+
+INTERRUPT = """
+    import ctypes, random
+    from harness import assert_right, pids
+
+    def interrupt_after(seconds):
+        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def interrupted(call, *args):
+        '''Whether the call ended by KeyboardInterrupt; the signal is always consumed here.'''
+        sent = time.monotonic()
+        try:
+            call(*args)
+            time.sleep(20)  # the call was faster than the signal
+        except KeyboardInterrupt:
+            return time.monotonic() - sent
+"""
+
+
+def test_D1_ctrl_c_in_a_loop_of_python(storm_count: Count) -> None:
+    """The same workers answer, each time, whenever the signal falls."""
+    script(
+        INTERRUPT
+        + f"""
+    rng = random.Random(1)
+    with synk.fork(2, backend="numpy") as rt:
+        def work(x):
+            for _ in range(1000):
+                time.sleep(0.01)
+            return x.sum()
+        slow = rt.function(work, outputs="sum")
+        before = pids(rt)
+        for _ in range({storm_count(15)}):
+            timer = interrupt_after(rng.uniform(0.0, 0.05))
+            took = interrupted(slow, np.ones(4))
+            assert took < 1.05, took
+            timer.join()
+            assert_right(rt)
+        assert pids(rt) == before
+    """,
+        timeout=60,
+    ).check("")
+
+
+def test_D1_ctrl_c_in_a_short_call(storm_count: Count) -> None:
+    """The signal falls on every step of the call path; the answer is the answer of this call or nothing."""
+    script(
+        INTERRUPT
+        + f"""
+    rng = random.Random(2)
+    with synk.fork(2, backend="numpy") as rt:
+        double = rt.function(lambda x: 2 * x, outputs="gather")
+        x = np.arange(100.0)
+        double(x)
+        for number in range({storm_count(40)}):
+            timer = interrupt_after(rng.uniform(0.0, 0.004))
+            try:
+                for step in range(10**9):
+                    result = double(x + step)
+                    assert (result == 2 * (x + step)).all(), (number, step)
+            except KeyboardInterrupt:
+                pass
+            timer.join()
+            assert (double(x) == 2 * x).all()
+        assert_right(rt)
+    """,
+        timeout=60,
+    ).check("")
+
+
+def test_D1_ctrl_c_in_code_that_ignores_it() -> None:
+    """Workers that hold the interpreter are killed after the grace period, and replaced."""
+    script(
+        INTERRUPT
+        + """
+    import saboteurs
+    with synk.fork(2, backend="numpy") as rt:
+        before = pids(rt)
+        stuck = rt.function(lambda row: saboteurs.loop_in_c() if row[0] else None, outputs=None)
+        interrupt_after(0.2)
+        took = interrupted(stuck, np.arange(2))
+        assert took < 4, took
+        assert_right(rt)
+        after = pids(rt)
+        assert after[0] == before[0] and after[1] != before[1]
+    """
+    ).check("")
+
+
+def test_D2_a_terminals_ctrl_c_reaches_the_master_only() -> None:
+    """Workers live in sessions of their own: neither a traceback of theirs nor a new pid."""
+    controller, terminal = pty.openpty()
+    code = """
+        from harness import assert_right, pids
+        os.close(os.open(os.ttyname(0), os.O_RDWR))  # becomes the controlling terminal of this session
+        assert os.tcgetpgrp(0) == os.getpgrp()
+        with synk.fork(2, backend="numpy") as rt:
+            before = pids(rt)
+            try:
+                print("ready", flush=True)
+                time.sleep(20)
+            except KeyboardInterrupt:
+                print("interrupted")
+            assert pids(rt) == before
+            def work(x):
+                for _ in range(2000):
+                    time.sleep(0.01)
+            rt.function(work, outputs=None)
+            try:
+                print("again", flush=True)
+                rt.function(work, outputs=None)(np.arange(2))
+            except KeyboardInterrupt:
+                print("interrupted again")
+            assert pids(rt) == before
+            assert_right(rt)
+    """
+    try:
+        with Scenario(code, stdin=terminal) as scenario:
+            scenario.wait_for_line("ready")
+            os.write(controller, b"\x03")
+            scenario.wait_for_line("again")
+            os.write(controller, b"\x03")
+            scenario.finish().check("ready\ninterrupted\nagain\ninterrupted again\n")
+    finally:
+        os.close(controller)
+        os.close(terminal)
+
+
+def test_D3_second_ctrl_c_while_the_first_is_handled() -> None:
+    script(
+        INTERRUPT
+        + """
+    import saboteurs
+    rt = synk.fork(2, backend="numpy")
+    stuck = rt.function(lambda row: saboteurs.loop_in_c(), outputs=None)
+    began = time.monotonic()
+    interrupt_after(0.5)
+    interrupt_after(0.55)
+    try:
+        stuck(np.arange(2))
+    except KeyboardInterrupt:
+        took = time.monotonic() - began
+        print("interrupted", took < 2)
+    try:
+        assert_right(rt)
+    except synk.errors.ClosedError as error:
+        print("closed", isinstance(error.__cause__, KeyboardInterrupt))
+    """
+    ).check("interrupted True\nclosed True\n")
+
+
+@pytest.mark.parametrize("seconds", [1.5, pytest.param(10.0, marks=pytest.mark.storm)])
+def test_D4_storm_of_interrupts(seconds: float) -> None:
+    """An interrupt every few milliseconds, between the bytes of messages too; then every call is right."""
+    script(
+        f"""
+        from harness import assert_right
+        rt = synk.fork(2, backend="numpy")
+        blob = rt.function(lambda blob, x: len(blob["b"]) + x.sum(), bcast_inputs="blob", outputs="avg")
+        double = rt.function(lambda x: 2 * x, outputs="gather")
+        assert_right(rt)
+        x = np.arange(50.0)
+        end = time.monotonic() + {seconds}
+        wrong = []
+
+        def storm():
+            rng = np.random.default_rng(4)
+            while time.monotonic() < end:
+                try:
+                    step = int(rng.integers(1 << 20))
+                    if not (double(x + step) == 2 * (x + step)).all():
+                        wrong.append(step)
+                    blob({{"b": b"x" * (1 << (step % 20))}}, x)
+                    data = rt.data(x)
+                    double(data)
+                except KeyboardInterrupt:
+                    continue
+
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.003, 0.003)
+        while time.monotonic() < end:
+            try:
+                storm()
+            except KeyboardInterrupt:
+                pass
+        while True:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, signal.SIG_IGN)
+                break
+            except KeyboardInterrupt:
+                pass
+        assert not wrong, wrong
+        for step in range(100):
+            assert (double(x + step) == 2 * (x + step)).all()
+            length = blob({{"b": b"x" * step}}, x)
+            np.testing.assert_allclose(length, step + x.sum() / 2)
+        assert_right(rt)
+        rt.close()
+        """,
+        timeout=seconds + 40,
+    ).check()
+
+
+@pytest.mark.parametrize("where", ["fork", "data", "close"])
+def test_D5_ctrl_c_inside_the_life_cycle(where: str, storm_count: Count) -> None:
+    script(
+        INTERRUPT
+        + f"""
+    from harness import census, settled_census
+    import gc
+    rng = random.Random(5)
+    where = {where!r}
+    synk.fork(2, backend="numpy")
+    assert_right(synk.current())
+    synk.close()
+    gc.collect()
+    baseline = census()
+    for _ in range({storm_count(6)}):
+        rt = None
+        timer = None
+        try:
+            try:
+                if where != "fork":
+                    rt = synk.fork(2, backend="numpy")
+                    assert_right(rt)
+                timer = interrupt_after(rng.uniform(0, 0.3 if where == "fork" else 0.01))
+                if where == "fork":
+                    rt = synk.fork(2, backend="numpy")
+                    assert_right(rt)
+                elif where == "data":
+                    while True:
+                        rt.data(np.ones(1 << 16))
+                else:
+                    rt.close()
+                time.sleep(20)
+            except KeyboardInterrupt:
+                pass
+        finally:
+            timer.join()
+        if where == "data":
+            assert_right(rt)
+        if rt is not None:
+            rt.close()
+        try:
+            synk.close()
+        except synk.errors.NotForkedError:
+            pass
+        gc.collect()
+        left = settled_census(baseline).leftovers(baseline)
+        assert not left, left
+    """,
+        timeout=60,
+    ).check("")
+
+
+MASTER_ENDS = {
+    "return": ("", 0, ""),
+    "exception": ("raise ValueError('mine')", 1, None),
+    "sys.exit": ("sys.exit(3)", 3, ""),
+    "os._exit": ("os._exit(4)", 4, ""),
+    "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
+    "SIGHUP": ("os.kill(os.getpid(), signal.SIGHUP)", -signal.SIGHUP, ""),
+    "abort": ("faulthandler.disable(); os.abort()", -signal.SIGABRT, ""),
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
+}
+
+
+@pytest.mark.parametrize("end", MASTER_ENDS)
+def test_D6_the_master_ends_and_its_workers_with_it(end: str) -> None:
+    code, status, stderr = MASTER_ENDS[end]
+    result = script(f"""
+        import subprocess
+        rt = synk.fork(2, backend="numpy")
+        data = rt.data(np.ones((1000, 1000)))
+        spawn = rt.function(lambda x: subprocess.Popen(["sleep", "600"]).pid, outputs=None)
+        print(len(spawn(data)), flush=True)
+        {code}
+    """)
+    result.check("2\n", returncode=status, stderr=stderr)
+    if end == "exception":
+        assert result.stderr.endswith("ValueError: mine\n")
+
+
+MASTER_KILLED = {
+    "idle": "wait()",
+    "in a call": "rt.function(busy, outputs=None)(np.arange(2))",
+    "in a call that holds the interpreter": "rt.function(stuck, outputs=None)(np.arange(2))",
+    "in a reduction": "arm('reduce.before').function(lambda x: np.ones(1 << 18))(np.arange(2))",
+    "in the start": "arm('start.import').distribute()",
+    "with a forked child alive": "fork_a_child(); wait()",
+    "started by a dead thread": "wait()",
+}
+
+
+@pytest.mark.parametrize("phase", MASTER_KILLED)
+def test_D7_sigkill_of_the_master(phase: str) -> None:
+    """Workers and their children are gone within two seconds, whatever they were doing."""
+    with Scenario(f"""
+        import subprocess
+        import saboteurs
+        runtimes = []
+
+        def arm(step):
+            synk.close()
+            return synk.fork(2, backend="numpy", _failpoints=((step, 0, 1, "sleep"), (step, 1, 1, "sleep")))
+
+        def busy(row):
+            subprocess.Popen(["sleep", "600"])
+            saboteurs.loop_for_ever()
+
+        def stuck(row):
+            saboteurs.loop_in_c()
+
+        def fork_a_child():
+            if os.fork() == 0:
+                time.sleep(1.5)
+                os._exit(0)
+
+        def wait():
+            print("ready", flush=True)
+            time.sleep(100)
+
+        def start():
+            runtimes.append(synk.fork(2, backend="numpy"))
+            runtimes[0].function(lambda x: x.sum())(np.arange(2.0))
+
+        if {phase!r} == "started by a dead thread":
+            thread = threading.Thread(target=start)
+            thread.start()
+            thread.join()
+        else:
+            start()
+        rt = runtimes[0]
+        print("ready", flush=True)
+        {MASTER_KILLED[phase]}
+    """) as scenario:
+        scenario.wait_for_line("ready")
+        scenario.process.poll()
+        in_phase(scenario, phase)
+        scenario.send_signal(signal.SIGKILL)
+        scenario.finish(grace_s=2.0).check(returncode=-signal.SIGKILL)
+
+
+def in_phase(scenario: Scenario, phase: str) -> None:
+    """Wait until the workers are where the fault shall meet them: sleeping in the armed step, or busy."""
+    if phase == "in a call":
+        assert wait_for(lambda: sum(len(children(pid)) for pid in children(scenario.pid)) == 2)
+    else:
+        assert wait_for(lambda: len(children(scenario.pid)) >= 2)
+        assert wait_for(lambda: all(process_stat(pid) is not None for pid in children(scenario.pid)))
+
+
+def test_D8_stop_and_continue() -> None:
+    with Scenario("""
+        from harness import assert_right, pids
+        with synk.fork(2, backend="numpy") as rt:
+            before = pids(rt)
+            print("ready", flush=True)
+            def work(x):
+                time.sleep(1.0)
+                return x.sum()
+            assert rt.function(work, outputs="sum")(np.arange(4.0)) == 6.0
+            assert_right(rt)
+            assert pids(rt) == before
+        print("done")
+    """) as scenario:
+        scenario.wait_for_line("ready")
+        for _ in range(3):
+            scenario.send_signal(signal.SIGSTOP)
+            assert wait_for(lambda: process_stat(scenario.pid)[1] == "T")
+            scenario.send_signal(signal.SIGCONT)
+            assert wait_for(lambda: process_stat(scenario.pid)[1] != "T")
+        scenario.finish().check("ready\ndone\n")
+
+
+def test_D9_a_signal_handler_calls_a_function_during_a_call() -> None:
+    script("""
+        from harness import assert_right, pids
+        from synk.errors import ReentrancyError
+        with synk.fork(2, backend="numpy") as rt:
+            total = rt.function(lambda x: (time.sleep(0.5), x.sum())[1], outputs="sum")
+            before = pids(rt)
+
+            def handler(*_):
+                try:
+                    total(np.arange(2.0))
+                except ReentrancyError as error:
+                    print("refused", "handler" in str(error) or "during" in str(error))
+
+            signal.signal(signal.SIGALRM, handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            assert total(np.arange(4.0)) == 6.0
+            assert pids(rt) == before
+            assert_right(rt)
+    """).check("refused True\n")
+
+
+def test_D10_workers_start_with_default_handlers_and_an_empty_mask() -> None:
+    script("""
+        from harness import assert_right
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT})
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with synk.fork(2, backend="numpy") as rt:
+            masks = rt.function(lambda x: (
+                sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+                signal.getsignal(signal.SIGHUP) == signal.SIG_DFL,
+                signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None),
+            ), outputs=None)(np.arange(2))
+            print(masks)
+            try:
+                rt.function(lambda x: [time.sleep(0.01) for _ in range(10**6)])(np.arange(2), timeout=0.3)
+            except synk.errors.CallTimeout:
+                print("timeout")
+            assert_right(rt)
+    """).check("[([], True, False), ([], True, False)]\ntimeout\n")
+
+
+def test_D11_the_master_raises_while_workers_compute(storm_count: Count) -> None:
+    """An exception of another kind in the master's own wait: it propagates, and no later call gets the old answer."""
+    script(
+        f"""
+        import random
+        from harness import assert_right
+
+        class Mine(Exception):
+            pass
+
+        def handler(*_):
+            raise Mine
+
+        rng = random.Random(11)
+        signal.signal(signal.SIGALRM, handler)
+        with synk.fork(2, backend="numpy") as rt:
+            double = rt.function(lambda x: (time.sleep(0.02), 2 * x)[1], outputs="gather")
+            x = np.arange(10.0)
+            double(x)
+            for step in range({storm_count(25)}):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0001, 0.03))
+                    double(x + step)
+                    time.sleep(1)
+                except Mine:
+                    pass
+                assert (double(x - step) == 2 * (x - step)).all()
+            assert_right(rt)
+        """,
+        timeout=60,
+    ).check()

@@ -1,0 +1,468 @@
+"""E: forks, threads, interpreter exit: where a runtime lives and how it ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import TESTS_FOLDER, Scenario, assert_right, census, pids, same_workers, script, settled_census
+
+import synk
+from synk.errors import ClosedError, NotForkedError, ReentrancyError
+
+Fork = Callable[..., Any]
+Count = Callable[[int], int]
+DEV = ("-X", "dev", "-W", "error")
+
+
+def test_E1_a_forked_copy_may_not_use_the_runtime() -> None:
+    """It may end as it likes: neither its exit handlers nor its descriptors touch the parent's workers."""
+    script("""
+        import warnings
+        from harness import assert_right, pids
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork in a process with threads, Python 3.12
+        rt = synk.fork(2, backend="numpy")
+        f = rt.function(lambda x: x.sum(), outputs="sum")
+        data = rt.data(np.ones(4))
+        assert f(data) == 4.0
+        before = pids(rt)
+        for number, act in enumerate([
+            lambda: f(np.ones(4)), lambda: rt.data(np.ones(3)), rt.distribute, lambda: f.serial(np.ones(4)), None
+        ]):
+            child = os.fork()
+            if child == 0:
+                try:
+                    assert data[0] == 1.0  # reading is only memory
+                    act and act()
+                except synk.errors.ReentrancyError as error:
+                    print("refused", "fork" in str(error), flush=True)
+                if number == 0:
+                    rt.close()  # harmless
+                sys.exit(7)  # runs the exit handlers
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            assert f(data) == 4.0
+        assert pids(rt) == before
+        assert_right(rt)
+        rt.close()
+    """).check("refused True\n" * 4)
+
+
+def test_E1_a_forked_copy_may_fork_a_runtime_of_its_own() -> None:
+    script("""
+        import warnings
+        from harness import assert_right, pids
+        warnings.simplefilter("ignore", DeprecationWarning)
+        rt = synk.fork(2, backend="numpy")
+        assert_right(rt)
+        child = os.fork()
+        if child == 0:
+            mine = synk.fork(1, backend="numpy")
+            assert_right(mine)
+            synk.close()
+            sys.exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert_right(rt)
+        rt.close()
+    """).check("")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_E2_multiprocessing_in_the_master_and_in_a_function(method: str) -> None:
+    script(f"""
+        import multiprocessing, warnings
+        import saboteurs
+        from harness import assert_right, descriptors
+
+        if __name__ == "__main__":
+            warnings.simplefilter("ignore", DeprecationWarning)
+            context = multiprocessing.get_context({method!r})
+            with synk.fork(2, backend="numpy") as rt:
+                assert_right(rt)
+                with context.Pool(2) as pool:
+                    held = pool.map(saboteurs.synk_descriptors, range(2))
+                    assert pool.map(abs, [-1, 2]) == [1, 2]
+                assert_right(rt)
+                pool.join()
+                print("held", held)
+
+                def nested(row):
+                    with multiprocessing.get_context({method!r}).Pool(1) as pool:
+                        return pool.map(abs, [-int(row[0]) - 1])
+
+                print(rt.function(nested, outputs=None)(np.arange(2)))
+                assert_right(rt)
+    """).check("held [[], []]\n[[1], [2]]\n")
+
+
+def test_E3_subprocesses_inherit_nothing(runtime: Fork) -> None:
+    """Even with ``close_fds=False``: all descriptors of the runtime are close-on-exec, in the workers too."""
+    rt = runtime(2)
+    data = rt.data(np.ones(1000))
+    assert rt.function(lambda x: x.sum(), outputs="sum")(data) == 1000
+    command = [sys.executable, "-c", "import saboteurs; print(saboteurs.open_targets())"]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS_FOLDER)}
+
+    def listed(row: object = None) -> str:
+        return subprocess.check_output(command, close_fds=False, text=True, env=environment)
+
+    for kind in ("memfd", "socket", "pidfd"):
+        assert kind not in listed()
+    for line in rt.function(listed, outputs=None)(np.arange(2)):
+        for kind in ("memfd", "socket", "pidfd", "pipe"):
+            assert kind not in line.replace("pipe", "", 2)  # standard output and error are pipes of their own
+
+
+def test_E4_a_runtime_started_in_a_thread_that_ends(runtime: Fork) -> None:
+    started: list[Any] = []
+    thread = threading.Thread(target=lambda: started.append(runtime(2)))
+    thread.start()
+    thread.join()
+    before = pids(started[0])
+    with same_workers(started[0]):
+        assert pids(started[0]) == before
+
+
+def test_E4_workers_that_a_dead_thread_started_again(runtime: Fork) -> None:
+    rt = runtime(2)
+    os.kill(pids(rt)[0], signal.SIGKILL)
+
+    def heal() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            assert_right(rt)
+
+    thread = threading.Thread(target=heal)
+    thread.start()
+    thread.join()
+    with same_workers(rt):
+        pass
+
+
+def test_E5_eight_threads_call_at_once(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    scaled = rt.function(lambda k, x: k * x, bcast_inputs="k", outputs="gather")
+    total = rt.function(lambda x: x.sum(), outputs="sum")
+    rt.distribute()
+
+    def many_calls(thread: int) -> int:
+        for number in range(200):
+            x = np.arange(thread, thread + number % 7 + 1, dtype=np.float64)
+            if number % 2:
+                np.testing.assert_array_equal(scaled(float(number), x), number * x)
+            else:
+                assert total(x) == x.sum()
+        return thread
+
+    with same_workers(rt), ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(many_calls, range(8))) == list(range(8))
+
+
+def test_E6_close_while_another_thread_is_in_a_call(runtime: Fork, storm_count: Count) -> None:
+    for number in range(storm_count(4)):
+        rt = runtime(2)
+        slow = rt.function(lambda x: (time.sleep(0.1), x.sum())[1], outputs="sum")
+        results: list[object] = []
+
+        def call(slow: Any = slow, results: list[object] = results) -> None:
+            try:
+                while True:
+                    results.append(slow(np.arange(4.0)))
+            except ClosedError as error:
+                results.append(error)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        while len(results) < number % 2:
+            time.sleep(0.001)
+        rt.close()
+        thread.join(10)
+        assert not thread.is_alive()
+        assert isinstance(results[-1], ClosedError)
+        assert set(results[:-1]) <= {6.0}
+
+
+def test_E7_synk_inside_a_worker(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    inner = rt.function(lambda x: x.sum(), outputs="sum")
+
+    def fork_inside(row: np.ndarray) -> None:
+        import synk
+
+        synk.fork(1)
+
+    def call_inside(row: np.ndarray) -> Any:
+        return inner(row)
+
+    with same_workers(rt):
+        for nested in (fork_inside, call_inside):
+            with pytest.raises(ReentrancyError, match="worker") as caught:
+                rt.function(nested)(np.arange(2))
+            assert "rank 0" in str(caught.value)
+
+
+def test_E8_data_that_dies_in_a_garbage_collection_during_a_call(shared_runtimes: Any) -> None:
+    """Finalizers take no lock and send no message."""
+    rt = shared_runtimes[2]
+    total = rt.function(lambda x: x.sum(), outputs="sum")
+    threshold = gc.get_threshold()
+    with same_workers(rt):
+        gc.set_threshold(1)
+        try:
+            for number in range(200):
+                cycle: list[Any] = [rt.data(np.full(100, float(number)))]
+                cycle.append(cycle)
+                assert total(cycle[0]) == 100.0 * number
+                del cycle
+        finally:
+            gc.set_threshold(*threshold)
+
+
+EXITS = {
+    "return": ("pass", 0, ""),
+    "exception": ("raise ValueError('mine')", 1, "ValueError: mine\n"),
+    "sys.exit": ("sys.exit(3)", 3, ""),
+    "in a daemon thread": (
+        "threading.Thread(target=lambda: slow(np.arange(2.0)), daemon=True).start(); time.sleep(0.3)",
+        0,
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", EXITS)
+def test_E9_exit_without_close(how: str) -> None:
+    code, status, last_line = EXITS[how]
+    result = script(
+        f"""
+        rt = synk.fork(2, backend="numpy")
+        slow = rt.function(lambda x: (time.sleep(5), x.sum())[1], outputs="sum")
+        f = rt.function(lambda x: x.sum(), outputs="sum")
+        data = rt.data(np.ones(100))
+        assert f(data) == 100
+        {code}
+        """,
+        flags=DEV,
+    ).check("", returncode=status, stderr=None)
+    assert result.stderr.endswith(last_line)
+    if not last_line:
+        assert result.stderr == ""
+
+
+def test_E9_exit_before_the_workers_are_ready() -> None:
+    script("synk.fork(2, backend='numpy')", flags=DEV).check("")
+
+
+def test_E10_objects_that_outlive_the_interpreter() -> None:
+    script(
+        """
+        import atexit, gc
+
+        def late():
+            try:
+                print(f(np.ones(2)))
+            except synk.errors.ClosedError:
+                print("closed")
+
+        atexit.register(late)
+        rt = synk.fork(2, backend="numpy")
+        f = rt.function(lambda x: x.sum(), outputs="sum")
+        data = rt.data(np.ones(100))
+        result = rt.function(lambda x: x, outputs="gather")(data)
+        cycle = [rt, f, data, result]
+        cycle.append(cycle)
+        sys.keep_until_the_end = cycle
+
+        class Late:
+            def __del__(self):
+                try:
+                    f(np.ones(2))
+                except BaseException:
+                    pass
+
+        sys.late = Late()
+        assert f(data) == 100
+        """,
+        flags=DEV,
+    ).check("closed\n")
+
+
+def test_E10_a_call_from_atexit_registered_before_works_or_says_closed() -> None:
+    script(
+        """
+        import atexit
+        rt = synk.fork(2, backend="numpy")
+        f = rt.function(lambda x: x.sum(), outputs="sum")
+        atexit.register(lambda: print(f(np.ones(4))))  # runs before the runtime's own handler
+        """,
+        flags=DEV,
+    ).check("4.0\n")
+
+
+def test_E11_runtimes_side_by_side(runtime: Fork) -> None:
+    """A second ``fork`` makes its runtime the current one; the first works on; closing goes back to it."""
+    first = runtime(2)
+    with same_workers(first):
+        second = runtime(1)
+        assert synk.current() is second
+        assert_right(second)
+        assert_right(first)
+        data = first.data(np.arange(4.0))
+        with pytest.raises((ValueError, ClosedError)):
+            second.function(lambda x: x.sum(), outputs="sum")(data)
+        second.close()
+
+
+def test_E12_close_twice_and_use_after_close(runtime: Fork) -> None:
+    rt = runtime(2)
+    f = rt.function(lambda x: x.sum(), outputs="sum")
+    data = rt.data(np.arange(4.0))
+    result = rt.function(lambda x: x, outputs="gather")(data)
+    assert f(data) == 6.0
+    rt.close()
+    rt.close()
+    uses: dict[str, Callable[[], Any]] = {
+        "call": lambda: f(np.arange(4.0)),
+        "call on data": lambda: f(data),
+        "serial": lambda: f.serial(np.arange(4.0)),
+        "function": lambda: rt.function(lambda x: x),
+        "data": lambda: rt.data(np.ones(3)),
+        "distribute": rt.distribute,
+        "with": rt.__enter__,
+    }
+    for name, use in uses.items():
+        with pytest.raises(ClosedError):
+            use()
+            raise AssertionError(f"{name} works on a closed runtime")
+    for thing in (rt, f, data):
+        assert repr(thing)
+    np.testing.assert_array_equal(result, np.arange(4.0))
+
+
+def test_E12_without_a_runtime_every_verb_says_so() -> None:
+    script("""
+        for verb in (synk.current, synk.distribute, lambda: synk.data(np.ones(2))):
+            try:
+                verb()
+            except synk.errors.NotForkedError as error:
+                assert "synk.fork()" in str(error)
+            else:
+                raise AssertionError(verb)
+        synk.close()
+        synk.close()
+        synk.info()
+    """).check("")
+
+
+def test_E12_verbs_after_close_name_the_next_step(runtime: Fork) -> None:
+    runtime(1).close()
+    with pytest.raises((NotForkedError, ClosedError), match="fork"):
+        synk.current()
+
+
+def test_E13_fork_and_close_many_times(storm_count: Count) -> None:
+    """Descriptors, threads, mappings and children are flat after the first rounds."""
+    script(
+        f"""
+        from harness import assert_right, census, settled_census
+        import gc
+        baseline = None
+        for number in range({storm_count(8)}):
+            with synk.fork(1 + number % 2, backend="numpy") as rt:
+                data = rt.data(np.ones(1000))
+                assert rt.function(lambda x: x.sum(), outputs="sum")(data) == 1000
+                assert_right(rt)
+            del data, rt
+            if number >= 2:
+                baseline = baseline or census()
+                left = settled_census(baseline).leftovers(baseline)
+                assert not left, left
+        """,
+        timeout=60,
+    ).check("")
+
+
+def test_E14_many_runtimes_side_by_side(storm_count: Count) -> None:
+    """Programs that know nothing of each other, at once."""
+    code = """
+        from harness import assert_right
+        with synk.fork(2, backend="numpy") as rt:
+            square = rt.function(lambda x: x * x, outputs="gather")
+            for number in range(50):
+                x = np.arange(number, number + 20.0) + os.getpid()
+                assert (square(x) == x * x).all()
+    """
+    scenarios = [Scenario(code, timeout=60) for _ in range(storm_count(4))]
+    for scenario in scenarios:
+        with scenario:
+            scenario.finish().check("")
+
+
+def test_E14_two_runtimes_in_two_threads(runtime: Fork) -> None:
+    runtimes = [runtime(2), runtime(1)]
+
+    def use(number: int) -> None:
+        square = runtimes[number].function(lambda x: x * x, outputs="gather")
+        for step in range(100):
+            x = np.arange(20.0) + step + 1000 * number
+            np.testing.assert_array_equal(square(x), x * x)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(use, range(2)))
+
+
+def test_E15_a_runtime_that_is_dropped_without_close() -> None:
+    script(
+        """
+        import gc, warnings
+        from harness import assert_right, census, settled_census, children, wait_for
+        from synk import Runtime
+        with Runtime(1, backend="numpy") as rt:
+            assert_right(rt)
+        del rt
+        gc.collect()
+        baseline = census()
+        rt = Runtime(2, backend="numpy")
+        assert_right(rt)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            del rt
+            gc.collect()
+        assert [w.category for w in caught] == [ResourceWarning], caught
+        assert wait_for(lambda: not children(os.getpid()))
+        left = settled_census(baseline).leftovers(baseline)
+        assert not left, left
+        """,
+    ).check("")
+
+
+def test_the_census_sees_what_it_should(tmp_path: Any) -> None:
+    """The harness itself: each kind of leftover is found, and gone when it is gone."""
+    before = census()
+    child = subprocess.Popen(["sleep", "60"])
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name="a left thread")
+    thread.start()
+    fd = os.memfd_create("synk-test")
+    try:
+        left = "\n".join(census().leftovers(before))
+        assert f"process {child.pid} (sleep)" in left
+        assert "thread a left thread" in left
+        assert "memfd:synk-test" in left
+    finally:
+        os.close(fd)
+        stop.set()
+        thread.join()
+        child.kill()
+        child.wait()
+    assert settled_census(before).leftovers(before) == []

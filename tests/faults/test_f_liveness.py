@@ -1,0 +1,200 @@
+"""F: code that never ends, and output and input of workers."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import saboteurs
+from harness import Scenario, assert_right, pids, replaced_workers, same_workers, script
+
+from synk.errors import CallTimeout
+
+Fork = Callable[..., Any]
+ROWS = np.arange(6.0)
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)], ids=str)
+def test_F1_a_loop_in_python_ends_by_timeout(runtime: Fork, ranks: tuple[int, ...]) -> None:
+    """SIGINT is enough: the same workers, and nothing of the old call in the next answers."""
+    rt = runtime(2)
+
+    def loop(row: np.ndarray) -> float:
+        if int(row[0]) in ranks:
+            saboteurs.loop_for_ever()
+        return 1.0
+
+    endless = rt.function(loop, outputs="sum", name="endless")
+    with same_workers(rt):
+        for _ in range(3):
+            with pytest.raises(CallTimeout, match="endless") as caught:
+                endless(np.arange(2), timeout=0.2)
+            assert isinstance(caught.value, TimeoutError)
+            for rank in ranks:
+                assert f"rank {rank}" in str(caught.value) or f"ranks {', '.join(map(str, ranks))}" in str(caught.value)
+
+
+def test_F1_the_timeout_of_fork_holds_for_all_calls(runtime: Fork) -> None:
+    rt = runtime(2, timeout=0.2)
+    with same_workers(rt):
+        with pytest.raises(CallTimeout):
+            rt.function(lambda row: saboteurs.loop_for_ever(), outputs=None)(np.arange(2))
+        slow = rt.function(lambda row: time.sleep(0.4), outputs=None)
+        assert slow(np.arange(2), timeout=5) == [None, None]
+
+
+def test_F1_a_function_that_catches_the_interrupt_is_killed(runtime: Fork) -> None:
+    rt = runtime(2)
+
+    def stubborn(row: np.ndarray) -> None:
+        while row[0] == 1:
+            try:
+                time.sleep(1)
+            except BaseException:
+                continue
+
+    with replaced_workers(rt, [1]), pytest.raises(CallTimeout):
+        rt.function(stubborn, outputs=None)(np.arange(2), timeout=0.2)
+
+
+def test_F2_a_loop_in_c_ends_by_sigkill(runtime: Fork) -> None:
+    rt = runtime(2)
+    with replaced_workers(rt, [1]), pytest.raises(CallTimeout):
+        rt.function(lambda row: saboteurs.loop_in_c() if row[0] else None, outputs=None)(np.arange(2), timeout=0.2)
+
+
+def test_F3_a_loop_without_timeout_can_be_interrupted() -> None:
+    with Scenario("""
+        import saboteurs
+        from harness import assert_right, pids
+        with synk.fork(2, backend="numpy") as rt:
+            before = pids(rt)
+            def loop(row):
+                print("looping", flush=True)
+                saboteurs.loop_for_ever()
+            try:
+                rt.function(loop)(np.arange(2))
+            except KeyboardInterrupt:
+                print("interrupted", flush=True)
+            assert pids(rt) == before
+            assert_right(rt)
+    """) as scenario:
+        lines = {scenario.wait_for_line(f"[rank {rank}] looping") for rank in range(2)}
+        scenario.send_signal(signal.SIGINT)
+        stdout = scenario.finish().check().stdout
+    assert len(lines) == 2
+    assert stdout.endswith("interrupted\n")
+
+
+FLOODS = {
+    "lines": b"x" * 99 + b"\n",
+    "no newline": b"y" * 100,
+    "binary": bytes(range(256)),
+}
+
+
+@pytest.mark.parametrize("target", ["stdout", "stderr"])
+@pytest.mark.parametrize("kind", FLOODS)
+def test_F4_workers_flood_their_output(kind: str, target: str) -> None:
+    """Neither side waits for the other; the lines of one rank are whole."""
+    number, repeats = (1, 2)[target == "stderr"], 40_000
+    result = script(
+        f"""
+        chunk = {FLOODS[kind]!r}
+        with synk.fork(2, backend="numpy") as rt:
+            def flood(row):
+                sent = 0
+                for _ in range({repeats} // 100):
+                    block = chunk * 100
+                    while block:
+                        block = block[os.write({number}, block):]
+                return 1.0
+            assert rt.function(flood, outputs="sum")(np.arange(2)) == 2.0
+            assert rt.function(lambda x: x.sum(), outputs="sum")(np.arange(4.0)) == 6.0
+        """
+    ).check(stderr=None)
+    text = getattr(result, target)
+    assert getattr(result, "stdout" if target == "stderr" else "stderr") == ""
+    if kind == "lines":
+        lines = text.splitlines()
+        assert len(lines) == 2 * repeats
+        assert {line.split("] ")[0] for line in lines} == {"[rank 0", "[rank 1"}
+        assert {line.split("] ")[1] for line in lines} == {"x" * 99}
+    elif kind == "no newline":
+        assert text.count("y") == 2 * repeats * 100
+
+
+def test_F4_the_masters_output_is_closed_or_full() -> None:
+    script("""
+        from harness import assert_right
+        sys.stdout.close()
+        os.close(1)
+        with synk.fork(2, backend="numpy") as rt:
+            rt.function(lambda row: print("lost"), outputs=None)(np.arange(2))
+            assert_right(rt)
+        os.open("/dev/null", os.O_WRONLY)
+    """).check("", stderr=None)
+
+
+def test_F4_a_reader_that_never_reads_stops_the_output_not_the_calls() -> None:
+    script("""
+        from harness import assert_right
+        reader, writer = os.pipe()
+        saved = os.dup(1)
+        os.dup2(writer, 1)
+        with synk.fork(2, backend="numpy") as rt:
+            rt.function(lambda row: print("x" * 1000), outputs=None)(np.arange(2))
+            flood = rt.function(lambda row: [print("x" * 1000) for _ in range(200)] and None, outputs=None)
+            try:
+                flood(np.arange(2), timeout=1.0)
+            except synk.errors.CallTimeout:
+                pass
+            os.dup2(saved, 1)
+            os.close(reader)
+            os.close(writer)
+            assert_right(rt)
+    """).check(stderr=None)
+
+
+def test_F5_standard_streams_in_a_worker_are_its_own(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    with same_workers(rt):
+        assert rt.function(lambda row: sys.stdin.read(), outputs=None)(np.arange(2)) == ["", ""]
+
+
+@pytest.mark.parametrize("how", ["close", "None", "other"])
+def test_F5_a_function_takes_its_streams_away(runtime: Fork, how: str) -> None:
+    rt = runtime(2)
+
+    def take_away(row: np.ndarray) -> None:
+        if how == "close":
+            for fd in range(3):
+                os.close(fd)
+        elif how == "None":
+            sys.stdin = sys.stdout = sys.stderr = None  # type: ignore[assignment]
+        else:
+            sys.stdout = sys.stderr = saboteurs.Recorder()  # type: ignore[assignment]
+
+    with same_workers(rt):
+        assert rt.function(take_away, outputs=None)(np.arange(2)) == [None, None]
+        with pytest.raises(ValueError, match="still told"):
+            rt.function(lambda row: saboteurs.raise_text("still told"))(np.arange(2))
+
+
+def test_F8_a_slow_rank_is_no_dead_rank(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deadlines are monotonic: a clock that is set back or forward changes nothing."""
+    rt = runtime(2)
+    jumps = iter([0.0, 1e9, -1e9] * 1000)
+    monkeypatch.setattr(time, "time", lambda: next(jumps))
+    slow = rt.function(lambda row: ctypes.CDLL(None).usleep(300_000 if row[0] else 3_000), outputs=None)
+    with same_workers(rt):
+        assert slow(np.arange(2), timeout=20) == [0, 0]
+    assert_right(rt)
+    assert len(pids(rt)) == 2

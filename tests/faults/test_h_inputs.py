@@ -1,0 +1,644 @@
+"""H: odd inputs and outputs. The reference is NumPy on the whole array, written here.
+
+One table of input cases, each x {serial, inline, 1, 2, 3 workers} x {sum, avg, min, max, gather, None}; then the
+outputs, the batches and the life of ``Data``, row by row. After each refusal the same workers answer the next call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import saboteurs
+from harness import assert_right, pids, replaced_workers, same_workers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import synk
+from synk.errors import ClosedError, SerializationError, WorkerDied
+
+RNG = np.random.default_rng(7)
+PLAIN = RNG.integers(-9, 9, size=(7, 4)).astype(np.float64)
+OPS = ("sum", "avg", "min", "max", "gather", None)
+WHERE = ("serial", "inline", 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One odd input.
+
+    ``refused``: per op the error that the master raises, ``"*"`` for all ops. ``make`` returns the input.
+    """
+
+    row: str
+    name: str
+    make: Callable[[], Any]
+    refused: tuple[tuple[str | None, type[Exception]], ...] = ()
+
+    def error(self, op: str | None) -> type[Exception] | None:
+        """Return what the op must raise for this input."""
+        errors = dict(self.refused)
+        return errors.get(op, errors.get("*"))
+
+
+def every(error: type[Exception], *ops: str | None) -> tuple[tuple[str | None, type[Exception]], ...]:
+    """Return that ``ops`` (default: all) raise ``error``."""
+    return tuple((op, error) for op in ops or ("*",))
+
+
+def with_nan(row: int) -> np.ndarray:
+    """Return floats with a NaN and infinities, in a given row."""
+    array = PLAIN.copy()
+    array[row, 1], array[row, 2], array[row, 3] = np.nan, np.inf, -0.0
+    array[(row + 3) % 7, 2] = -np.inf
+    return array
+
+
+def records() -> np.ndarray:
+    """Return a plain structured array."""
+    array = np.zeros(7, dtype=[("a", "<i4"), ("b", "<f8", (2,))])
+    array["a"], array["b"] = np.arange(7), RNG.normal(size=(7, 2))
+    return array
+
+
+def read_only() -> np.ndarray:
+    """Return an array that may not be written."""
+    array = PLAIN.copy()
+    array.setflags(write=False)
+    return array
+
+
+NUMBERS = ("sum", "avg", "min", "max")
+CASES = [
+    Case("H2", "no rows", lambda: np.empty((0, 4)), every(ValueError, "avg", "min", "max", None)),
+    *(Case("H3", f"{n} rows", lambda n=n: PLAIN[:n]) for n in (1, 2, 3, 4, 5)),
+    Case("H4", "0-d array", lambda: np.array(3.0), every(TypeError)),
+    Case("H4", "NumPy scalar", lambda: np.float32(3), every(TypeError)),
+    Case("H4", "Python number", lambda: 3, every(TypeError)),
+    Case("H5", "strided", lambda: np.repeat(PLAIN, 2, axis=0)[::2]),
+    Case("H5", "backwards", lambda: PLAIN[::-1]),
+    Case("H5", "Fortran order", lambda: np.asfortranarray(PLAIN)),
+    Case("H5", "transposed", lambda: np.ascontiguousarray(PLAIN.T).T),
+    Case("H5", "stride 0", lambda: np.broadcast_to(PLAIN[0], (7, 4))),
+    Case("H5", "columns backwards", lambda: PLAIN[:, ::-1]),
+    Case("H6", "objects", lambda: np.array([[1, None]] * 7, dtype=object), every(TypeError)),
+    Case("H6", "records of objects", lambda: np.zeros(7, dtype=[("a", "O")]), every(TypeError)),
+    Case("H7", "records", records, every(TypeError, *NUMBERS)),
+    Case("H7", "dates", lambda: np.arange(7).astype("datetime64[D]"), every(TypeError, *NUMBERS)),
+    Case("H7", "durations", lambda: np.arange(7).astype("timedelta64[s]"), every(TypeError, *NUMBERS)),
+    Case("H7", "bytes", lambda: np.array([b"a", b"bc", b"", b"d", b"e", b"f", b"g"]), every(TypeError, *NUMBERS)),
+    Case("H7", "text", lambda: np.array(["a", "bc", "", "ü", "e", "f", "g"]), every(TypeError, *NUMBERS)),
+    Case("H8", "big-endian int32", lambda: np.arange(28).reshape(7, 4).astype(">i4"), every(TypeError, "avg")),
+    Case("H8", "big-endian float64", lambda: PLAIN.astype(">f8")),
+    Case("H8", "big-endian complex", lambda: (PLAIN + 1j).astype(">c16"), every(TypeError, "min", "max")),
+    Case("H9", "read-only", read_only),
+    Case("H10", "masked", lambda: np.ma.masked_less(PLAIN, 0), every(TypeError)),
+    Case("H10", "matrix", lambda: np.array(PLAIN).view(np.matrix)),
+    Case("H10", "recarray", lambda: records().view(np.recarray), every(TypeError, *NUMBERS)),
+    Case("H11", "list", lambda: PLAIN.tolist()),
+    Case("H11", "tuple of arrays", lambda: tuple(PLAIN)),
+    Case("H11", "range", lambda: range(7), every(TypeError, "avg")),
+    Case("H11", "ragged", lambda: [[1, 2], [3]], every(TypeError)),
+    Case("H11", "generator", lambda: (float(n) for n in range(3)), every(TypeError)),
+    Case("H11", "string", lambda: "seven", every(TypeError)),
+    Case("H11", "None", lambda: None, every(TypeError)),
+    Case("H11", "dict", lambda: {"a": 1}, every(TypeError)),
+    *(Case("H12", f"NaN in row {row}", lambda row=row: with_nan(row)) for row in (0, 3, 6)),
+    *(
+        Case("H13", f"average of {dtype}", lambda dtype=dtype: np.arange(7).astype(dtype), every(TypeError, "avg"))
+        for dtype in ("i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8")
+    ),
+    Case("H14", "int8 that wraps", lambda: np.full((7, 2), 100, np.int8), every(TypeError, "avg")),
+    Case("H14", "uint64 that wraps", lambda: np.full(7, 2**63 + 3, np.uint64), every(TypeError, "avg")),
+    Case("H14", "int64 that wraps", lambda: np.full(7, -(2**62) - 1), every(TypeError, "avg")),
+    Case("H15", "bool", lambda: PLAIN > 0, every(TypeError, "sum", "avg")),
+    Case("H16", "float16 that overflows", lambda: np.full((7, 2), 40_000, np.float16)),
+    Case("H16", "float16", lambda: PLAIN.astype(np.float16)),
+    Case("H17", "complex64", lambda: (PLAIN * 1j + 1).astype(np.complex64), every(TypeError, "min", "max")),
+    Case("H17", "complex128", lambda: PLAIN * 1j + 1, every(TypeError, "min", "max")),
+]
+
+KERNELS: dict[str | None, Callable[[Any], Any]] = {
+    "sum": lambda x: x.sum(axis=0, dtype=x.dtype) if x.dtype.kind in "iufc" else x[0],
+    "avg": lambda x: x.mean(axis=0, dtype=saboteurs.mean_dtype(x)).astype(x.dtype) if x.dtype.kind in "fc" else x[0],
+    "min": lambda x: x.min(axis=0) if x.dtype.kind in "biufc" else x[0],
+    "max": lambda x: x.max(axis=0) if x.dtype.kind in "biufc" else x[0],
+    "gather": lambda x: x,
+    None: lambda x: (len(x), x.tobytes()),
+}
+
+
+def expected(op: str | None, value: Any, num_workers: int) -> Any:
+    """Return what NumPy says of the whole input."""
+    x = np.asarray(value)
+    x = x.astype(x.dtype.newbyteorder("="))
+    if op is None:
+        return [(len(part), part.tobytes()) if len(part) else None for part in np.array_split(x, num_workers)]
+    if op == "gather":
+        return x
+    with np.errstate(all="ignore"):
+        wide = x.astype(np.float32) if x.dtype == np.float16 else x
+        if op == "sum":
+            return np.add.reduce(wide, axis=0, dtype=wide.dtype).astype(x.dtype)
+        if op == "avg":
+            return np.mean(wide, axis=0).astype(x.dtype)
+        return (np.min if op == "min" else np.max)(x, axis=0)
+
+
+class Table:
+    """The functions of the table on each runtime, made once."""
+
+    def __init__(self, runtimes: Any) -> None:
+        self._runtimes = runtimes
+        self._functions: dict[tuple[Any, str | None], Any] = {}
+
+    def runtime(self, where: Any) -> Any:
+        return self._runtimes[2 if where == "serial" else where]
+
+    def call(self, where: Any, op: str | None) -> Callable[..., Any]:
+        key = (where, op)
+        runtime = self.runtime(where)
+        function = self._functions.get(key)
+        if function is None or function.runtime is not runtime:
+            function = self._functions[key] = runtime.function(KERNELS[op], outputs=op, name=f"{op} in {where}")
+        return function.serial if where == "serial" else function
+
+
+@pytest.fixture(scope="module")
+def table(shared_runtimes: Any) -> Iterator[Table]:
+    yield Table(shared_runtimes)
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.row}_{case.name.replace(' ', '_')}")
+def test_H_inputs(table: Table, case: Case, op: str | None, shared_runtimes: Any) -> None:
+    for where in WHERE:
+        call = table.call(where, op)
+        error = case.error(op)
+        if error is not None:
+            with pytest.raises(error):
+                call(case.make())
+            continue
+        num_workers = where if isinstance(where, int) else 1
+        want = expected(op, case.make(), num_workers)
+        got = call(case.make())
+        if op is None:
+            assert got == want
+            continue
+        assert np.asarray(got).dtype == want.dtype
+        if want.dtype.kind in "fc" and op in ("avg", "sum"):
+            tolerance = {2: 2e-3, 4: 1e-6, 8: 1e-13, 16: 1e-13}[want.dtype.itemsize]
+            np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
+        else:
+            np.testing.assert_array_equal(got, want)
+            assert np.asarray(got).tobytes() == want.tobytes(), "signs of zeros, payloads of NaN, records"
+
+
+def test_H_refusals_leave_the_workers_as_they_were(shared_runtimes: Any, table: Table) -> None:
+    for num_workers in (1, 2, 3):
+        rt = shared_runtimes[num_workers]
+        with same_workers(rt):
+            for case in CASES:
+                for op in OPS:
+                    if case.error(op) is not None:
+                        sent = rt.counters["messages_down"]
+                        with pytest.raises(case.error(op)):
+                            table.call(num_workers, op)(case.make())
+                        if case.refused[0][0] == "*":
+                            assert rt.counters["messages_down"] == sent, "refused before anything is sent"
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    array=st.one_of(hnp.floating_dtypes(sizes=(32, 64), endianness="?"), hnp.integer_dtypes(endianness="?")).flatmap(
+        lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=6))
+    ),
+    order=st.sampled_from(["C", "F", "strided", "backwards", "offset"]),
+    index=st.sampled_from(["none", "slice", "list", "mask", "int"]),
+    seed=st.integers(0, 2**16),
+    where=st.sampled_from(WHERE),
+)
+def test_H_any_array_in_any_layout(
+    table: Table, array: np.ndarray, order: str, index: str, seed: int, where: Any, shared_runtimes: Any
+) -> None:
+    """Rows arrive as they are, whatever the dtype, the shape, the strides and the way they are picked."""
+    rng = np.random.default_rng(seed)
+    laid_out = {
+        "C": lambda: array,
+        "F": lambda: np.asfortranarray(array),
+        "strided": lambda: np.repeat(array, 3, axis=0)[1::3],
+        "backwards": lambda: np.ascontiguousarray(array[::-1])[::-1],
+        "offset": lambda: np.concatenate([array[:1], array], axis=0)[1:],
+    }[order]()
+    n = len(array)
+    batch = {
+        "none": None,
+        "slice": slice(int(rng.integers(-n, n)), None, int(rng.integers(1, 3))),
+        "list": rng.integers(-n, n, size=int(rng.integers(1, 2 * n + 1))),
+        "mask": rng.random(n) < 0.5,
+        "int": int(rng.integers(1, n + 1)),
+    }[index]
+    picked = array if batch is None else array[:batch] if index == "int" else array[batch]
+    got = table.call(where, "gather")(laid_out, batch=batch)
+    assert got.dtype == array.dtype.newbyteorder("=")
+    np.testing.assert_array_equal(got, picked)
+
+
+# ----- lengths, arguments, batches
+
+
+def test_H1_lengths_differ(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    f = rt.function(lambda x, y: (x * y).sum(), outputs="sum", name="dot")
+    with same_workers(rt):
+        sent = rt.counters["messages_down"]
+        with pytest.raises(ValueError, match=r"'dot'.*x with 5 rows.*y with 6"):
+            f(np.ones(5), np.ones(6))
+        assert rt.counters["messages_down"] == sent
+        assert f(np.ones(5), np.ones(6), batch=5) == 5.0
+
+
+@pytest.mark.parametrize("op", ["first", "prod", None, "callable"])
+def test_H2_no_rows_with_other_ops(shared_runtimes: Any, op: Any) -> None:
+    rt = shared_runtimes[2]
+    with same_workers(rt), pytest.raises(ValueError, match=r"no rows|zero rows|0 rows"):
+        rt.function(lambda x: x.sum(), outputs=max if op == "callable" else op)(np.empty(0))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
+def test_H3_idle_ranks_do_not_run_and_do_not_vote(shared_runtimes: Any, num_workers: int) -> None:
+    rt = shared_runtimes[num_workers]
+    f = rt.function(
+        lambda x: (x.mean(), x.sum(), x.min(), x.max(), x.prod(), x, len(x)),
+        outputs=("avg", "sum", "min", "max", "prod", "gather", None),
+    )
+    for rows in range(1, 10):
+        x = np.arange(3.0, 3 + rows)
+        mean, total, low, high, product, same, lengths = f(x)
+        np.testing.assert_allclose(mean, x.mean(), rtol=1e-15)
+        assert (total, low, high) == (x.sum(), x.min(), x.max())
+        np.testing.assert_allclose(product, x.prod(), rtol=1e-15)
+        np.testing.assert_array_equal(same, x)
+        assert lengths == [len(part) or None for part in np.array_split(x, num_workers)]
+
+
+@pytest.mark.parametrize("mode", ["r", "c"])
+def test_H9_memory_mapped_files(shared_runtimes: Any, tmp_path: Path, mode: Any) -> None:
+    rt = shared_runtimes[2]
+    path = tmp_path / "rows.npy"
+    np.save(path, PLAIN)
+    mapped = np.load(path, mmap_mode=mode)
+    np.testing.assert_array_equal(rt.function(lambda x: 2 * x, outputs="gather")(mapped), 2 * PLAIN)
+    np.testing.assert_array_equal(np.load(path), PLAIN)
+
+
+def test_H18_the_same_bits_every_time(shared_runtimes: Any) -> None:
+    x = np.random.default_rng(18).normal(size=(1001, 7)).astype(np.float32)
+    for num_workers in (2, 3, 4):
+        f = shared_runtimes[num_workers].function(
+            lambda x: (x.mean(axis=0), np.tile(x.sum(axis=0), 20_000)), outputs=("avg", "sum")
+        )
+        seen = {tuple(part.tobytes() for part in f(x)) for _ in range(100 if num_workers == 2 else 20)}
+        assert len(seen) == 1
+
+
+# ----- outputs
+
+DISAGREEMENTS: dict[str, tuple[Any, Callable[[int], Any]]] = {
+    "shapes": ("sum", lambda rank: np.ones(2 + rank)),
+    "dimensions": ("sum", lambda rank: np.ones((2,) * (1 + rank))),
+    "dtypes": ("sum", lambda rank: np.ones(2, np.float32 if rank else np.float64)),
+    "trailing shapes": ("gather", lambda rank: np.ones((2, 2 + rank))),
+    "counts": ("sum", lambda rank: (1.0,) * (1 + rank)),
+    "keys": ("sum", lambda rank: {("a", "b")[rank]: 1.0}),
+    "containers": ("sum", lambda rank: [1.0, 2.0] if rank else {"a": 1.0, "b": 2.0}),
+    "None": ("sum", lambda rank: None if rank else 1.0),
+}
+
+
+@pytest.mark.parametrize("kind", DISAGREEMENTS)
+def test_H19_outputs_that_differ_between_ranks(shared_runtimes: Any, kind: str) -> None:
+    rt = shared_runtimes[3]
+    op, output = DISAGREEMENTS[kind]
+    odd = rt.function(lambda row: output(int(row[0] == 1)), outputs=op, name="odd")
+    with same_workers(rt):
+        with pytest.raises((ValueError, TypeError), match="'odd'") as caught:
+            odd(np.arange(3))
+        for rank in range(3):
+            assert str(rank) in str(caught.value)
+
+
+def test_H20_dicts_match_by_key_in_the_order_of_rank_0(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+
+    def either(row: np.ndarray) -> dict[str, Any]:
+        pairs = [("b", row[0] + 1.0), ("a", row[0] + 10.0)]
+        return dict(pairs if row[0] == 0 else pairs[::-1])
+
+    result = rt.function(either, outputs={"a": "sum", "b": "max"})(np.arange(2))
+    assert result == {"a": 21.0, "b": 2.0}
+    assert list(result) == ["b", "a"]
+
+
+@pytest.mark.parametrize("where", ["inline", 1, 2])
+def test_H21_outputs_that_are_no_arrays(shared_runtimes: Any, where: Any) -> None:
+    rt = shared_runtimes[where]
+    ranks = np.arange(rt.world_size)
+    with same_workers(rt):
+        assert rt.function(lambda row: None)(ranks) is None
+        mixed = rt.function(lambda row: (None, 2.0, {"x": None}), outputs="sum")(ranks)
+        assert mixed == (None, 2.0 * len(ranks), {"x": None})
+        assert rt.function(lambda row: 3, outputs="sum")(ranks) == 3 * len(ranks)
+        assert rt.function(lambda row: True, outputs="max")(ranks)
+        assert rt.function(lambda row: {"a", "b"}, outputs=None)(ranks) == [{"a", "b"}] * len(ranks)
+        for bad in ("text", b"bytes", object(), {1, 2}, print, np.array(["text"]), np.array([object()], dtype=object)):
+            for op in ("sum", "avg", "max"):
+                with pytest.raises((TypeError, SerializationError)):
+                    rt.function(lambda row, bad=bad: bad, outputs=op)(ranks)
+
+
+def test_H22_generator_functions(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+
+    def lazy(row: np.ndarray) -> Iterator[float]:
+        yield 1.0
+
+    with same_workers(rt):
+        for op in (None, "sum"):
+            with pytest.raises((SerializationError, TypeError), match=r"generator|yield"):
+                rt.function(lazy, outputs=op)(np.arange(2))
+
+
+def test_H23_the_same_data_twice_and_an_output_that_is_the_input(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    data = rt.data(PLAIN)
+    np.testing.assert_array_equal(rt.function(lambda x, y: x + y, outputs="gather")(data, data), 2 * PLAIN)
+    identity = rt.function(lambda x: x, outputs="gather")
+    result = identity(data)
+    data[:] = 0.0
+    np.testing.assert_array_equal(result, PLAIN)
+    result[0] = 99.0
+    np.testing.assert_array_equal(data[:], 0.0)
+    np.testing.assert_array_equal(identity(PLAIN), PLAIN)
+
+
+def test_H24_a_function_that_writes_into_its_input(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    data = rt.data(PLAIN)
+
+    def scribble(x: np.ndarray) -> float:
+        x += 1
+        return 0.0
+
+    with same_workers(rt):
+        for rows in (data, PLAIN):
+            with pytest.raises(ValueError, match="read-only"):
+                rt.function(scribble)(rows)
+        with pytest.raises(ValueError, match="read-only"):
+            rt.function(lambda w, x: w.fill(1), bcast_inputs="w")(data, PLAIN)
+        with pytest.raises(ValueError, match="read-only"):
+            rt.function(scribble)(data, batch=[5, 1, 0])
+    np.testing.assert_array_equal(data[:], PLAIN)
+
+
+def test_H24_c_code_that_writes_into_its_input(runtime: Callable[..., Any]) -> None:
+    rt = runtime(2)
+    data = rt.data(PLAIN)
+
+    def scribble(x: np.ndarray) -> None:
+        ctypes.memset(x.ctypes.data, 1, x.nbytes)
+
+    with replaced_workers(rt, [0, 1]), pytest.raises(WorkerDied) as died:
+        rt.function(scribble, outputs=None)(data)
+    assert set(died.value.exits) <= {"SIGSEGV", "SIGBUS", "SIGKILL"}
+    assert "SIGSEGV" in died.value.exits
+    np.testing.assert_array_equal(data[:], PLAIN)
+
+
+@pytest.mark.parametrize("size", [3, 50_000])
+def test_H25_results_stay_as_they_are(shared_runtimes: Any, size: int) -> None:
+    """Buffers are used again only when nobody holds them."""
+    rt = shared_runtimes[2]
+    outputs = ("sum", "gather", "first", None)
+    f = rt.function(lambda k, x: (np.full(size, k * len(x)), np.tile(x, (1, size // 2)) * k, x * k, x * k),
+                    bcast_inputs="k", outputs=outputs)  # fmt: skip
+    x = np.arange(6.0).reshape(6, 1)
+    kept = [(k, f(float(k), x)) for k in range(12)]
+    for k, (total, tiled, first, parts) in kept:
+        np.testing.assert_array_equal(total, np.full(size, 6.0 * k))
+        np.testing.assert_array_equal(tiled, np.tile(x, (1, size // 2)) * k)
+        np.testing.assert_array_equal(first, x[:3] * k)
+        np.testing.assert_array_equal(np.concatenate(parts), x * k)
+
+
+def test_H25_a_view_of_a_result_keeps_it(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    f = rt.function(lambda k, x: np.full(50_000, k), bcast_inputs="k", outputs="max")
+    view = f(1.0, np.ones(2))[7:9]
+    reshaped = f(2.0, np.ones(2)).reshape(500, 100).T
+    for k in range(3, 9):
+        f(float(k), np.ones(2))
+    assert view.tolist() == [1.0, 1.0]
+    assert (reshaped == 2.0).all()
+
+
+def test_H26_data_freed_while_a_call_uses_it(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    slow = rt.function(lambda x: (time.sleep(0.2), x.sum())[1], outputs="sum")
+    data = rt.data(np.ones(1 << 16))
+    slow(np.ones(2))
+    timer = threading.Timer(0.05, data.free_memory)
+    timer.start()
+    with same_workers(rt):
+        assert slow(data) == 1 << 16
+    timer.join()
+
+
+def test_H26_a_view_outlives_its_data(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    data = rt.data(np.arange(1000.0))
+    view = data.data
+    data.free_memory()
+    data.free_memory()
+    assert view[999] == 999.0
+    del data
+    gc.collect()
+    assert view.sum() == 499500
+    assert_right(rt)
+
+
+# ----- batches
+
+BAD_BATCHES: dict[str, tuple[Any, tuple[type[Exception], ...]]] = {
+    "index n": ([7], (IndexError,)),
+    "index -n-1": ([-8], (IndexError,)),
+    "count beyond the rows": (8, (IndexError, ValueError)),
+    "negative count": (-1, (IndexError, ValueError)),
+    "short mask": ([True] * 6, (IndexError, TypeError)),
+    "long mask": (np.ones(8, bool), (IndexError, TypeError)),
+    "floats": ([0.0, 1.0], (IndexError, TypeError)),
+    "a float": (2.0, (IndexError, TypeError)),
+    "huge uint64": (np.array([2**63 + 1], np.uint64), (IndexError, TypeError)),
+    "2-d": ([[0, 1], [2, 3]], (IndexError, TypeError)),
+    "objects": (np.array([0, None], dtype=object), (IndexError, TypeError)),
+    "text": ("all", (IndexError, TypeError)),
+    "bool": (True, (IndexError, TypeError)),
+    "step 0": (slice(None, None, 0), (ValueError, IndexError)),
+    "float slice": (slice(0.5, 3), (TypeError, IndexError)),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_BATCHES)
+def test_H27_H28_batches_that_name_no_rows(shared_runtimes: Any, kind: str) -> None:
+    rt = shared_runtimes[2]
+    f = rt.function(lambda x: x, outputs="gather", name="rows")
+    f(PLAIN)
+    batch, errors = BAD_BATCHES[kind]
+    with same_workers(rt):
+        for rows in (PLAIN, rt.data(PLAIN)):
+            sent = rt.counters["messages_down"]
+            with pytest.raises(errors):
+                f(rows, batch=batch)
+            assert rt.counters["messages_down"] == sent
+
+
+GOOD_BATCHES: dict[str, Any] = {
+    "all": 7,
+    "first": 1,
+    "edges": [0, 6, -1, -7],
+    "duplicates": [3, 3, 3, 0],
+    "unsorted": [6, 0, 5, 1],
+    "backwards": slice(None, None, -1),
+    "steps": slice(5, None, -2),
+    "beyond": slice(4, 100),
+    "mask": np.array([True, False] * 3 + [True]),
+    "mask as list": [True, False] * 3 + [True],
+    "uint8": np.array([6, 1], np.uint8),
+    "big-endian": np.array([6, 1], ">i8"),
+    "NumPy integer": np.int32(4),
+    "range": range(1, 6, 2),
+    "tuple": (2, 1),
+}
+
+
+@pytest.mark.parametrize("kind", GOOD_BATCHES)
+@pytest.mark.parametrize("where", ["serial", "inline", 1, 2, 3])
+def test_H27_batches_mean_what_numpy_means(table: Table, kind: str, where: Any, shared_runtimes: Any) -> None:
+    batch = GOOD_BATCHES[kind]
+    picked = PLAIN[:batch] if isinstance(batch, (int, np.integer)) else PLAIN[
+        batch if isinstance(batch, slice) else np.asarray(batch)
+    ]  # fmt: skip
+    for rows in (PLAIN, table.runtime(where).data(PLAIN)):
+        np.testing.assert_array_equal(table.call(where, "gather")(rows, batch=batch), picked)
+        np.testing.assert_array_equal(table.call(where, "sum")(rows, batch=batch), picked.sum(axis=0))
+
+
+@pytest.mark.parametrize("empty", [0, [], slice(3, 3), np.zeros(7, bool), np.empty(0, np.int64)], ids=repr)
+def test_H27_an_empty_batch_is_no_rows(table: Table, empty: Any, shared_runtimes: Any) -> None:
+    for where in WHERE:
+        assert table.call(where, "gather")(PLAIN, batch=empty).shape == (0, 4)
+        np.testing.assert_array_equal(table.call(where, "sum")(PLAIN, batch=empty), np.zeros(4))
+        for op in ("avg", "min", "max"):
+            with pytest.raises(ValueError):
+                table.call(where, op)(PLAIN, batch=empty)
+
+
+@pytest.mark.high_memory
+def test_H29_more_than_two_gib_of_rows(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    rows = (1 << 31) + 11
+    data = rt.data(shape=(rows,), dtype="uint8")
+    data.data[-1], data.data[1 << 31] = 7, 5
+    total = rt.function(lambda x: np.array([x.sum(dtype=np.int64), len(x)]), outputs="sum")
+    assert total(data).tolist() == [12, rows]
+    assert total(data, batch=[rows - 1, 1 << 31, 0]).tolist() == [12, 3]
+    tail = rt.function(lambda x: x, outputs="gather")(data, batch=slice(1 << 31, None))
+    assert tail.tolist() == [5] + [0] * 9 + [7]
+    data.free_memory()
+
+
+def test_H29_offsets_beyond_two_gib(shared_runtimes: Any) -> None:
+    """The arithmetic alone, on rows of no bytes: nothing is reserved."""
+    rt = shared_runtimes[3]
+    rows = (1 << 33) + 5
+    data = rt.data(shape=(rows, 0), dtype="uint8")
+    lengths = rt.function(lambda x: len(x), outputs=None)
+    assert lengths(data) == [len(part) for part in np.array_split(np.broadcast_to(0, rows), 3)]
+    picked = rt.function(lambda x: x.shape[0], outputs="sum")
+    assert picked(data, batch=slice(1 << 32, None, 2)) == len(range(1 << 32, rows, 2))
+
+
+# ----- whose data, which argument
+
+
+def test_H30_data_of_another_runtime(runtime: Callable[..., Any], shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    other = runtime(1)
+    theirs = other.data(PLAIN)
+    total = rt.function(lambda x: x.sum(), outputs="sum")
+    with same_workers(rt):
+        with pytest.raises(ValueError):
+            total(theirs)
+        other.close()
+        with pytest.raises((ClosedError, ValueError)):
+            total(theirs)
+
+
+CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "missing": ((PLAIN,), {}),
+    "none": ((), {}),
+    "unknown": ((PLAIN, PLAIN), {"q": 1}),
+    "repeated": ((PLAIN, PLAIN), {"x": PLAIN}),
+    "too many": ((PLAIN,) * 4, {}),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_H30_arguments_like_a_python_call(shared_runtimes: Any, kind: str) -> None:
+    rt = shared_runtimes[2]
+
+    def two(x: np.ndarray, y: np.ndarray, z: float = 1.0) -> float:
+        return (x * y).sum() * z
+
+    f = rt.function(two, bcast_inputs="z", outputs="sum")
+    arguments, keywords = CALLS[kind]
+    with pytest.raises(TypeError) as plain:
+        two(*arguments, **keywords)
+    del plain
+    with same_workers(rt):
+        sent = rt.counters["messages_down"]
+        with pytest.raises(TypeError, match="two"):
+            f(*arguments, **keywords)
+        assert rt.counters["messages_down"] == sent
+        assert f(PLAIN, y=PLAIN) == (PLAIN * PLAIN).sum()
+        assert f(y=PLAIN, x=PLAIN, z=2.0) == 2 * (PLAIN * PLAIN).sum()
+
+
+def test_H30_names_and_ops_that_do_not_exist(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    with pytest.raises((ValueError, TypeError), match="'v'"):
+        rt.function(lambda w, x: x, bcast_inputs="v")
+    with pytest.raises(ValueError, match="'median'"):
+        rt.function(lambda x: x, outputs="median")
+    with pytest.raises(TypeError):
+        rt.function("not callable")
+    f = rt.function(lambda x: (x, x), outputs=("gather", "gather"))
+    for subset in ([2], ["a"], [-3]):
+        with pytest.raises((IndexError, KeyError, TypeError)):
+            f(PLAIN, output_subset=subset)
+    for slices in (0, -1, 1.5):
+        with pytest.raises((ValueError, TypeError)):
+            f(PLAIN, num_slices=slices)
+    with pytest.raises(ValueError):
+        rt.function(lambda x: (x, x), outputs=("gather",) * 3)(PLAIN)
+    assert len(pids(rt)) == 2
+    assert synk.errors.SynkError

@@ -1,0 +1,443 @@
+"""Tools of the fault tests: the census of what a process holds, failpoints, scenario scripts.
+
+A *census* lists everything that a runtime could leave behind. A *scenario* is a program in a process, a session and a
+hang dump of its own: for faults that would end the test process, and for everything about the end of a program.
+Reads only /proc; imports neither pytest nor anything heavy, so that scenarios may import it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import synk
+
+TESTS_FOLDER = Path(__file__).resolve().parent
+PACKAGE_FOLDER = Path(synk.__file__).resolve().parents[1]
+
+FAILPOINTS = (
+    "start.import",
+    "start.ready",
+    "call.received",
+    "call.before_function",
+    "call.after_function",
+    "call.published",
+    "call.before_reply",
+    "call.after_header",
+    "call.after_reply",
+    "reduce.before",
+    "reduce.after",
+    "distribute.loading",
+    "close.received",
+)
+ACTIONS = ("kill", "segv", "exit", "raise", "sleep", "stop")
+EVERY_TIME = 0
+
+Failpoint = tuple[str, int, int, str]
+
+
+def failpoint(name: str, rank: int, nth: int = 1, action: str = "kill") -> Failpoint:
+    """Return a failpoint for ``runtime(n, failpoint(...))``.
+
+    Parameters
+    ----------
+    name : str
+        A step of the worker, one of ``FAILPOINTS``.
+    rank : int
+        The worker that fails.
+    nth : int
+        The visit of that step at which it fails, counted from 1 in the rank's first process; a worker that was
+        started in its place does not fail again. ``EVERY_TIME``: at each visit, in replacements too.
+    action : str
+        One of ``ACTIONS``. ``exit`` is ``os._exit(3)``, ``sleep`` lasts longer than any test.
+    """
+    if name not in FAILPOINTS or action not in ACTIONS:
+        raise ValueError(f"cannot arm failpoint {name!r}, action {action!r}: unknown.")
+    return (name, rank, nth, action)
+
+
+# ----- the census
+
+
+@dataclass(frozen=True)
+class Census:
+    """What this process holds. ``fds``: targets with their count; ``threads``: Python threads; ``descendants``:
+    (pid, start time, command); ``shm``: paths in /dev/shm; ``memfds``: inodes of the mapped segments.
+    """
+
+    fds: Counter[str]
+    threads: frozenset[tuple[int | None, str]]
+    descendants: frozenset[tuple[int, int, str]]
+    shm: frozenset[str]
+    memfds: frozenset[int]
+
+    def leftovers(self, before: Census) -> list[str]:
+        """Return what is here and was not in ``before``, one line each."""
+        lines = [f"descriptor {target} x{count}" for target, count in (self.fds - before.fds).items()]
+        lines += [f"thread {name}" for _, name in self.threads - before.threads]
+        lines += [f"process {pid} ({command})" for pid, _, command in self.descendants - before.descendants]
+        lines += [path for path in self.shm - before.shm if is_abandoned(path)]
+        lines += [f"mapped segment {inode}" for inode in self.memfds - before.memfds]
+        return lines
+
+
+def census() -> Census:
+    """Count what this process holds now."""
+    return Census(
+        fds=descriptors(),
+        threads=frozenset((thread.ident, thread.name) for thread in threading.enumerate()),
+        descendants=frozenset(descendants(os.getpid())),
+        shm=shm_files(),
+        memfds=mapped_memfds(),
+    )
+
+
+def settled_census(before: Census) -> Census:
+    """Return the census, taken again after a garbage collection where something is left."""
+    now = census()
+    if now.leftovers(before):
+        gc.collect()
+        now = census()
+    return now
+
+
+def descriptors(pid: int | str = "self") -> Counter[str]:
+    """Return the targets of a process's open descriptors; memory files carry their inode."""
+    targets: Counter[str] = Counter()
+    folder = f"/proc/{pid}/fd"
+    for fd in os.listdir(folder):
+        try:
+            target = os.readlink(f"{folder}/{fd}")
+            if target.startswith("/memfd:"):
+                target = f"{target.removesuffix(' (deleted)')}#{os.stat(f'{folder}/{fd}').st_ino}"
+        except FileNotFoundError:  # the descriptor of the listing itself
+            continue
+        targets[target] += 1
+    return targets
+
+
+def shm_files() -> frozenset[str]:
+    """Return the paths of the named shared memory of the machine."""
+    return frozenset(str(path) for path in Path("/dev/shm").glob("*"))
+
+
+def mapped_memfds(pid: int | str = "self") -> frozenset[int]:
+    """Return the inodes of the memory files that a process has mapped."""
+    with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
+        return frozenset(int(line.split()[4]) for line in file if "/memfd:synk" in line)
+
+
+def process_stat(pid: int) -> tuple[str, str, int, int] | None:
+    """Return (command, state, parent, start time) of a process, ``None`` where there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    command, fields = text[text.index("(") + 1 : text.rindex(")")], text[text.rindex(")") + 2 :].split()
+    return command, fields[0], int(fields[1]), int(fields[19])
+
+
+def children(pid: int) -> list[int]:
+    """Return the pids of a process's children, of all its threads."""
+    found: list[int] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
+                found += [int(word) for word in file.read().split()]
+    return found
+
+
+def descendants(pid: int) -> Iterator[tuple[int, int, str]]:
+    """Yield (pid, start time, command) of all descendants, dead ones that were not reaped included."""
+    for child in children(pid):
+        stat = process_stat(child)
+        if stat is not None and child != _resource_tracker_pid():
+            yield child, stat[3], stat[0]
+            yield from descendants(child)
+
+
+def _resource_tracker_pid() -> int | None:
+    """The standard library's tracker lives as long as the program; it is nobody's leftover."""
+    module: Any = sys.modules.get("multiprocessing.resource_tracker")
+    return None if module is None else module._resource_tracker._pid
+
+
+def is_abandoned(path: str) -> bool:
+    """Whether a shared-memory file exists and no process outside this one's tree holds it (then it is theirs)."""
+    if not os.path.isfile(path):
+        return False
+    ours = {os.getpid(), *(pid for pid, _, _ in descendants(os.getpid()))}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) not in ours:
+            with contextlib.suppress(OSError):
+                with open(f"/proc/{entry}/maps", encoding="utf-8", errors="replace") as file:
+                    if path in file.read():
+                        return False
+                if path in descriptors(entry):
+                    return False
+    return True
+
+
+def wait_until_dead(pid: int, timeout_s: float = 10.0) -> bool:
+    """Wait for a process to end (it may stay a zombie); whether it did."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+    finally:
+        os.close(pidfd)
+
+
+def kill_and_wait(*pids: int, signal_number: int = signal.SIGKILL) -> None:
+    """End processes of this test's own and wait until they are dead."""
+    for pid in pids:
+        os.kill(pid, signal_number)
+    for pid in pids:
+        assert wait_until_dead(pid), f"process {pid} survived signal {signal_number}"
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float = 10.0) -> bool:
+    """Wait until ``condition()`` holds, for what only /proc can tell; whether it did."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+# ----- the after-state
+
+
+def pids(runtime: Any) -> list[int]:
+    """Return the pid of each rank, asked of the workers themselves."""
+    return runtime.function(lambda row: os.getpid(), outputs=None)(np.arange(runtime.world_size))
+
+
+def assert_right(runtime: Any, rows: int = 11) -> None:
+    """Assert that the next calls equal NumPy: an average, a sum and a gather, over rows that do not divide evenly."""
+    matrix = np.arange(rows * 3, dtype=np.float64).reshape(rows, 3)
+    total = runtime.function(
+        lambda x: (x.mean(axis=0), x.sum(axis=0), x * 2), outputs=("avg", "sum", "gather"), name="assert_right"
+    )
+    mean, summed, doubled = total(matrix)
+    np.testing.assert_allclose(mean, matrix.mean(axis=0), rtol=1e-12)
+    np.testing.assert_array_equal(summed, matrix.sum(axis=0))
+    np.testing.assert_array_equal(doubled, matrix * 2)
+
+
+@contextlib.contextmanager
+def same_workers(runtime: Any) -> Iterator[list[int]]:
+    """After-state *usable*: the same pids answer after the body, and right."""
+    before = pids(runtime)
+    yield before
+    assert pids(runtime) == before
+    assert_right(runtime)
+
+
+@contextlib.contextmanager
+def replaced_workers(runtime: Any, ranks: Iterable[int]) -> Iterator[list[int]]:
+    """After-state *replaced*: ``ranks`` were started again, the others live on, and the next call is right."""
+    before = pids(runtime)
+    dead = set(ranks)
+    yield before
+    assert_right(runtime)
+    after = pids(runtime)
+    assert {rank for rank in range(len(before)) if before[rank] != after[rank]} == dead
+    assert not [rank for rank in dead if process_stat(before[rank]) is not None], "a dead worker was not reaped"
+
+
+# ----- scenario scripts
+
+_MARK = "SYNK_TEST_SCENARIO"
+_PRELUDE = """\
+import faulthandler
+faulthandler.dump_traceback_later({dump_after_s}, exit=True)
+import os, signal, sys, threading, time
+import numpy as np
+import synk
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a scenario ended. ``leftovers``: processes that outlived it by ``grace_s``, and names in /dev/shm."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    leftovers: tuple[str, ...]
+
+    def check(self, stdout: str | None = None, *, returncode: int = 0, stderr: str | None = "") -> Result:
+        """Assert the exit status, the output where given, and that nothing is left."""
+        assert self.returncode == returncode, f"exit status {self.returncode}\n{self.stdout}\n{self.stderr}"
+        assert not self.leftovers, self.leftovers
+        if stderr is not None:
+            assert self.stderr == stderr, self.stderr
+        if stdout is not None:
+            assert self.stdout == stdout, self.stdout
+        return self
+
+
+class Scenario:
+    """A running script. Use as a context manager; ``wait_for_line`` and signals in the body, then ``finish()``.
+
+    Parameters
+    ----------
+    code : str
+        The program; ``os signal sys threading time np synk`` are imported, ``harness`` and ``saboteurs`` importable.
+    timeout : float
+        Seconds after which the program dumps its stacks and ends; the hard limit is 5 s later.
+    flags : sequence of str
+        Options of the interpreter.
+    env : mapping
+        Added to the environment.
+    has_prelude : bool
+        Whether the imports and the hang dump are put before ``code``.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        *,
+        timeout: float = 30.0,
+        flags: Sequence[str] = ("-W", "error"),
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        stdin: int | None = subprocess.DEVNULL,
+        has_prelude: bool = True,
+    ) -> None:
+        self.mark = uuid.uuid4().hex
+        self._deadline = time.monotonic() + timeout + 5.0
+        self._shm = shm_files()
+        self._folder = tempfile.TemporaryDirectory(prefix="synk-test-")
+        path = Path(self._folder.name, "scenario.py")
+        prelude = _PRELUDE.format(dump_after_s=timeout) if has_prelude else ""
+        path.write_text(prelude + textwrap.dedent(code), encoding="utf-8")
+        search_path = os.pathsep.join([str(PACKAGE_FOLDER), str(TESTS_FOLDER)])
+        self.process = subprocess.Popen(
+            [sys.executable, *flags, str(path)],
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": search_path, _MARK: self.mark, **(env or {})},
+        )
+        self.pid = self.process.pid
+        self._arrived = threading.Condition()
+        self._streams = {"stdout": bytearray(), "stderr": bytearray()}
+        self._readers = [
+            threading.Thread(target=self._read, args=(name, getattr(self.process, name)), daemon=True)
+            for name in self._streams
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, name: str, stream: Any) -> None:
+        while chunk := os.read(stream.fileno(), 1 << 16):
+            with self._arrived:
+                self._streams[name] += chunk
+                self._arrived.notify_all()
+        with self._arrived:
+            self._arrived.notify_all()
+
+    def __enter__(self) -> Scenario:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._end()
+
+    def send_signal(self, signal_number: int) -> None:
+        """Signal the program alone."""
+        self.process.send_signal(signal_number)
+
+    def wait_for_line(self, start: str) -> str:
+        """Return the first line of standard output that begins with ``start``, waiting for it."""
+
+        def found() -> str | None:
+            lines = self._streams["stdout"].decode(errors="replace").splitlines(keepends=True)
+            return next((line for line in lines if line.startswith(start) and line.endswith("\n")), None)
+
+        def is_settled() -> bool:
+            return found() is not None or not self._readers[0].is_alive()
+
+        with self._arrived:
+            while not is_settled() and time.monotonic() < self._deadline:
+                self._arrived.wait(0.2)
+        line = found()
+        if line is None:
+            self._end()
+            output = self._text("stdout") + self._text("stderr")
+            raise AssertionError(f"the scenario never printed {start!r}\n{output}")
+        return line.rstrip("\n")
+
+    def finish(self, grace_s: float = 2.0) -> Result:
+        """Wait for the end; return the result with what is left ``grace_s`` after it."""
+        is_hung = False
+        try:
+            self.process.wait(max(self._deadline - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            is_hung = True
+        deadline = time.monotonic() + grace_s
+        left = [pid for pid in self.processes() if not wait_until_dead(pid, max(deadline - time.monotonic(), 0.0))]
+        leftovers = [] if is_hung else [f"process {pid} {process_stat(pid)}" for pid in left]
+        self._end()
+        leftovers += [path for path in shm_files() - self._shm if is_abandoned(path)]
+        stdout, stderr = self._text("stdout"), self._text("stderr")
+        assert not is_hung, f"the scenario hung\n{stdout}\n{stderr}"
+        return Result(self.process.returncode, stdout, stderr, tuple(leftovers))
+
+    def processes(self) -> list[int]:
+        """Return the living processes of this scenario, wherever they were moved: they carry its mark."""
+        mark = f"{_MARK}={self.mark}".encode()
+        found = []
+        for entry in os.listdir("/proc"):
+            if entry.isdigit():
+                with contextlib.suppress(OSError), open(f"/proc/{entry}/environ", "rb") as file:
+                    if mark in file.read():
+                        found.append(int(entry))
+        return found
+
+    def _end(self) -> None:
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        for reader in self._readers:
+            reader.join(5.0)
+        for stream in (self.process.stdout, self.process.stderr, self.process.stdin):
+            if stream is not None:
+                stream.close()
+        self._folder.cleanup()
+
+    def _text(self, name: str) -> str:
+        return self._streams[name].decode(errors="replace")
+
+
+def script(code: str, *, timeout: float = 30.0, grace_s: float = 2.0, **options: Any) -> Result:
+    """Run a scenario to its end. Options as for ``Scenario``."""
+    with Scenario(code, timeout=timeout, **options) as scenario:
+        return scenario.finish(grace_s)

@@ -1,0 +1,375 @@
+"""The invariants of one call, each counted: messages, bytes, copies, mappings.
+
+``runtime.counters`` holds what the master sent and received since the start: ``messages_down``, ``messages_up``,
+``bytes_down``, ``bytes_up`` and ``bytes_pickled``.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import PACKAGE_FOLDER, assert_right, mapped_memfds, same_workers
+
+COUNTERS = {"messages_down", "messages_up", "bytes_down", "bytes_up", "bytes_pickled"}
+WORKERS = (1, 2, 3)
+BIG = np.random.default_rng(0).normal(size=(1 << 16, 16))
+"""8 MB."""
+
+
+class Counted(dict[str, int]):
+    """What one or more calls sent."""
+
+
+@contextmanager
+def counted(rt: Any) -> Iterator[Counted]:
+    """Count the messages and bytes of the body."""
+    before = dict(rt.counters)
+    sent = Counted()
+    yield sent
+    sent.update({name: rt.counters[name] - before[name] for name in before})
+
+
+def test_the_counters_are_those_promised(shared_runtimes: Any) -> None:
+    assert set(shared_runtimes[2].counters) >= COUNTERS
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+@pytest.mark.parametrize("num_inputs", [1, 5])
+@pytest.mark.parametrize("num_outputs", [1, 7])
+def test_one_message_each_way_per_rank(
+    shared_runtimes: Any, num_workers: int, num_inputs: int, num_outputs: int
+) -> None:
+    """Whatever the number of inputs and outputs, from the first call after ``distribute`` on."""
+    rt = shared_runtimes[num_workers]
+    f = rt.function(lambda *xs: (sum(x.sum() for x in xs),) * num_outputs, outputs="sum")
+    rt.distribute()
+    inputs = [rt.data(np.arange(9.0)) for _ in range(num_inputs)]
+    for _ in range(3):
+        with counted(rt) as sent:
+            assert f(*inputs)[0] == 36.0 * num_inputs
+        assert sent["messages_down"] == num_workers
+        assert sent["messages_up"] == num_workers
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+def test_a_repeated_call_is_a_few_bytes_and_pickles_nothing(shared_runtimes: Any, num_workers: int) -> None:
+    rt = shared_runtimes[num_workers]
+    f = rt.function(lambda w, x: (x @ w, (x @ w).sum()), bcast_inputs="w", outputs=("gather", "sum"))
+    x, w = rt.data(BIG), np.ones(16)
+    for _ in range(2):
+        f(w, x)
+    with counted(rt) as sent:
+        for number in range(20):
+            f(w * number, x)
+    assert sent["bytes_pickled"] == 0
+    assert sent["bytes_down"] <= 64 * num_workers * 20
+    assert sent["bytes_up"] <= 64 * num_workers * 20
+
+
+@pytest.mark.parametrize("kind", ["data", "plain", "broadcast", "broadcast structure", "batch", "output"])
+def test_array_bytes_cross_through_segments_only(shared_runtimes: Any, kind: str) -> None:
+    """Not one byte of an 8 MB array is pickled or written to a pipe, even the first time."""
+    rt = shared_runtimes[2]
+    total = rt.function(lambda w, x: x.sum() + w["a"][0].sum(), bcast_inputs="w", outputs="sum")
+    same = rt.function(lambda x: x, outputs="gather")
+    rt.distribute()
+    small = np.ones((4, 4))
+    data = rt.data(BIG)
+    weights = {"a": [BIG if kind == "broadcast structure" else np.ones(2)]}
+    act: dict[str, Callable[[], Any]] = {
+        "data": lambda: total(weights, data),
+        "plain": lambda: total(weights, BIG),
+        "broadcast": lambda: rt.function(lambda w, x: w.sum(), bcast_inputs="w", outputs="sum")(BIG, small),
+        "broadcast structure": lambda: total(weights, small),
+        "batch": lambda: total(weights, data, batch=np.arange(0, 60_000, 2)),
+        "output": lambda: same(data),
+    }
+    with counted(rt) as sent:
+        act[kind]()
+    assert sent["bytes_pickled"] < 20_000
+    assert sent["bytes_down"] < 20_000
+    assert sent["bytes_up"] < 20_000
+
+
+def test_a_broadcast_object_is_pickled_once_for_all_ranks(shared_runtimes: Any) -> None:
+    pickled = {}
+    for num_workers in (1, 3):
+        rt = shared_runtimes[num_workers]
+        f = rt.function(lambda w, x: x.sum(), bcast_inputs="w", outputs="sum")
+        f({"a": 1}, np.ones(4))
+        with counted(rt) as sent:
+            f({"a": "x" * 100_000}, np.ones(4))
+        pickled[num_workers] = sent["bytes_pickled"]
+        assert sent["messages_down"] == num_workers
+    assert pickled[3] < 1.5 * pickled[1]
+
+
+def test_making_and_resizing_data_sends_nothing(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    total = rt.function(lambda x: x.sum(), outputs="sum")
+    data = rt.data(np.ones(10))
+    total(data)
+    with counted(rt) as sent:
+        data.set_value(np.ones(100_000))
+        data.set_length(200_000)
+        data[3] = 7.0
+        data.set_shape((50, 3)) if data.ndim == 2 else data.set_length(50)
+        other = rt.data(np.ones((3, 3)))
+        other.free_memory()
+        del other
+        gc.collect()
+    assert set(sent.values()) == {0}
+    assert total(data) == 56.0
+
+
+def test_defining_a_function_sends_nothing_until_it_is_needed(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    with counted(rt) as sent:
+        functions = [rt.function(lambda x, k=k: x.sum() * k, bcast_inputs="k", outputs="sum") for k in range(5)]
+    assert sent["messages_down"] == 0
+    with counted(rt) as sent:
+        rt.distribute()
+    assert sent["messages_down"] == 2, "all new functions go in one message to each rank"
+    with counted(rt) as sent:
+        rt.distribute()
+    assert sent["messages_down"] == 0
+    assert [f(np.ones(3)) for f in functions] == [0.0, 3.0, 6.0, 9.0, 12.0]
+
+
+def private_kb(pid: str | int = "self") -> int:
+    """Return the private memory of a process, in KB: copies of its own, shared mappings not counted."""
+    with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
+        return sum(int(line.split()[1]) for line in file if line.startswith("Private_"))
+
+
+def test_a_worker_holds_no_copy_of_its_rows(shared_runtimes: Any) -> None:
+    """The private memory of the workers does not grow with the input: 64 MB through, a few KB here."""
+    rt = shared_runtimes[2]
+
+    def measure(x: np.ndarray) -> int:
+        with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+            return sum(int(line.split()[1]) for line in file if line.startswith("Private_"))
+
+    def touch(x: np.ndarray) -> float:
+        return float(x.sum())
+
+    f = rt.function(lambda x: (touch(x), measure(x)), outputs=("sum", None))
+    before = max(f(rt.data(np.ones((1000, 16))))[1])
+    data = rt.data(shape=(1 << 19, 16), dtype="float64")
+    total, after = f(data)
+    assert total == 0.0
+    # A page of a shared file that only one process maps counts as its private one where it is clean; ours are dirty
+    # in the master, so the shard may show as Private_Clean at most once it is the only mapper: it never is.
+    assert max(after) < before + 4096
+
+
+def test_a_rank_sees_only_its_own_rows_without_a_copy(shared_runtimes: Any) -> None:
+    """Inside the function: a read-only view on the segment, contiguous, of the rows of this rank."""
+    rt = shared_runtimes[2]
+    data = rt.data(BIG)
+
+    def describe(x: np.ndarray) -> tuple[bool, bool, bool, int]:
+        address = x.ctypes.data
+        with open("/proc/self/maps", encoding="utf-8") as file:
+            for line in file:
+                low, high = (int(word, 16) for word in line.split()[0].split("-"))
+                if low <= address < high:
+                    return "/memfd:synk" in line, " r--s " in line, x.flags.writeable, len(x)
+        raise AssertionError("the rows lie nowhere")
+
+    f = rt.function(describe, outputs=None)
+    for rows in (data, BIG):
+        assert f(rows) == [(True, True, False, len(BIG) // 2)] * 2
+    assert f(data, batch=slice(1, 101)) == [(True, True, False, 50)] * 2, "a contiguous batch is a view as well"
+
+
+def test_the_master_makes_no_second_copy_of_data(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    data = rt.data(shape=(1 << 19, 16), dtype="float64")
+    total = rt.function(lambda x: x.sum(), outputs="sum")
+    total(data)
+    before, mapped = private_kb(), mapped_memfds()
+    for _ in range(5):
+        total(data)
+        total(data, batch=slice(10, None))
+        total(data, batch=np.arange(1000))
+    assert private_kb() < before + 4096
+    assert len(mapped_memfds() - mapped) <= 1, "at most a staging segment for the indices"
+
+
+def test_plain_arrays_are_staged_into_the_same_segment_again(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    total = rt.function(lambda x: x.sum(), outputs="sum")
+    total(BIG)
+    mapped = mapped_memfds()
+    with counted(rt) as sent:
+        for number in range(10):
+            assert total(BIG[: len(BIG) - number]) == pytest.approx(BIG[: len(BIG) - number].sum())
+    assert mapped_memfds() == mapped
+    assert sent["bytes_pickled"] < 20_000
+
+
+def test_large_results_lie_on_buffers_that_are_used_again(shared_runtimes: Any) -> None:
+    """A loop that drops each result maps nothing new; one that keeps them gets a buffer for each."""
+    rt = shared_runtimes[2]
+    big = rt.function(lambda k, x: np.full(100_000, k), bcast_inputs="k", outputs="max")
+    x = np.ones(4)
+    for number in range(4):
+        big(float(number), x)
+    mapped = mapped_memfds()
+    for number in range(20):
+        assert big(float(number), x)[0] == number
+    assert mapped_memfds() == mapped
+    kept = [big(float(number), x) for number in range(5)]
+    assert [result[-1] for result in kept] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_unwanted_outputs_are_neither_reduced_nor_sent(shared_runtimes: Any) -> None:
+    """Even ones that could be neither: they are not looked at."""
+    rt = shared_runtimes[2]
+
+    def mixed(x: np.ndarray) -> tuple[float, Any, np.ndarray]:
+        return x.sum(), np.ones(1 + int(x[0])), np.ones(1 << 16)
+
+    f = rt.function(mixed, outputs=("sum", "avg", "sum"))
+    x = np.arange(4.0)
+    with same_workers(rt):
+        with pytest.raises(ValueError):
+            f(x)
+        assert f(x, output_subset=[0])[0] == 6.0
+        mapped = mapped_memfds()
+        with counted(rt) as sent:
+            f(x, output_subset=[0])
+        assert sent["messages_up"] == 2
+        assert mapped_memfds() == mapped
+
+
+def test_ranks_agree_before_any_reduction(shared_runtimes: Any) -> None:
+    """All of them are named, after all have finished; no buffer of the failed call is used."""
+    rt = shared_runtimes[3]
+
+    def odd(row: np.ndarray) -> tuple[float, np.ndarray]:
+        return 1.0, np.ones(100_000 + int(row[0]))
+
+    with same_workers(rt):
+        with pytest.raises(ValueError) as caught:
+            rt.function(odd, outputs="sum")(np.arange(3))
+        for rank in range(3):
+            assert f"{100_000 + rank}" in str(caught.value)
+    assert_right(rt)
+
+
+def test_inline_and_one_worker_run_the_same_path(shared_runtimes: Any) -> None:
+    """The same results, types, errors, and the same messages."""
+    outcomes = []
+    for where in ("inline", 1):
+        rt = shared_runtimes[where]
+        seen: list[Any] = []
+        with counted(rt) as sent:
+            f = rt.function(
+                lambda w, x: {"a": x @ w, "b": (x.sum(), len(x), None)},
+                bcast_inputs="w",
+                outputs={"a": "gather", "b": ("avg", "sum", "first")},
+                name="f",
+            )
+            for batch in (None, 3, slice(1, 5), [4, 0]):
+                for slices in (1, 2):
+                    result = f(np.ones(3), np.arange(18.0).reshape(6, 3), batch=batch, num_slices=slices)
+                    seen.append((result["a"].tolist(), float(result["b"][0]), int(result["b"][1]), result["b"][2]))
+                    seen.append([type(part) for part in (result, result["a"], *result["b"])])
+            for arguments in ((np.ones(2), np.ones((6, 3))), (np.ones(3), 3.0), (np.ones(3),)):
+                with pytest.raises((ValueError, TypeError)) as caught:
+                    f(*arguments)
+                seen.append((caught.type, str(caught.value)))
+        outcomes.append((seen, sent["messages_down"], sent["messages_up"]))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_an_idle_worker_sleeps(shared_runtimes: Any) -> None:
+    """Between calls a worker waits in the kernel: it is asleep, in poll or read, not spinning."""
+    from harness import pids, wait_for
+
+    rt = shared_runtimes[2]
+    for pid in pids(rt):
+        stat = Path(f"/proc/{pid}/stat")
+        assert wait_for(lambda stat=stat: stat.read_text().rpartition(")")[2].split()[0] == "S")
+
+
+# ----- the layers
+
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("errors", "_shards", "_ops", "_messages"),
+    ("_memory", "_channel", "backends"),
+    ("communicators",),
+    ("data", "shared", "comm"),
+    ("_worker",),
+    ("runtime",),
+    ("function", "collectives", "profile"),
+)
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Yield the modules of this package that a file imports, at any place in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "synk":
+            yield from ([node.module.split(".")[1]] if "." in node.module else [alias.name for alias in node.names])
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[1] for alias in node.names if alias.name.startswith("synk."))
+
+
+def test_a_file_imports_only_lower_floors() -> None:
+    floor = {name: number for number, names in enumerate(FLOORS) for name in names}
+    for path in sorted((PACKAGE_FOLDER / "synk").rglob("*.py")):
+        name = path.relative_to(PACKAGE_FOLDER / "synk").parts[0].removesuffix(".py")
+        if name in floor:
+            for imported in imports_of(path):
+                assert floor.get(imported, 0) <= floor[name], f"{path.name} imports {imported}"
+
+
+def test_no_two_files_import_each_other() -> None:
+    graph: dict[str, set[str]] = {}
+    for path in sorted((PACKAGE_FOLDER / "synk").glob("*.py")):
+        if path.name not in ("__init__.py", "__main__.py"):
+            top_level = ast.Module(
+                [node for node in ast.parse(path.read_text(encoding="utf-8")).body if "Import" in type(node).__name__],
+                [],
+            )
+            graph[path.stem] = {
+                alias
+                for node in ast.walk(top_level)
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("synk")
+                for alias in ([node.module.split(".")[1]] if "." in node.module else [a.name for a in node.names])
+            }
+
+    def reaches(start: str, goal: str, seen: set[str]) -> bool:
+        return any(
+            step == goal or (step not in seen and not seen.add(step) and reaches(step, goal, seen))
+            for step in graph.get(start, ())
+        )
+
+    cyclic = [name for name in graph if reaches(name, name, set())]
+    assert not cyclic
+
+
+def test_import_loads_no_array_library_but_numpy() -> None:
+    code = """
+import sys, numpy
+before = set(sys.modules)
+import synk
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+heavy = {"cupy", "torch", "jax", "mpi4py", "pynccl", "scipy", "pandas", "numba", "multiprocessing", "asyncio", "ctypes"}
+print(sorted(new & heavy))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE_FOLDER)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

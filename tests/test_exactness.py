@@ -1,0 +1,303 @@
+"""Every call equals NumPy on the whole input, and the serial call: op x dtype x rows x workers x slices x batch.
+
+The reference of each op is written here, on the whole array; it knows nothing of shards, weights or slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+WORKERS = (1, 2, 3, 4)
+FLOATS = ("float16", "float32", "float64")
+INTEGERS = ("int8", "uint8", "int16", "int32", "uint32", "int64", "uint64")
+COMPLEX = ("complex64", "complex128")
+
+DTYPES: dict[str, tuple[str, ...]] = {
+    "avg": FLOATS + COMPLEX,
+    "sum": FLOATS + INTEGERS + COMPLEX,
+    "prod": ("float32", "float64", "int8", "int32", "int64", "uint64", "complex128"),
+    "min": (*FLOATS, *INTEGERS, "bool"),
+    "max": (*FLOATS, *INTEGERS, "bool"),
+    "gather": (*FLOATS, *INTEGERS, *COMPLEX, "bool", "datetime64[s]", "S3", "U2", "i4,f8"),
+}
+
+KERNELS: dict[str, Callable[[Any], Any]] = {
+    "avg": lambda x: x.mean(axis=0),
+    "sum": lambda x: x.sum(axis=0, dtype=x.dtype),
+    "prod": lambda x: x.prod(axis=0, dtype=x.dtype),
+    "min": lambda x: x.min(axis=0),
+    "max": lambda x: x.max(axis=0),
+    "gather": lambda x: x[:, ::-1],
+}
+
+
+def reference(op: str, x: np.ndarray) -> np.ndarray:
+    """Return the result over all rows at once, as NumPy has it; 16-bit floats in float32, rounded once."""
+    wide = x.astype(np.float32) if x.dtype == np.float16 else x
+    if op == "gather":
+        return x[:, ::-1]
+    if op == "avg":
+        return np.mean(wide, axis=0).astype(x.dtype)
+    if op == "min":
+        return np.min(x, axis=0)
+    if op == "max":
+        return np.max(x, axis=0)
+    ufunc = {"sum": np.add, "prod": np.multiply}[op]
+    return ufunc.reduce(wide, axis=0, dtype=wide.dtype).astype(x.dtype)
+
+
+def rows_of(dtype: str, op: str, rows: int, columns: int, seed: int) -> np.ndarray:
+    """Return an array of small exact numbers: sums are the same in every order, so that equality can be asked."""
+    rng = np.random.default_rng(seed)
+    shape = (rows, columns)
+    if dtype == "i4,f8":
+        array = np.zeros(shape, dtype)
+        array["f0"], array["f1"] = rng.integers(-9, 9, shape), rng.normal(size=shape)
+        return array
+    if dtype.startswith(("S", "U", "datetime")):
+        return rng.integers(0, 99, shape).astype(dtype)
+    if op == "prod":
+        low = 0 if dtype.startswith("u") else -2
+        return rng.integers(low, 3, shape).astype(dtype)
+    if dtype in ("float32", "float64") and op in ("min", "max", "gather"):
+        array = rng.normal(size=shape).astype(dtype)
+        array[rng.random(shape) < 0.05] = np.nan
+        array[rng.random(shape) < 0.05] = -0.0
+        return array
+    if dtype == "bool":
+        return rng.random(shape) < 0.5
+    low = 0 if dtype.startswith("u") else -64
+    return rng.integers(low, 64, shape).astype(dtype)
+
+
+def pick(kind: str, rows: int, rng: np.random.Generator) -> Any:
+    """Return a batch of a given kind that names at least one row."""
+    low, high = sorted(rng.integers(0, rows, 2).tolist())
+    return {
+        "none": None,
+        "count": int(rng.integers(1, rows + 1)),
+        "slice": slice(low, high + 1),
+        "step": slice(low, None, int(rng.integers(1, 4))),
+        "backwards": slice(None, None, -int(rng.integers(1, 3))),
+        "list": rng.integers(-rows, rows, int(rng.integers(1, 2 * rows + 1))).tolist(),
+        "array": rng.permutation(rows)[: int(rng.integers(1, rows + 1))],
+        "mask": (rng.random(rows) < 0.6) | (np.arange(rows) == low),
+    }[kind]
+
+
+def picked_by(batch: Any, x: np.ndarray) -> np.ndarray:
+    """Return the rows that NumPy picks."""
+    if batch is None:
+        return x
+    return x[:batch] if isinstance(batch, int) else x[batch]
+
+
+class Functions:
+    """One function per op on each shared runtime; ``inline`` is the runtime without processes."""
+
+    def __init__(self, runtimes: Any) -> None:
+        self.runtimes = runtimes
+        self._made: dict[tuple[Any, str], Any] = {}
+
+    def __call__(self, where: Any, op: str) -> Any:
+        key = (where, op)
+        if key not in self._made:
+            self._made[key] = self.runtimes[where].function(KERNELS[op], outputs=op, name=op)
+        return self._made[key]
+
+
+@pytest.fixture(scope="module")
+def functions(shared_runtimes: Any) -> Iterator[Functions]:
+    yield Functions(shared_runtimes)
+
+
+def assert_equal(got: Any, want: np.ndarray, op: str) -> None:
+    """Equal, and of the same dtype; averages to the last bits, since NumPy divides once as well but adds pairwise."""
+    assert np.asarray(got).dtype == want.dtype
+    if op == "avg":
+        tolerance = {"e": 1e-3, "f": 2e-6, "F": 2e-6}.get(want.dtype.char, 1e-14)
+        np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
+    else:
+        np.testing.assert_array_equal(got, want)
+
+
+calls = {
+    "rows": st.integers(1, 50),
+    "columns": st.integers(1, 3),
+    "seed": st.integers(0, 2**20),
+    "batch_kind": st.sampled_from(["none", "count", "slice", "step", "backwards", "list", "array", "mask"]),
+    "num_slices": st.sampled_from([1, 1, 2, 3, 7]),
+    "as_data": st.booleans(),
+}
+thorough = settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.parametrize("where", [*WORKERS, "inline"])
+@pytest.mark.parametrize("op", KERNELS)
+@thorough
+@given(data=st.data(), **calls)
+def test_a_call_equals_numpy_and_the_serial_call(
+    functions: Functions,
+    shared_runtimes: Any,
+    where: Any,
+    op: str,
+    data: st.DataObject,
+    rows: int,
+    columns: int,
+    seed: int,
+    batch_kind: str,
+    num_slices: int,
+    as_data: bool,
+) -> None:
+    dtype = data.draw(st.sampled_from(DTYPES[op]))
+    x = rows_of(dtype, op, rows, columns, seed)
+    batch = pick(batch_kind, rows, np.random.default_rng(seed))
+    f = functions(where, op)
+    rows_in = functions.runtimes[where].data(x) if as_data else x
+    want = reference(op, picked_by(batch, x))
+    assert_equal(f(rows_in, batch=batch, num_slices=num_slices), want, op)
+    assert_equal(f.serial(rows_in, batch=batch), want, op)
+
+
+@pytest.mark.parametrize("where", [*WORKERS, "inline"])
+def test_every_row_count_from_0_to_50(functions: Functions, shared_runtimes: Any, where: Any) -> None:
+    for rows in range(51):
+        x = rows_of("float64", "sum", rows, 2, rows)
+        for op in ("sum", "gather"):
+            np.testing.assert_array_equal(functions(where, op)(x), reference(op, x))
+        for op in ("avg", "min", "max"):
+            if rows == 0:
+                with pytest.raises(ValueError, match="row"):
+                    functions(where, op)(x)
+            else:
+                assert_equal(functions(where, op)(x), reference(op, x), op)
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+@thorough
+@given(rows=st.integers(1, 30), seed=st.integers(0, 2**20), num_slices=st.sampled_from([1, 2, 5]))
+def test_nested_outputs_each_with_its_op(
+    shared_runtimes: Any, num_workers: int, rows: int, seed: int, num_slices: int
+) -> None:
+    rt = shared_runtimes[num_workers]
+    x = rows_of("float64", "sum", rows, 3, seed)
+    w = np.arange(3.0)
+    f = _nested(rt)
+    loss, parts = f(w, x, num_slices=num_slices)
+    r = x @ w
+    np.testing.assert_allclose(loss, (r @ r) / rows, rtol=1e-13)
+    np.testing.assert_array_equal(parts["gradient"], r @ x)
+    np.testing.assert_array_equal(parts["residuals"], r)
+    assert parts["worst"] == r.max()
+    serial_loss, serial_parts = f.serial(w, x)
+    np.testing.assert_allclose(loss, serial_loss, rtol=1e-13)
+    np.testing.assert_array_equal(parts["gradient"], serial_parts["gradient"])
+
+
+_nested_functions: dict[int, Any] = {}
+
+
+def _nested(rt: Any) -> Any:
+    def step(w: np.ndarray, x: np.ndarray) -> Any:
+        r = x @ w
+        return (r @ r) / len(x), {"gradient": r @ x, "residuals": r, "worst": r.max()}
+
+    if id(rt) not in _nested_functions:
+        outputs = ("avg", {"gradient": "sum", "residuals": "gather", "worst": "max"})
+        _nested_functions[id(rt)] = rt.function(step, bcast_inputs="w", outputs=outputs)
+    return _nested_functions[id(rt)]
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+def test_first_callable_and_none(shared_runtimes: Any, num_workers: int) -> None:
+    """``first`` is rank 0's, a callable folds in rank order, None is one entry per rank."""
+    rt = shared_runtimes[num_workers]
+    f = rt.function(
+        lambda x: (x[0], x.tolist(), x.sum(), {"rows": len(x)}),
+        outputs=("first", lambda a, b: a + b, max, None),
+    )
+    for rows in (1, 2, 3, 4, 9):
+        x = np.arange(rows) + 5.0
+        first, folded, largest, each = f(x)
+        parts = [part for part in np.array_split(x, num_workers) if len(part)]
+        assert first == x[0]
+        assert folded == x.tolist()
+        assert largest == max(part.sum() for part in parts)
+        assert each == [{"rows": len(p)} for p in parts] + [None] * (num_workers - len(parts))
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+@pytest.mark.parametrize("op", ["avg", "sum", "prod", "min", "max", "gather"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int64"])
+def test_large_outputs_take_the_other_path_to_the_same_numbers(
+    shared_runtimes: Any, num_workers: int, op: str, dtype: str
+) -> None:
+    """From 256 KB on the workers reduce, each a chunk: the same result, bit by bit where the numbers are exact."""
+    if op == "avg" and dtype == "int64":
+        pytest.skip("integers have no average")
+    rt = shared_runtimes[num_workers]
+    columns = 200_003
+    rng = np.random.default_rng(3)
+    x = rng.integers(1, 3, (5, columns)).astype(dtype)
+    x[rng.random(x.shape) < 0.5] = 1
+    f = rt.function(KERNELS[op], outputs=op)
+    assert_equal(f(rt.data(x)), reference(op, x), op)
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+def test_a_batch_of_minibatch_data_is_shifted_to_its_lowest_row(shared_runtimes: Any, num_workers: int) -> None:
+    rt = shared_runtimes[num_workers]
+    whole = np.arange(40.0).reshape(20, 2)
+    data = rt.data(whole)
+    for batch in (slice(5, 12), slice(6, 17, 3), [9, 7, 12, 7], np.array([19, 4])):
+        low = min(batch) if not isinstance(batch, slice) else batch.start
+        loaded = whole[low : low + 16] * 10
+        minibatch = rt.data(loaded, minibatch=True)
+        f = rt.function(lambda x, y: x * 10 - y, outputs="gather")
+        np.testing.assert_array_equal(f(data, minibatch, batch=batch), np.zeros_like(whole[batch]))
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+def test_a_subset_of_the_outputs_is_the_same_numbers(shared_runtimes: Any, num_workers: int) -> None:
+    rt = shared_runtimes[num_workers]
+    x = rows_of("float64", "sum", 13, 2, 1)
+    f = rt.function(lambda x: (x.sum(axis=0), x.mean(axis=0), x), outputs=("sum", "avg", "gather"))
+    total, mean, same = f(x)
+    np.testing.assert_array_equal(f(x, output_subset=[0])[0], total)
+    got = f(x, output_subset=[2, 0])
+    np.testing.assert_array_equal(got[0], same)
+    np.testing.assert_array_equal(got[1], total)
+    g = rt.function(lambda x: {"total": x.sum(axis=0), "mean": x.mean(axis=0)}, outputs={"total": "sum", "mean": "avg"})
+    np.testing.assert_array_equal(g(x, output_subset=["mean"])["mean"], mean)
+
+
+def test_float16_is_accumulated_in_float32_and_rounded_once(shared_runtimes: Any) -> None:
+    """The average of two values that would overflow if they were added in float16."""
+    rt = shared_runtimes[2]
+    average, total = rt.function(lambda x: (np.float16(40_000) * np.ones(2, np.float16),) * 2, outputs=("avg", "sum"))(
+        np.ones(2)
+    )
+    assert average.tolist() == [40_000.0] * 2
+    assert average.dtype == np.float16
+    assert np.isinf(total).all()
+
+
+@pytest.mark.parametrize("where", [*WORKERS, "inline"])
+def test_broadcast_arguments_arrive_whole(shared_runtimes: Any, where: Any) -> None:
+    rt = shared_runtimes[where]
+    w = {"layers": [np.arange(6.0).reshape(2, 3), (np.float32(2), None)], "name": "model"}
+    f = rt.function(
+        lambda w, x: (x @ w["layers"][0] * w["layers"][1][0], w["name"]),
+        bcast_inputs=["w"],
+        outputs=("gather", "first"),
+    )
+    x = rows_of("float64", "sum", 7, 2, 0)
+    result, name = f(w, x)
+    np.testing.assert_array_equal(result, x @ w["layers"][0] * 2)
+    assert name == "model"
