@@ -97,9 +97,10 @@ class Segment:
         The name under which messages refer to it.
     """
 
-    __slots__ = ("__weakref__", "_mapping", "buffer", "fd", "id", "nbytes")
+    __slots__ = ("__weakref__", "_mapping", "buffer", "fd", "id", "is_worker_writable", "nbytes")
 
     def __init__(self, fd: int, nbytes: int, *, is_writable: bool, segment_id: int) -> None:
+        self.is_worker_writable = False
         self.fd = fd
         self.nbytes = nbytes
         self.id = segment_id
@@ -114,8 +115,10 @@ class Segment:
         self.buffer: npt.NDArray[np.uint8] = np.frombuffer(self._mapping, dtype=np.uint8)
 
     @classmethod
-    def create(cls, nbytes: int) -> Segment:
+    def create(cls, nbytes: int, *, is_worker_writable: bool = False) -> Segment:
         """Allocate a new segment of at least ``nbytes`` bytes, filled with zeros.
+
+        ``is_worker_writable`` says how workers map it: what they only read they cannot damage.
 
         Raises
         ------
@@ -135,7 +138,9 @@ class Segment:
                 "the limit (ulimit -n for descriptors, ulimit -f for sizes)."
             ) from error
         try:
-            return cls(fd, nbytes, is_writable=True, segment_id=next(_segment_ids))
+            segment = cls(fd, nbytes, is_writable=True, segment_id=next(_segment_ids))
+            segment.is_worker_writable = is_worker_writable
+            return segment
         except BaseException:
             os.close(fd)
             raise
@@ -148,6 +153,20 @@ class Segment:
             count *= length
         return np.ndarray(shape, dtype, self.buffer, offset) if count else np.empty(shape, dtype)
 
+    def shared_view(self) -> Segment:
+        """Return a segment over the same mapping for an inline rank; read-only where workers map it so."""
+        twin = Segment.__new__(Segment)
+        twin.fd, twin.nbytes, twin.id, twin.is_worker_writable = -1, self.nbytes, self.id, self.is_worker_writable
+        twin._mapping = self._mapping
+        twin.buffer = self.root()
+        twin.buffer.flags.writeable = self.is_worker_writable
+        return twin
+
+    def root(self) -> np.ndarray:
+        """Return a new ``uint8`` array over the whole segment that all arrays made from it refer to as their base."""
+        assert self._mapping is not None
+        return np.frombuffer(self._mapping, dtype=np.uint8)
+
     def close_fd(self) -> None:
         """Close the descriptor; the mapping stays. For a process that will not pass it on."""
         if self.fd >= 0:
@@ -159,6 +178,22 @@ class Segment:
         self.close_fd()
         self.buffer = np.empty(0, np.uint8)
         self._mapping = None
+
+    def discard(self) -> None:
+        """Close, and where no view is left give the pages back at once, though workers still map them."""
+        fd = os.dup(self.fd) if self.fd >= 0 and self._mapping is not None else -1
+        mapping = self._mapping
+        self.close()
+        if fd < 0 or mapping is None:
+            return
+        try:
+            mapping.close()
+            with mmap.mmap(fd, self.nbytes) as again:
+                again.madvise(mmap.MADV_REMOVE)
+        except BufferError:  # views exist: their memory returns with the last of them
+            pass
+        finally:
+            os.close(fd)
 
     def __del__(self) -> None:
         # Only a descriptor is closed here: no lock, no message, safe in a finalizer.

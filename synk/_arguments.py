@@ -1,0 +1,264 @@
+"""From the user's arguments to places in shared memory: binding, checks, and the staging of plain arrays.
+
+All checks happen here, before anything is sent.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from synk._messages import Input
+from synk._shards import Selection, select_common
+from synk.data import Data, as_plain_array, check_same_runtime, check_shareable
+from synk.errors import SerializationError
+
+_ALIGNMENT = 64
+_PAGE = 4096
+_PARALLEL_NBYTES = 1 << 22
+_PLAIN_TYPES = (int, float, complex, bool, str, bytes, type(None))
+
+
+@dataclass
+class Argument:
+    """One argument of a call, checked.
+
+    Attributes
+    ----------
+    label : str
+        How errors call it.
+    keyword : str
+        Under which name the function gets it; empty for by position.
+    kind : str
+        As ``Input.kind``.
+    array : ndarray or None
+        What must be staged (``rows`` and ``whole`` that are no ``Data``).
+    data : Data or None
+    value : object
+        For ``object`` and ``shared``.
+    """
+
+    label: str
+    keyword: str
+    kind: str
+    array: np.ndarray | None = None
+    data: Data | None = None
+    value: Any = None
+    dtype: Any = None
+
+    @property
+    def key(self) -> Any:
+        """What must be equal for a plan to be used again."""
+        if self.data is not None:
+            segment = self.data._segment
+            return (self.kind, segment.id if segment else 0, self.data.shape, self.data.dtype, self.data.minibatch)
+        if self.array is not None:
+            return (self.kind, self.array.shape, self.dtype)
+        if self.kind == "shared":
+            return (self.kind, self.value.plan_key)
+        return self.kind
+
+    @property
+    def num_rows(self) -> int:
+        if self.kind == "shared":
+            return int(self.value.num_rows)
+        return len(self.data) if self.data is not None else len(self.array)  # type: ignore[arg-type]
+
+
+class Signature:
+    """The parameters of a user's function, and which of them are broadcast.
+
+    Raises
+    ------
+    ValueError
+        If ``bcast_inputs`` names a parameter that does not exist.
+    """
+
+    def __init__(self, fn: Callable[..., Any], bcast_inputs: str | Sequence[str], name: str) -> None:
+        self.name = name
+        self.broadcast = frozenset([bcast_inputs] if isinstance(bcast_inputs, str) else bcast_inputs)
+        try:
+            self._signature: inspect.Signature | None = inspect.signature(fn)
+        except (TypeError, ValueError):  # some builtins have none: every argument by position is then scattered
+            self._signature = None
+        parameters = list(self._signature.parameters.values()) if self._signature else []
+        self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self._required = sum(
+            p.default is p.empty for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        )
+        self._has_only_positional = all(
+            p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters
+        ) and bool(self._signature)
+        names = {p.name for p in parameters}
+        has_var_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        unknown = sorted(self.broadcast - names)
+        if unknown and self._signature is not None and not has_var_keyword:
+            raise ValueError(
+                f"cannot build function {name!r}: got bcast_inputs {unknown}, expected names of its parameters "
+                f"{[p.name for p in parameters]}."
+            )
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str, bool, Any]]:
+        """Return ``(label, keyword, is_broadcast, value)`` of each argument given.
+
+        Raises
+        ------
+        TypeError
+            As a Python call of the function would.
+        """
+        broadcast = self.broadcast
+        if not kwargs and self._has_only_positional and self._required <= len(args) <= len(self._positional):
+            return [(label, "", label in broadcast, value) for label, value in zip(self._positional, args)]
+        if self._signature is None:
+            return [(f"argument {k}", "", False, value) for k, value in enumerate(args)] + [
+                (key, key, key in broadcast, value) for key, value in kwargs.items()
+            ]
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}() {error}") from None
+        bound = []
+        var_positional = next(
+            (p.name for p in self._signature.parameters.values() if p.kind is p.VAR_POSITIONAL), "argument"
+        )
+        for position, value in enumerate(args):
+            is_named = position < len(self._positional)
+            label = self._positional[position] if is_named else f"{var_positional}[{position - len(self._positional)}]"
+            parameter = label if is_named else var_positional
+            bound.append((label, "", parameter in broadcast, value))
+        var_keyword = next((p.name for p in self._signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+        for key, value in kwargs.items():
+            is_broadcast = key in broadcast or (key not in self._signature.parameters and var_keyword in broadcast)
+            bound.append((key, key, is_broadcast, value))
+        return bound
+
+
+def check_argument(
+    label: str, keyword: str, is_broadcast: bool, value: Any, function_name: str, runtime: Any
+) -> Argument:
+    """Classify one argument.
+
+    Raises
+    ------
+    TypeError
+        If a scattered argument is no array, has no rows (pass it as broadcast), or holds Python objects.
+    ClosedError, ValueError
+        If it is a ``Data`` or ``Shared`` of another runtime.
+    """
+    if isinstance(value, Data):
+        what = f"{label} of {function_name!r}"
+        check_same_runtime(value, runtime, what)
+        if not is_broadcast and value.ndim == 0:
+            raise TypeError(_no_rows(label, function_name, "a Data with no axes"))
+        return Argument(label, keyword, "whole" if is_broadcast else "rows", data=value)
+    if hasattr(value, "_synk_shared"):
+        return value._as_argument(label, keyword, is_broadcast, function_name, runtime)
+    if is_broadcast:
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject and type(value) is np.ndarray:
+            return Argument(label, keyword, "whole", array=value, dtype=check_shareable(value.dtype, label))
+        return Argument(label, keyword, "object", value=value)
+    array = as_plain_array(value, f"{label} of {function_name!r}")
+    if array.ndim == 0:
+        raise TypeError(_no_rows(label, function_name, f"a single value ({type(value).__name__})"))
+    return Argument(label, keyword, "rows", array=array, dtype=check_shareable(array.dtype, label))
+
+
+def _no_rows(label: str, function_name: str, got: str) -> str:
+    return (
+        f"cannot scatter {label} of {function_name!r}: got {got}, expected an array with rows on axis 0. "
+        f"Pass it as a broadcast input: bcast_inputs={label!r}."
+    )
+
+
+def select(arguments: Sequence[Argument], batch: Any, function_name: str) -> Selection | None:
+    """Return the rows of a call, or None where no argument is scattered."""
+    rows = [argument for argument in arguments if argument.kind == "rows"]
+    if not rows:
+        if batch is not None:
+            raise ValueError(f"cannot select rows of {function_name!r}: batch was given, but no argument is scattered.")
+        return None
+    whole = [(a.label, a.num_rows) for a in rows if a.data is None or not a.data.minibatch]
+    mini = [(a.label, a.num_rows) for a in rows if a.data is not None and a.data.minibatch]
+    return select_common(batch, whole, mini, repr(function_name))
+
+
+# -- staging ----------------------------------------------------------------------------------------------------------
+
+
+def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> tuple[bytes, list[memoryview]]:
+    """Pickle the broadcast objects of a call as one tuple; arrays inside go out of band.
+
+    Returns
+    -------
+    data : bytes
+    buffers : list of memoryview
+        Contiguous, in the order in which the pickle refers to them.
+
+    Raises
+    ------
+    SerializationError
+        Naming the argument that cannot be pickled.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    if all(type(value) in _PLAIN_TYPES for value in values):
+        return pickle.dumps(tuple(values), protocol=5), []
+    import cloudpickle
+
+    try:
+        data = cloudpickle.dumps(tuple(values), protocol=5, buffer_callback=buffers.append)
+    except Exception as error:
+        for label, value in zip(labels, values):
+            try:
+                cloudpickle.dumps(value, protocol=5)
+            except Exception as inner:
+                raise SerializationError(
+                    f"cannot send {label} of {function_name!r}: {type(inner).__name__}: {inner}. "
+                    "Broadcast inputs must be arrays or picklable."
+                ) from inner
+        raise SerializationError(f"cannot send the broadcast inputs of {function_name!r}: {error}") from error
+    return data, [buffer.raw() for buffer in buffers]
+
+
+def aligned(offset: int, nbytes: int) -> int:
+    """Return the next offset where ``nbytes`` bytes should start: on a cache line, on a page if they are many."""
+    alignment = _PAGE if nbytes >= (1 << 20) else _ALIGNMENT
+    return -(-offset // alignment) * alignment
+
+
+def capacity_for(nbytes: int) -> int:
+    """Return the room for a pickle of ``nbytes`` bytes: powers of two, so that small changes keep the plan."""
+    return 256 if nbytes <= 256 else 1 << (nbytes - 1).bit_length()
+
+
+def copy_into(target: np.ndarray, source: np.ndarray) -> None:
+    """Copy ``source`` into ``target`` of the same shape, by two threads where it is large (the copy frees the GIL)."""
+    if target.nbytes < _PARALLEL_NBYTES or target.ndim == 0 or len(target) < 2:
+        np.copyto(target, source, casting="unsafe")  # native byte order is the only cast that occurs
+        return
+    half = len(target) // 2
+    thread = threading.Thread(target=np.copyto, args=(target[half:], source[half:]), kwargs={"casting": "unsafe"})
+    thread.start()
+    try:
+        np.copyto(target[:half], source[:half], casting="unsafe")
+    finally:
+        thread.join()
+
+
+def input_of(argument: Argument, segment_id: int, offset: int) -> Input:
+    """Return the worker's description of an argument at its place."""
+    if argument.kind == "object":
+        return Input(argument.keyword, "object", 0, offset)
+    if argument.kind == "shared":
+        return argument.value.as_input(argument.keyword)
+    if argument.data is not None:
+        data = argument.data
+        segment_id = data._segment.id if data._segment is not None else 0
+        return Input(argument.keyword, argument.kind, segment_id, 0, data.shape, data.dtype, data.minibatch)
+    assert argument.array is not None
+    return Input(argument.keyword, argument.kind, segment_id, offset, argument.array.shape, argument.dtype)

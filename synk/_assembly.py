@@ -1,0 +1,277 @@
+"""From the outputs of all ranks to the result of a call: agreement, reduction of small outputs, places of large ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce as fold
+from typing import Any
+
+import numpy as np
+
+from synk._execute import wanted_leaves
+from synk._memory import Segment
+from synk._messages import LARGE_NBYTES, SLOT_ALIGNMENT, Layout, Leaf, Move, chunk_bounds, slot_offsets
+from synk._ops import Op, is_reducible, match_ops, reduce_into
+from synk._trees import flatten, unflatten
+from synk.errors import CollectiveMismatch
+
+_Read = Callable[[int, Leaf], np.ndarray]
+
+
+class Assembly:
+    """How the outputs of the ranks that ran become one result; good for every call with the same layouts.
+
+    Parameters
+    ----------
+    name : str
+        Of the function, for errors.
+    outputs : op or nesting of ops
+    subset : tuple or None
+        Positions or keys of the outputs wanted.
+    voters : list of int
+        The ranks that ran, ascending.
+    layouts : list of Layout
+        One per voter.
+    exchange : Segment
+    slot_nbytes : int
+    world_size : int
+    """
+
+    def __init__(
+        self,
+        name: str,
+        outputs: Any,
+        subset: tuple[Any, ...] | None,
+        voters: list[int],
+        layouts: list[Layout],
+        exchange: Segment,
+        slot_nbytes: int,
+        world_size: int,
+    ) -> None:
+        self.name = name
+        self.voters = voters
+        self.layouts = layouts
+        self._world_size = world_size
+        self._subset = subset
+        leaves, self._structure = flatten(layouts[0].skeleton)
+        self._skeleton = layouts[0].skeleton
+        self._check_structures(leaves)
+        self._num_leaves = len(leaves)
+        self._ops = match_ops(outputs, self._skeleton, self._num_leaves, repr(name))
+        wanted = wanted_leaves(self._skeleton, subset, name)
+        self._wanted = range(self._num_leaves) if wanted is None else sorted(wanted)
+        self._views: list[list[np.ndarray | None]] = []
+        for rank, layout in zip(voters, layouts):
+            offsets, _ = slot_offsets(layout.leaves, self._ops, len(voters))
+            base = rank * slot_nbytes
+            self._views.append(
+                [
+                    exchange.view(base + offset, leaf.shape, leaf.dtype)
+                    if leaf.dtype is not None and leaf.nbytes < LARGE_NBYTES
+                    else None
+                    for offset, leaf in zip(offsets, layout.leaves)
+                ]
+            )
+        self.result_nbytes = 0
+        self._places: dict[tuple[int, int], int] = {}  # (leaf, voter or -1 for all) -> offset in the result
+        self.moves: dict[int, list[Move]] = {rank: [] for rank in voters}
+        for leaf in self._wanted:
+            self._check_leaf(leaf)
+            self._place(leaf)
+
+    # -- agreement ----------------------------------------------------------------------------------------------------
+
+    def _check_structures(self, leaves: list[int]) -> None:
+        for rank, layout in zip(self.voters, self.layouts):
+            other, structure = flatten(layout.skeleton)
+            if structure != self._structure or other != leaves:
+                raise CollectiveMismatch(
+                    f"cannot combine the outputs of {self.name!r}: rank {self.voters[0]} returned {self._skeleton} and "
+                    f"rank {rank} returned {layout.skeleton} (leaf positions), expected one structure on all ranks."
+                )
+
+    def _check_leaf(self, leaf: int) -> None:
+        op = self._ops[leaf]
+        if not (is_reducible(op) or op == "gather"):
+            return
+        kinds = []
+        for layout in self.layouts:
+            item = layout.leaves[leaf]
+            shape = item.shape[1:] if op == "gather" else item.shape
+            kinds.append((item.dtype, shape))
+        if len(set(kinds)) > 1:
+            got = "; ".join(
+                f"rank {rank}: {layout.leaves[leaf].dtype} {layout.leaves[leaf].shape}"
+                for rank, layout in zip(self.voters, self.layouts)
+            )
+            raise CollectiveMismatch(
+                f"cannot {op} output {leaf} of {self.name!r}: got {got}, expected the same dtype and "
+                f"{'trailing ' if op == 'gather' else ''}shape on all ranks. Use op None for values that differ."
+            )
+
+    # -- places of large outputs --------------------------------------------------------------------------------------
+
+    def _reserve(self, leaf: int, voter: int, nbytes: int) -> int:
+        offset = self.result_nbytes
+        self._places[leaf, voter] = offset
+        self.result_nbytes += -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        return offset
+
+    def _place(self, leaf: int) -> None:
+        op = self._ops[leaf]
+        items = [layout.leaves[leaf] for layout in self.layouts]
+        if all(item.nbytes < LARGE_NBYTES for item in items):
+            return
+        if is_reducible(op):
+            offset = self._reserve(leaf, -1, items[0].nbytes)
+            itemsize = items[0].dtype.itemsize
+            bounds = chunk_bounds(items[0].nbytes // itemsize, itemsize, len(self.voters))
+            for rank, (start, stop) in zip(self.voters, bounds):
+                self.moves[rank].append(Move(leaf, "reduce", str(op), offset, start, stop))
+        elif op == "gather":
+            offset = self._reserve(leaf, -1, sum(item.nbytes for item in items))
+            for rank, item in zip(self.voters, items):
+                if item.nbytes >= LARGE_NBYTES:
+                    self.moves[rank].append(Move(leaf, "copy", "", offset))
+                offset += item.nbytes
+        else:
+            for position, (rank, item) in enumerate(zip(self.voters, items)):
+                if item.nbytes >= LARGE_NBYTES and (op != "first" or position == 0):
+                    offset = self._reserve(leaf, position, item.nbytes)
+                    self.moves[rank].append(Move(leaf, "copy", "", offset))
+
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    def build(
+        self,
+        rows: Sequence[int],
+        objects: list[list[Any]],
+        root: np.ndarray | None,
+        order: np.ndarray | None,
+    ) -> Any:
+        """Return the result of one call.
+
+        Parameters
+        ----------
+        rows : sequence of int
+            Of each voter: the weights of averages.
+        objects : list of lists
+            The outputs of each voter that are no arrays, in leaf order.
+        root : ndarray of uint8 or None
+            The leased buffer with the large outputs.
+        order : ndarray of int64 or None
+            Row k of gathered outputs goes to position ``order[k]``; None: they are in order.
+        """
+        weights = None if len(set(rows)) <= 1 else rows
+        iterators = [iter(items) for items in objects]
+        values: list[Any] = []
+        for leaf in range(self._num_leaves):
+            parts = [
+                next(iterator) if layout.leaves[leaf].dtype is None and leaf in self._wanted else None
+                for iterator, layout in zip(iterators, self.layouts)
+            ]
+            values.append(self._value(leaf, parts, weights, root, order) if leaf in self._wanted else None)
+        return self._select(values)
+
+    def _select(self, values: list[Any]) -> Any:
+        if self._subset is None:
+            return unflatten(self._structure, values)
+        skeleton = self._skeleton
+
+        def fill(node: Any) -> Any:
+            positions, structure = flatten(node)
+            return unflatten(structure, [values[position] for position in positions])
+
+        if isinstance(skeleton, dict):
+            return {key: fill(skeleton[key]) for key in self._subset}
+        return type(skeleton)([fill(skeleton[key]) for key in self._subset]) if type(skeleton) in (list, tuple) else tuple(
+            fill(skeleton[key]) for key in self._subset
+        )
+
+    def _array(self, leaf: int, voter: int, root: np.ndarray | None) -> np.ndarray:
+        """Return voter's array: a view of its slot, or of its place in the result buffer."""
+        view = self._views[voter][leaf]
+        if view is not None:
+            return view
+        item = self.layouts[voter].leaves[leaf]
+        assert root is not None
+        return _view(root, self._places[leaf, voter], item.shape, item.dtype)
+
+    def _value(
+        self, leaf: int, parts: list[Any], weights: Sequence[int] | None, root: np.ndarray | None, order: Any
+    ) -> Any:
+        op = self._ops[leaf]
+        items = [layout.leaves[leaf] for layout in self.layouts]
+        if is_reducible(op):
+            return self._reduced(leaf, str(op), weights, root)
+        if op == "gather":
+            return self._gathered(leaf, items, root, order)
+        count = 1 if op == "first" else len(items)
+        values = [
+            parts[voter] if items[voter].dtype is None else _own(self._array(leaf, voter, root)) for voter in range(count)
+        ]
+        if op == "first":
+            return values[0]
+        if op is None:
+            everyone: list[Any] = [None] * self._world_size
+            for rank, value in zip(self.voters, values):
+                everyone[rank] = value
+            return everyone
+        assert callable(op)
+        return fold(op, values)
+
+    def _reduced(self, leaf: int, op: str, weights: Sequence[int] | None, root: np.ndarray | None) -> Any:
+        item = self.layouts[0].leaves[leaf]
+        if (leaf, -1) in self._places:
+            assert root is not None
+            return _view(root, self._places[leaf, -1], item.shape, item.dtype)
+        views = [row[leaf] for row in self._views]
+        out = np.empty(item.shape, item.dtype)
+        reduce_into(op, views, weights, out)  # type: ignore[arg-type]
+        return out if item.shape else out[()]
+
+    def _gathered(self, leaf: int, items: list[Leaf], root: np.ndarray | None, order: np.ndarray | None) -> Any:
+        if (leaf, -1) not in self._places:
+            result = np.concatenate([row[leaf] for row in self._views])  # type: ignore[misc]
+        else:
+            assert root is not None
+            offset = self._places[leaf, -1]
+            length = sum(item.shape[0] for item in items)
+            result = _view(root, offset, (length, *items[0].shape[1:]), items[0].dtype)
+            start = 0
+            for voter, item in enumerate(items):
+                view = self._views[voter][leaf]
+                if view is not None:  # small parts lie in the slots, large ones are in place
+                    result[start : start + item.shape[0]] = view
+                start += item.shape[0]
+        if order is not None:
+            if len(order) != len(result):
+                raise CollectiveMismatch(
+                    f"cannot gather output {leaf} of {self.name!r}: got {len(result)} rows for {len(order)} selected "
+                    "ones, expected one output row per input row where batch picks rows of sharded variables."
+                )
+            ordered = np.empty_like(result)
+            ordered[order] = result
+            return ordered
+        return result
+
+
+def _view(root: np.ndarray, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    count = 1
+    for length in shape:
+        count *= length
+    if not count:
+        return np.empty(shape, dtype)
+    return root[offset : offset + count * dtype.itemsize].view(dtype).reshape(shape)
+
+
+def _own(array: np.ndarray) -> Any:
+    """Return what the caller may keep: a copy of a slot, a view of a leased buffer, a scalar for no axes."""
+    if array.ndim == 0:
+        return array.copy()[()]
+    return array.copy() if array.nbytes < LARGE_NBYTES else array
+
+
+def agreed_ops(outputs: Any, layout: Layout, name: str) -> list[Op]:
+    """Return the op of each leaf of a layout."""
+    return match_ops(outputs, layout.skeleton, len(layout.leaves), repr(name))

@@ -1,0 +1,418 @@
+"""One call, in the master: arguments -> rows -> plan and numbers -> exchange -> assembly.
+
+Reads top to bottom in :func:`run_call`. The runtime is held and all workers are alive.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from synk._arguments import (
+    Argument,
+    Signature,
+    aligned,
+    capacity_for,
+    check_argument,
+    copy_into,
+    input_of,
+    pickle_objects,
+    select,
+)
+from synk._assembly import Assembly
+from synk._failures import rebuild
+from synk._links import Reply
+from synk._memory import Segment
+from synk._messages import BLOCK_LENGTH, Down, Kind, Layout, Plan, Status, slot_offsets
+from synk._ops import match_ops
+from synk._shards import Selection, shard_bounds
+from synk._trees import flatten
+from synk.errors import RemoteError, SerializationError
+from synk.runtime import Runtime
+
+_MAX_PLANS = 64
+_plan_ids = itertools.count(1)
+
+
+@dataclass
+class CallOptions:
+    """How one call is to be done; see :class:`synk.Function`."""
+
+    batch: Any = None
+    shard_batch: Any = None
+    num_slices: int = 1
+    output_subset: tuple[Any, ...] | None = None
+    timeout: float | None = None
+    is_serial: bool = False
+
+
+class CachedPlan:
+    """A plan with what the master learnt about its outputs."""
+
+    def __init__(self, plan: Plan, segments: list[Segment], staged: list[np.ndarray], places: _Places) -> None:
+        self.plan = plan
+        self.segments = segments
+        self.staged = staged
+        self.places = places
+        self.layouts: dict[int, Layout] = {}
+        self.assemblies: dict[Any, Assembly] = {}
+
+
+@dataclass
+class _Places:
+    """Byte ranges of the staging segment that a plan uses."""
+
+    pickle: np.ndarray | None
+    buffers: list[np.ndarray]
+    indices: np.ndarray | None
+    local_indices: np.ndarray | None
+
+
+class PlanCache:
+    """The plans of one function on one runtime, least recently used first."""
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[Any, CachedPlan] = OrderedDict()
+
+    def get(self, key: Any) -> CachedPlan | None:
+        cached = self._plans.get(key)
+        if cached is not None:
+            self._plans.move_to_end(key)
+        return cached
+
+    def put(self, key: Any, cached: CachedPlan, runtime: Runtime) -> None:
+        self._plans[key] = cached
+        while len(self._plans) > _MAX_PLANS:
+            _, old = self._plans.popitem(last=False)
+            runtime.drop_plan(old.plan.plan_id)
+
+    def clear(self, runtime: Runtime) -> None:
+        """Forget everything, here and on the workers."""
+        for cached in self._plans.values():
+            runtime.drop_plan(cached.plan.plan_id)
+        self._plans.clear()
+
+
+@dataclass
+class _Call:
+    """One call on its way: what was bound, which rows, which ranks."""
+
+    arguments: list[Argument]
+    selection: Selection | None
+    bounds: list[tuple[int, int]]
+    ranks: list[int]
+    objects: tuple[bytes, list[memoryview]] | None
+    order: np.ndarray | None = None
+
+
+def run_call(
+    runtime: Runtime,
+    name: str,
+    function_id: int,
+    signature: Signature,
+    outputs: Any,
+    plans: PlanCache,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CallOptions,
+    deadline: float | None,
+) -> Any:
+    """Run one call and return its result."""
+    call = _bind(runtime, name, signature, outputs, args, kwargs, options)
+    cached = _plan(runtime, name, function_id, plans, call, options)
+    _stage(runtime, cached, call)
+    rows = _write_numbers(runtime, call)
+    runtime.counters["calls"] += 1
+    plan_id = cached.plan.plan_id
+    contents = {rank: cached.plan for rank in call.ranks if plan_id not in runtime.link(rank).plans}
+    replies = runtime.exchange(
+        Kind.CALL, call.ranks, plan_id, contents, cached.segments, deadline, "call", repr(name)
+    )
+    for rank in contents:
+        runtime.link(rank).plans.add(plan_id)
+    return _collect(runtime, name, outputs, cached, call, rows, replies, options, deadline)
+
+
+# -- arguments and rows -----------------------------------------------------------------------------------------------
+
+
+def _bind(
+    runtime: Runtime,
+    name: str,
+    signature: Signature,
+    outputs: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CallOptions,
+) -> _Call:
+    arguments = [
+        check_argument(label, keyword, is_broadcast, value, name, runtime)
+        for label, keyword, is_broadcast, value in signature.bind(args, kwargs)
+    ]
+    selection = select(arguments, options.batch, name)
+    world_size = runtime.world_size
+    if selection is None:
+        ranks = [0] if options.is_serial else list(range(world_size))
+        bounds = [(0, 0)] * world_size
+    else:
+        count = selection.count
+        bounds = [(0, count)] + [(count, count)] * (world_size - 1) if options.is_serial else shard_bounds(count, world_size)
+        ranks = [rank for rank, (low, high) in enumerate(bounds) if high > low]
+        if not ranks:
+            _check_no_rows(outputs, name)
+            ranks = [0]
+    values = [argument for argument in arguments if argument.kind == "object"]
+    objects = None
+    if values:
+        objects = pickle_objects([a.value for a in values], [a.label for a in values], name)
+        runtime.counters["bytes_pickled"] += len(objects[0])
+    return _Call(arguments, selection, bounds, ranks, objects)
+
+
+def _check_no_rows(outputs: Any, name: str) -> None:
+    """With no rows at all only sums and gathers have a value."""
+    if isinstance(outputs, dict):
+        children: Any = outputs.values()
+    elif isinstance(outputs, (tuple, list)):
+        children = outputs
+    elif outputs in ("sum", "gather"):
+        return
+    else:
+        raise ValueError(
+            f"cannot call {name!r} with no rows: op {outputs!r} has no value there, expected 'sum' or 'gather'. "
+            "Check the batch, or skip the call."
+        )
+    for child in children:
+        _check_no_rows(child, name)
+
+
+# -- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def _plan(
+    runtime: Runtime, name: str, function_id: int, plans: PlanCache, call: _Call, options: CallOptions
+) -> CachedPlan:
+    """Return the plan for this call's signature, from the cache where it was seen before."""
+    indices = call.selection.indices if call.selection is not None else None
+    buffer_sizes: tuple[int, ...] = ()
+    capacity = 0
+    if call.objects is not None:
+        capacity = capacity_for(len(call.objects[0]))
+        buffer_sizes = tuple(view.nbytes for view in call.objects[1])
+    key = (
+        function_id,
+        tuple([(argument.keyword, argument.key) for argument in call.arguments]),
+        options.num_slices,
+        options.output_subset,
+        -1 if indices is None else len(indices),
+        capacity,
+        buffer_sizes,
+        runtime.staging.id if runtime.staging is not None else 0,
+    )
+    cached = plans.get(key)
+    if cached is not None:
+        return cached
+    offset = 0
+    offsets: list[int] = []
+
+    def reserve(nbytes: int) -> int:
+        nonlocal offset
+        start = aligned(offset, nbytes)
+        offset = start + nbytes
+        offsets.append(start)
+        return start
+
+    array_places = [
+        reserve(a.array.size * a.dtype.itemsize) if a.array is not None else 0 for a in call.arguments
+    ]
+    pickle_at = reserve(capacity) if capacity else 0
+    buffers_at = [reserve(size) for size in buffer_sizes]
+    indices_at = reserve(len(indices) * 8) if indices is not None else 0
+    staging = runtime.reserve_staging(offset)
+    key = (*key[:-1], staging.id)
+    staged: list[np.ndarray] = []
+    inputs = []
+    num_objects = 0
+    for argument, place in zip(call.arguments, array_places):
+        inputs.append(input_of(argument, staging.id, num_objects if argument.kind == "object" else place))
+        num_objects += argument.kind == "object"
+        if argument.array is not None:
+            staged.append(staging.view(place, argument.array.shape, argument.dtype))
+    plan = Plan(
+        next(_plan_ids),
+        function_id,
+        tuple(inputs),
+        options.num_slices,
+        options.output_subset,
+        (staging.id, pickle_at, capacity) if capacity else None,
+        tuple((staging.id, at, size) for at, size in zip(buffers_at, buffer_sizes)),
+        (staging.id, indices_at, len(indices)) if indices is not None else None,
+        call.selection is None,
+    )
+    segments = [a.data._segment for a in call.arguments if a.data is not None and a.data._segment is not None]
+    if offset:
+        segments.append(staging)
+    places = _Places(
+        staging.buffer[pickle_at : pickle_at + capacity] if capacity else None,
+        [staging.buffer[at : at + size] for at, size in zip(buffers_at, buffer_sizes)],
+        staging.view(indices_at, (len(indices),), np.dtype(np.int64)) if indices is not None else None,
+        None,
+    )
+    cached = CachedPlan(plan, segments, staged, places)
+    plans.put(key, cached, runtime)
+    return cached
+
+
+def _stage(runtime: Runtime, cached: CachedPlan, call: _Call) -> None:
+    """Copy plain arrays, pickles and indices into shared memory: the one copy that the master makes."""
+    nbytes = 0
+    arrays = (argument.array for argument in call.arguments if argument.array is not None)
+    for target, source in zip(cached.staged, arrays):
+        copy_into(target, source)
+        nbytes += target.nbytes
+    places = cached.places
+    if call.objects is not None and places.pickle is not None:
+        data, buffers = call.objects
+        places.pickle[: len(data)] = np.frombuffer(data, np.uint8)
+        for target, view in zip(places.buffers, buffers):
+            copy_into(target, np.frombuffer(view, np.uint8))
+            nbytes += view.nbytes
+    if places.indices is not None and call.selection is not None:
+        places.indices[...] = call.selection.indices
+        nbytes += places.indices.nbytes
+    runtime.counters["bytes_staged"] += nbytes
+
+
+def _write_numbers(runtime: Runtime, call: _Call) -> list[int]:
+    """Write each rank's bounds into the control segment; return the rows of the ranks that run."""
+    selection = call.selection
+    running = set(call.ranks)
+    is_rowless = selection is None
+    start, step, count, lowest = (0, 1, 0, 0) if selection is None else (
+        selection.start, selection.step, selection.count, selection.lowest,
+    )  # fmt: skip
+    numbers = tuple(
+        (rank in running, low, high, start, step, count, lowest, 1 if is_rowless else high - low)
+        for rank, (low, high) in enumerate(call.bounds)
+    )
+    if runtime.last_numbers != numbers:
+        runtime.last_numbers = numbers
+        runtime.down[:, Down.PARTICIPATES : Down.ROWS + 1] = numbers
+    return [numbers[rank][-1] for rank in call.ranks]
+
+
+assert Down.ROWS < BLOCK_LENGTH
+
+# -- replies ----------------------------------------------------------------------------------------------------------
+
+
+def _collect(
+    runtime: Runtime,
+    name: str,
+    outputs: Any,
+    cached: CachedPlan,
+    call: _Call,
+    rows: list[int],
+    replies: dict[int, Reply],
+    options: CallOptions,
+    deadline: float | None,
+) -> Any:
+    """Turn replies into the result: errors first, then agreement, then the large outputs, then the values."""
+    check_replies(runtime, name, replies)
+    objects = _take_layouts(name, cached, call.ranks, replies)
+    layouts = [cached.layouts[rank] for rank in call.ranks]
+    if any(reply.status == Status.UNPUBLISHED for reply in replies.values()):
+        _republish(runtime, name, outputs, call.ranks, layouts, deadline)
+    key = (tuple(map(id, layouts)), tuple(call.ranks), runtime.exchange_segment.id)
+    assembly = cached.assemblies.get(key)
+    if assembly is None:
+        assembly = Assembly(
+            name, outputs, options.output_subset, call.ranks, layouts,
+            runtime.exchange_segment, runtime.slot_nbytes, runtime.world_size,
+        )  # fmt: skip
+        cached.assemblies = {key: assembly}  # it keeps the layouts alive, so that their ids stay theirs
+    root = _assemble_large(runtime, name, assembly, deadline) if assembly.result_nbytes else None
+    return assembly.build(rows, objects, root, call.order)
+
+
+def check_replies(runtime: Runtime, name: str, replies: dict[int, Reply]) -> None:
+    """Raise the error of the lowest failing rank, if any."""
+    failures = []
+    interrupted = []
+    for rank in sorted(replies):
+        reply = replies[rank]
+        if reply.status == Status.ERROR:
+            failures.append(pickle.loads(reply.body))
+        elif reply.status == Status.INTERRUPTED:
+            interrupted.append(rank)
+    if failures:
+        raise rebuild(failures, runtime.world_size, name)
+    if interrupted:
+        raise RemoteError(f"rank {interrupted[0]} was interrupted in {name!r}.", rank=interrupted[0])
+
+
+def _take_layouts(
+    name: str, cached: CachedPlan, ranks: Sequence[int], replies: dict[int, Reply]
+) -> list[list[Any]]:
+    """Note new layouts and return each rank's outputs that are no arrays."""
+    objects: list[list[Any]] = []
+    for rank in ranks:
+        body = replies[rank].body
+        values: list[Any] = []
+        if body:
+            layout, packed = _load(body, name, rank, "its structure")
+            if layout is not None:
+                cached.layouts[rank] = layout
+            values = [_load(item, name, rank, f"object {k}") for k, item in enumerate(packed)]
+        objects.append(values)
+    return objects
+
+
+def _load(data: bytes, name: str, rank: int, what: str) -> Any:
+    try:
+        return pickle.loads(data)
+    except BaseException as error:  # the user's classes are built here: whatever they do must not end the session
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise SerializationError(
+            f"cannot load a result of {name!r} from rank {rank} ({what}): {type(error).__name__}: {error}. "
+            "Return arrays, numbers or objects whose class can be loaded in the master."
+        ) from error
+
+
+def _republish(
+    runtime: Runtime, name: str, outputs: Any, ranks: list[int], layouts: list[Layout], deadline: float | None
+) -> None:
+    """Grow the slots to what the outputs need and have all ranks publish again."""
+    needed = 0
+    for layout in layouts:
+        leaves, _ = flatten(layout.skeleton)
+        ops = match_ops(outputs, layout.skeleton, len(leaves), repr(name))
+        needed = max(needed, slot_offsets(layout.leaves, ops, len(ranks))[1])
+    if needed > runtime.slot_nbytes:
+        runtime.grow_exchange(needed)
+    replies = runtime.exchange(Kind.PUBLISH, ranks, 0, {}, [], deadline, "publish", repr(name))
+    check_replies(runtime, name, replies)
+
+
+def _assemble_large(runtime: Runtime, name: str, assembly: Assembly, deadline: float | None) -> np.ndarray:
+    """Have the workers write the large outputs into a leased buffer, each its own part."""
+    segment, root = runtime.lease_result(assembly.result_nbytes)
+    contents = {
+        rank: (assembly.moves[rank], segment.id)
+        for rank in assembly.voters
+        if runtime.link(rank).assembly is not assembly
+    }
+    replies = runtime.exchange(
+        Kind.ASSEMBLE, assembly.voters, segment.id, contents, [segment], deadline, "reduce", repr(name)
+    )
+    check_replies(runtime, name, replies)
+    for rank in contents:
+        runtime.link(rank).assembly = assembly
+    return root

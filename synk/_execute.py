@@ -1,0 +1,367 @@
+"""One call on one rank: view of its rows -> the user's function, slice by slice -> accumulate -> publish.
+
+Owns the outputs of the last call until the next message. Knows segments and plans, no processes and no channels.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from synk._memory import Segment
+from synk._messages import (
+    LARGE_NBYTES,
+    Down,
+    Input,
+    Layout,
+    Leaf,
+    Move,
+    Plan,
+    Status,
+    chunk_bounds,
+    slot_offsets,
+)
+from synk._ops import Accumulator, Op, check_op, is_reducible, match_ops, reduce_into
+from synk._shards import shard_bounds
+from synk._trees import flatten, skeleton_of, unflatten
+from synk.backends import Backend
+
+
+class LoadedFunction:
+    """A function as a worker holds it."""
+
+    def __init__(self, fn: Callable[..., Any], name: str, outputs: Any, framework: str | None, updates: Any) -> None:
+        self.fn = fn
+        self.name = name
+        self.outputs = outputs
+        self.updates = updates
+        self.to_framework: Callable[[Any], Any] | None = None
+        self.from_framework: Callable[[Any], Any] | None = None
+        if framework is not None:
+            from synk.backends._frameworks import converters
+
+            self.to_framework, self.from_framework = converters(framework)
+
+
+class PreparedPlan:
+    """A plan with its segments mapped: full-length array views, ready to be cut into rows."""
+
+    def __init__(self, plan: Plan, function: LoadedFunction, segments: dict[int, Segment]) -> None:
+        self.plan = plan
+        self.function = function
+        self.bases: list[np.ndarray | None] = [
+            self._array_view(item, segments) if item.kind in ("rows", "whole") else None for item in plan.inputs
+        ]
+        self.indices = self._index_view(plan.indices_place, segments)
+        self.local_indices = self._index_view(plan.local_indices_place, segments)
+        self.pickle_view: memoryview | None = None
+        self.buffer_views: list[memoryview] = []
+        if plan.pickle_place is not None:
+            self.pickle_view = self._bytes_view(plan.pickle_place, segments)
+            self.buffer_views = [self._bytes_view(place, segments) for place in plan.buffers]
+        self.segment_ids = {item.segment_id for item in plan.inputs if item.kind in ("rows", "whole")}
+        places = (plan.pickle_place, plan.indices_place, plan.local_indices_place, *plan.buffers)
+        self.segment_ids.update(place[0] for place in places if place is not None)
+        self.layout: Layout | None = None
+        self.ops: list[Op] = []
+        self.structure: Any = None
+        self.slot_views: list[np.ndarray] = []
+        self.slot_key: Any = None
+
+    @staticmethod
+    def _array_view(item: Input, segments: dict[int, Segment]) -> np.ndarray:
+        if 0 in item.shape:
+            array = np.empty(item.shape, item.dtype)
+            array.flags.writeable = False
+            return array
+        return segments[item.segment_id].view(item.offset, item.shape, item.dtype)
+
+    @staticmethod
+    def _index_view(place: tuple[int, int, int] | None, segments: dict[int, Segment]) -> np.ndarray | None:
+        if place is None:
+            return None
+        segment_id, offset, count = place
+        return segments[segment_id].view(offset, (count,), np.dtype(np.int64))
+
+    @staticmethod
+    def _bytes_view(place: tuple[int, int, int], segments: dict[int, Segment]) -> memoryview:
+        segment_id, offset, nbytes = place
+        return memoryview(segments[segment_id].buffer[offset : offset + nbytes])
+
+
+class Executor:
+    """Runs prepared plans for one rank and keeps their outputs until the next message."""
+
+    def __init__(self, rank: int, backend: Backend, down: np.ndarray) -> None:
+        self.rank = rank
+        self.backend = backend
+        self._down = down
+        self.exchange: Segment | None = None
+        self.slot_nbytes = 0
+        self._prepared: PreparedPlan | None = None
+        self._outputs: list[Any] = []
+        self._objects: list[Any] = []
+        self._result: Any = None
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def run(self, prepared: PreparedPlan, variables: Any = None) -> Any:
+        """Call the user's function on this rank's rows and return its result, accumulated over the slices."""
+        plan, function = prepared.plan, prepared.function
+        numbers = self._down[self.rank].tolist()
+        low, high = numbers[Down.LOW], numbers[Down.HIGH]
+        objects: Sequence[Any] = ()
+        if prepared.pickle_view is not None:
+            objects = pickle.loads(prepared.pickle_view, buffers=prepared.buffer_views)
+        if plan.num_slices == 1 or plan.is_rowless:
+            return self._call(prepared, numbers, low, high, objects, variables)
+        bounds = [(low + a, low + b) for a, b in shard_bounds(high - low, plan.num_slices) if b > a] or [(low, high)]
+        return self._run_slices(prepared, numbers, bounds, objects, variables, function)
+
+    def _call(
+        self, prepared: PreparedPlan, numbers: list[int], low: int, high: int, objects: Sequence[Any], variables: Any
+    ) -> Any:
+        function = prepared.function
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for item, base in zip(prepared.plan.inputs, prepared.bases):
+            if item.kind == "rows":
+                value: Any = self._rows(prepared, item, base, numbers, low, high)
+            elif item.kind == "whole":
+                value = self.backend.from_host(base)
+            elif item.kind == "object":
+                value = objects[item.offset]
+            else:
+                value = variables.argument(item, prepared, low, high)
+            if function.to_framework is not None and item.kind != "object":
+                value = function.to_framework(value)
+            if item.name:
+                kwargs[item.name] = value
+            else:
+                args.append(value)
+        return function.fn(*args, **kwargs)
+
+    def _rows(
+        self, prepared: PreparedPlan, item: Input, base: np.ndarray, numbers: list[int], low: int, high: int
+    ) -> Any:
+        """Return the rows ``low`` to ``high`` of the selection, as a view where they are a range."""
+        shift = numbers[Down.LOWEST] if item.is_minibatch else 0
+        if prepared.indices is not None:
+            indices = prepared.indices[low:high]
+            return self.backend.take_rows(base, indices - shift if shift else indices)
+        step = numbers[Down.STEP]
+        first = numbers[Down.START] + low * step - shift
+        if step == 1:
+            return self.backend.from_host(base[first : first + high - low])
+        stop: int | None = first + (high - low) * step
+        if stop is not None and stop < 0:  # a negative step that ends on row 0
+            stop = None
+        return self.backend.from_host(base[first:stop:step] if high > low else base[:0])
+
+    def _run_slices(
+        self,
+        prepared: PreparedPlan,
+        numbers: list[int],
+        bounds: list[tuple[int, int]],
+        objects: Sequence[Any],
+        variables: Any,
+        function: LoadedFunction,
+    ) -> Any:
+        accumulators: list[Accumulator] = []
+        structure: Any = None
+        ops: list[Op] = []
+        for start, stop in bounds:
+            result = self._call(prepared, numbers, start, stop, objects, variables)
+            if function.updates:
+                result = variables.accumulate(function, result, stop - start)
+            values, got_structure = flatten(result)
+            if structure is None:
+                structure = got_structure
+                skeleton = skeleton_of(structure, len(values))
+                ops = match_ops(function.outputs, skeleton, len(values), repr(function.name))
+                accumulators = [Accumulator(op, f"output {k} of {function.name!r}") for k, op in enumerate(ops)]
+            elif got_structure != structure:
+                raise ValueError(
+                    f"cannot accumulate the outputs of {function.name!r} over slices: got structure {got_structure}, "
+                    f"expected {structure} as in the first slice."
+                )
+            for position, (accumulator, value) in enumerate(zip(accumulators, values)):
+                accumulator.add(self._array_or_object(value, ops[position], position, function), stop - start)
+        totals = [_Sliced(a.result()) if op is None else a.result() for a, op in zip(accumulators, ops)]
+        return unflatten(structure, totals)
+
+    # -- outputs ------------------------------------------------------------------------------------------------------
+
+    def publish(self, prepared: PreparedPlan, result: Any) -> tuple[Status, Any]:
+        """Bring the outputs into the rank's slot; return the status and the reply's body (None: nothing new).
+
+        The body is ``(layout or None, objects)``: the layout where it differs from that of the plan's last call, and the
+        outputs that are no arrays.
+        """
+        function = prepared.function
+        subset = prepared.plan.output_subset
+        values, structure = flatten(result)
+        if prepared.layout is None or structure != prepared.structure:
+            skeleton = skeleton_of(structure, len(values))
+            prepared.ops = match_ops(function.outputs, skeleton, len(values), repr(function.name))
+            prepared.structure = structure
+            prepared.layout = None
+        else:
+            skeleton = prepared.layout.skeleton
+        outputs: list[Any] = []
+        leaves: list[Leaf] = []
+        objects: list[Any] = []
+        wanted = wanted_leaves(skeleton, subset, function.name)
+        for position, (value, op) in enumerate(zip(values, prepared.ops)):
+            if wanted is not None and position not in wanted:
+                value = None  # neither reduced nor sent
+                outputs.append(None)
+                leaves.append(Leaf((), None))
+                continue
+            array = self._array_or_object(value, op, position, function)
+            if isinstance(array, np.ndarray) or hasattr(array, "__cuda_array_interface__"):
+                outputs.append(array)
+                leaves.append(Leaf(tuple(array.shape), array.dtype))
+            else:
+                outputs.append(None)
+                leaves.append(Leaf((), None))
+                objects.append(array.value if isinstance(array, _Sliced) else array)
+        layout = prepared.layout
+        is_new = layout is None or layout.leaves != tuple(leaves)
+        if is_new:
+            layout = prepared.layout = Layout(skeleton, tuple(leaves))
+        self._prepared, self._outputs, self._result, self._objects = prepared, outputs, result, objects
+        status = self._fill_slot(prepared)
+        return status, (layout if is_new else None, objects) if is_new or objects else None
+
+    def _array_or_object(self, value: Any, op: Op, position: int, function: LoadedFunction) -> Any:
+        """Return an output as an array of the backend where it is one, checked against its op."""
+        if isinstance(value, _Sliced):
+            return value
+        if function.from_framework is not None:
+            value = function.from_framework(value)
+        array = self.backend.as_output(value)
+        what = f"output {position} of {function.name!r}"
+        if array is None:
+            if op is None or op == "first" or callable(op):
+                return value
+            raise TypeError(
+                f"cannot apply op {op!r} to {what}: got {type(value).__name__}, expected an array or a number. "
+                "Use op None to get one object per rank."
+            )
+        if is_reducible(op):
+            check_op(str(op), array.dtype, what)
+        elif op == "gather" and array.ndim == 0:
+            raise ValueError(f"cannot gather {what}: got a single number, expected an array with rows on axis 0.")
+        return array
+
+    def _fill_slot(self, prepared: PreparedPlan) -> Status:
+        layout = prepared.layout
+        assert layout is not None
+        participants = self._participants()
+        offsets, total = slot_offsets(layout.leaves, prepared.ops, len(participants))
+        if total > self.slot_nbytes or self.exchange is None:
+            return Status.UNPUBLISHED
+        key = (self.exchange.id, id(layout), len(participants))
+        if prepared.slot_key != key:
+            base = self.rank * self.slot_nbytes
+            prepared.slot_views = [
+                self.exchange.view(base + offset, leaf.shape, leaf.dtype)
+                if leaf.dtype is not None and (leaf.nbytes < LARGE_NBYTES or is_reducible(op))
+                else _NO_VIEW
+                for offset, leaf, op in zip(offsets, layout.leaves, prepared.ops)
+            ]
+            prepared.slot_key = key
+        for position, (array, view, op) in enumerate(zip(self._outputs, prepared.slot_views, prepared.ops)):
+            if array is None or (op == "first" and self.rank != participants[0]):
+                continue
+            if array.nbytes < LARGE_NBYTES:
+                self.backend.to_host(array, view)
+            elif is_reducible(op):
+                self._publish_chunks(array, view, position, participants)
+        return Status.DONE
+
+    def _participants(self) -> list[int]:
+        return np.flatnonzero(self._down[:, Down.PARTICIPATES]).tolist()
+
+    def _publish_chunks(self, array: Any, view: np.ndarray, position: int, participants: list[int]) -> None:
+        """Copy the chunks that other ranks reduce; the rank's own one is read from private memory at assembly."""
+        flat = np.ascontiguousarray(array).reshape(-1)
+        self._outputs[position] = flat
+        if len(participants) == 1:
+            return
+        flat_view = view.reshape(-1)
+        bounds = chunk_bounds(flat.size, flat.itemsize, len(participants))
+        for rank, (start, stop) in zip(participants, bounds):
+            if rank != self.rank:
+                self.backend.to_host(flat[start:stop], flat_view[start:stop])
+
+    def republish(self) -> Status:
+        """Publish the outputs of the last call again, into new slots."""
+        assert self._prepared is not None
+        return self._fill_slot(self._prepared)
+
+    def assemble(self, moves: Sequence[Move], result: Segment) -> None:
+        """Bring this rank's part of the large outputs into the result segment."""
+        prepared = self._prepared
+        assert prepared is not None and self.exchange is not None and prepared.layout is not None
+        participants = self._participants()
+        rows = [int(self._down[rank, Down.ROWS]) for rank in participants]
+        offsets, _ = slot_offsets(prepared.layout.leaves, prepared.ops, len(participants))
+        for move in moves:
+            leaf = prepared.layout.leaves[move.leaf]
+            if move.kind == "copy":
+                self.backend.to_host(self._outputs[move.leaf], result.view(move.offset, leaf.shape, leaf.dtype))
+                continue
+            start, stop = move.start, move.stop
+            count = stop - start
+            values = []
+            for rank in participants:
+                if rank == self.rank:
+                    values.append(self._outputs[move.leaf].reshape(-1)[start:stop])
+                else:
+                    at = rank * self.slot_nbytes + offsets[move.leaf] + start * leaf.dtype.itemsize
+                    values.append(self.exchange.view(at, (count,), leaf.dtype))
+            out = result.view(move.offset + start * leaf.dtype.itemsize, (count,), leaf.dtype)
+            reduce_into(move.op, values, rows if move.op == "avg" else None, out)
+
+    def forget(self) -> None:
+        """Drop the outputs of the last call."""
+        self._prepared = self._result = None
+        self._outputs = []
+        self._objects = []
+
+
+class _Sliced:
+    """The values of an output with op None over the slices of a rank: one object, whatever they are."""
+
+    def __init__(self, value: list[Any]) -> None:
+        self.value = value
+
+
+_NO_VIEW = np.empty(0, np.uint8)
+
+
+def wanted_leaves(skeleton: Any, subset: tuple[Any, ...] | None, name: str) -> set[int] | None:
+    """Return the leaf positions under the top-level positions or keys of ``subset``; None for all.
+
+    Raises
+    ------
+    IndexError, KeyError
+        If the result has no such position or key.
+    """
+    if subset is None:
+        return None
+    wanted: set[int] = set()
+    for key in subset:
+        if isinstance(skeleton, dict):
+            if key not in skeleton:
+                raise KeyError(f"cannot select output {key!r} of {name!r}: expected one of {sorted(skeleton)}.")
+        elif not isinstance(skeleton, (tuple, list)) or not isinstance(key, int) or not -len(skeleton) <= key < len(skeleton):
+            count = len(skeleton) if isinstance(skeleton, (tuple, list)) else 1
+            raise IndexError(f"cannot select output {key!r} of {name!r}: it returns {count} outputs.")
+        wanted.update(flatten(skeleton[key])[0])
+    return wanted

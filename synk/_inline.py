@@ -1,0 +1,65 @@
+"""A rank inside the master's process: the same messages, handled by direct calls, for a debugger."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from synk import _failpoints
+from synk._links import Reply
+from synk._memory import Segment
+from synk._messages import HAS_BODY, Extras, Kind
+from synk._worker import Worker, pickle_reply
+
+
+class InlineProcess:
+    """Plays a :class:`synk._process.WorkerProcess` without a process."""
+
+    exit_text = ""
+    stderr_tail: tuple[str, ...] = ()
+
+    def __init__(
+        self, rank: int, world_size: int, backend: str, device: str, control: Segment, failpoints: Sequence[Any]
+    ) -> None:
+        self.rank = rank
+        self.pid = os.getpid()
+        self._worker = Worker(rank, world_size, backend, device, control)
+        self._worker.failpoint = _failpoints.arm(failpoints, rank)
+        self.description = self._worker.backend.describe()
+        self._reply: Reply | None = None
+
+    def give(self, segment: Segment) -> None:
+        """Share a segment: inline, the very same mapping, seen read-only where a worker would map it so."""
+        self._worker.segments[segment.id] = segment.shared_view()
+
+    def handle(self, kind: Kind, sequence: int, value: int, extras: Extras | None) -> None:
+        """Act on a message at once; the reply waits for :meth:`reply`."""
+        status, flags, body = self._worker.handle(kind, sequence, value, extras)
+        data = b""
+        if body is not None:
+            status, flags, data = pickle_reply(self._worker, status, flags, body)
+            flags |= HAS_BODY
+        if kind == Kind.ASSEMBLE:
+            self._worker.executor.forget()
+        self._reply = Reply(status, flags, data)
+
+    def reply(self) -> Reply:
+        assert self._reply is not None
+        reply, self._reply = self._reply, None
+        return reply
+
+    def kill(self) -> None:
+        """There is nothing to kill."""
+
+    def reap(self) -> str:
+        """Drop the worker's state."""
+        self.close()
+        return ""
+
+    def close(self) -> None:
+        self._worker.executor.forget()
+        self._worker.plans.clear()
+        self._worker.segments.clear()
+
+

@@ -1,0 +1,91 @@
+"""What the master knows of one rank: which functions, plans and segments it holds, and what it must forget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from synk._memory import Segment
+from synk._messages import Extras, Status
+
+
+@dataclass
+class Reply:
+    """A worker's answer; ``body`` is still pickled."""
+
+    status: Status
+    flags: int
+    body: bytes
+
+
+class Link:
+    """One rank, whichever process plays it."""
+
+    def __init__(self, rank: int, process: Any) -> None:
+        self.rank = rank
+        self.functions: set[int] = set()
+        self.plans: set[int] = set()
+        self.restart(process)
+
+    def restart(self, process: Any) -> None:
+        """Begin anew with a process that knows nothing."""
+        self.process = process
+        self.is_dead = False
+        self.is_ready = not hasattr(process, "pidfd")  # an inline rank is there at once
+        self.description = getattr(process, "description", "")
+        self.functions.clear()
+        self.plans.clear()
+        self.segments: set[int] = set()
+        self._dropped_segments: list[int] = []
+        self._dropped_plans: list[int] = []
+        self._exchange_id = 0
+        self.assembly: Any = None
+        self.numbers: Any = None
+
+    def drop_segment(self, segment_id: int) -> None:
+        if segment_id in self.segments:
+            self.segments.discard(segment_id)
+            self._dropped_segments.append(segment_id)
+
+    def drop_plan(self, plan_id: int) -> None:
+        if plan_id in self.plans:
+            self.plans.discard(plan_id)
+            self._dropped_plans.append(plan_id)
+
+    @staticmethod
+    def describe(segments: Sequence[Segment]) -> list[tuple[int, int, bool]]:
+        return [(segment.id, segment.nbytes, segment.is_worker_writable) for segment in segments]
+
+    def extras(
+        self, content: Any, needed: Sequence[Segment], exchange: Segment, slot_nbytes: int
+    ) -> tuple[Extras | None, list[Segment]]:
+        """Return the body of a message (None if it needs none) and the segments whose descriptors ride along."""
+        missing = [segment for segment in needed if segment.id not in self.segments]
+        new_exchange = None
+        if self._exchange_id != exchange.id:
+            new_exchange = (exchange.id, slot_nbytes)
+            if exchange.id not in self.segments:
+                missing.append(exchange)
+        if content is None and not missing and not new_exchange and not (self._dropped_segments or self._dropped_plans):
+            return None, missing
+        return (
+            Extras(
+                segments=self.describe(missing),
+                dropped_segments=list(self._dropped_segments),
+                dropped_plans=list(self._dropped_plans),
+                exchange=new_exchange,
+                content=content,
+            ),
+            missing,
+        )
+
+    def note_sent(self, extras: Extras | None, segments: Sequence[Segment]) -> None:
+        """Remember what the rank holds now. Called after sending: a message lost to an interrupt is sent again."""
+        if extras is None:
+            return
+        self.segments.update(segment.id for segment in segments)
+        del self._dropped_segments[: len(extras.dropped_segments)]
+        del self._dropped_plans[: len(extras.dropped_plans)]
+        if extras.exchange is not None:
+            self._exchange_id = extras.exchange[0]

@@ -1,0 +1,241 @@
+"""What travels between master and workers: kinds, the layout of numbers in shared memory, and the message bodies.
+
+A repeated call is one doorbell of eight bytes down and one up for each rank; its numbers lie in the control segment, where
+each rank has two blocks of int64, one written by the master and one by the worker. Everything that is new (a function, a
+plan, a segment) travels as the pickled body of the message that needs it first, as names, shapes and bounds: array bytes
+never do.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from synk._ops import Op, is_reducible
+
+VERSION = 1
+
+DOORBELL = struct.Struct("<BBHI")
+"""kind, flags, sequence (16 bits), value: the whole message of a repeated call, each way."""
+
+HAS_BODY = 1
+IS_COLLATERAL = 2
+"""Flag of an error reply: the rank failed only because another one did."""
+
+SLOT_ALIGNMENT = 64
+LARGE_NBYTES = 1 << 18
+"""Outputs from this size on are reduced by the workers, each its own chunk; smaller ones by the master."""
+
+
+class Kind(IntEnum):
+    """Messages from the master to a worker."""
+
+    LOAD = 1  # functions
+    CALL = 2  # value = plan
+    PUBLISH = 3  # the slots have grown: publish the outputs of the last call again
+    ASSEMBLE = 4  # value = assembly: reduce or copy the large outputs of the last call into the result segment
+    VARIABLE = 5  # an operation on shared variables
+    PING = 6
+    CLOSE = 7
+
+
+class Status(IntEnum):
+    """Replies from a worker to the master."""
+
+    HELLO = 1
+    DONE = 2
+    ERROR = 3
+    INTERRUPTED = 4
+    UNPUBLISHED = 5  # outputs are there, but the slot is too small for them
+    PONG = 6
+    BYE = 7
+
+
+class Down(IntEnum):
+    """Positions in the block that the master writes for a rank."""
+
+    INTERRUPT = 0  # sequence number of the message that a SIGINT is meant for
+    PARTICIPATES = 1
+    LOW = 2  # the rank's rows, as positions in the selection
+    HIGH = 3
+    START = 4  # of the selection
+    STEP = 5
+    COUNT = 6
+    LOWEST = 7  # row by which minibatch inputs are shifted
+    ROWS = 8  # weight of the rank in averages
+    RESULT_SEGMENT = 9
+
+
+class Up(IntEnum):
+    """Positions in the block that a worker writes."""
+
+    FUNCTION_NS = 0  # time in the user's function
+    WORKER_NS = 1  # time from doorbell to reply
+    RSS = 2  # resident bytes at the last reply that measured it
+    H2D_NBYTES = 3
+    D2H_NBYTES = 4
+    PHASE = 5
+
+
+BLOCK_LENGTH = 16
+
+
+def control_nbytes(world_size: int) -> int:
+    """Bytes of the control segment of ``world_size`` ranks."""
+    return world_size * 2 * BLOCK_LENGTH * 8
+
+
+def control_blocks(buffer: np.ndarray, world_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the int64 arrays ``(down, up)``, each of shape ``(world_size, BLOCK_LENGTH)``, over a control segment."""
+    blocks = buffer[: control_nbytes(world_size)].view(np.int64).reshape(world_size, 2, BLOCK_LENGTH)
+    return blocks[:, 0], blocks[:, 1]
+
+
+@dataclass(frozen=True)
+class Input:
+    """Where a worker finds one argument of a call.
+
+    Attributes
+    ----------
+    name : str
+        The parameter; empty for one passed by position.
+    kind : str
+        ``"rows"`` (scattered array), ``"whole"`` (broadcast array), ``"object"`` (entry of the call's pickle) or
+        ``"shared"`` (a shared variable).
+    segment_id, offset : int
+        Where the array starts; for ``"object"`` ``offset`` is the position in the pickled tuple and for ``"shared"``
+        ``segment_id`` is the variable.
+    shape, dtype
+        Of the whole array, axis 0 being the rows.
+    is_minibatch : bool
+    """
+
+    name: str
+    kind: str
+    segment_id: int = 0
+    offset: int = 0
+    shape: tuple[int, ...] = ()
+    dtype: Any = None
+    is_minibatch: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A call with everything that does not change when it is repeated.
+
+    Attributes
+    ----------
+    pickle_place : tuple (segment_id, offset, nbytes) or None
+        Where the pickle of the ``"object"`` arguments lies; ``buffers`` are its out-of-band buffers, likewise.
+    indices_place : tuple (segment_id, offset, count) or None
+        The selected rows as int64, where they are no range.
+    local : str
+        How sharded variables choose among their own rows: ``""`` (all, in order) or ``"indices"``.
+    """
+
+    plan_id: int
+    function_id: int
+    inputs: tuple[Input, ...]
+    num_slices: int = 1
+    output_subset: tuple[Any, ...] | None = None
+    pickle_place: tuple[int, int, int] | None = None
+    buffers: tuple[tuple[int, int, int], ...] = ()
+    indices_place: tuple[int, int, int] | None = None
+    is_rowless: bool = False
+    local_indices_place: tuple[int, int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Shape and dtype of one output of one rank; ``dtype`` None stands for an object that travels in the body."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def nbytes(self) -> int:
+        if self.dtype is None:
+            return 0
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count * int(self.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The structure of a function's result on one rank: ``skeleton`` is the result with leaf positions as leaves."""
+
+    skeleton: Any
+    leaves: tuple[Leaf, ...]
+
+
+@dataclass(frozen=True)
+class Move:
+    """What a worker does with one large output at assembly.
+
+    Attributes
+    ----------
+    leaf : int
+        Position among the rank's leaves.
+    kind : str
+        ``"reduce"`` (this rank reduces elements ``start`` to ``stop`` of all ranks' values) or ``"copy"`` (the whole value
+        goes to ``offset``).
+    op : str
+    offset : int
+        Byte offset in the result segment of the output (``"reduce"``) or of this rank's part (``"copy"``).
+    start, stop : int
+    """
+
+    leaf: int
+    kind: str
+    op: str
+    offset: int
+    start: int = 0
+    stop: int = 0
+
+
+@dataclass
+class Extras:
+    """What a message brings besides its own content: segments (their descriptors ride along) and what to forget.
+
+    Attributes
+    ----------
+    segments : list of (segment_id, nbytes, is_writable)
+    content : the message's own body
+    exchange : (segment_id, slot_nbytes) or None
+        New slots for outputs.
+    """
+
+    segments: list[tuple[int, int, bool]] = field(default_factory=list)
+    dropped_segments: list[int] = field(default_factory=list)
+    dropped_plans: list[int] = field(default_factory=list)
+    exchange: tuple[int, int] | None = None
+    content: Any = None
+
+
+def slot_offsets(leaves: Sequence[Leaf], ops: Sequence[Op], num_voters: int) -> tuple[list[int], int]:
+    """Return the byte offset of each leaf in a rank's slot, and the bytes needed. Both sides compute the same.
+
+    Large outputs take room only where the ranks have to read one another's values: reduced ones with several voters.
+    """
+    offsets = []
+    offset = 0
+    for leaf, op in zip(leaves, ops):
+        offsets.append(offset)
+        if leaf.nbytes < LARGE_NBYTES or (is_reducible(op) and num_voters > 1):
+            offset += -(-leaf.nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+    return offsets, offset
+
+
+def chunk_bounds(count: int, itemsize: int, num_chunks: int) -> list[tuple[int, int]]:
+    """Split ``count`` elements into ``num_chunks`` ranges whose edges lie on cache lines."""
+    step = max(SLOT_ALIGNMENT // itemsize, 1)
+    lines = -(-count // step)
+    edges = [min(-(-lines * k // num_chunks) * step, count) for k in range(num_chunks + 1)]
+    return list(zip(edges, edges[1:]))

@@ -1,0 +1,271 @@
+"""The reduction ops: their words, their dtype rules and their arithmetic. Pure NumPy, no process, no memory of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Union
+
+import numpy as np
+
+Op = Union[str, None, Callable[[Any, Any], Any]]
+
+REDUCE_OPS = ("avg", "sum", "prod", "min", "max")
+OPS = (*REDUCE_OPS, "gather", "first")
+
+# An accumulator block of this size stays in the second-level cache while every rank's part streams through it.
+BLOCK_NBYTES = 1 << 18
+
+_UFUNCS = {"avg": np.add, "sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+
+
+def is_reducible(op: Op) -> bool:
+    """Whether ``op`` combines the values of all ranks element by element."""
+    return isinstance(op, str) and op in _UFUNCS
+
+
+def is_bfloat16(dtype: np.dtype) -> bool:
+    return dtype.name == "bfloat16"
+
+
+def check_op(op: str, dtype: np.dtype, what: str) -> None:
+    """Raise TypeError where ``op`` has no meaning for ``dtype``; ``what`` names the value in the message.
+
+    The rules are the same on every backend: avg of floats and complex numbers only, no sum or prod of bools (it would
+    silently mean "or"), no order of complex numbers, no arithmetic on text, dates and records.
+    """
+    kind = "f" if is_bfloat16(dtype) else dtype.kind
+    if kind not in "biufc":
+        raise TypeError(
+            f"cannot reduce {what} with op {op!r}: got dtype {dtype}, expected a bool, integer, float or complex one. "
+            "Use op 'gather' or None."
+        )
+    if op == "avg" and kind in "biu":
+        raise TypeError(
+            f"cannot average {what}: got dtype {dtype}, expected a float or complex one. "
+            "Use op 'sum', or cast the value to float in the function."
+        )
+    if op in ("sum", "prod") and kind == "b":
+        raise TypeError(
+            f"cannot {op} {what}: got dtype bool, expected a number. "
+            "Use op 'max' (any) or 'min' (all), or cast the value to int in the function."
+        )
+    if op in ("min", "max") and kind == "c":
+        raise TypeError(
+            f"cannot take the {op} of {what}: got dtype {dtype}, and complex numbers have no order. "
+            "Reduce the real part, the imaginary part or the magnitude."
+        )
+
+
+def accumulator_dtype(dtype: np.dtype) -> np.dtype:
+    """Return the dtype in which values of ``dtype`` are combined: float32 for the 16-bit floats, else ``dtype``."""
+    return np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
+
+
+def combine(op: str, accumulator: np.ndarray, value: np.ndarray, out: np.ndarray) -> None:
+    """Write ``accumulator op value`` to ``out`` (any of the three may be the same memory).
+
+    ``avg`` adds: the weights are applied to the values before and the division after.
+    """
+    with np.errstate(all="ignore"):  # overflow and NaN are the caller's numbers, as in a NumPy reduction
+        _UFUNCS[op](accumulator, value, out=out)
+
+
+def _reduce_block(op: str, blocks: Sequence[np.ndarray], rows: Sequence[int] | None, out: np.ndarray) -> None:
+    """Reduce equally long 1-d blocks into ``out``, in order, in the accumulator dtype."""
+    ufunc = _UFUNCS[op]
+    wide = accumulator_dtype(out.dtype)
+    if op == "avg" and rows is not None and len(set(rows)) > 1:
+        # The rows multiply before the one division, so that an average of equal values is that value.
+        total = wide.type(sum(rows))
+        accumulator = np.empty(out.shape, wide)
+        term = np.empty(out.shape, wide)
+        np.multiply(blocks[0], wide.type(rows[0]), out=accumulator)
+        for block, num_rows in zip(blocks[1:], rows[1:]):
+            np.multiply(block, wide.type(num_rows), out=term)
+            np.add(accumulator, term, out=accumulator)
+        np.divide(accumulator, total, out=accumulator)
+        out[...] = accumulator
+        return
+    accumulator = out if wide == out.dtype else np.empty(out.shape, wide)
+    if len(blocks) == 1:
+        out[...] = blocks[0]
+        return
+    first, second = blocks[0], blocks[1]
+    if wide != out.dtype:
+        first, second = first.astype(wide), second.astype(wide)
+    ufunc(first, second, out=accumulator)
+    for block in blocks[2:]:
+        ufunc(accumulator, block.astype(wide, copy=False), out=accumulator)
+    if op == "avg":
+        np.divide(accumulator, wide.type(len(blocks)), out=accumulator)
+    if accumulator is not out:
+        out[...] = accumulator
+
+
+def reduce_into(op: str, values: Sequence[np.ndarray], rows: Sequence[int] | None, out: np.ndarray) -> None:
+    """Reduce ``values`` (all of the shape and dtype of ``out``, C-contiguous) into ``out``, in the order given.
+
+    Parameters
+    ----------
+    op : str
+        One of ``REDUCE_OPS``.
+    values : sequence of ndarray
+        One per rank that votes. One of them may be ``out`` itself.
+    rows : sequence of int or None
+        How many rows stand behind each value: the weights of ``avg``. ``None``: all alike.
+    """
+    with np.errstate(all="ignore"):
+        if out.nbytes <= BLOCK_NBYTES:
+            _reduce_block(op, values, rows, out)
+            return
+        flat_out = out.reshape(-1)
+        flat = [value.reshape(-1) for value in values]
+        length = max(BLOCK_NBYTES // out.itemsize, 1)
+        for start in range(0, flat_out.size, length):
+            stop = start + length
+            _reduce_block(op, [value[start:stop] for value in flat], rows, flat_out[start:stop])
+
+
+class Accumulator:
+    """The running value of one output over the slices of one rank.
+
+    Parameters
+    ----------
+    op : Op
+    what : str
+        Names the output in errors.
+    """
+
+    def __init__(self, op: Op, what: str) -> None:
+        self.op = op
+        self.what = what
+        self._value: Any = None
+        self._parts: list[Any] = []
+        self._num_rows = 0
+        self._dtype: np.dtype | None = None
+
+    def add(self, value: Any, num_rows: int) -> None:
+        """Take in the value of one slice of ``num_rows`` rows (an array, or any object where the op allows it)."""
+        op = self.op
+        if op is None or op == "gather":
+            # A function may return a view of a buffer that it fills again for the next slice.
+            self._parts.append(np.array(value) if isinstance(value, np.ndarray) else value)
+        elif callable(op):
+            self._value = value if not self._parts else op(self._value, value)
+            self._parts = [True]
+        elif op == "first":
+            if not self._parts:
+                self._parts = [value]
+        else:
+            self._add_number(value, num_rows)
+
+    def _add_number(self, value: np.ndarray, num_rows: int) -> None:
+        op = self.op
+        assert isinstance(op, str)
+        with np.errstate(all="ignore"):
+            wide = accumulator_dtype(value.dtype)
+            term = np.multiply(value, wide.type(num_rows), dtype=wide) if op == "avg" else value
+            if self._dtype is None:
+                self._dtype = value.dtype
+                self._value = np.array(term, dtype=wide, order="C")
+            elif value.shape != self._value.shape or value.dtype != self._dtype:
+                raise ValueError(
+                    f"cannot accumulate {self.what} over slices: got shape {value.shape} and dtype {value.dtype} after "
+                    f"shape {self._value.shape} and dtype {self._dtype}, expected the same for every slice. "
+                    "Use op 'gather' where the length follows the rows."
+                )
+            else:
+                combine(op, self._value, term.astype(wide, copy=False), self._value)
+        self._num_rows += num_rows
+
+    def result(self) -> Any:
+        """Return the value over all slices taken in so far."""
+        op = self.op
+        if op is None:
+            return self._parts
+        if op == "gather":
+            return np.concatenate(self._parts)
+        if op == "first":
+            return self._parts[0]
+        if callable(op):
+            return self._value
+        assert self._dtype is not None
+        with np.errstate(all="ignore"):
+            if op == "avg":
+                self._value /= self._value.dtype.type(max(self._num_rows, 1))
+            return self._value.astype(self._dtype, copy=False)
+
+
+def check_outputs(outputs: Any, what: str) -> None:
+    """Raise unless ``outputs`` is an op, or a nesting of tuples, lists and dicts of ops."""
+    if outputs is None or callable(outputs):
+        return
+    if isinstance(outputs, str):
+        if outputs not in OPS:
+            raise ValueError(
+                f"cannot build {what}: got op {outputs!r}, expected one of {', '.join(map(repr, OPS))}, None or a callable."
+            )
+        return
+    if isinstance(outputs, dict):
+        children: Any = outputs.values()
+    elif isinstance(outputs, (tuple, list)):
+        children = outputs
+    else:
+        raise TypeError(
+            f"cannot build {what}: got outputs of type {type(outputs).__name__}, expected an op, or a tuple, list or "
+            "dict of ops."
+        )
+    for child in children:
+        check_outputs(child, what)
+
+
+def match_ops(outputs: Any, skeleton: Any, num_leaves: int, what: str) -> list[Op]:
+    """Return the op of each leaf of a result.
+
+    ``outputs`` is a prefix of the result's structure: an op stands for all leaves below it. A list matches a tuple and
+    the other way round; dicts match by key.
+
+    Parameters
+    ----------
+    outputs : op, or nesting of ops
+    skeleton : nesting of int
+        The result with the position of each leaf in its place.
+    num_leaves : int
+    what : str
+        Names the function in errors.
+
+    Raises
+    ------
+    ValueError
+        If the two differ in length or keys.
+    """
+    ops: list[Op] = [None] * num_leaves
+    _match(outputs, skeleton, ops, what, "")
+    return ops
+
+
+def _match(outputs: Any, skeleton: Any, ops: list[Op], what: str, path: str) -> None:
+    is_op = outputs is None or isinstance(outputs, str) or callable(outputs)
+    if skeleton is None:
+        return
+    if isinstance(skeleton, int):
+        if not is_op:
+            raise ValueError(_mismatch(what, path, outputs, "a single value"))
+        ops[skeleton] = outputs
+    elif isinstance(skeleton, dict):
+        if not is_op and (not isinstance(outputs, dict) or outputs.keys() != skeleton.keys()):
+            raise ValueError(_mismatch(what, path, outputs, f"a dict with the keys {list(skeleton)}"))
+        for key, child in skeleton.items():
+            _match(outputs if is_op else outputs[key], child, ops, what, f"{path}[{key!r}]")
+    else:
+        if not is_op and (not isinstance(outputs, (tuple, list)) or len(outputs) != len(skeleton)):
+            raise ValueError(_mismatch(what, path, outputs, f"{len(skeleton)} values"))
+        for position, child in enumerate(skeleton):
+            _match(outputs if is_op else outputs[position], child, ops, what, f"{path}[{position}]")
+
+
+def _mismatch(what: str, path: str, outputs: Any, got: str) -> str:
+    return (
+        f"cannot match the outputs of {what}: its result{path} is {got}, but outputs{path} is {outputs!r}. "
+        "Give one op for all, or a structure of ops like that of the result."
+    )

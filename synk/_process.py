@@ -1,0 +1,328 @@
+"""One worker process as the master holds it: start, doorbells, signals, death, output.
+
+Owns every descriptor of that worker in the master. Knows nothing of functions, plans or calls.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+import synk
+from synk._channel import Channel
+from synk.errors import StartupError
+
+# The bootstrap may import nothing before the path is the master's: a pickle.py in the current directory must not run.
+# Only absolute entries are used for our own imports; the worker sets the path exactly before it loads a function.
+_BOOTSTRAP = """\
+import sys
+if sys.path and sys.path[0] == "": del sys.path[0]
+import json, socket
+sock = socket.socket(fileno=int(sys.argv[1]))
+setup = json.loads(sock.recv(1 << 17))
+sys.path[:] = setup["import_path"]
+from synk._worker import main
+main(sock, setup)
+"""
+
+_THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
+_STDERR_LINES = 20
+_LINE_NBYTES = 1 << 16
+
+
+def cpu_environment(num_workers: int) -> dict[str, str]:
+    """Return the environment of a CPU worker: the cores divided by the workers, unless the user's says otherwise."""
+    threads = str(max(len(os.sched_getaffinity(0)) // num_workers, 1))
+    environment = dict(os.environ)
+    if not any(name in environment for name in _THREAD_VARIABLES):
+        environment.update(dict.fromkeys(_THREAD_VARIABLES, threads))
+    return environment
+
+
+class _Output:
+    """Text of one worker on its way to a stream of the master, line by line."""
+
+    def __init__(self, fd: int, rank: int, stream_name: str) -> None:
+        self.fd = fd
+        self._prefix = f"[rank {rank}] "
+        self._stream_name = stream_name
+        self._rest = b""
+        self.tail: deque[str] = deque(maxlen=_STDERR_LINES)
+        os.set_blocking(fd, False)
+
+    def forward(self, max_nbytes: int = 1 << 22) -> bool:
+        """Pass on what is there, at most ``max_nbytes``; return False at the end of the stream."""
+        while self.fd >= 0 and max_nbytes > 0:
+            try:
+                data = os.read(self.fd, 1 << 16)
+            except BlockingIOError:
+                return True
+            if not data:
+                self._write([self._rest] if self._rest else [])
+                self._rest = b""
+                return False
+            max_nbytes -= len(data)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            if len(self._rest) > _LINE_NBYTES:
+                lines.append(self._rest)
+                self._rest = b""
+            self._write(lines)
+        return True
+
+    def _write(self, lines: list[bytes]) -> None:
+        texts = [line.decode("utf-8", "backslashreplace") for line in lines]
+        if not texts:
+            return
+        self.tail.extend(text[:2000] for text in texts)
+        stream: TextIO | None = getattr(sys, self._stream_name)
+        if stream is None:
+            return
+        text = "".join(f"{self._prefix}{text}\n" for text in texts)
+        try:
+            stream.write(text)
+            stream.flush()
+        except UnicodeEncodeError:
+            stream.write(text.encode("ascii", "backslashreplace").decode("ascii"))
+        except (OSError, ValueError):  # the master's own stream is closed or full: output has nowhere to go
+            return
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class WorkerProcess:
+    """A started worker.
+
+    Parameters
+    ----------
+    rank : int
+    setup : dict
+        What the first message carries beside the descriptors; JSON, because nothing is unpickled before the path is set.
+    environment : dict
+    control_fd : int
+        Descriptor of the control segment.
+    extra_fds : dict of str to int
+        More descriptors for the worker, by the name under which it finds them.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        setup: dict[str, Any],
+        environment: dict[str, str],
+        control_fd: int,
+        token: bytes,
+        extra_fds: dict[str, int],
+    ) -> None:
+        self.rank = rank
+        self.pid = -1
+        self.pidfd = -1
+        self.is_ready = False
+        self.exit_text = ""
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._outputs: list[_Output] = []
+        self._lifeline = -1
+        self._worker_down = -1
+        opened: list[int] = []
+        try:
+            mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                try:
+                    for _ in range(5):
+                        opened += os.pipe()
+                    self._start(rank, setup, environment, control_fd, token, extra_fds, opened, mine, theirs)
+                except BaseException:
+                    mine.close()
+                    raise
+        except OSError as error:
+            raise StartupError(_startup_text(rank, error)) from error
+        finally:
+            for fd in opened:
+                os.close(fd)
+
+    def _start(
+        self,
+        rank: int,
+        setup: dict[str, Any],
+        environment: dict[str, str],
+        control_fd: int,
+        token: bytes,
+        extra_fds: dict[str, int],
+        opened: list[int],
+        mine: socket.socket,
+        theirs: socket.socket,
+    ) -> None:
+        down_read, down_write, up_read, up_write, life_read, life_write, out_read, out_write, err_read, err_write = opened
+        theirs_fds = {"down": down_read, "up": up_write, "lifeline": life_read, "control": control_fd, **extra_fds}
+        message = {**setup, "rank": rank, "fds": theirs_fds, "token": token.hex()}
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        if sys.version_info >= (3, 11) and "-P" not in flags and "-I" not in flags:
+            flags.append("-P")
+        mine.send(json.dumps(message).encode("ascii"))
+        popen = subprocess.Popen(
+            [sys.executable, *flags, "-c", _BOOTSTRAP, str(theirs.fileno()), f"synk-worker-{rank}"],
+            stdin=subprocess.DEVNULL,
+            stdout=out_write,
+            stderr=err_write,
+            pass_fds=(theirs.fileno(), *theirs_fds.values()),
+            start_new_session=True,
+            env=environment,
+        )
+        self._popen = popen
+        self.pid = popen.pid
+        try:
+            self.pidfd = os.pidfd_open(popen.pid)
+        except OSError:
+            popen.kill()
+            popen.wait()
+            raise
+        for fd in (up_write, life_read, out_write, err_write):
+            os.close(fd)
+        # The master keeps the worker's end of the down pipe open: ringing a dead worker must not raise SIGPIPE.
+        self._worker_down = down_read
+        self._lifeline = life_write
+        self._outputs = [_Output(out_read, rank, "stdout"), _Output(err_read, rank, "stderr")]
+        self.channel = Channel(mine, up_read, down_write, token)
+        opened.clear()
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def output_fds(self) -> list[int]:
+        return [output.fd for output in self._outputs if output.fd >= 0]
+
+    def forward_output(self, fd: int | None = None) -> bool:
+        """Pass on what the worker printed; return False if ``fd`` is at its end."""
+        is_open = True
+        for output in self._outputs:
+            if fd is None or output.fd == fd:
+                is_open = output.forward() and is_open
+        return is_open
+
+    @property
+    def stderr_tail(self) -> list[str]:
+        return list(self._outputs[1].tail) if self._outputs else []
+
+    def signal(self, number: int) -> None:
+        """Send a signal to this very process, never to a stranger that got its pid."""
+        if self.pidfd >= 0:
+            try:
+                signal.pidfd_send_signal(self.pidfd, number)
+            except ProcessLookupError:
+                return
+
+    def kill(self) -> None:
+        """End the worker and what it started, at once."""
+        self.signal(signal.SIGKILL)
+        self._kill_group()
+
+    def _kill_group(self) -> None:
+        """Kill the worker's process group, if the group id is certainly still its own: while it is not reaped."""
+        if self.pidfd < 0 or self._popen is None or self._popen.returncode is not None:
+            return
+        try:
+            os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises where it was reaped
+            os.killpg(self.pid, signal.SIGKILL)
+        except (ChildProcessError, ProcessLookupError, PermissionError):
+            return
+
+    def reap(self, timeout_s: float = 5.0) -> str:
+        """Wait for the end of the process, release everything, and return how it ended (``"SIGKILL"``, ``"exit 3"``)."""
+        popen = self._popen
+        if popen is None:
+            return self.exit_text
+        deadline = time.monotonic() + timeout_s
+        is_known = self._wait_exited(deadline)
+        self._kill_group()
+        for output in self._outputs:
+            # The group is dead, so the end of the stream is near; only a child in another session can hold it open.
+            while output.forward() and time.monotonic() < deadline - timeout_s + 0.3:
+                time.sleep(0.002)
+        code: int | None = None
+        try:
+            code = popen.wait(timeout=max(deadline - time.monotonic(), 0.1)) if is_known else popen.poll()
+        except subprocess.TimeoutExpired:
+            popen.returncode = -signal.SIGKILL  # in the kernel's hands (uninterruptible); nothing more can be done
+        self.exit_text = _exit_text(code, is_known)
+        self.close()
+        return self.exit_text
+
+    def _wait_exited(self, deadline: float) -> bool:
+        """Wait until the process has ended; return False where somebody else took its exit code."""
+        while True:
+            try:
+                if os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                    return True
+            except ChildProcessError:
+                return False
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        """Close every descriptor; closing the lifeline ends the process if it still runs."""
+        if self._popen is None:
+            return
+        for fd in (self._lifeline, self._worker_down, self.pidfd):
+            if fd >= 0:
+                os.close(fd)
+        self._lifeline = self._worker_down = self.pidfd = -1
+        for output in self._outputs:
+            output.close()
+        self.channel.close()
+        self._popen = None
+
+
+def setup_message(world_size: int, backend: str, device: str, failpoints: Sequence[Any]) -> dict[str, Any]:
+    """Return what a worker must know before it can unpickle anything."""
+    home = os.path.dirname(os.path.dirname(os.path.abspath(synk.__file__)))
+    absolute = [entry for entry in sys.path if os.path.isabs(entry)]
+    return {
+        "world_size": world_size,
+        "backend": backend,
+        "device": device,
+        "master_pid": os.getpid(),
+        "sys_path": sys.path,
+        "import_path": absolute if home in absolute else [*absolute, home],
+        "argv": sys.argv,
+        "failpoints": list(failpoints),
+    }
+
+
+def _exit_text(code: int | None, is_known: bool) -> str:
+    if not is_known or code is None:
+        return "exit code unknown"
+    if code < 0:
+        try:
+            return signal.Signals(-code).name
+        except ValueError:
+            return f"signal {-code}"
+    return f"exit {code}"
+
+
+def _startup_text(rank: int, error: OSError) -> str:
+    hints = {
+        errno.EMFILE: "Raise the limit of open files (ulimit -n).",
+        errno.ENFILE: "The system is out of file descriptors.",
+        errno.EAGAIN: "Raise the limit of processes (ulimit -u).",
+        errno.ENOMEM: "The system is out of memory.",
+    }
+    return f"cannot start worker rank {rank}: {error}. {hints.get(error.errno or 0, '')}".rstrip()

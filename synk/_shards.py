@@ -1,0 +1,221 @@
+"""From rows to bounds per rank: which rows a call uses, and which rank works on which. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+def shard_bounds(num_rows: int, world_size: int) -> list[tuple[int, int]]:
+    """Return ``(start, stop)`` of each rank's rows, as ``numpy.array_split`` splits them.
+
+    Examples
+    --------
+    >>> shard_bounds(7, 3)
+    [(0, 3), (3, 5), (5, 7)]
+    """
+    quotient, remainder = divmod(num_rows, world_size)
+    bounds = []
+    start = 0
+    for rank in range(world_size):
+        stop = start + quotient + (rank < remainder)
+        bounds.append((start, stop))
+        start = stop
+    return bounds
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The rows of a call, as positions on axis 0 of its scattered inputs, in the order they are used.
+
+    Attributes
+    ----------
+    count : int
+        How many rows.
+    start, step : int
+        Row ``k`` is ``start + k * step`` where ``indices`` is None.
+    indices : ndarray of int64, shape (count,), or None
+    """
+
+    count: int
+    start: int = 0
+    step: int = 1
+    indices: npt.NDArray[np.int64] | None = None
+
+    @property
+    def lowest(self) -> int:
+        """The lowest row selected: what ``minibatch`` data is shifted by."""
+        if self.count == 0:
+            return 0
+        if self.indices is not None:
+            return int(self.indices.min())
+        return min(self.start, self.start + (self.count - 1) * self.step)
+
+    @property
+    def highest(self) -> int:
+        """The highest row selected, or -1 where there is none."""
+        if self.count == 0:
+            return -1
+        if self.indices is not None:
+            return int(self.indices.max())
+        return max(self.start, self.start + (self.count - 1) * self.step)
+
+    def positions(self) -> npt.NDArray[np.int64]:
+        """All selected rows as an int64 array of shape ``(count,)``."""
+        if self.indices is not None:
+            return self.indices
+        return self.start + self.step * np.arange(self.count, dtype=np.int64)
+
+    def same_rows(self, other: Selection) -> bool:
+        """Whether both stand for the same rows in the same order."""
+        if self.indices is None and other.indices is None:
+            return (self.count, self.start, self.step) == (other.count, other.start, other.step)
+        return np.array_equal(self.positions(), other.positions())
+
+
+def select_rows(batch: Any, num_rows: int, what: str) -> Selection:
+    """Resolve a ``batch`` argument against an axis of ``num_rows`` rows.
+
+    Parameters
+    ----------
+    batch : None, int, slice, sequence of int, or bool mask
+        ``None``: all rows. An int n: the first n rows. A slice has its Python meaning. A list or 1-d integer array
+        picks rows in its order, duplicates and negative values allowed. A bool mask needs one value for each row.
+    num_rows : int
+    what : str
+        Names the call in errors.
+
+    Raises
+    ------
+    IndexError
+        If a row is out of range, or the mask's length differs.
+    TypeError
+        If ``batch`` is of another type or dtype.
+    """
+    if batch is None:
+        return Selection(num_rows)
+    if isinstance(batch, (bool, np.bool_)):
+        raise TypeError(f"cannot select rows of {what}: got batch={batch!r}, expected an int, slice, index list or mask.")
+    if isinstance(batch, (int, np.integer)):
+        if not 0 <= batch <= num_rows:
+            raise IndexError(
+                f"cannot select rows of {what}: got batch={batch}, expected 0 to {num_rows} (the first rows). "
+                "Pass a slice or a list for other rows."
+            )
+        return Selection(int(batch))
+    if isinstance(batch, slice):
+        rows = range(num_rows)[batch]
+        return Selection(len(rows), rows.start, rows.step) if len(rows) else Selection(0)
+    indices = _index_array(batch, num_rows, what)
+    if indices.size:
+        low, high = int(indices.min()), int(indices.max())
+        if low < -num_rows or high >= num_rows:
+            bad = low if low < -num_rows else high
+            raise IndexError(
+                f"cannot select rows of {what}: got index {bad} in batch, expected {-num_rows} to {num_rows - 1}."
+            )
+        if low < 0:
+            indices = np.where(indices < 0, indices + num_rows, indices)
+    return Selection(indices.size, indices=indices)
+
+
+def _index_array(batch: Any, num_rows: int, what: str) -> npt.NDArray[np.int64]:
+    """Return ``batch`` as a 1-d int64 array; a mask becomes the positions of its True values."""
+    try:
+        indices = np.asarray(batch)
+    except Exception as error:
+        raise TypeError(f"cannot select rows of {what}: got a batch of type {type(batch).__name__} ({error}).") from error
+    if indices.size == 0 and indices.ndim == 1 and not isinstance(batch, np.ndarray):
+        return np.empty(0, np.int64)
+    if indices.ndim != 1 or indices.dtype.kind not in "biu":
+        raise IndexError(
+            f"cannot select rows of {what}: got a batch of dtype {indices.dtype} and shape {indices.shape}, "
+            "expected a 1-d list or array of integers, or a bool mask."
+        )
+    if indices.dtype.kind == "b":
+        if indices.size != num_rows:
+            raise IndexError(
+                f"cannot select rows of {what}: got a mask of {indices.size} values, expected one for each of the "
+                f"{num_rows} rows."
+            )
+        return np.flatnonzero(indices).astype(np.int64, copy=False)
+    if indices.dtype == np.uint64 and indices.size and indices.max() > np.iinfo(np.int64).max:
+        raise IndexError(
+            f"cannot select rows of {what}: got index {indices.max()} in batch, expected at most {num_rows - 1}."
+        )
+    return indices.astype(np.int64)
+
+
+def select_common(
+    batch: Any, lengths: Sequence[tuple[str, int]], minibatch_lengths: Sequence[tuple[str, int]], what: str
+) -> Selection:
+    """Resolve ``batch`` for all scattered inputs of a call at once.
+
+    Parameters
+    ----------
+    batch
+        As in :func:`select_rows`.
+    lengths : sequence of (name, rows)
+        Inputs that hold the whole data set. They may differ in length only where ``batch`` means the same rows of all.
+    minibatch_lengths : sequence of (name, rows)
+        Inputs that hold just the current minibatch: with a ``batch`` its lowest row is their row 0.
+    what : str
+
+    Raises
+    ------
+    ValueError
+        If the inputs' lengths differ and ``batch`` does not settle which rows are meant.
+    IndexError, TypeError
+        As :func:`select_rows`.
+    """
+    if batch is None:
+        everything = [*lengths, *minibatch_lengths]
+        first_name, first_rows = everything[0]
+        for name, rows in everything[1:]:
+            if rows != first_rows:
+                raise ValueError(
+                    f"cannot scatter inputs of {what}: got {first_name} with {first_rows} rows and {name} with {rows}, "
+                    f"expected equal axis-0 lengths. Pass batch={min(first_rows, rows)} to use the common rows."
+                )
+        return Selection(first_rows)
+    if lengths:
+        selection = select_rows(batch, lengths[0][1], what)
+        for name, rows in lengths[1:]:
+            if rows != lengths[0][1] and not select_rows(batch, rows, what).same_rows(selection):
+                raise ValueError(
+                    f"cannot select rows of {what}: batch means different rows of {lengths[0][0]} ({lengths[0][1]} "
+                    f"rows) and {name} ({rows} rows). Pass inputs of equal length, or non-negative indices."
+                )
+    else:
+        selection = _select_unbounded(batch, what)
+    for name, rows in minibatch_lengths:
+        needed = selection.highest - selection.lowest + 1 if selection.count else 0
+        if needed > rows:
+            raise IndexError(
+                f"cannot select rows of {what}: batch spans {needed} rows, and minibatch input {name} has {rows}."
+            )
+    return selection
+
+
+def _select_unbounded(batch: Any, what: str) -> Selection:
+    """Resolve ``batch`` where only minibatch data is passed: positions in a data set whose length nobody knows."""
+    if isinstance(batch, slice):
+        start, stop, step = batch.start or 0, batch.stop, 1 if batch.step is None else batch.step
+        if stop is None or start < 0 or stop < 0 or step < 0:
+            raise ValueError(
+                f"cannot select rows of {what}: got batch={batch!r} with minibatch data only, expected a slice with "
+                "start, stop and step of zero or more."
+            )
+        return select_rows(batch, stop, what)
+    if isinstance(batch, (int, np.integer)):
+        return select_rows(batch, int(batch), what)
+    if isinstance(batch, np.ndarray) and batch.dtype.kind == "b":
+        return select_rows(batch, batch.size, what)
+    indices = np.asarray(batch)
+    if indices.size and indices.dtype.kind in "iu" and indices.min() < 0:
+        raise IndexError(f"cannot select rows of {what}: negative indices have no meaning with minibatch data only.")
+    return select_rows(batch, int(indices.max()) + 1 if indices.size and indices.dtype.kind in "iu" else len(indices), what)

@@ -1,0 +1,425 @@
+"""A worker process: one loop that receives a message, acts on it and replies. All of its state is in one object.
+
+The path of a call here: doorbell -> (body: new segments, the plan) -> ``Executor.run`` -> ``Executor.publish`` -> doorbell.
+A worker learns everything from its messages; it never asks. It ends when the master says so, and when the master ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from synk import _failpoints
+from synk._channel import Channel
+from synk._execute import Executor, LoadedFunction, PreparedPlan
+from synk._failures import Failure, pack_failure
+from synk._memory import Segment
+from synk._messages import (
+    HAS_BODY,
+    IS_COLLATERAL,
+    Down,
+    Extras,
+    Kind,
+    Plan,
+    Status,
+    Up,
+    control_blocks,
+    control_nbytes,
+)
+from synk.backends import open_backend
+from synk.errors import ReentrancyError, SerializationError
+
+_Reply = tuple[Status, int, Any]
+
+
+class Interrupted(KeyboardInterrupt):
+    """The master asked this worker to end its call."""
+
+
+current: Worker | None = None
+"""The worker that this process is (or, inline, plays while a call runs); None in a master."""
+
+
+class Worker:
+    """Everything a rank knows.
+
+    Parameters
+    ----------
+    rank, world_size : int
+    backend_name, device : str
+    control : Segment
+        The numbers of all ranks; see ``synk._messages``.
+    """
+
+    def __init__(self, rank: int, world_size: int, backend_name: str, device: str, control: Segment) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self._control = control  # keeps the mapping alive
+        self.down, self.up = control_blocks(control.buffer, world_size)
+        self.backend = open_backend(backend_name, device)
+        self.executor = Executor(rank, self.backend, self.down)
+        self.segments: dict[int, Segment] = {}
+        self.functions: dict[int, LoadedFunction] = {}
+        self.plans: dict[int, PreparedPlan] = {}
+        self.failpoint: Callable[[str], None] = _failpoints.nothing
+        self.sequence = -1
+        self.is_interruptible = False
+        self.variables: Any = None
+        self.communicator: Any = None
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def handle(self, kind: int, sequence: int, value: int, extras: Extras | None) -> _Reply:
+        """Act on one message; return ``(status, flags, body)`` of the reply. Never raises but what ends the process."""
+        global current
+        self.sequence = sequence
+        outer, current = current, self
+        try:
+            if extras is not None:
+                self._take_in(extras)
+            if kind == Kind.CALL:
+                return self._call(value, sequence, extras)
+            if kind == Kind.LOAD:
+                return self._load(extras)
+            if kind == Kind.PUBLISH:
+                return self.executor.republish(), 0, None
+            if kind == Kind.ASSEMBLE:
+                return self._assemble(value, extras)
+            if kind == Kind.VARIABLE:
+                return self._guarded(lambda: self.variables.operate(extras.content) if extras else None)
+            if kind == Kind.PING:
+                self.executor.forget()
+                return Status.PONG, 0, None
+            return Status.BYE, 0, None
+        finally:
+            current = outer
+
+    def _take_in(self, extras: Extras) -> None:
+        for plan_id in extras.dropped_plans:
+            self.plans.pop(plan_id, None)
+        dropped = set(extras.dropped_segments)
+        if dropped:
+            for plan_id in [p for p, prepared in self.plans.items() if prepared.segment_ids & dropped]:
+                del self.plans[plan_id]
+            for segment_id in dropped:
+                segment = self.segments.pop(segment_id, None)
+                if segment is not None:
+                    segment.close()
+        if extras.exchange is not None:
+            segment_id, self.executor.slot_nbytes = extras.exchange
+            self.executor.exchange = self.segments[segment_id]
+
+    def _guarded(self, action: Callable[[], Any]) -> _Reply:
+        """Run code that may be the user's: an exception or an interrupt becomes a reply."""
+        self.is_interruptible = True
+        try:
+            try:
+                body = action()
+            except Interrupted:
+                raise
+            except BaseException as error:  # SystemExit and the like must not end a worker
+                return self._failed(error)
+            finally:
+                self.is_interruptible = False
+        except Interrupted:
+            return Status.INTERRUPTED, 0, None
+        return Status.DONE, 0, body
+
+    def _failed(self, error: BaseException) -> _Reply:
+        is_collateral = bool(getattr(error, "is_collateral", False))
+        failure = pack_failure(error, self.rank, self.device, is_collateral=is_collateral)
+        _drop_frames(error)
+        return Status.ERROR, IS_COLLATERAL if is_collateral else 0, failure
+
+    def _load(self, extras: Extras | None) -> _Reply:
+        assert extras is not None
+
+        def load() -> None:
+            self.failpoint("distribute.loading")
+            loaded = pickle.loads(extras.content)
+            for function_id, options in loaded:
+                self.functions[function_id] = LoadedFunction(**options)
+
+        return self._guarded(load)
+
+    def _call(self, plan_id: int, sequence: int, extras: Extras | None) -> _Reply:
+        started = time.monotonic_ns()
+        self.failpoint("call.received")
+        if extras is not None and isinstance(extras.content, Plan):
+            plan = extras.content
+            self.plans[plan_id] = PreparedPlan(plan, self.functions[plan.function_id], self.segments)
+        prepared = self.plans[plan_id]
+        executor = self.executor
+        function_ns = 0
+        self.is_interruptible = True
+        try:
+            try:
+                if int(self.down[self.rank, Down.INTERRUPT]) == sequence:
+                    raise Interrupted  # the signal came before this call could take it
+                self.failpoint("call.before_function")
+                with self.backend.running():
+                    function_started = time.monotonic_ns()
+                    result = executor.run(prepared, self.variables)
+                    function_ns = time.monotonic_ns() - function_started
+                    self.failpoint("call.after_function")
+                    status, body = executor.publish(prepared, result)
+                self.failpoint("call.published")
+                reply: _Reply = (status, 0, body)
+            except Interrupted:
+                raise
+            except BaseException as error:  # whatever the user's function raises is an answer
+                executor.forget()
+                reply = self._failed(error)
+            finally:
+                self.is_interruptible = False
+        except Interrupted:
+            executor.forget()
+            reply = (Status.INTERRUPTED, 0, None)
+        if self.communicator is not None:
+            self.communicator.end()
+        up = self.up[self.rank]
+        up[Up.FUNCTION_NS] = function_ns
+        up[Up.WORKER_NS] = time.monotonic_ns() - started
+        return reply
+
+    def _assemble(self, result_id: int, extras: Extras | None) -> _Reply:
+        self.failpoint("reduce.before")
+        moves, result_id = extras.content if extras is not None else (self._moves, result_id)
+        self._moves = moves
+        self.executor.assemble(moves, self.segments[result_id])
+        self.failpoint("reduce.after")
+        return Status.DONE, 0, None
+
+    _moves: Sequence[Any] = ()
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Break the links from an exception to the frames it went through, so that their arrays are freed now."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        item = pending.pop()
+        if item is None or id(item) in seen:
+            continue
+        seen.add(id(item))
+        item.__traceback__ = None
+        pending += [item.__cause__, item.__context__]
+
+
+class WorkerLoop:
+    """The life of a worker process around its :class:`Worker`: start, receive, reply, end."""
+
+    def __init__(self, sock: socket.socket, setup: dict[str, Any]) -> None:
+        self._setup = setup
+        fds = setup["fds"]
+        for fd in (*fds.values(), sock.fileno()):
+            os.set_inheritable(fd, False)  # programs that a function starts must not hold our ends
+        self._channel = Channel(sock, fds["down"], fds["up"], bytes.fromhex(setup["token"]))
+        self._lifeline = fds["lifeline"]
+        self._worker: Worker | None = None
+        self._master_fd = -1
+
+    def start(self) -> None:
+        """Tie this process to the master's life, take over the signals, say hello."""
+        setup = self._setup
+        _tie_to_master(self._lifeline)
+        self._master_fd = os.pidfd_open(setup["master_pid"])
+        if os.getppid() != setup["master_pid"]:
+            os._exit(1)  # the master ended before the descriptor was ours
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        signal.signal(signal.SIGINT, self._on_interrupt)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        _prefer_for_oom()
+        failpoint = _failpoints.arm(setup["failpoints"], setup["rank"])
+        failpoint("start.import")
+        control = Segment(setup["fds"]["control"], setup["control_nbytes"], is_writable=True, segment_id=0)
+        assert control.nbytes >= control_nbytes(setup["world_size"])
+        self._worker = Worker(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control)
+        self._worker.failpoint = failpoint
+        control.close_fd()
+        failpoint("start.ready")
+        import platform
+
+        import numpy
+
+        import synk
+
+        versions = {"python": platform.python_version(), "numpy": numpy.__version__, "synk": synk.__version__}
+        hello = {"versions": versions, "device": self._worker.backend.describe()}
+        self._reply(Status.HELLO, 0, 0, hello)
+
+    def serve(self) -> None:
+        """Answer messages until the master says goodbye or is gone."""
+        worker = self._worker
+        assert worker is not None
+        channel = self._channel
+        waiting = select.poll()
+        waiting.register(channel.read_fd, select.POLLIN)
+        waiting.register(self._master_fd, select.POLLIN)
+        while True:
+            ready = [fd for fd, _ in waiting.poll()]
+            if channel.read_fd not in ready:
+                os.killpg(0, signal.SIGKILL)  # only the master's pidfd is ready: it is gone
+            message = channel.answer()
+            if message is None:
+                os.killpg(0, signal.SIGKILL)
+                return
+            kind, flags, sequence, value = message
+            extras = self._receive_extras(sequence) if flags & HAS_BODY else None
+            status, reply_flags, body = worker.handle(kind, sequence, value, extras)
+            if kind == Kind.CALL:
+                _flush_output()
+                worker.failpoint("call.before_reply")
+            elif kind == Kind.CLOSE:
+                worker.failpoint("close.received")
+                _flush_output()
+            self._reply(status, reply_flags, sequence, body)
+            if kind == Kind.CALL:
+                worker.failpoint("call.after_reply")
+            elif kind == Kind.CLOSE:
+                return
+            elif kind == Kind.ASSEMBLE:
+                worker.executor.forget()
+            del body, extras
+
+    def close(self) -> None:
+        """Release the connection; the end of the process follows."""
+        self._channel.close()
+        os.close(self._master_fd)
+
+    def _receive_extras(self, sequence: int) -> Extras:
+        assert self._worker is not None
+        body, fds = self._channel.receive_body(sequence)
+        extras = pickle.loads(body)
+        assert isinstance(extras, Extras)
+        for (segment_id, nbytes, is_writable), fd in zip(extras.segments, fds):
+            if segment_id in self._worker.segments:  # sent twice after an interrupt
+                os.close(fd)
+                continue
+            segment = Segment(fd, nbytes, is_writable=is_writable, segment_id=segment_id)
+            segment.close_fd()
+            self._worker.segments[segment_id] = segment
+        return extras
+
+    def _reply(self, status: Status, flags: int, sequence: int, body: Any) -> None:
+        channel = self._channel
+        if body is not None:
+            status, flags, data = pickle_reply(self._worker, status, flags, body)
+            flags |= HAS_BODY
+            # The body first: whoever sees the doorbell can read it without waiting.
+            channel.send_body(sequence, data)
+            if self._worker is not None:
+                self._worker.failpoint("call.after_header")
+        channel.ring(status, flags, sequence, 0)
+
+    def _on_interrupt(self, signum: int, frame: Any) -> None:
+        worker = self._worker
+        # A late signal, meant for a call that has ended, must not hit the next one.
+        if worker is not None and worker.is_interruptible:
+            if int(worker.down[worker.rank, Down.INTERRUPT]) == worker.sequence:
+                raise Interrupted
+
+
+def pickle_reply(worker: Worker | None, status: Status, flags: int, body: Any) -> tuple[Status, int, bytes]:
+    """Pickle a reply's body; what of the user's cannot be pickled becomes an error reply."""
+    if isinstance(body, (dict, Failure)) or worker is None:
+        return status, flags, pickle.dumps(body, protocol=5)
+    worker.is_interruptible = True
+    try:
+        try:
+            import cloudpickle
+
+            layout, objects = body
+            # Each object on its own, so that the master can name the one that it cannot load.
+            packed = [cloudpickle.dumps(item, protocol=5) for item in objects]
+            data = cloudpickle.dumps((layout, packed), protocol=5)
+        finally:
+            worker.is_interruptible = False
+    except Interrupted:
+        return Status.INTERRUPTED, 0, pickle.dumps(None)
+    except BaseException as error:  # __reduce__ of a result is the user's code
+        worker.executor.forget()
+        problem = SerializationError(
+            f"cannot send a result from rank {worker.rank}: {type(error).__name__}: {error}. "
+            "Return arrays, numbers or picklable objects (a generator: return list(...))."
+        )
+        problem.__cause__ = error
+        return Status.ERROR, 0, pickle.dumps(pack_failure(problem, worker.rank, worker.device), protocol=5)
+    return status, flags, data
+
+
+def _tie_to_master(lifeline: int) -> None:
+    """Have the kernel kill this process group when the master's end of the lifeline pipe closes.
+
+    Nothing is ever written to the pipe, so the only event on it is its end. SIGKILL from the kernel needs no thread and
+    no interpreter lock: it works while a function is stuck in C code.
+    """
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)  # type: ignore[attr-defined]
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
+    try:
+        is_closed = os.read(lifeline, 1) == b""
+    except BlockingIOError:
+        is_closed = False
+    if is_closed:  # before the signal was armed
+        os._exit(1)
+
+
+def _prefer_for_oom() -> None:
+    """When memory runs out the kernel should take a worker, which comes back, not the user's session."""
+    try:
+        with open("/proc/self/oom_score_adj", "r+", encoding="ascii") as file:
+            score = int(file.read())
+            file.write(str(min(score + 300, 1000)))
+    except OSError:  # /proc is read-only in some containers: the kernel's own choice stands
+        pass
+
+
+def _flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, OSError, ValueError):  # the user's function closed or replaced it
+            continue
+
+
+def inside_worker() -> bool:
+    """Whether this process is a worker (or plays one, inline, right now)."""
+    return current is not None
+
+
+def refuse_inside_worker(verb: str) -> None:
+    """Raise ReentrancyError where synk's verbs are used inside a function."""
+    if current is not None:
+        raise ReentrancyError(
+            f"cannot {verb} inside worker rank {current.rank}: a function runs on one device and cannot use the runtime. "
+            "Use synk.comm for collectives inside a function."
+        )
+
+
+def main(sock: socket.socket, setup: dict[str, Any]) -> None:
+    """Run a worker; the bootstrap calls it when ``sys.path`` is set."""
+    import faulthandler
+
+    faulthandler.enable()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+    loop = WorkerLoop(sock, setup)
+    loop.start()
+    sys.path[:] = setup["sys_path"]
+    sys.argv[:] = setup["argv"]
+    loop.serve()
+    loop.close()
+
+
+__all__ = ["Interrupted", "Worker", "WorkerLoop", "inside_worker", "main", "refuse_inside_worker"]

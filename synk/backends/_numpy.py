@@ -1,0 +1,53 @@
+"""The CPU backend: arrays are NumPy views of shared memory, so most of a transfer is nothing at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import numpy as np
+
+
+class NumpyBackend:
+    """One CPU worker's view of its arrays; ``device`` is only a name, as ``"cpu:0"``."""
+
+    name = "numpy"
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def from_host(self, host: np.ndarray) -> np.ndarray:
+        return host
+
+    def take_rows(self, host: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        rows = host.take(indices, axis=0)
+        rows.flags.writeable = False  # inputs are read-only however their rows were picked
+        return rows
+
+    def as_output(self, value: Any) -> np.ndarray | None:
+        if type(value) is np.ndarray:
+            return value
+        if isinstance(value, np.ma.MaskedArray):
+            raise TypeError(
+                "cannot return a masked array: the mask would be lost. Return value.filled(...), or data and mask."
+            )
+        if isinstance(value, (np.ndarray, np.generic, bool, int, float, complex)):
+            array = np.asarray(value)
+            return None if array.dtype.hasobject else array
+        return None
+
+    def to_host(self, array: np.ndarray, out: np.ndarray) -> None:
+        np.copyto(out, array)
+
+    def running(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def synchronize(self) -> None:
+        """Nothing is queued on a CPU."""
+
+    def describe(self) -> str:
+        return f"numpy {np.__version__}, {len(os.sched_getaffinity(0))} cores visible"
+
+    def close(self) -> None:
+        """Nothing is held."""

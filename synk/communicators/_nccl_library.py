@@ -1,0 +1,201 @@
+"""Where the NCCL library is, what its status codes mean, and the environment it starts in.
+
+Owns no communicator and calls no collective. Importing it loads nothing; ``find_library`` may map the library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from synk.errors import SynkError, UnsupportedError
+
+LIBRARY_VARIABLE = "SYNK_NCCL_LIB"
+SONAME = "libnccl.so.2"
+
+SUCCESS = 0
+REMOTE_ERROR = 6
+IN_PROGRESS = 7
+TIMEOUT = 8
+
+STATUS_NAMES = (
+    "ncclSuccess",
+    "ncclUnhandledCudaError",
+    "ncclSystemError",
+    "ncclInternalError",
+    "ncclInvalidArgument",
+    "ncclInvalidUsage",
+    "ncclRemoteError",
+    "ncclInProgress",
+    "ncclTimeout",
+)
+
+# libnccl-net.so, libnccl-tuner.so and the like are plug-ins, not the library.
+_LIBRARY_FILE = re.compile(r"libnccl\.so(\.\d+)*$")
+
+
+def status_name(code: int) -> str:
+    """Return NCCL's name of a status code."""
+    return STATUS_NAMES[code] if 0 <= code < len(STATUS_NAMES) else f"ncclResult {code}"
+
+
+class NcclError(SynkError):
+    """NCCL refused or lost an operation.
+
+    Attributes
+    ----------
+    code : int
+        NCCL's status: 1 CUDA, 2 system, 3 internal, 4 argument, 5 usage, 6 a peer or the group is gone, 8 a deadline
+        passed.
+    name : str
+        NCCL's name of it.
+    last_error : str
+        What NCCL said about it, or what synk found.
+    action : str
+        What was being done, as in "cannot <action>".
+    """
+
+    def __init__(self, code: int, name: str = "", last_error: str = "", action: str = "") -> None:
+        # All fields are arguments, so that the default pickling of exceptions carries them.
+        super().__init__(code, name, last_error, action)
+        self.code = code
+        self.name = name or status_name(code)
+        self.last_error = last_error
+        self.action = action
+
+    def __str__(self) -> str:
+        cause = f": {self.last_error}" if self.last_error else ". Set NCCL_DEBUG=WARN to see NCCL's own message"
+        return f"cannot {self.action or 'run an NCCL operation'}: got {self.name} ({self.code}){cause}."
+
+
+def mapped_library() -> str:
+    """Return the path of the NCCL library that this process has mapped already, or an empty string.
+
+    A process must not hold two NCCL libraries: whichever of torch, CuPy or synk loads one first decides for all.
+    """
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:  # no /proc: the later steps of the search still work
+        return ""
+    for line in maps.splitlines():
+        path = line.partition("/")[2]
+        if path and _LIBRARY_FILE.search(path.rpartition("/")[2]):
+            return "/" + path
+    return ""
+
+
+def _library_of_variable(value: str) -> str:
+    """Return the library that ``SYNK_NCCL_LIB`` names: a file, or a folder that holds one."""
+    path = Path(value)
+    if path.is_dir():
+        candidates = sorted(entry for entry in path.iterdir() if _LIBRARY_FILE.fullmatch(entry.name))
+        if candidates:
+            return str(candidates[-1])
+    elif path.is_file():
+        return str(path)
+    raise ValueError(
+        f"cannot load NCCL: got {LIBRARY_VARIABLE}={value!r}, expected the path of {SONAME} or of its folder. "
+        f"Correct or unset {LIBRARY_VARIABLE}."
+    )
+
+
+def _library_of_wheel() -> str:
+    """Return the library of NVIDIA's wheel or toolkit as ``cuda.pathfinder`` finds it, or an empty string."""
+    try:
+        pathfinder = importlib.import_module("cuda.pathfinder")
+    except ImportError:  # comes with CuPy 14; without it only the linker's search is left
+        return ""
+    try:
+        return str(pathfinder.load_nvidia_dynamic_lib("nccl").abs_path or "")
+    except RuntimeError:  # DynamicLibNotFoundError
+        return ""
+
+
+def find_library(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the absolute path of the NCCL library to use.
+
+    In this order: ``SYNK_NCCL_LIB``, the library that the process has mapped already, the one that ``cuda.pathfinder``
+    finds (the NVIDIA wheel), the one that the dynamic linker finds.
+
+    Raises
+    ------
+    ValueError
+        If ``SYNK_NCCL_LIB`` names no library, or another one than the process has mapped.
+    UnsupportedError
+        If there is none.
+    """
+    mapped = mapped_library()
+    if value := environ.get(LIBRARY_VARIABLE):
+        path = os.path.abspath(_library_of_variable(value))
+        if mapped and not os.path.samefile(mapped, path):
+            raise ValueError(
+                f"cannot load NCCL: got {LIBRARY_VARIABLE}={value!r}, but the process has {mapped} loaded already. "
+                f"A process can hold one NCCL only: unset {LIBRARY_VARIABLE} or name that file."
+            )
+        return path
+    if mapped:
+        return mapped
+    if path := _library_of_wheel():
+        return path
+    try:
+        ctypes.CDLL(SONAME)
+    except OSError as error:
+        raise UnsupportedError(
+            f"cannot load NCCL: got {error}, expected {SONAME} from NVIDIA's wheel or the system. Install it "
+            f'(pip install "synk[cuda12]" or "synk[cuda13]") or set {LIBRARY_VARIABLE} to its path.'
+        ) from error
+    return mapped_library() or SONAME
+
+
+def version_text(version: int) -> str:
+    """Return ``ncclGetVersion``'s number as text.
+
+    Examples
+    --------
+    >>> version_text(23203), version_text(2708)
+    ('2.32.3', '2.7.8')
+    """
+    base = 10_000 if version >= 10_000 else 1_000
+    return f"{version // base}.{version % base // 100}.{version % 100}"
+
+
+def nccl_environment(environ: Mapping[str, str], *, ranks_per_device: int = 1) -> dict[str, str]:
+    """Return the environment for a GPU worker: ``environ`` with NCCL kept on this machine's loopback.
+
+    NCCL opens TCP listeners even between the GPUs of one machine. What the user has set stays, except what would let
+    anybody join or keep the worker from seeing a dead peer.
+
+    Parameters
+    ----------
+    environ : mapping
+        The environment to start from; not changed.
+    ranks_per_device : int
+        Workers that share one GPU. More than one needs NCCL 2.30.3 or later.
+
+    Returns
+    -------
+    dict
+        A complete environment.
+
+    Notes
+    -----
+    ``NCCL_COMM_ID`` is dropped: with it NCCL's handshake is a constant, and two groups would meet at one address.
+    ``NCCL_COMM_BLOCKING=0`` is dropped: synk asks for a non-blocking start itself where the binding can follow one.
+    Source: the environment chapter of the NCCL user guide, ``src/bootstrap.cc`` and ``src/init.cc``.
+    """
+    result = dict(environ)
+    result.pop("NCCL_COMM_ID", None)
+    if result.get("NCCL_COMM_BLOCKING") == "0":
+        del result["NCCL_COMM_BLOCKING"]
+    result.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    result.setdefault("NCCL_RAS_ENABLE", "0")
+    if ranks_per_device > 1:
+        # Ranks of one GPU share its processors: too many channels each, and they wait for each other for ever.
+        result.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+        result.setdefault("NCCL_MAX_CTAS", str(max(1, 8 // ranks_per_device)))
+        result["NCCL_NVLS_ENABLE"] = "0"  # NCCL refuses to start with it when ranks share a GPU
+    return result

@@ -1,0 +1,413 @@
+"""Where the ranks of one machine meet: who takes part, who has arrived, who has left, who sleeps, and whether to stop.
+
+Owns the control words at the head of a communicator's segment, and waiting and waking. Every word has a single writer:
+the rank it belongs to, or the master (the abort word). No lock is ever shared between processes, so a process that is
+killed at any instruction leaves nothing locked. Moves no data.
+
+The unit of agreement is the *tick*: a rank raises its own tick, then waits until those of all ranks of the group are as
+high. Everything in shared memory that is written for tick ``t`` lies in one of two places, chosen by ``t & 1``. Reading
+it ends before the reader's tick ``t + 1``, and the next write to that place comes after the writer has seen tick
+``t + 1`` of everybody: two places and one wait for each tick are enough.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from synk._memory import PAGE_NBYTES, Segment, round_up
+from synk.communicators import REDUCE_OPS
+from synk.communicators._buffers import DTYPE_NAMES
+from synk.errors import CollectiveMismatch, SynkError
+
+WORD_NBYTES = 8
+LINE_NBYTES = 64
+
+# A rank that comes a few microseconds after the others finds them awake. More turns would take the core from the very
+# rank that is waited for, where there are fewer cores than ranks.
+SPIN_YIELDS = 16
+# Every change is followed by a wake-up; looking again without one is for what nobody can announce: a deadlock.
+RECHECK_MS = 100
+
+KINDS = ("barrier", "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send", "recv")
+_POINT_TO_POINT = ("send", "recv")
+_RULE = "Every rank that takes part must call the same collectives, in the same order, with equal arguments."
+
+
+class Aborted(SynkError):
+    """The wait of this rank was broken off, by the master or by ``abort``: another failure is the cause."""
+
+
+class Request(NamedTuple):
+    """What a rank asks for; ``peer`` is the root of a collective or the other side of a message."""
+
+    kind: str
+    op: str = ""
+    dtype: str = ""
+    num_elements: int = 0
+    peer: int = -1
+    tag: int = 0
+    weight: float | None = None
+
+    def __str__(self) -> str:
+        if self.kind == "barrier":
+            return "barrier()"
+        words = [self.op] if self.op else []
+        words += [self.dtype, f"{self.num_elements} elements"]
+        if self.weight is not None:
+            words.append("weighted")
+        if self.kind in ("reduce", "broadcast"):
+            words.append(f"root {self.peer}")
+        elif self.kind in _POINT_TO_POINT:
+            words += [f"{'to' if self.kind == 'send' else 'from'} rank {self.peer}", f"tag {self.tag}"]
+        return f"{self.kind}({', '.join(words)})"
+
+
+# Seven words that must be equal on all ranks, then the weight, which may differ: one cache line.
+_REQUEST = struct.Struct("=7qd")
+_NUM_EQUAL_NBYTES = 7 * WORD_NBYTES
+_OP_NAMES = ("", *REDUCE_OPS)
+_DTYPE_NAMES = ("", *DTYPE_NAMES)
+
+
+def _packed(request: Request) -> tuple[Any, ...]:
+    return (
+        KINDS.index(request.kind),
+        _OP_NAMES.index(request.op),
+        _DTYPE_NAMES.index(request.dtype),
+        request.num_elements,
+        request.peer,
+        request.tag,
+        request.weight is not None,
+        1.0 if request.weight is None else request.weight,
+    )
+
+
+@dataclass(frozen=True)
+class ControlLayout:
+    """Where the control words of ``world_size`` ranks lie; offsets in bytes from the start of the segment."""
+
+    world_size: int
+
+    @property
+    def column_nbytes(self) -> int:
+        """Size of one word for each rank."""
+        return round_up(self.world_size * WORD_NBYTES, LINE_NBYTES)
+
+    def column(self, index: int) -> int:
+        """Return the offset of the ``index``-th column; the abort word has the line before them."""
+        return LINE_NBYTES + index * self.column_nbytes
+
+    @property
+    def requests(self) -> int:
+        """Offset of the requests, ``(rank, 2)``, a line each."""
+        return self.column(5)
+
+    @property
+    def written(self) -> int:
+        """Offset of the bytes written to each mailbox, ``(sender, receiver)``."""
+        return self.requests + self.world_size * 2 * LINE_NBYTES
+
+    @property
+    def read(self) -> int:
+        """Offset of the bytes read from each mailbox, ``(receiver, sender)``."""
+        return self.written + self.world_size * self.column_nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all control words, in whole pages."""
+        return round_up(self.read + self.world_size * self.column_nbytes, PAGE_NBYTES)
+
+
+class Rendezvous:
+    """One rank's hold of the control words.
+
+    Parameters
+    ----------
+    segment : Segment
+        Writable; its first ``ControlLayout(world_size).nbytes`` bytes are the control words, zero at first.
+    rank, world_size : int
+    eventfds : sequence of int
+        One for each rank: a rank sleeps on its own, the others write to it.
+    mailbox_nbytes : int
+        How much a sender may write before its receiver reads.
+
+    Attributes
+    ----------
+    ranks : tuple of int
+        Who takes part in the present call, ascending; empty outside a call.
+    tick : int
+        How often this rank has met the others in the present call.
+    """
+
+    def __init__(
+        self, segment: Segment, rank: int, world_size: int, eventfds: Sequence[int], mailbox_nbytes: int
+    ) -> None:
+        layout = ControlLayout(world_size)
+        self.rank = rank
+        self.ranks: tuple[int, ...] = ()
+        self.tick = 0
+        self.sequence = 0
+        self._is_aborted = False
+        self._mailbox_nbytes = mailbox_nbytes
+        self._eventfds = tuple(eventfds)
+        self._poll = select.poll()
+        self._poll.register(eventfds[rank], select.POLLIN)
+        self._fence_lock = threading.Lock()
+        self._fence_lock.acquire()
+
+        self._bytes = segment.buffer.data[: layout.nbytes]
+        self._requests = layout.requests
+        words = self._bytes.cast("q")
+
+        def column(offset: int) -> memoryview[int]:
+            start = offset // WORD_NBYTES
+            return words[start : start + world_size]
+
+        self._abort_word = words[:1]
+        self._sequences, self._ticks, self._left, self._sleeps, self._places = (
+            column(layout.column(index)) for index in range(5)
+        )
+        step = layout.column_nbytes
+        # written[sender][receiver] belongs to the sender, read[receiver][sender] to the receiver.
+        self.written = [column(layout.written + each * step) for each in range(world_size)]
+        self.read = [column(layout.read + each * step) for each in range(world_size)]
+        self._views = [words, self._abort_word, self._sequences, self._ticks, self._left, self._sleeps, self._places]
+
+    def close(self) -> None:
+        """Let go of the shared memory; any use afterwards raises ValueError."""
+        self.ranks = ()
+        for view in (*self._views, *self.written, *self.read, self._bytes):
+            view.release()
+
+    # -- who takes part ------------------------------------------------------------------------------------------
+
+    def begin(self, ranks: tuple[int, ...], sequence: int) -> None:
+        """Join the call ``sequence`` (above all earlier ones) of the ranks ``ranks``."""
+        self.ranks, self.sequence, self.tick = ranks, sequence, 0
+        self._is_aborted = False
+        self._ticks[self.rank] = 0
+        self.fence()  # nobody may take an old tick for one of this call
+        self._sequences[self.rank] = sequence
+
+    def end(self) -> None:
+        """Leave the call: whoever waits for this rank, now or later, learns that it will not come."""
+        if self.ranks:
+            self.ranks = ()
+            self.fence()  # what this rank wrote comes before the news that it left
+            self._left[self.rank] = self.sequence
+            self.wake_all()
+
+    def has_begun(self, rank: int) -> bool:
+        """Whether ``rank`` has joined the present call; its counters mean nothing before."""
+        return self._sequences[rank] == self.sequence
+
+    def has_left(self, rank: int) -> bool:
+        """Whether ``rank`` has left the present call; what it wrote before can be seen after this returned True."""
+        return self._left[rank] == self.sequence
+
+    def room(self, sender: int, receiver: int) -> int:
+        """Return how many bytes ``sender`` may write for ``receiver``, once both have begun."""
+        return self._mailbox_nbytes - self.written[sender][receiver] + self.read[receiver][sender]
+
+    # -- meeting -------------------------------------------------------------------------------------------------
+
+    def post(self, request: Request) -> None:
+        """Show what this rank is about to do; for a collective, ``meet`` follows."""
+        place = (self.tick + 1) & 1
+        _REQUEST.pack_into(self._bytes, self._request_offset(self.rank, place), *_packed(request))
+        self._places[self.rank] = place
+
+    def meet(self) -> None:
+        """Raise this rank's tick and wait for those of the group.
+
+        Raises
+        ------
+        CollectiveMismatch
+            If a rank left without arriving, or no rank can go on.
+        Aborted
+            If the wait was broken off.
+        """
+        self.tick += 1
+        self.fence()  # data and request come before the tick that tells of them
+        self._ticks[self.rank] = self.tick
+        self.wake_all()
+        self.wait(self._have_all_arrived)
+
+    def agree(self) -> list[Any]:
+        """Meet at the start of a collective, compare the requests and return the weights, in the order of ``ranks``.
+
+        Raises
+        ------
+        CollectiveMismatch
+            On every rank of the group, if any two requests differ.
+        """
+        self.meet()
+        place = self.tick & 1
+        starts = [self._request_offset(rank, place) for rank in self.ranks]
+        if len({bytes(self._bytes[start : start + _NUM_EQUAL_NBYTES]) for start in starts}) > 1:
+            raise CollectiveMismatch(
+                f"cannot run a collective: the ranks asked for different ones: {self._requests_text(self.ranks)}. "
+                + _RULE
+            )
+        return [_REQUEST.unpack_from(self._bytes, start)[-1] for start in starts]
+
+    def _have_all_arrived(self) -> bool:
+        missing = [rank for rank in self.ranks if not self._has_arrived(rank)]
+        if not missing:
+            return True
+        # A rank may arrive and leave between the two looks: only who had not arrived when it left is missing.
+        left = [rank for rank in missing if self.has_left(rank)]
+        left = [rank for rank in left if not self._has_arrived(rank)]
+        if left:
+            raise CollectiveMismatch(self._left_text(left))
+        return False
+
+    def _has_arrived(self, rank: int) -> bool:
+        return self._ticks[rank] >= self.tick and self._sequences[rank] == self.sequence
+
+    # -- waiting and waking --------------------------------------------------------------------------------------
+
+    def wait(self, is_ready: Callable[[], bool]) -> None:
+        """Return when ``is_ready()``; it is called again after every wake-up and may raise.
+
+        Raises
+        ------
+        Aborted
+            If the master set the abort word, or another thread called ``abort``.
+        CollectiveMismatch
+            If no rank of the group can go on.
+        """
+        for _ in range(SPIN_YIELDS):
+            if is_ready():
+                return
+            os.sched_yield()
+        number = self._sleeps[self.rank]  # even: awake, odd: asleep or about to be
+        try:
+            self._sleeps[self.rank] = number + 1
+            # The other side changes something, then looks who sleeps; this side says that it sleeps, then looks again.
+            # Each has a fence between, so at least one of them sees the other: no wake-up is lost.
+            self.fence()
+            while not is_ready():
+                self.check_abort()
+                if self._poll.poll(RECHECK_MS):
+                    os.eventfd_read(self._eventfds[self.rank])
+                else:
+                    self._check_deadlock()
+        finally:
+            self._sleeps[self.rank] = number + 2
+
+    def wake_all(self) -> None:
+        """Wake every rank that sleeps, after a change that it may wait for."""
+        self.fence()
+        for rank, number in enumerate(self._sleeps.tolist()):
+            if number & 1:
+                os.eventfd_write(self._eventfds[rank], 1)
+
+    def wake(self, rank: int) -> None:
+        """Wake ``rank`` if it sleeps, after a change that only it may wait for."""
+        self.fence()
+        if self._sleeps[rank] & 1:
+            os.eventfd_write(self._eventfds[rank], 1)
+
+    def check_abort(self) -> None:
+        """Raise Aborted if the call is to be given up."""
+        if self._abort_word[0] or self._is_aborted:
+            raise Aborted(f"rank {self.rank} gave up waiting: the call was aborted after a failure elsewhere.")
+
+    def is_aborted(self) -> bool:
+        """Whether ``check_abort`` would raise."""
+        return bool(self._abort_word[0]) or self._is_aborted
+
+    def abort(self) -> None:
+        """Break the wait of this rank; callable from another thread of the process."""
+        self._is_aborted = True
+        os.eventfd_write(self._eventfds[self.rank], 1)
+
+    def fence(self) -> None:
+        """Order this rank's reads and writes before the fence, as others see them, before those after it.
+
+        Plain stores of one process may be seen late, or in another order, by the others. Releasing a lock and taking it
+        again is a full memory barrier on every processor; the lock itself is private and never contended.
+        """
+        self._fence_lock.release()
+        self._fence_lock.acquire()
+
+    # -- nobody can go on ----------------------------------------------------------------------------------------
+
+    def _check_deadlock(self) -> None:
+        """Raise if every rank of the group has left or sleeps over something that no rank can bring about any more.
+
+        A rank that sleeps changes nothing, so what is read here belongs together if nobody woke up meanwhile.
+        """
+        numbers = self._sleeps.tolist()
+        self.fence()
+        for rank in self.ranks:
+            if not self.has_begun(rank):
+                return
+            if not self.has_left(rank) and not (numbers[rank] & 1 and self._is_stuck(rank)):
+                return
+        self.fence()
+        if self._sleeps.tolist() == numbers:
+            waiting = [rank for rank in self.ranks if not self.has_left(rank)]
+            raise CollectiveMismatch(
+                f"cannot go on: every rank waits for another one: {self._requests_text(waiting)}. {_RULE}"
+            )
+
+    def _is_stuck(self, rank: int) -> bool:
+        """Whether the sleeping ``rank`` has nothing to do: all that it waits for is still missing."""
+        request = self._request(rank)
+        if request.kind not in _POINT_TO_POINT:
+            return any(self._ticks[each] < self._ticks[rank] for each in self.ranks)
+        # Whoever sends or receives takes in whatever reaches it, and a sender goes on when its receiver made room.
+        has_mail = any(self.written[each][rank] != self.read[rank][each] for each in self.ranks)
+        has_room = request.kind == "send" and self.room(rank, request.peer) > 0
+        return not has_mail and not has_room
+
+    # -- texts ---------------------------------------------------------------------------------------------------
+
+    def _request_offset(self, rank: int, place: int) -> int:
+        return self._requests + (2 * rank + place) * LINE_NBYTES
+
+    def _request(self, rank: int) -> Request:
+        """Return what ``rank`` posted last."""
+        offset = self._request_offset(rank, self._places[rank])
+        kind, op, dtype, count, peer, tag, is_weighted, weight = _REQUEST.unpack_from(self._bytes, offset)
+        return Request(
+            KINDS[kind], _OP_NAMES[op], _DTYPE_NAMES[dtype], count, peer, tag, weight if is_weighted else None
+        )
+
+    def _requests_text(self, ranks: Sequence[int]) -> str:
+        return "; ".join(f"rank {rank}: {self._request(rank)}" for rank in ranks)
+
+    def _left_text(self, left: Sequence[int]) -> str:
+        names = ", ".join(map(str, left))
+        waiting = [rank for rank in self.ranks if rank == self.rank or self._has_arrived(rank)]
+        return (
+            f"cannot finish a collective: {'rank' if len(left) == 1 else 'ranks'} {names} left the function without "
+            f"joining it; waiting: {self._requests_text(waiting)}. {_RULE}"
+        )
+
+
+def reset_control(segment: Segment, world_size: int, eventfds: Sequence[int]) -> None:
+    """Set all control words to zero and take back all wake-ups. For the master, while no rank is in a call."""
+    segment.buffer[: ControlLayout(world_size).nbytes] = 0
+    for eventfd in eventfds:
+        poll = select.poll()
+        poll.register(eventfd, select.POLLIN)
+        if poll.poll(0):
+            os.eventfd_read(eventfd)
+
+
+def set_abort(segment: Segment, eventfds: Sequence[int]) -> None:
+    """Make every rank leave what it waits for, with ``Aborted``. For the master; stays set until ``reset``."""
+    segment.view(0, (1,), np.dtype(np.int64))[0] = 1
+    for eventfd in eventfds:  # a system call each: the word is visible before the wake-up
+        os.eventfd_write(eventfd, 1)

@@ -1,0 +1,190 @@
+"""Data-parallel training of any model: gradient, one all-reduce on a flat buffer, local update.
+
+Owns the recipe and no arithmetic of its own: the rules are in ``updates.py``. Built on the public API only. One call:
+
+    train(x, y) -> rows scattered -> on each rank: loss_and_grad(params, its rows)
+                -> gradients averaged over all rows, in one flat buffer per dtype -> clipped
+                -> the rule's step on this rank's replica -> loss averaged over all rows -> caller
+
+Every rank holds the same parameters before and after, so no parameter ever travels.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import operator
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+
+import synk
+from synk.extensions._gradients import clip_by_global_norm, flatten
+from synk.extensions._rule import Tree, UpdateRule
+
+__all__ = ["TrainFunction", "make_train_function"]
+
+LossAndGrad = Callable[..., tuple[Any, Tree]]
+
+
+@dataclass(frozen=True, eq=False)
+class TrainFunction:
+    """A training step that is called like a function; made by `make_train_function`.
+
+    Attributes
+    ----------
+    function : synk.Function
+        The step as it is distributed; returns the loss, how many ranks took part and the first of them.
+    params : synk.Shared
+        The parameters: ``params.value`` reads them, assigning sets those of every rank.
+    state : synk.Shared
+        The update rule's state.
+    """
+
+    function: Any
+    params: Any
+    state: Any
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        """Take one step and return the loss, averaged over all rows.
+
+        Parameters
+        ----------
+        *inputs, **options
+            What ``loss_and_grad`` takes after the parameters, by position or by name, and the options of a function's
+            call: ``batch``, ``shard_batch``, ``timeout``.
+
+        Raises
+        ------
+        TypeError
+            For ``num_slices`` and ``output_subset``, which would change what one step is.
+        """
+        for option in ("num_slices", "output_subset"):
+            if option in options:
+                raise TypeError(
+                    f"cannot take a training step: got {option}={options[option]!r}, expected none, as one call is one "
+                    "step with one loss. Slices are set once: make_train_function(..., num_slices=k)."
+                )
+        loss, num_ranks, first_rank = self.function(*inputs, **options)
+        if num_ranks < synk.current().world_size:  # ranks without rows have not seen this step
+            for variable in (self.params, self.state):
+                variable.value = synk.get_value(variable, rank=int(first_rank))
+        return loss
+
+
+def make_train_function(
+    loss_and_grad: LossAndGrad,
+    params: Tree,
+    update_rule: UpdateRule,
+    *,
+    clip_norm: float | None = None,
+    num_slices: int = 1,
+    bcast_inputs: str | Sequence[str] = (),
+    framework: str | None = None,
+    name: str = "train",
+) -> TrainFunction:
+    """Make a function that takes one training step on the rows of a batch, on all ranks together.
+
+    A step gives what it would give in one process on the whole batch, for every number of rows, ranks and slices, up
+    to rounding: means are weighted by rows.
+
+    Parameters
+    ----------
+    loss_and_grad : callable
+        ``loss_and_grad(params, *inputs) -> (loss, grads)``: both as means over the rows given; ``grads`` nested like
+        ``params``. The loss may be any nesting of floating-point numbers. ``jax.value_and_grad(loss)`` is one.
+    params : tree of arrays
+        The initial parameters, any nesting of dicts, lists and tuples of floating-point arrays.
+    update_rule : UpdateRule
+        For instance ``adam(1e-3)``; or any object with its ``init`` and ``step``.
+    clip_norm : float, optional
+        Largest norm of the averaged gradient; see `clip_by_global_norm`.
+    num_slices : int
+        Each rank computes the gradient on this many slices of its rows, one after the other: the memory of a step
+        falls by as much.
+    bcast_inputs : str or sequence of str
+        Names of the inputs that go whole to every rank; the others are scattered by rows.
+    framework : str, optional
+        ``"torch"`` or ``"jax"``: parameters and inputs arrive as that library's arrays.
+    name : str
+        The function's name in messages.
+
+    Returns
+    -------
+    TrainFunction
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not what is described here; from the call, if the gradients do not fit the parameters.
+    """
+    if not isinstance(num_slices, int) or num_slices < 1:
+        raise ValueError(
+            f"cannot make a training function: got num_slices={num_slices!r}, expected an integer of at least 1. "
+            "1 takes all rows of a rank at once."
+        )
+    if clip_norm is not None:
+        clip_by_global_norm((), clip_norm)  # checks the number here, in the master
+    signature = _inputs_signature(loss_and_grad)
+    whole = {bcast_inputs} if isinstance(bcast_inputs, str) else set(bcast_inputs)
+    gradient = loss_and_grad if num_slices == 1 else _sliced(loss_and_grad, signature, whole, num_slices)
+    shared_params = synk.shared(params, name=f"{name}.params")
+    shared_state = synk.shared(update_rule.init(params), name=f"{name}.state")
+
+    def step(*args: Any, **kwargs: Any) -> tuple[Any, int, int]:
+        current = shared_params.value
+        loss, grads = gradient(current, *args, **kwargs)
+        flats, unflatten = flatten(grads)
+        flats = tuple(synk.comm.all_reduce(flat, op="avg") for flat in flats)
+        if clip_norm is not None:
+            flats, _ = clip_by_global_norm(flats, clip_norm)
+        # Both new values exist before either is stored: a step that fails leaves the rank as it was.
+        new_params, new_state = update_rule.step(current, unflatten(flats), shared_state.value)
+        shared_params.value, shared_state.value = new_params, new_state
+        return loss, 1, synk.comm.rank
+
+    step.__name__ = step.__qualname__ = name
+    step.__signature__ = signature  # type: ignore[attr-defined]
+    outputs = ("avg", "sum", "min")
+    function = synk.function(step, bcast_inputs=bcast_inputs, outputs=outputs, framework=framework, name=name)
+    return TrainFunction(function, shared_params, shared_state)
+
+
+def _inputs_signature(loss_and_grad: LossAndGrad) -> inspect.Signature:
+    """Return the signature of ``loss_and_grad`` without its first parameter, bare of annotations."""
+    parameters = list(inspect.signature(loss_and_grad).parameters.values())
+    if not parameters or parameters[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
+        raise TypeError(
+            f"cannot make a training function: got {loss_and_grad!r} with no positional parameter, expected "
+            "loss_and_grad(params, *inputs). Add the parameters as its first argument."
+        )
+    inputs = parameters if parameters[0].kind is inspect.Parameter.VAR_POSITIONAL else parameters[1:]
+    return inspect.Signature([parameter.replace(annotation=inspect.Parameter.empty) for parameter in inputs])
+
+
+def _sliced(
+    loss_and_grad: LossAndGrad, signature: inspect.Signature, whole: Collection[str], num_slices: int
+) -> LossAndGrad:
+    """Return ``loss_and_grad`` as the mean over slices of this rank's rows, weighted by their rows."""
+
+    def gradient(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+        given = signature.bind(*args, **kwargs)
+        arguments = given.arguments
+        rows = synk.comm.rows
+        num_parts = min(num_slices, rows)
+        edges = [rows * k // num_parts for k in range(num_parts + 1)]
+        total: Any = None
+        for low, high in itertools.pairwise(edges):
+            given.arguments = {
+                name: value if name in whole else optree.tree_map(operator.itemgetter(slice(low, high)), value)
+                for name, value in arguments.items()
+            }
+            mean: Any = loss_and_grad(params, *given.args, **given.kwargs)
+            share = optree.tree_map(functools.partial(operator.mul, (high - low) / rows), mean)
+            total = share if total is None else optree.tree_map(operator.add, total, share)
+        return total
+
+    return gradient

@@ -1,0 +1,380 @@
+"""``Function``: what the user calls. Binds a Python function, its ops and its options; the runtime does the rest."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from synk import _worker
+from synk._arguments import Signature
+from synk._calls import CallOptions, PlanCache, run_call
+from synk._ops import check_outputs
+from synk.data import Data
+from synk.errors import ClosedError, SerializationError, SynkError
+from synk.runtime import Runtime, check_timeout, current, fork, has_current
+
+FRAMEWORKS = (None, "torch", "jax")
+
+_function_ids = itertools.count(1)
+_waiting: weakref.WeakSet[Function] = weakref.WeakSet()
+_waiting_lock = threading.Lock()
+
+
+class Function:
+    """A function that runs on all workers as one call. Made by :func:`synk.function`.
+
+    Call it like the function it was made from. Each argument is scattered along axis 0 unless it is named in
+    ``bcast_inputs``; the outputs are combined by their ops. The keyword arguments below are synk's own; a parameter of
+    the same name can be passed by position.
+
+    Parameters
+    ----------
+    batch : int, slice, sequence of int or bool mask, optional
+        The rows of the scattered inputs to use, chosen before they are split: the first n, a slice, an index list (in
+        its order), or a mask.
+    shard_batch : slice, sequence, or one per rank, optional
+        Which of the rows a rank holds of its sharded variables.
+    num_slices : int
+        Each rank calls the function on that many parts of its rows and accumulates: less memory, the same result.
+    output_subset : sequence, optional
+        Positions (or keys) of the outputs wanted; the others are neither reduced nor sent.
+    timeout : float, optional
+        Seconds until ``CallTimeout``; the runtime's default where it is not given.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        For wrong input, before anything is sent.
+    Exception
+        What the function raised on the lowest failing rank, with a ``RemoteError`` as its cause.
+    WorkerDied, CallTimeout, CollectiveMismatch, SerializationError, ClosedError
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        bcast_inputs: str | Sequence[str] = (),
+        outputs: Any = "avg",
+        updates: Any = (),
+        framework: str | None = None,
+        name: str | None = None,
+        runtime: Runtime | None = None,
+    ) -> None:
+        if not callable(fn):
+            raise TypeError(f"cannot build a function: got {type(fn).__name__}, expected a callable.")
+        self.name = name or getattr(fn, "__name__", None) or _partial_name(fn) or type(fn).__name__
+        check_outputs(outputs, repr(self.name))
+        if framework not in FRAMEWORKS:
+            raise ValueError(f"cannot build {self.name!r}: got framework={framework!r}, expected one of {FRAMEWORKS}.")
+        self._fn = fn
+        self._signature = Signature(fn, bcast_inputs, self.name)
+        self.outputs = outputs
+        self.updates = updates
+        self.framework = framework
+        self._id = next(_function_ids)
+        self._fixed_runtime = runtime
+        self._runtime: Runtime | None = None
+        self._plans = PlanCache()
+        _check_picklable(fn, outputs, self.name)
+        functools.update_wrapper(self, fn, updated=())
+        _waiting.add(self)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a worker needs to run the function."""
+        return {
+            "fn": self._fn,
+            "name": self.name,
+            "outputs": self.outputs,
+            "framework": self.framework,
+            "updates": self.updates,
+        }
+
+    # -- calling ------------------------------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        *args: Any,
+        batch: Any = None,
+        shard_batch: Any = None,
+        num_slices: int = 1,
+        output_subset: Any = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        options = CallOptions(
+            batch, shard_batch, _check_slices(num_slices), _subset(output_subset), check_timeout(timeout)
+        )
+        return self._run(args, kwargs, options)
+
+    def serial(
+        self,
+        *args: Any,
+        batch: Any = None,
+        num_slices: int = 1,
+        output_subset: Any = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the whole input on one worker: what a plain call of the function gives, and the oracle for the parallel one."""
+        options = CallOptions(
+            batch, None, _check_slices(num_slices), _subset(output_subset), check_timeout(timeout), is_serial=True
+        )
+        return self._run(args, kwargs, options)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
+        runtime = self._bound_runtime()
+        with runtime.entered(f"call {self.name!r}"):
+            deadline = runtime._deadline(options.timeout)
+            if self._runtime is not runtime:
+                distribute_functions(runtime, [self])
+            runtime.ensure_loaded()
+            return run_call(
+                runtime, self.name, self._id, self._signature, self.outputs, self._plans, args, kwargs, options, deadline
+            )
+
+    def _bound_runtime(self) -> Runtime:
+        """Return the runtime to use: the one the function was made with, else the current one."""
+        if self._fixed_runtime is not None:
+            return self._fixed_runtime
+        _worker.refuse_inside_worker(f"call {self.name!r}")
+        if self._runtime is not None and not self._runtime.is_closed:
+            return self._runtime
+        return current()
+
+    def build_inputs(self, *arrays: Any, minibatch: bool = False) -> tuple[Data, ...]:
+        """Return one :class:`synk.Data` per array, for the parameters in order."""
+        runtime = self._bound_runtime()
+        return tuple(runtime.data(array, minibatch=minibatch) for array in arrays)
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def _bind_to(self, runtime: Runtime) -> None:
+        if self._runtime is not None and self._runtime is not runtime:
+            self._plans = PlanCache()
+        self._runtime = runtime
+        _waiting.discard(self)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        # As a decorator on a method: the instance becomes a broadcast argument, which is rarely meant.
+        if instance is None:
+            return self
+        raise TypeError(
+            f"cannot use {self.name!r} as a method: build it from the bound method, as in "
+            "self.step = synk.function(self._step)."
+        )
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"cannot pickle the synk function {self.name!r}: a function on the workers cannot call another one there. "
+            "Call the plain function instead."
+        )
+
+    def __repr__(self) -> str:
+        return f"<synk.Function {self.name!r} outputs={self.outputs!r}>"
+
+
+def _partial_name(fn: Any) -> str | None:
+    return getattr(getattr(fn, "func", None), "__name__", None)
+
+
+def _check_slices(num_slices: Any) -> int:
+    if isinstance(num_slices, bool) or not isinstance(num_slices, (int, np.integer)) or num_slices < 1:
+        raise ValueError(f"cannot slice a call: got num_slices={num_slices!r}, expected an integer of 1 or more.")
+    return int(num_slices)
+
+
+def _subset(output_subset: Any) -> tuple[Any, ...] | None:
+    if output_subset is None:
+        return None
+    if isinstance(output_subset, (str, int)):
+        return (output_subset,)
+    return tuple(output_subset)
+
+
+def _check_picklable(fn: Callable[..., Any], outputs: Any, name: str) -> None:
+    """Raise SerializationError, naming the culprit, where ``fn`` cannot be sent."""
+    import cloudpickle
+
+    try:
+        cloudpickle.dumps((fn, outputs), protocol=5)
+    except Exception as error:
+        culprit = _find_culprit(fn)
+        raise SerializationError(
+            f"cannot send {name!r} to the workers: {culprit}{type(error).__name__}: {error}. "
+            "Make such an object inside the function, or pass what it needs as an argument."
+        ) from error
+
+
+def _find_culprit(fn: Any) -> str:
+    """Return ``"its variable 'x' (type) "`` for the first closed-over or global variable that cannot be pickled."""
+    import inspect
+
+    import cloudpickle
+
+    target = getattr(fn, "func", fn)
+    target = getattr(target, "__func__", target)
+    try:
+        variables = inspect.getclosurevars(target)
+    except (TypeError, ValueError):
+        return ""
+    for name, value in {**variables.nonlocals, **variables.globals}.items():
+        try:
+            cloudpickle.dumps(value, protocol=5)
+        except Exception:
+            return f"its variable {name!r} ({type(value).__name__}) cannot be pickled. "
+    return ""
+
+
+def distribute_functions(runtime: Runtime, only: Sequence[Function] | None = None) -> None:
+    """Pickle the functions that ``runtime`` does not have yet, together, and load them on all workers."""
+    import cloudpickle
+
+    with _waiting_lock:
+        candidates = list(_waiting if only is None else only)
+    functions = [f for f in candidates if f._fixed_runtime in (None, runtime) and f._runtime is not runtime]
+    functions.sort(key=lambda function: function._id)
+    runtime.ensure_loaded()
+    if not functions:
+        return
+    names = ", ".join(repr(function.name) for function in functions)
+    try:
+        data = cloudpickle.dumps([(function._id, function.options) for function in functions], protocol=5)
+    except Exception as error:
+        raise SerializationError(f"cannot send {names} to the workers: {type(error).__name__}: {error}.") from error
+    runtime.load(data, [function._id for function in functions], names)
+    for function in functions:
+        function._bind_to(runtime)
+        weakref.finalize(function, runtime._dropped_functions.append, function._id)
+
+
+def build_function(fn: Any, options: dict[str, Any], runtime: Runtime | None) -> Any:
+    """Return a Function, or a decorator where ``fn`` is None."""
+    _worker.refuse_inside_worker("build a function")
+    if fn is None:
+        return lambda target: Function(target, runtime=runtime, **options)
+    return Function(fn, runtime=runtime, **options)
+
+
+def function(
+    fn: Callable[..., Any] | None = None,
+    *,
+    bcast_inputs: str | Sequence[str] = (),
+    outputs: Any = "avg",
+    updates: Any = (),
+    framework: str | None = None,
+    name: str | None = None,
+) -> Any:
+    """Build a :class:`synk.Function` from a plain Python function; also a decorator, with or without arguments.
+
+    Parameters
+    ----------
+    fn : callable
+        Anything that cloudpickle can carry: a lambda, closure, notebook function, method or partial. It is written for
+        one device and gets the rows of that device.
+    bcast_inputs : str or sequence of str
+        Parameters that every rank gets whole; all others are scattered along axis 0.
+    outputs : op, or nesting of ops
+        ``"avg"`` (weighted by rows), ``"sum"``, ``"prod"``, ``"min"``, ``"max"``, ``"gather"``, ``"first"``, None (a list
+        with one entry per rank) or a callable ``op(a, b)``. One for all outputs, or a structure like that of the result.
+    updates : sequence of Shared, or of (Shared, op)
+        Variables that the function updates; it then returns ``(outputs, new_values)``.
+    framework : {None, "torch", "jax"}
+        Library whose arrays the function gets and returns.
+    name : str, optional
+        For errors and profiles.
+
+    Returns
+    -------
+    Function
+
+    Raises
+    ------
+    SerializationError
+        If it cannot be sent to the workers; names the variable.
+    ValueError, TypeError
+        For an unknown op, parameter or framework.
+
+    Examples
+    --------
+    >>> import numpy as np, synk
+    >>> with synk.fork(2):
+    ...     total = synk.function(lambda x: x.sum(), outputs="sum")
+    ...     total(np.arange(10.0))
+    np.float64(45.0)
+    """
+    options = {
+        "bcast_inputs": bcast_inputs,
+        "outputs": outputs,
+        "updates": updates,
+        "framework": framework,
+        "name": name,
+    }
+    return build_function(fn, options, None)
+
+
+def distribute() -> None:
+    """Send all functions that are not yet on the workers of the current runtime, in one go.
+
+    Optional: the first call of a function does it. A program that builds many functions saves round trips, and functions
+    that are pickled together keep what they share in common.
+
+    Raises
+    ------
+    SerializationError
+        If one cannot be pickled, or cannot be loaded on the workers; it is then on no rank.
+    """
+    current().distribute()
+
+
+def wrap(
+    fn: Callable[..., Any] | None = None,
+    *,
+    bcast_inputs: str | Sequence[str] = (),
+    outputs: Any = "avg",
+    updates: Any = (),
+    framework: str | None = None,
+    name: str | None = None,
+) -> Any:
+    """Make one function of an existing program parallel, without any other change.
+
+    As :func:`function`, but forks at the first call where no runtime is there. The workers end with the program.
+
+    Examples
+    --------
+    >>> import numpy as np, synk
+    >>> mean_square = synk.wrap(lambda x: (x**2).mean())
+    >>> mean_square(np.array([1.0, 3.0]))
+    np.float64(5.0)
+    >>> synk.close()
+    """
+    options = {
+        "bcast_inputs": bcast_inputs,
+        "outputs": outputs,
+        "updates": updates,
+        "framework": framework,
+        "name": name,
+    }
+    if fn is None:
+        return lambda target: WrappedFunction(target, **options)
+    return WrappedFunction(fn, **options)
+
+
+class WrappedFunction(Function):
+    """A function that brings its own runtime where there is none; made by :func:`synk.wrap`."""
+
+    def _bound_runtime(self) -> Runtime:
+        _worker.refuse_inside_worker(f"call {self.name!r}")
+        if not has_current() and (self._runtime is None or self._runtime.is_closed):
+            fork()
+        return super()._bound_runtime()
+
+
+__all__ = ["ClosedError", "Function", "SynkError", "WrappedFunction", "build_function", "distribute", "function", "wrap"]
