@@ -1,0 +1,433 @@
+"""The training recipe: on a small fake of the runtime first, then on workers."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import optree
+import pytest
+import torch
+
+import synk
+from synk.extensions.train_function import make_train_function
+from synk.extensions.updates import adam, momentum, sgd
+
+# ----- a model, and its training by torch alone on the whole batch
+
+
+def start() -> dict[str, Any]:
+    random = np.random.default_rng(5)
+    return {"hidden": (random.normal(size=(4, 3)), np.zeros(3)), "out": random.normal(size=3)}
+
+
+def batch(num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(num_rows)
+    return random.normal(size=(num_rows, 4)), random.normal(size=num_rows)
+
+
+def torch_loss(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    weight, bias = params["hidden"]
+    return ((torch.tanh(x @ weight + bias) @ params["out"] - y) ** 2).mean()
+
+
+def loss_and_grad(params: Any, x: np.ndarray, y: np.ndarray) -> tuple[float, Any]:
+    """Return the loss of a small network and its gradient, written out in NumPy."""
+    weight, bias = params["hidden"]
+    hidden = np.tanh(x @ weight + bias)
+    error = hidden @ params["out"] - y
+    back = np.outer(error, params["out"]) * (1 - hidden**2) * (2 / len(x))
+    return error @ error / len(x), {"hidden": (x.T @ back, back.sum(0)), "out": hidden.T @ error * (2 / len(x))}
+
+
+def torch_loss_and_grad(params: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    grads, loss = torch.func.grad_and_value(torch_loss)(params, x, y)
+    return loss, grads
+
+
+def trained_by_torch(
+    make: Callable[..., torch.optim.Optimizer], batches: list[int], clip_norm: float | None = None
+) -> tuple[list[float], Any]:
+    """Return the loss before each step and the parameters at the end."""
+    params = optree.tree_map(lambda leaf: torch.tensor(leaf, requires_grad=True), start())
+    leaves = optree.tree_leaves(params)
+    optimizer = make(leaves)
+    losses = []
+    for num_rows in batches:
+        optimizer.zero_grad()
+        loss = torch_loss(params, *map(torch.tensor, batch(num_rows)))
+        loss.backward()
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(leaves, clip_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, optree.tree_map(lambda leaf: leaf.detach().numpy(), params)
+
+
+def assert_same(tree: Any, expected: Any) -> None:
+    """Assert that two trees agree up to rounding."""
+    assert optree.tree_structure(tree) == optree.tree_structure(expected)
+    for leaf, other in zip(optree.tree_leaves(tree), optree.tree_leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=1e-10, atol=1e-14)
+
+
+# ----- a fake: ranks are threads, one call at a time
+
+
+def copied(leaf: Any) -> np.ndarray:
+    return np.asarray(leaf).copy()
+
+
+class FakeShared:
+    """One replica per rank; a rank sees read-only arrays of the function's library."""
+
+    def __init__(self, runtime: FakeRuntime, value: Any) -> None:
+        self._runtime = runtime
+        self.replicas = [optree.tree_map(copied, value) for _ in range(runtime.world_size)]
+
+    @property
+    def value(self) -> Any:
+        runtime = self._runtime
+        replica = self.replicas[getattr(runtime.local, "rank", 0)]
+        for leaf in optree.tree_leaves(replica):
+            leaf.flags.writeable = False
+        return optree.tree_map(runtime.to_framework, replica) if hasattr(runtime.local, "rank") else replica
+
+    @value.setter
+    def value(self, new: Any) -> None:
+        rank = getattr(self._runtime.local, "rank", None)
+        for position in range(len(self.replicas)) if rank is None else (rank,):
+            self.replicas[position] = optree.tree_map(copied, new)
+
+
+class FakeRuntime:
+    """What `make_train_function` uses of synk, in one process; also what ``synk.comm`` is inside a function."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.local = threading.local()
+        self.shares: list[int] = []
+        self.collectives: list[tuple[str, int]] = []
+        self.to_framework: Callable[[Any], Any] = np.asarray
+        self._lock = threading.Lock()
+
+    def current(self) -> FakeRuntime:
+        return self
+
+    @property
+    def rank(self) -> int:
+        return self.local.rank
+
+    @property
+    def rows(self) -> int:
+        return self.shares[self.rank]
+
+    def shared(self, value: Any, name: str) -> FakeShared:
+        return FakeShared(self, value)
+
+    def get_value(self, variable: FakeShared, rank: int) -> Any:
+        return variable.replicas[rank]
+
+    def all_reduce(self, array: Any, op: str) -> Any:
+        """Return the mean of all ranks' arrays, weighted by their rows."""
+        assert op == "avg"
+        self._posted[self.rank] = np.asarray(array)
+        if self._barrier.wait() == 0:
+            self.collectives.append((str(array.dtype), array.shape[0]))
+        total = sum(array * self.shares[rank] for rank, array in sorted(self._posted.items())) / sum(self.shares)
+        self._barrier.wait()
+        return self.to_framework(np.asarray(total, self._posted[self.rank].dtype))
+
+    def function(
+        self, step: Callable[..., Any], *, bcast_inputs: Any, outputs: Any, framework: str | None, name: str
+    ) -> Callable[..., Any]:
+        """Return a function that scatters rows to threads and combines what they return."""
+        assert outputs == ("avg", "sum", "min")
+        names = list(inspect.signature(step).parameters)
+        self.to_framework = {None: np.asarray, "torch": lambda leaf: torch.tensor(np.asarray(leaf))}[framework]
+
+        def call(*inputs: Any, **named: Any) -> tuple[Any, int, int]:
+            arguments = {**dict(zip(names, inputs, strict=False)), **named}
+            num_rows = len(next(value for key, value in arguments.items() if key not in bcast_inputs))
+            parts = np.array_split(np.arange(num_rows), self.world_size)
+            self.shares = [len(part) for part in parts]
+            ranks = [rank for rank, share in enumerate(self.shares) if share]
+            self._barrier, self._posted, results, errors = threading.Barrier(len(ranks), timeout=30), {}, {}, []
+
+            def run(rank: int) -> None:
+                self.local.rank = rank
+                own = {k: v if k in bcast_inputs else self.to_framework(v[parts[rank]]) for k, v in arguments.items()}
+                try:
+                    results[rank] = step(**own)
+                except threading.BrokenBarrierError:
+                    pass  # another rank failed
+                except Exception as error:
+                    errors.append(error)
+                    self._barrier.abort()
+
+            threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if errors:
+                raise errors[0]
+            weights = [self.shares[rank] / num_rows for rank in ranks]
+            losses, ones, firsts = zip(*(results[rank] for rank in ranks), strict=True)
+            loss = optree.tree_map(lambda *leaves: float(np.dot(leaves, weights)), *losses)
+            return loss, sum(ones), min(firsts)
+
+        return call
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], FakeRuntime]:
+    """Return a maker of fakes, which take the place of synk's verbs."""
+
+    def make(world_size: int) -> FakeRuntime:
+        runtime = FakeRuntime(world_size)
+        for verb in ("shared", "function", "get_value", "current"):
+            monkeypatch.setattr(synk, verb, getattr(runtime, verb), raising=False)
+        monkeypatch.setattr(synk, "comm", runtime, raising=False)
+        return runtime
+
+    return make
+
+
+# ----- the recipe on the fake
+
+BATCHES = [10, 7, 7, 12, 5, 9]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("num_slices", [1, 2, 5])
+def test_training_is_that_of_torch_on_the_whole_batch(
+    fake: Callable[[int], FakeRuntime], world_size: int, num_slices: int
+) -> None:
+    fake(world_size)
+    train = make_train_function(loss_and_grad, start(), adam(0.05), clip_norm=1.0, num_slices=num_slices)
+    losses = [train(*batch(num_rows)) for num_rows in BATCHES]
+    expected_losses, expected = trained_by_torch(lambda leaves: torch.optim.Adam(leaves, lr=0.05), BATCHES, 1.0)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-10)
+    assert len(train.params.replicas) == world_size
+    for replica in train.params.replicas:
+        assert_same(replica, expected)
+    assert train.state.value["step"] == len(BATCHES)
+
+
+def test_ranks_without_rows_are_brought_up_to_date(fake: Callable[[int], FakeRuntime]) -> None:
+    fake(4)
+    train = make_train_function(loss_and_grad, start(), momentum(0.05))
+    batches = [6, 2, 1, 8]
+    losses = [train(*batch(num_rows)) for num_rows in batches]
+    expected_losses, expected = trained_by_torch(lambda ls: torch.optim.SGD(ls, lr=0.05, momentum=0.9), batches)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-10)
+    for replica, state in zip(train.params.replicas, train.state.replicas, strict=True):
+        assert_same(replica, expected)
+        assert state["step"] == len(batches)
+
+
+def test_gradients_travel_in_one_buffer_per_dtype(fake: Callable[[int], FakeRuntime]) -> None:
+    runtime = fake(2)
+    train = make_train_function(loss_and_grad, start(), sgd(0.1))
+    train(*batch(6))
+    assert runtime.collectives == [("float64", 4 * 3 + 3 + 3)]
+
+    def mixed(params: Any, x: np.ndarray) -> tuple[float, Any]:
+        return 0.0, [np.ones(2, "float32"), np.ones((2, 2)), np.ones(1, "float32")]
+
+    runtime.collectives.clear()
+    make_train_function(mixed, mixed(None, np.ones(1))[1], sgd(0.1))(np.ones(6))
+    assert sorted(runtime.collectives) == [("float32", 3), ("float64", 4)]
+
+
+@pytest.mark.parametrize("num_slices", [1, 2])
+def test_torch_tensors_all_the_way(fake: Callable[[int], FakeRuntime], num_slices: int) -> None:
+    fake(2)
+    seen: list[bool] = []
+
+    def spying(params: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        seen.extend(isinstance(leaf, torch.Tensor) for leaf in optree.tree_leaves((params, x, y)))
+        return torch_loss_and_grad(params, x, y)
+
+    train = make_train_function(spying, start(), adam(0.05), framework="torch", clip_norm=1.0, num_slices=num_slices)
+    losses = [train(*batch(num_rows)) for num_rows in BATCHES]
+    expected_losses, expected = trained_by_torch(lambda leaves: torch.optim.Adam(leaves, lr=0.05), BATCHES, 1.0)
+    assert all(seen)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-10)
+    assert_same(train.params.value, expected)
+
+
+@pytest.mark.parametrize("bcast_inputs", ["scale", ("scale",)])
+def test_inputs_go_by_position_or_name_whole_or_in_rows(fake: Callable[[int], FakeRuntime], bcast_inputs: Any) -> None:
+    fake(2)
+
+    def scaled(params: Any, x: np.ndarray, *, scale: np.ndarray, power: int = 1) -> tuple[dict[str, float], Any]:
+        assert scale.shape == (3,)
+        value = float(x.mean() * scale.sum() ** power)
+        return {"loss": value, "rows": 0.5}, {"w": np.full(2, value)}
+
+    train = make_train_function(
+        scaled, {"w": np.zeros(2)}, sgd(1.0), bcast_inputs=bcast_inputs, num_slices=2, name="fit"
+    )
+    x, scale = np.arange(7.0), np.ones(3)
+    assert train(x, scale=scale) == {"loss": pytest.approx(9.0), "rows": pytest.approx(0.5)}
+    assert train(x=x, scale=scale)["loss"] == pytest.approx(9.0)
+    np.testing.assert_allclose(train.params.value["w"], -18.0)
+
+
+def test_step_shows_the_inputs_and_the_name(monkeypatch: pytest.MonkeyPatch, fake: Callable[[int], Any]) -> None:
+    runtime = fake(1)
+    steps: list[Callable[..., Any]] = []
+
+    def keep(step: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        steps.append(step)
+        return runtime.function(step, **options)
+
+    monkeypatch.setattr(synk, "function", keep)
+    make_train_function(loss_and_grad, start(), sgd(), name="fit")
+    make_train_function(lambda *everything: (0.0, everything[0]), start(), sgd())
+    assert [(step.__name__, str(inspect.signature(step))) for step in steps] == [
+        ("fit", "(x, y)"),
+        ("train", "(*everything)"),
+    ]
+
+
+def test_a_step_that_fails_changes_nothing(fake: Callable[[int], FakeRuntime]) -> None:
+    fake(2)
+
+    def failing(params: Any, x: np.ndarray, y: np.ndarray) -> tuple[float, Any]:
+        if math.isnan(x[0, 0]):
+            raise ArithmeticError("not a number")
+        return loss_and_grad(params, x, y)
+
+    train = make_train_function(failing, start(), adam(0.05))
+    x, y = batch(6)
+    broken = x.copy()
+    broken[3:] = math.nan  # the rows of the second rank
+    with pytest.raises(ArithmeticError, match="not a number"):
+        train(broken, y)
+    for replica, state in zip(train.params.replicas, train.state.replicas, strict=True):
+        assert_same(replica, start())
+        assert state["step"] == 0
+    train(x, y)
+    assert train.state.value["step"] == 1
+
+
+def test_mistakes_are_named(fake: Callable[[int], FakeRuntime]) -> None:
+    fake(2)
+    with pytest.raises(ValueError, match="got num_slices=0, expected an integer of at least 1"):
+        make_train_function(loss_and_grad, start(), sgd(), num_slices=0)
+    with pytest.raises(ValueError, match="got a maximal norm of -1"):
+        make_train_function(loss_and_grad, start(), sgd(), clip_norm=-1)
+    with pytest.raises(TypeError, match=r"expected loss_and_grad\(params, \*inputs\)"):
+        make_train_function(lambda: (0.0, {}), start(), sgd())
+    with pytest.raises(TypeError, match=r"cannot initialise sgd: got params\['w'\] of dtype int64"):
+        make_train_function(loss_and_grad, {"w": np.arange(3)}, sgd())
+    train = make_train_function(loss_and_grad, start(), sgd())
+    for option, value in {"num_slices": 2, "output_subset": [0]}.items():
+        with pytest.raises(TypeError, match=f"cannot take a training step: got {option}="):
+            train(*batch(4), **{option: value})
+    wrong = make_train_function(lambda params, x: (0.0, {"w": np.ones(1)}), {"w": np.ones(2)}, sgd())
+    with pytest.raises(ValueError, match=r"got grads\['w'\] of shape \(1,\)"):
+        wrong(np.ones(4))
+
+
+# ----- the recipe on workers
+
+on_workers = pytest.mark.skipif(not hasattr(synk, "shared"), reason="needs synk.shared")
+
+
+@pytest.fixture
+def fork() -> Iterator[Callable[[int], Any]]:
+    yield lambda num_workers: synk.fork(num_workers, backend="numpy")
+    synk.close()
+
+
+@on_workers
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_slices", [1, 3])
+def test_workers_train_as_torch_does_on_the_whole_batch(
+    fork: Callable[[int], Any], num_workers: int, num_slices: int
+) -> None:
+    fork(num_workers)
+    train = make_train_function(loss_and_grad, start(), adam(0.05), clip_norm=1.0, num_slices=num_slices)
+    losses = [train(*batch(num_rows)) for num_rows in BATCHES]
+    expected_losses, expected = trained_by_torch(lambda leaves: torch.optim.Adam(leaves, lr=0.05), BATCHES, 1.0)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-10)
+    for rank in range(num_workers):
+        assert_same(synk.get_value(train.params, rank=rank), expected)
+        assert synk.get_value(train.state, rank=rank)["step"] == len(BATCHES)
+
+
+@on_workers
+def test_workers_without_rows_are_brought_up_to_date(fork: Callable[[int], Any]) -> None:
+    fork(3)
+    train = make_train_function(loss_and_grad, start(), momentum(0.05))
+    batches = [6, 2, 1, 8]
+    losses = [train(*batch(num_rows)) for num_rows in batches]
+    expected_losses, expected = trained_by_torch(lambda ls: torch.optim.SGD(ls, lr=0.05, momentum=0.9), batches)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-10)
+    for rank in range(3):
+        assert_same(synk.get_value(train.params, rank=rank), expected)
+
+
+@on_workers
+@pytest.mark.parametrize("num_slices", [1, 2])
+def test_workers_train_with_torch_tensors(fork: Callable[[int], Any], num_slices: int) -> None:
+    fork(2)
+    train = make_train_function(
+        torch_loss_and_grad, start(), adam(0.05), framework="torch", clip_norm=1.0, num_slices=num_slices
+    )
+    losses = [float(train(*batch(num_rows))) for num_rows in BATCHES]
+    expected_losses, expected = trained_by_torch(lambda leaves: torch.optim.Adam(leaves, lr=0.05), BATCHES, 1.0)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-10)
+    assert_same(train.params.value, expected)
+
+
+@on_workers
+def test_batches_of_data_a_checkpoint_and_another_function(fork: Callable[[int], Any]) -> None:
+    fork(2)
+    inputs, targets = batch(23)
+    x, y = synk.data(inputs), synk.data(targets)
+    train = make_train_function(loss_and_grad, start(), adam(0.05))
+    params = train.params
+
+    @synk.function
+    def evaluate(x: np.ndarray, y: np.ndarray) -> float:
+        return loss_and_grad(params.value, x, y)[0]
+
+    def epoch() -> list[float]:
+        return [float(train(x, y, batch=slice(first, first + 8))) for first in range(0, 23, 8)]
+
+    np.testing.assert_allclose(evaluate(x, y), loss_and_grad(start(), inputs, targets)[0])
+    saved = train.params.value, train.state.value
+    first = epoch()
+    np.testing.assert_allclose(evaluate(x, y), loss_and_grad(train.params.value, inputs, targets)[0])
+    train.params.value, train.state.value = saved
+    assert epoch() == first
+
+
+@on_workers
+def test_workers_keep_their_parameters_when_a_step_fails(fork: Callable[[int], Any]) -> None:
+    fork(2)
+
+    def failing(params: Any, x: np.ndarray, y: np.ndarray) -> tuple[float, Any]:
+        if math.isnan(x[0, 0]):
+            raise ArithmeticError("not a number")
+        return loss_and_grad(params, x, y)
+
+    train = make_train_function(failing, start(), adam(0.05))
+    x, y = batch(6)
+    broken = x.copy()
+    broken[3:] = math.nan  # the rows of the second rank
+    with pytest.raises(ArithmeticError, match="not a number"):
+        train(broken, y)
+    for rank in range(2):
+        assert_same(synk.get_value(train.params, rank=rank), start())
+    train(x, y)
+    assert synk.get_value(train.state, rank=1)["step"] == 1
