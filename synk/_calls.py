@@ -92,11 +92,10 @@ class PlanCache:
             _, old = self._plans.popitem(last=False)
             runtime.drop_plan(old.plan.plan_id)
 
-    def clear(self, runtime: Runtime) -> None:
-        """Forget everything, here and on the workers."""
-        for cached in self._plans.values():
-            runtime.drop_plan(cached.plan.plan_id)
-        self._plans.clear()
+    def discard(self, cached: CachedPlan, runtime: Runtime) -> None:
+        """Forget one plan, here and on the workers."""
+        self._plans = OrderedDict((key, value) for key, value in self._plans.items() if value is not cached)
+        runtime.drop_plan(cached.plan.plan_id)
 
 
 @dataclass
@@ -131,12 +130,17 @@ def run_call(
     runtime.counters["calls"] += 1
     plan_id = cached.plan.plan_id
     contents = {rank: cached.plan for rank in call.ranks if plan_id not in runtime.link(rank).plans}
-    replies = runtime.exchange(
-        Kind.CALL, call.ranks, plan_id, contents, cached.segments, deadline, "call", repr(name)
-    )
-    for rank in contents:
-        runtime.link(rank).plans.add(plan_id)
-    return _collect(runtime, name, outputs, cached, call, rows, replies, options, deadline)
+    try:
+        for rank in contents:
+            runtime.link(rank).plans.add(plan_id)
+        replies = runtime.exchange(
+            Kind.CALL, call.ranks, plan_id, contents, cached.segments, deadline, "call", repr(name)
+        )
+        return _collect(runtime, name, outputs, cached, call, rows, replies, options, deadline)
+    except BaseException:
+        # A worker may have told of a layout that was not taken in: the next call agrees on everything anew.
+        plans.discard(cached, runtime)
+        raise
 
 
 # -- arguments and rows -----------------------------------------------------------------------------------------------
@@ -405,7 +409,7 @@ def _assemble_large(runtime: Runtime, name: str, assembly: Assembly, deadline: f
     """Have the workers write the large outputs into a leased buffer, each its own part."""
     segment, root = runtime.lease_result(assembly.result_nbytes)
     contents = {
-        rank: (assembly.moves[rank], segment.id)
+        rank: assembly.moves[rank]
         for rank in assembly.voters
         if runtime.link(rank).assembly is not assembly
     }

@@ -243,6 +243,8 @@ class Executor:
             return value
         if function.from_framework is not None:
             value = function.from_framework(value)
+        if not is_reducible(op) and op != "gather" and type(value) in (bool, int, float, complex):
+            return value  # nothing is computed with it: a Python number stays one
         array = self.backend.as_output(value)
         what = f"output {position} of {function.name!r}"
         if array is None:
@@ -270,7 +272,7 @@ class Executor:
             base = self.rank * self.slot_nbytes
             prepared.slot_views = [
                 self.exchange.view(base + offset, leaf.shape, leaf.dtype)
-                if leaf.dtype is not None and (leaf.nbytes < LARGE_NBYTES or is_reducible(op))
+                if leaf.dtype is not None and (leaf.nbytes < LARGE_NBYTES or (is_reducible(op) and len(participants) > 1))
                 else _NO_VIEW
                 for offset, leaf, op in zip(offsets, layout.leaves, prepared.ops)
             ]

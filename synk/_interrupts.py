@@ -33,3 +33,18 @@ def held_back(on_interrupt: Callable[[int], None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Hold Ctrl-C back while the body runs, and raise KeyboardInterrupt after it."""
+    was_interrupted = False
+
+    def note(count: int) -> None:
+        nonlocal was_interrupted
+        was_interrupted = True
+
+    with held_back(note):
+        yield
+    if was_interrupted:
+        raise KeyboardInterrupt

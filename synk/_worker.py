@@ -193,9 +193,9 @@ class Worker:
 
     def _assemble(self, result_id: int, extras: Extras | None) -> _Reply:
         self.failpoint("reduce.before")
-        moves, result_id = extras.content if extras is not None else (self._moves, result_id)
-        self._moves = moves
-        self.executor.assemble(moves, self.segments[result_id])
+        if extras is not None and extras.content is not None:
+            self._moves = extras.content
+        self.executor.assemble(self._moves, self.segments[result_id])
         self.failpoint("reduce.after")
         return Status.DONE, 0, None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import math
 import os
 import pickle
@@ -30,7 +31,7 @@ from synk import _worker
 from synk._channel import MAX_FDS, ProtocolError
 from synk._failures import Failure, rebuild
 from synk._inline import InlineProcess
-from synk._interrupts import held_back
+from synk._interrupts import deferred, held_back
 from synk._links import Link, Reply
 from synk._memory import Segment
 from synk._messages import Down, Extras, Kind, Status, Up, control_blocks, control_nbytes
@@ -152,9 +153,10 @@ class Runtime:
             self.exchange_segment = Segment.create(self.world_size * _SLOT_NBYTES, is_worker_writable=True)
             self.slot_nbytes = _SLOT_NBYTES
             self._watch(self._wake_fd, "wake", -1)
-            for rank in range(self.world_size):
-                self._links.append(Link(rank, self._start(rank)))
-                self._watch_link(self._links[rank])
+            with deferred():
+                for rank in range(self.world_size):
+                    self._links.append(Link(rank, self._start(rank, _failpoints)))
+                    self._watch_link(self._links[rank])
         except BaseException:
             self._tear_down()
             raise
@@ -163,11 +165,11 @@ class Runtime:
 
     # -- starting -----------------------------------------------------------------------------------------------------
 
-    def _start(self, rank: int) -> WorkerProcess | InlineProcess:
+    def _start(self, rank: int, failpoints: Sequence[Sequence[Any]]) -> WorkerProcess | InlineProcess:
         device = self.devices[rank]
         if self.is_inline:
-            return InlineProcess(rank, self.world_size, self.backend, device, self._control, self._failpoints)
-        setup = setup_message(self.world_size, self.backend, device, self._failpoints)
+            return InlineProcess(rank, self.world_size, self.backend, device, self._control, failpoints)
+        setup = setup_message(self.world_size, self.backend, device, failpoints)
         setup["control_nbytes"] = self._control.nbytes
         environment = self._placements.environment(rank) or cpu_environment(self.world_size)
         return WorkerProcess(rank, setup, environment, self._control.fd, self._token, {})
@@ -284,7 +286,7 @@ class Runtime:
     def _drain_events(self) -> None:
         """Handle what happened while nobody waited: deaths, and lines printed by threads of workers."""
         for fd, _ in self._poll.poll(0):
-            kind, rank = self._fds[fd]
+            kind, rank = self._fds.get(fd, ("", -1))
             link = self._links[rank]
             if kind == "death":
                 how = self._bury(link)
@@ -314,20 +316,22 @@ class Runtime:
             for rank, how in sorted(self._unreported_deaths.items())
         ]
         self._unreported_deaths.clear()
-        if len(self._restarts) + len(dead) > self.max_restarts:
+        if len(self._restarts) >= self.max_restarts:
             ended = ", ".join(f"rank {link.rank} ({link.process.exit_text})" for link in dead)
             error = ClosedError(
-                f"the runtime closed itself: workers died {len(self._restarts) + len(dead)} times within "
+                f"the runtime closed itself: workers died {len(self._restarts) + 1} times within "
                 f"{RESTART_WINDOW_S:.0f} s, last {ended}; max_restarts is {self.max_restarts}. Call synk.fork() again."
             )
             cause = self._cause
             self._fail(error)
             raise error from cause
-        for link in dead:
-            self._restarts.append(now)
-            self.counters["restarts"] += 1
-            link.restart(self._start(link.rank))
-            self._watch_link(link)
+        self._restarts.append(now)
+        lasting = [point for point in self._failpoints if point[2] == 0]
+        with deferred():
+            for link in dead:
+                self.counters["restarts"] += 1
+                link.restart(self._start(link.rank, lasting))
+                self._watch_link(link)
         self._await_ready()
         if reports:
             warnings.warn(f"{'; '.join(reports)} and was started again.", RuntimeWarning, stacklevel=6)
@@ -389,14 +393,14 @@ class Runtime:
     ) -> None:
         extras, missing = link.extras(content, needed, self.exchange_segment, self.slot_nbytes)
         process = link.process
+        self.counters["messages_down"] += 1
+        self.counters["bytes_down"] += 8
         if isinstance(process, InlineProcess):
             for segment in missing:
                 process.give(segment)
             link.note_sent(extras, missing)
             process.handle(kind, sequence, value, extras)
             return
-        self.counters["messages_down"] += 1
-        self.counters["bytes_down"] += 8
         has_body = 0
         if extras is not None:
             if len(missing) > MAX_FDS:
@@ -436,6 +440,8 @@ class Runtime:
         if self.is_inline:
             process = self._links[0].process
             assert isinstance(process, InlineProcess)
+            self.counters["messages_up"] += 1
+            self.counters["bytes_up"] += 8
             return {0: process.reply()}
         while pending:
             timeout_ms = None
@@ -538,7 +544,7 @@ class Runtime:
         self._end_calls(survivors, kill_at=time.monotonic() + GRACE_S)
         fallen = sorted(set(owing) | {rank for rank in survivors if self._links[rank].is_dead})
         error = self._worker_died(fallen, phase, what)
-        self._cause = error
+        self._cause = copy.copy(error)  # without the traceback that will hold the caller's frames
         raise error
 
     def _worker_died(self, ranks: list[int], phase: str, what: str) -> WorkerDied:
