@@ -14,8 +14,8 @@ OUTPUTS = {"output 4 KB": 4 << 10, "output 1 MB": 1 << 20, "output 64 MB": 64 <<
 def run(harness: Harness) -> dict[str, Any]:
     """Return job -> peer -> rounds (or what went wrong), and the start-up seconds of each peer."""
     results: dict[str, Any] = {}
-    start_s: dict[str, list[float]] = {}
     with harness.baselines() as baselines:
+        start_s: dict[str, list[Any]] = {peer.name: [peer.start_s] for peer in baselines[1:]}
         cases: dict[str, Case] = {job: {"job": job} for job in ("tiny", "linear", "linear passed")}
         cases |= {job: {"job": job, "repeats": _repeats(baselines[0], job)} for job in WORK_S}
         cases |= {name: {"job": "output", "nbytes": nbytes} for name, nbytes in OUTPUTS.items()}

@@ -38,8 +38,8 @@ def worker_pids() -> list[str]:
 
 def _table(path: Path) -> dict[str, int]:
     """Read ``name: number ...`` lines."""
-    pairs = (line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
-    return {name: int(rest.split()[0]) for name, rest in pairs if rest.split()[0].isdigit()}
+    words = (line.replace(":", " ", 1).split() for line in path.read_text().splitlines())
+    return {name: int(number) for name, number, *_ in (line for line in words if len(line) > 1) if number.isdigit()}
 
 
 def written_nbytes(pid: str) -> int:
