@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -11,7 +13,7 @@ import synk
 
 project = "synk"
 author = "The synk authors"
-copyright = "2026, The synk authors"  # noqa: A001
+copyright = "2026, The synk authors"
 release = version = synk.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -28,3 +30,12 @@ autodoc_typehints = "signature"
 autodoc_mock_imports = ["cupy", "cupyx", "pynccl", "numba", "pynvml", "mpi4py"]
 napoleon_google_docstring = False
 napoleon_use_ivar = True
+
+
+def _escape_axes(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Keep the star of a shape such as ``(rows, *rest)`` from being read as markup."""
+    lines[:] = [re.sub(r"(?<!`)\(((?:\w+, )*)\*(\w+)\)", r"(\1\\*\2)", line) for line in lines]
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", _escape_axes, priority=100)
