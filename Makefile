@@ -57,7 +57,7 @@ docs: $(DEV)
 # The wheel, alone in an environment that has seen nothing else.
 smoke: $(DEV)
 	@rm -rf build/smoke dist
-	@$(PY) -m build --outdir dist >/dev/null
+	@mkdir -p build && $(PY) -m build --outdir dist >build/log 2>&1 || { cat build/log; exit 1; }
 	@$(PYTHON) -m venv build/smoke
 	@build/smoke/bin/python -m pip install -qq dist/*.whl
 	@cp .ci/smoke.py build/smoke/smoke.py
