@@ -55,7 +55,7 @@ class NcclCapabilities(Capabilities):
         False: ``min`` and ``max`` drop NaN (``fminf`` in ``src/device/reduce_kernel.h``). Reduce a flag "holds a NaN"
         (uint8, ``max``) in the same group and write NaN where it is set.
     has_weighted_avg : bool
-        Whether ``avg`` takes a weight. Where not, multiply the buffer by the weight and reduce by ``sum``.
+        Whether ``avg`` takes a weight (NCCL 2.11). Where not, multiply the buffer by it and reduce by ``sum``.
     accumulates_in_float32 : bool
         False: float16 and bfloat16 are summed as they are. Cast to float32 first where that matters.
     """
@@ -212,8 +212,8 @@ class NcclCommunicator:
             return
         if not self._binding.has_weighted_sum:
             raise UnsupportedError(
-                f"cannot {action} with a weight: NCCL's binding {self._binding.name!r} has no weighted sum. Multiply "
-                "the buffer by its weight and reduce by 'sum'."
+                f"cannot {action} with a weight: NCCL {version_text(self._binding.version)} has no weighted sum. "
+                "Multiply the buffer by its weight and reduce by 'sum', or install NCCL 2.11 or later."
             )
         with self._handle.weighted_sum(pack_scalar(weight, stored_as), code, action) as weighted_op:
             yield _Reduction(weighted_op, code, width, factor)

@@ -152,6 +152,41 @@ def retype(dll: ctypes.CDLL) -> None:
             function.argtypes = argtypes
 
 
+class _Library:
+    """What both bindings call in the library itself, because pynccl and CuPy do not have it.
+
+    Parameters
+    ----------
+    dll : ctypes.CDLL
+        Its functions are re-typed.
+    path : str
+        The file behind it.
+    """
+
+    def __init__(self, dll: ctypes.CDLL, path: str) -> None:
+        retype(dll)
+        self.dll = dll
+        self.path = path
+        version = c_int()
+        _raise_for(dll.ncclGetVersion(byref(version)), "ask for NCCL's version")
+        self.version = version.value
+        self.has_weighted_sum = hasattr(dll, "ncclRedOpCreatePreMulSum")  # NCCL 2.11
+
+    def last_error(self) -> str:
+        if not hasattr(self.dll, "ncclGetLastError"):  # NCCL 2.13
+            return ""
+        return (self.dll.ncclGetLastError(None) or b"").decode(errors="replace").strip()
+
+    def create_weighted_sum(self, pointer: int, weight: bytes, dtype: int) -> tuple[int, int]:
+        op = c_int()
+        scalar = ctypes.create_string_buffer(weight, len(weight))
+        status = self.dll.ncclRedOpCreatePreMulSum(byref(op), scalar, dtype, _SCALAR_IN_HOST_MEMORY, pointer)
+        return status, op.value
+
+    def destroy_op(self, pointer: int, op: int) -> int:
+        return self.dll.ncclRedOpDestroy(op, pointer)
+
+
 class PyncclBinding:
     """NCCL through the library object of pynccl, called by ctypes, which releases the GIL during each call.
 
@@ -168,18 +203,19 @@ class PyncclBinding:
     name: ClassVar[str] = "pynccl"
 
     def __init__(self, dll: ctypes.CDLL, library_path: str) -> None:
-        retype(dll)
         self._dll = dll
+        self._library = _Library(dll, library_path)
         self.library_path = library_path
-        version = c_int()
-        _raise_for(dll.ncclGetVersion(byref(version)), "ask for NCCL's version")
-        self.version = version.value
-        self.has_weighted_sum = hasattr(dll, "ncclRedOpCreatePreMulSum")
+        self.version = self._library.version
+        self.has_weighted_sum = self._library.has_weighted_sum
         self._has_config = self.version >= InitConfig.MIN_VERSION and hasattr(dll, "ncclCommInitRankConfig")
         self.abort: Callable[[int], int] = dll.ncclCommAbort
         self.destroy: Callable[[int], int] = dll.ncclCommDestroy
         self.group_start: Callable[[], int] = dll.ncclGroupStart
         self.group_end: Callable[[], int] = dll.ncclGroupEnd
+        self.last_error = self._library.last_error
+        self.create_weighted_sum = self._library.create_weighted_sum
+        self.destroy_op = self._library.destroy_op
 
     def new_unique_id(self) -> bytes:
         unique_id = UniqueId()
@@ -199,11 +235,6 @@ class PyncclBinding:
     def async_error(self, comm: int) -> int:
         state = c_int()
         return self._dll.ncclCommGetAsyncError(comm, byref(state)) or state.value
-
-    def last_error(self) -> str:
-        if not hasattr(self._dll, "ncclGetLastError"):
-            return ""
-        return (self._dll.ncclGetLastError(None) or b"").decode(errors="replace").strip()
 
     def all_reduce(self, comm: int, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> int:
         return self._dll.ncclAllReduce(send, recv, count, dtype, op, comm, stream)
@@ -226,26 +257,19 @@ class PyncclBinding:
     def recv(self, comm: int, pointer: int, count: int, dtype: int, peer: int, stream: int) -> int:
         return self._dll.ncclRecv(pointer, count, dtype, peer, comm, stream)
 
-    def create_weighted_sum(self, comm: int, weight: bytes, dtype: int) -> tuple[int, int]:
-        op = c_int()
-        scalar = ctypes.create_string_buffer(weight, len(weight))
-        status = self._dll.ncclRedOpCreatePreMulSum(byref(op), scalar, dtype, _SCALAR_IN_HOST_MEMORY, comm)
-        return status, op.value
-
-    def destroy_op(self, comm: int, op: int) -> int:
-        return self._dll.ncclRedOpDestroy(op, comm)
-
 
 class CupyBinding:
-    """NCCL through ``cupy.cuda.nccl``: blocking start, no weighted sum, no message of the last error."""
+    """NCCL through ``cupy.cuda.nccl``, whose start always blocks."""
 
     name: ClassVar[str] = "cupy"
-    has_weighted_sum = False
 
     def __init__(self, nccl: Any, library_path: str) -> None:
         self._nccl = nccl
+        self._library = _Library(ctypes.CDLL(library_path), library_path)
         self.library_path = library_path
         self.version = int(nccl.get_version())
+        self.has_weighted_sum = self._library.has_weighted_sum
+        self.last_error = self._library.last_error
 
     def _status(self, function: Callable[..., None], *args: int) -> int:
         try:
@@ -266,9 +290,6 @@ class CupyBinding:
 
     def async_error(self, comm: Any) -> int:
         return self._status(comm.check_async_error)
-
-    def last_error(self) -> str:
-        return ""
 
     def abort(self, comm: Any) -> int:
         return self._status(comm.abort)
@@ -304,10 +325,10 @@ class CupyBinding:
         return self._status(comm.recv, pointer, count, dtype, peer, stream)
 
     def create_weighted_sum(self, comm: Any, weight: bytes, dtype: int) -> tuple[int, int]:
-        raise UnsupportedError("cannot make a weighted sum: cupy.cuda.nccl has none. Scale the buffer and sum it.")
+        return self._library.create_weighted_sum(comm.comm, weight, dtype)
 
     def destroy_op(self, comm: Any, op: int) -> int:
-        raise UnsupportedError("cannot free a weighted sum: cupy.cuda.nccl has none.")
+        return self._library.destroy_op(comm.comm, op)
 
 
 def _raise_for(status: int, action: str, last_error: str = "") -> None:

@@ -145,6 +145,10 @@ def fake_cupy(path: Path) -> dict[str, types.ModuleType]:
             unique_id = UniqueId.from_buffer_copy(comm_id)
             check(dll.ncclCommInitRank(ctypes.byref(self._comm), ndev, unique_id, rank))
 
+        @property
+        def comm(self) -> int | None:
+            return self._comm.value
+
         def __getattr__(self, name: str) -> Callable[..., None]:
             function = collectives[name][0]
             return lambda *arguments: check(function(*arguments[:-1], self._comm, arguments[-1]))
