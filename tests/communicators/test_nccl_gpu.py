@@ -1,0 +1,371 @@
+"""The NCCL communicator on devices: ranks as processes on one GPU (``gpu``) or on one each (``multi_gpu``).
+
+Never run so far: written on a machine without a GPU. The same collectives run over a stub library in
+``test_nccl_adapter.py``. What to expect of the first run:
+
+- Ranks that share a GPU need NCCL 2.30.3 or later (``NCCL_MULTI_RANK_GPU_ENABLE``). With an older one each rank gets a
+  host id of its own, which makes NCCL take sockets; that follows from NCCL's source and has not been tried.
+- Each small collective of ranks that share a GPU takes milliseconds, because they take turns on it: only correctness
+  is tested here, and every test has a limit.
+- Both bindings must be installed: what is missing fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import psutil
+import pytest
+from nccl_gpu_rank import Rank
+
+from synk.backends._devices import choose_devices, ranks_per_device, visible_devices, worker_environment
+from synk.backends._nvml import discover
+from synk.communicators import REDUCE_OPS
+from synk.communicators._nccl_library import NcclError, nccl_environment
+from synk.communicators._solo import SoloCommunicator
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ANSWER_LIMIT_S = 120.0
+BINDINGS = ("pynccl", "cupy")
+INTEGERS = ("int8", "uint8", "int32", "uint32", "int64", "uint64")
+FLOATS = ("float16", "float32", "float64")
+COMPLEXES = ("complex64", "complex128")
+SUPPORTED = [
+    *((op, dtype) for op in ("sum", "prod", "min", "max") for dtype in INTEGERS + FLOATS),
+    *(("avg", dtype) for dtype in FLOATS + COMPLEXES),
+    *(("sum", dtype) for dtype in COMPLEXES),
+    *((op, "bool") for op in ("min", "max")),
+]
+NUMPY_REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "sum": lambda values: np.add.reduce(values),
+    "prod": lambda values: np.multiply.reduce(values),
+    "min": lambda values: np.minimum.reduce(values),
+    "max": lambda values: np.maximum.reduce(values),
+    "avg": lambda values: np.mean(values, axis=0),
+}
+
+
+class RankProcess:
+    """The master's end of one rank."""
+
+    def __init__(self, environment: dict[str, str], flag_fd: int) -> None:
+        mine, theirs = socket.socketpair()
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("nccl_gpu_rank.py")),
+            str(theirs.fileno()),
+            str(flag_fd),
+        ]
+        self.process = subprocess.Popen(command, env=environment, pass_fds=(theirs.fileno(), flag_fd))
+        theirs.close()
+        self.connection = Connection(mine.detach())
+
+    def start(self, function: Callable[[Rank], Any]) -> None:
+        self.connection.send_bytes(cloudpickle.dumps(function))
+
+    def answer(self, limit_s: float = ANSWER_LIMIT_S) -> Any:
+        assert self.connection.poll(limit_s), f"rank of pid {self.process.pid} did not answer within {limit_s} s"
+        is_ok, value = cloudpickle.loads(self.connection.recv_bytes())
+        if not is_ok:
+            raise value
+        return value
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+
+
+class Ranks:
+    """Rank processes, not yet joined."""
+
+    def __init__(self, devices: list[Any], binding: str) -> None:
+        chosen = choose_devices(visible_devices(discover(), os.environ), devices=devices)
+        self.is_shared = ranks_per_device(chosen) > 1
+        self._flag_fd = os.memfd_create("flag")
+        os.ftruncate(self._flag_fd, 1)
+        self.flag = mmap.mmap(self._flag_fd, 1)
+        environ = nccl_environment(os.environ, ranks_per_device=ranks_per_device(chosen))
+        path = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent)])
+        environ |= {"SYNK_NCCL_BINDING": binding, "PYTHONPATH": path}
+        self.processes = [RankProcess(environ | worker_environment(device), self._flag_fd) for device in chosen]
+
+    def run(self, function: Callable[[Rank], Any]) -> list[Any]:
+        """Run ``function`` on all ranks at once."""
+        for process in self.processes:
+            process.start(function)
+        return [process.answer() for process in self.processes]
+
+    def join(self, timeout_s: float = 60.0) -> None:
+        self.processes[0].start(lambda rank: rank.binding.new_unique_id())
+        unique_id, world_size, is_shared = self.processes[0].answer(), len(self.processes), self.is_shared
+        for index, process in enumerate(self.processes):
+            process.start(lambda rank, index=index: rank.join(unique_id, index, world_size, is_shared, timeout_s))
+        for process in self.processes:
+            process.answer()
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.end()
+        self.flag.close()
+        os.close(self._flag_fd)
+
+
+@contextlib.contextmanager
+def joined(devices: list[Any], binding: str) -> Iterator[Ranks]:
+    ranks = Ranks(devices, binding)
+    try:
+        ranks.join()
+        yield ranks
+    finally:
+        ranks.close()
+
+
+@pytest.fixture(
+    params=[
+        *(pytest.param(([0] * n, b), marks=pytest.mark.gpu, id=f"{n} on one, {b}") for n in (2, 4) for b in BINDINGS),
+        *(pytest.param(("all", b), marks=pytest.mark.multi_gpu, id=f"one each, {b}") for b in BINDINGS),
+    ]
+)
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    devices, binding = request.param
+    if devices == "all":
+        devices = list(range(len(visible_devices(discover(), os.environ))))
+    with joined(devices, binding) as group:
+        yield group
+
+
+@pytest.fixture(params=[pytest.param(binding, marks=pytest.mark.gpu) for binding in BINDINGS])
+def pair(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Two ranks on one GPU."""
+    with joined([0, 0], request.param) as group:
+        yield group
+
+
+def random_array(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
+    """Return small integers in ``dtype``: every sum and product of a few of them is exact."""
+    rng = np.random.default_rng(seed)
+    values = rng.integers(0 if dtype in ("bool", "uint8", "uint32", "uint64") else -2, 3, shape)
+    if dtype in COMPLEXES:
+        return (values + 1j * rng.integers(-2, 3, shape)).astype(dtype)
+    return values.astype(dtype)
+
+
+def test_every_op_and_dtype_equals_numpy(ranks: Ranks) -> None:
+    world_size = len(ranks.processes)
+
+    def reduce_all(rank: Rank) -> list[np.ndarray]:
+        received = []
+        with rank.communicator.group():  # one launch: ranks that share a GPU pay for each
+            for op, dtype in SUPPORTED:
+                mine = rank.array(random_array((world_size, 1000), dtype)[rank.communicator.rank])
+                received.append(rank.cupy.empty(1000, dtype))
+                rank.communicator.all_reduce(rank.buffer(mine), rank.buffer(received[-1]), op, stream=rank.stream.ptr)
+                rank.kept = [*getattr(rank, "kept", []), mine]
+        return [rank.host(array) for array in received]
+
+    for results in ranks.run(reduce_all):
+        for (op, dtype), received in zip(SUPPORTED, results, strict=True):
+            expected = NUMPY_REDUCTIONS[op](random_array((world_size, 1000), dtype)).astype(dtype)
+            tolerance = 1e-2 if dtype == "float16" else 1e-6
+            np.testing.assert_allclose(received, expected, rtol=tolerance, atol=tolerance, err_msg=f"{op} {dtype}")
+
+
+def test_moving_and_scattering_equal_numpy(ranks: Ranks) -> None:
+    world_size = len(ranks.processes)
+    sent = random_array((world_size, world_size * 3), "float64")
+
+    def move(rank: Rank) -> list[np.ndarray]:
+        comm, stream, index = rank.communicator, rank.stream.ptr, rank.communicator.rank
+        mine, empty = rank.array(sent[index]), rank.cupy.empty
+        gathered, block, at_root, received = empty(sent.size), empty(3), rank.cupy.zeros(sent.shape[1]), empty(3)
+        comm.all_gather(rank.buffer(mine), rank.buffer(gathered), stream=stream)
+        comm.reduce_scatter(rank.buffer(mine), rank.buffer(block), "sum", stream=stream)
+        comm.reduce(rank.buffer(mine), rank.buffer(at_root), "max", 1, stream=stream)
+        with comm.group():
+            comm.send(rank.buffer(mine[:3]), (index + 1) % world_size, stream=stream)
+            comm.recv(rank.buffer(received), (index - 1) % world_size, stream=stream)
+        copied = mine.copy()
+        comm.broadcast(rank.buffer(copied), 1, stream=stream)
+        comm.barrier()
+        return [rank.host(array) for array in (gathered, block, at_root, received, copied)]
+
+    total = sent.sum(axis=0)
+    for index, (gathered, block, at_root, received, copied) in enumerate(ranks.run(move)):
+        np.testing.assert_array_equal(gathered, sent.ravel())
+        np.testing.assert_array_equal(block, total[3 * index : 3 * index + 3])
+        np.testing.assert_array_equal(at_root, sent.max(axis=0) if index == 1 else np.zeros_like(total))
+        np.testing.assert_array_equal(received, sent[index - 1, :3])
+        np.testing.assert_array_equal(copied, sent[1])
+
+
+def test_weighted_average_of_uneven_shards(ranks: Ranks) -> None:
+    world_size = len(ranks.processes)
+    rows = np.arange(1, world_size + 1)
+    weights = rows / rows.sum()
+    sent = np.random.default_rng(1).standard_normal((world_size, 1001))
+
+    def average(rank: Rank) -> list[np.ndarray]:
+        results = []
+        for dtype in ("float32", "float64"):
+            data = rank.array(sent[rank.communicator.rank].astype(dtype))
+            weight = float(weights[rank.communicator.rank])
+            rank.communicator.all_reduce(
+                rank.buffer(data), rank.buffer(data), "avg", weight=weight, stream=rank.stream.ptr
+            )
+            results.append(rank.host(data))
+        return results
+
+    expected = np.average(sent, axis=0, weights=weights)
+    for single, double in ranks.run(average):
+        np.testing.assert_allclose(double, expected, rtol=1e-12)
+        np.testing.assert_allclose(single, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_max_drops_nan_as_the_capabilities_say(pair: Ranks) -> None:
+    sent = np.array([[np.nan, 1.0, np.nan], [2.0, np.nan, np.nan]])
+
+    def reduce_max(rank: Rank) -> tuple[bool, np.ndarray]:
+        data = rank.array(sent[rank.communicator.rank])
+        rank.communicator.all_reduce(rank.buffer(data), rank.buffer(data), "max", stream=rank.stream.ptr)
+        return rank.communicator.capabilities().nan_propagates, rank.host(data)
+
+    for nan_propagates, received in pair.run(reduce_max):
+        assert not nan_propagates
+        np.testing.assert_array_equal(received, np.fmax.reduce(sent))
+
+
+def test_more_than_31_bits_of_elements(pair: Ranks) -> None:
+    count = 2**31 + 5
+
+    def reduce_large(rank: Rank) -> tuple[bool, list[int]]:
+        data = rank.cupy.full(count, rank.communicator.rank + 1, "int8")
+        rank.communicator.all_reduce(rank.buffer(data), rank.buffer(data), "sum", stream=rank.stream.ptr)
+        rank.finish()
+        return bool((data == 3).all()), rank.cupy.asnumpy(data[-7:]).tolist()
+
+    assert pair.run(reduce_large) == [(True, [3] * 7)] * 2
+
+
+def test_the_version_and_the_library_are_reported(pair: Ranks) -> None:
+    for capabilities in pair.run(lambda rank: rank.communicator.capabilities()):
+        assert capabilities.version.startswith("2.")
+        assert "libnccl" in capabilities.library_path
+        assert capabilities.ops == REDUCE_OPS
+
+
+def test_nccl_listens_on_loopback_only(pair: Ranks) -> None:
+    for process in pair.processes:
+        for connection in psutil.Process(process.process.pid).net_connections(kind="inet"):
+            assert connection.laddr.ip in ("127.0.0.1", "::1", "::ffff:127.0.0.1"), connection
+
+
+def test_a_worker_holds_one_device(pair: Ranks) -> None:
+    assert pair.run(lambda rank: rank.cupy.cuda.runtime.getDeviceCount()) == [1, 1]
+
+
+def test_close_twice_and_join_again(pair: Ranks) -> None:
+    def close(rank: Rank) -> str:
+        rank.communicator.close()
+        rank.communicator.close()
+        return rank.communicator.poll()
+
+    assert pair.run(close) == ["error", "error"]
+    pair.join()
+    assert pair.run(lambda rank: rank.communicator.poll()) == ["ok", "ok"]
+
+
+def test_a_killed_peer_frees_the_survivor(pair: Ranks) -> None:
+    """Rank 1 is killed while rank 0 waits for it on the device; then the master's flag is up."""
+    survivor, victim = pair.processes
+
+    def reduce_alone(rank: Rank) -> Any:
+        data = rank.cupy.ones(1 << 20, "float32")
+        rank.communicator.all_reduce(rank.buffer(data), rank.buffer(data), "sum", stream=rank.stream.ptr)
+        rank.connection.send_bytes(cloudpickle.dumps((True, "launched")))
+        try:
+            rank.finish()
+        except NcclError as error:
+            return error.code, rank.communicator.poll()
+        return "finished"
+
+    survivor.start(reduce_alone)
+    assert survivor.answer() == "launched"
+    victim.process.kill()
+    victim.process.wait()
+    pair.flag[0] = 1
+    code, state = survivor.answer(limit_s=10.0)
+    assert state == "error"
+    assert code in (1, 2, 3, 6)  # the flag's code, or NCCL's own where it sees the broken socket first
+    pair.flag[0] = 0
+    survivor.start(lambda rank: float(rank.cupy.arange(5).sum()))
+    assert survivor.answer() == 10.0  # the context is sound
+
+
+def test_a_peer_that_never_launches_meets_the_deadline(pair: Ranks) -> None:
+    def reduce_alone(rank: Rank) -> int:
+        data = rank.cupy.ones(8, "float32")
+        rank.communicator.all_reduce(rank.buffer(data), rank.buffer(data), "sum", stream=rank.stream.ptr)
+        try:
+            rank.finish(timeout_s=2.0)
+        except NcclError as error:
+            return error.code
+        return 0
+
+    pair.processes[0].start(reduce_alone)
+    assert pair.processes[0].answer(limit_s=15.0) == 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("binding", BINDINGS)
+def test_a_peer_that_never_joins_meets_the_deadline(binding: str) -> None:
+    ranks = Ranks([0], binding)
+
+    def join_alone(rank: Rank) -> int:
+        try:
+            rank.join(rank.binding.new_unique_id(), 0, 2, False, 3.0)
+        except NcclError as error:
+            return error.code
+        return 0
+
+    try:
+        ranks.processes[0].start(join_alone)
+        assert ranks.processes[0].answer() == 8
+    finally:
+        ranks.close()
+
+
+@pytest.mark.gpu
+def test_one_rank_copies_on_the_device() -> None:
+    ranks = Ranks([0], "cupy")
+
+    def copy(rank: Rank) -> list[float]:
+        device_to_device = rank.cupy.cuda.runtime.memcpyDeviceToDevice
+
+        def memcpy(destination: int, source: int, nbytes: int, stream: int) -> None:
+            rank.cupy.cuda.runtime.memcpyAsync(destination, source, nbytes, device_to_device, stream)
+
+        communicator = SoloCommunicator(memcpy)
+        send, recv = rank.cupy.arange(4.0), rank.cupy.zeros(4)
+        communicator.all_reduce(rank.buffer(send), rank.buffer(recv), "avg", weight=1.0, stream=rank.stream.ptr)
+        rank.stream.synchronize()
+        return rank.cupy.asnumpy(recv).tolist()
+
+    try:
+        ranks.processes[0].start(copy)
+        assert ranks.processes[0].answer() == [0.0, 1.0, 2.0, 3.0]
+    finally:
+        ranks.close()
