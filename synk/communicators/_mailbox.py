@@ -84,7 +84,9 @@ class Mailbox:
         """
         self._is_used = True
         header = np.zeros(LINE_NBYTES, np.uint8)
-        _HEADER.pack_into(header.data, 0, request.tag, DTYPE_NAMES.index(request.dtype), request.num_elements, body.size)
+        _HEADER.pack_into(
+            header.data, 0, request.tag, DTYPE_NAMES.index(request.dtype), request.num_elements, body.size
+        )
         self._write(header, request)
         self._write(body, request)
 
@@ -99,7 +101,7 @@ class Mailbox:
             if self._room(peer):
                 return True
             if has_left:
-                raise CollectiveMismatch(
+                rendezvous.fail(
                     f"cannot finish {request} on rank {rank}: rank {peer} left the function without receiving it. "
                     "Every message that is larger than the mailbox needs a recv."
                 )
@@ -136,23 +138,24 @@ class Mailbox:
             If the message has another dtype or count, the sender has left without sending, or no rank can go on.
         """
         self._is_used = True
+        rendezvous = self._rendezvous
         key = (request.peer, request.tag)
         queue = self._waiting[key]
         self._expected = (key, body)
 
         def has_message() -> bool:
-            has_left = self._rendezvous.has_left(request.peer)  # looked at first: what it sent before leaving counts
+            has_left = rendezvous.has_left(request.peer)  # looked at first: what it sent before leaving counts
             self._take_in_all()
             if queue and queue[0].is_complete():
                 return True
             if has_left:
-                raise CollectiveMismatch(
+                rendezvous.fail(
                     f"cannot finish {request} on rank {self._rank}: rank {request.peer} left the function without "
                     "sending it. Every recv needs a send of the same tag."
                 )
             return False
 
-        self._rendezvous.wait(has_message)
+        rendezvous.wait(has_message)
         self._expected = None
         message = queue.popleft()
         if not queue:

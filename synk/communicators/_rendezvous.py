@@ -18,7 +18,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -267,7 +267,7 @@ class Rendezvous:
         left = [rank for rank in missing if self.has_left(rank)]
         left = [rank for rank in left if not self._has_arrived(rank)]
         if left:
-            raise CollectiveMismatch(self._left_text(left))
+            self.fail(self._left_text(left))
         return False
 
     def _has_arrived(self, rank: int) -> bool:
@@ -322,6 +322,11 @@ class Rendezvous:
         if self._abort_word[0] or self._is_aborted:
             raise Aborted(f"rank {self.rank} gave up waiting: the call was aborted after a failure elsewhere.")
 
+    def fail(self, text: str) -> NoReturn:
+        """Raise CollectiveMismatch, but Aborted where a rank that is missed has left because of the abort."""
+        self.check_abort()
+        raise CollectiveMismatch(text)
+
     def is_aborted(self) -> bool:
         """Whether ``check_abort`` would raise."""
         return bool(self._abort_word[0]) or self._is_aborted
@@ -357,9 +362,7 @@ class Rendezvous:
         self.fence()
         if self._sleeps.tolist() == numbers:
             waiting = [rank for rank in self.ranks if not self.has_left(rank)]
-            raise CollectiveMismatch(
-                f"cannot go on: every rank waits for another one: {self._requests_text(waiting)}. {_RULE}"
-            )
+            self.fail(f"cannot go on: every rank waits for another one: {self._requests_text(waiting)}. {_RULE}")
 
     def _is_stuck(self, rank: int) -> bool:
         """Whether the sleeping ``rank`` has nothing to do: all that it waits for is still missing."""

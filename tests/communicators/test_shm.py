@@ -1,0 +1,559 @@
+"""Collectives through shared memory: the conformance suite, then ranks that disagree, leave, die and come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+import conformance
+import numpy as np
+import pytest
+from conformance import (
+    KINDS,
+    REDUCTIONS,
+    CommunicatorConformance,
+    Step,
+    assert_all_raise,
+    broadcast_from,
+    check_results,
+    exchange_in_order,
+    itemsize,
+    perform,
+    reduce_array,
+)
+from shm_group import Died, ShmEndpoint, ShmGroup, shm_group
+
+from synk._memory import Segment
+from synk.communicators import Buffer, _rendezvous, _shm
+from synk.communicators._buffers import DTYPE_NAMES, as_array, as_buffer, named_dtype, supported_dtypes
+from synk.communicators._shm import Aborted, ShmCommunicator, required_nbytes, reset, set_abort
+from synk.errors import CollectiveMismatch, SynkError, UnsupportedError
+
+# The workers take the functions themselves, so that they need neither pytest nor this file.
+cloudpickle.register_pickle_by_value(conformance)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SLOT_NBYTES = 1 << 16
+# Several pieces of a slot, and more than a mailbox.
+MANY = 40_000
+
+
+@pytest.fixture(scope="module", params=(1, 2, 3, 4), ids="{}-ranks".format)
+def group(request: pytest.FixtureRequest) -> Iterator[ShmGroup]:
+    with shm_group(request.param, SLOT_NBYTES) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def trio() -> Iterator[ShmGroup]:
+    """Three ranks for the tests of faults."""
+    with shm_group(3, SLOT_NBYTES) as made:
+        yield made
+
+
+def half_nbytes(world_size: int, slot_nbytes: int) -> int:
+    """Return how much a rank can show at one meeting."""
+    return _shm._Layout(required_nbytes(world_size, slot_nbytes), world_size).half_nbytes
+
+
+class TestConformance(CommunicatorConformance):
+    def counts(self, dtype: str, size: int) -> tuple[int, ...]:
+        # Up to the edge in one piece, by every rank for itself.
+        edge = half_nbytes(size, SLOT_NBYTES) // itemsize(dtype)
+        return (*super().counts(dtype, size), edge, edge + 1, 3 * edge + 5)
+
+
+def assert_works(group: ShmGroup) -> None:
+    """Assert that a call with every kind of operation gives NumPy's results."""
+    steps = [Step(kind, op="sum", count=count) for kind in KINDS for count in (5, MANY)]
+    check_results(steps, group.run(perform, steps))
+
+
+def assert_mismatch(outcomes: list[Any], *texts: str) -> None:
+    """Assert that all outcomes are a CollectiveMismatch whose message holds all ``texts``."""
+    assert_all_raise(outcomes, CollectiveMismatch)
+    for outcome in outcomes:
+        for text in texts:
+            assert text in str(outcome)
+
+
+def by_rank(endpoint: ShmEndpoint, functions: dict[int, Callable[[ShmEndpoint], Any]]) -> Any:
+    """Run the function of this rank; do nothing where it has none."""
+    function = functions.get(endpoint.comm.rank)
+    return None if function is None else function(endpoint)
+
+
+def step(*args: Any, **kwargs: Any) -> Callable[[ShmEndpoint], Any]:
+    """Return a function that runs one ``Step``."""
+    return lambda endpoint: perform(endpoint, [Step(*args, **kwargs)])[0]
+
+
+def send(peer: int, array: np.ndarray, tag: int = 0) -> Callable[[ShmEndpoint], None]:
+    """Return a function that sends ``array``."""
+    return lambda endpoint: endpoint.comm.send(as_buffer(array), peer, tag)
+
+
+def receive(peer: int, count: int, dtype: str, tag: int = 0) -> Callable[[ShmEndpoint], np.ndarray]:
+    """Return a function that receives and returns an array."""
+
+    def run(endpoint: ShmEndpoint) -> np.ndarray:
+        array = np.zeros(count, dtype)
+        endpoint.comm.recv(as_buffer(array), peer, tag)
+        return array
+
+    return run
+
+
+def in_turn(*functions: Callable[[ShmEndpoint], Any]) -> Callable[[ShmEndpoint], list[Any]]:
+    """Return a function that runs all of them and returns their results."""
+    return lambda endpoint: [function(endpoint) for function in functions]
+
+
+class TestSizes:
+    def test_the_default_slots(self) -> None:
+        small, half = _shm.SMALL_NBYTES // 8, half_nbytes(2, _shm.SLOT_NBYTES) // 8
+        with shm_group(2, _shm.SLOT_NBYTES) as pair:
+            counts = (small, small + 1, half + 1, 3 * half + 5)
+            steps = [
+                Step(kind, "float64", count, op)
+                for count in counts
+                for kind, op in (("all_reduce", "avg"), ("reduce_scatter", "sum"), ("all_gather", ""), ("ring", ""))
+            ]
+            check_results(steps, pair.run(perform, steps))
+
+    def test_a_slot_that_is_too_small_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="expected at least"):
+            required_nbytes(64, 1 << 12)
+
+    @pytest.mark.parametrize("world_size", (1, 2, 5, 64, 300))
+    def test_what_belongs_to_different_ranks_does_not_overlap(self, world_size: int) -> None:
+        nbytes = required_nbytes(world_size)
+        layout = _shm._Layout(nbytes, world_size)
+        assert layout.half_nbytes % 64 == layout.mailbox_nbytes % 64 == 0
+        assert layout.halves >= _rendezvous.ControlLayout(world_size).nbytes
+        assert layout.mailboxes >= layout.halves + world_size * 2 * layout.half_nbytes
+        assert layout.mailboxes + world_size**2 * layout.mailbox_nbytes <= nbytes
+        assert layout.half_nbytes >= (world_size + 1) * 64
+        assert layout.mailbox_nbytes >= 64
+
+    @pytest.mark.parametrize("size", (1, 3, 8))
+    @pytest.mark.parametrize("count", (0, 1, 16, 17, 1000))
+    def test_shares_cover_a_piece_once(self, size: int, count: int) -> None:
+        shares = _shm._shares(5, 5 + count, size, 4)
+        assert [index for share in shares for index in range(share.start, share.stop)] == list(range(5, 5 + count))
+        assert len(shares) == size
+
+
+class TestNumbers:
+    def test_float16_is_rounded_once(self, trio: ShmGroup) -> None:
+        arrays = [np.array([2048, 60000, 60000], np.float16), np.ones(3, np.float16), np.array([1, 10, 1], np.float16)]
+        wide = np.add.reduce(np.stack(arrays), axis=0, dtype=np.float32)
+        assert wide.astype(np.float16)[0] == 2050 != arrays[0][0] + arrays[1][0] + arrays[2][0]
+        for result in trio.run(reduce_array, arrays, "sum"):
+            np.testing.assert_array_equal(result, wide.astype(np.float16))
+
+    def test_overflow_of_float16_happens_at_the_end(self, trio: ShmGroup) -> None:
+        arrays = [np.array([60000], np.float16)] * 3
+        for result in trio.run(reduce_array, arrays, "avg"):
+            np.testing.assert_array_equal(result, arrays[0])
+        for result in trio.run(reduce_array, arrays, "sum"):
+            np.testing.assert_array_equal(result, np.array([np.inf], np.float16))
+
+    def test_floats_are_folded_in_rank_order(self, trio: ShmGroup) -> None:
+        for count in (3, MANY):
+            arrays = [np.full(count, value, np.float32) for value in (1e8, -1e8, 1.5)]
+            for result in trio.run(reduce_array, arrays, "sum"):
+                np.testing.assert_array_equal(result, (arrays[0] + arrays[1]) + arrays[2])
+
+    def test_extended_precision(self, trio: ShmGroup) -> None:
+        arrays = [np.full(5, 1, np.longdouble) / 3] * 3
+        for result in trio.run(reduce_array, arrays, "sum"):
+            np.testing.assert_array_equal(result, arrays[0] + arrays[0] + arrays[0])
+
+
+class TestSubsets:
+    def test_only_those_that_take_part_meet(self, trio: ShmGroup) -> None:
+        steps = [
+            Step(kind, op="avg" if kind in REDUCTIONS else "", count=count, root_position=1)
+            for kind in KINDS
+            for count in (5, MANY)
+        ]
+        for ranks in ((0, 2), (1, 2), (1,), (0, 1, 2)):
+            check_results(steps, trio.run(perform, steps, ranks=ranks))
+
+    def test_an_idle_rank_is_no_peer(self, trio: ShmGroup) -> None:
+        for function in (
+            send(1, np.zeros(1)),
+            receive(1, 1, "f8"),
+            lambda endpoint: broadcast_from(endpoint, 1),
+        ):
+            assert_all_raise(trio.outcomes(function, ranks=(0, 2)), ValueError)
+
+
+REQUESTS = {
+    "all_reduce(sum, float32, 8 elements)": step("all_reduce", op="sum", count=8),
+    "all_reduce(max, float32, 8 elements)": step("all_reduce", op="max", count=8),
+    "all_reduce(sum, int64, 8 elements)": step("all_reduce", "int64", op="sum", count=8),
+    "all_reduce(sum, float32, 9 elements)": step("all_reduce", op="sum", count=9),
+    f"all_reduce(sum, float32, {MANY} elements)": step("all_reduce", op="sum", count=MANY),
+    "all_reduce(avg, float32, 8 elements)": step("all_reduce", op="avg", count=8),
+    "all_reduce(avg, float32, 8 elements, weighted)": step("all_reduce", op="avg", count=8, weights=(0.2, 0.3, 0.5)),
+    "reduce(sum, float32, 8 elements, root 0)": step("reduce", op="sum", count=8),
+    "reduce(sum, float32, 8 elements, root 1)": step("reduce", op="sum", count=8, root_position=1),
+    "reduce_scatter(sum, float32, 8 elements)": step("reduce_scatter", op="sum", count=8),
+    "broadcast(float32, 8 elements, root 0)": step("broadcast", count=8),
+    "broadcast(float32, 8 elements, root 1)": step("broadcast", count=8, root_position=1),
+    "all_gather(float32, 8 elements)": step("all_gather", count=8),
+    "barrier()": step("barrier"),
+}
+
+
+class TestDisagreement:
+    @pytest.mark.parametrize("other", list(REQUESTS)[1:])
+    def test_all_ranks_are_told_what_each_asked_for(self, trio: ShmGroup, other: str) -> None:
+        usual = next(iter(REQUESTS))
+        for odd in (0, 2):
+            functions = {rank: REQUESTS[other if rank == odd else usual] for rank in range(3)}
+            texts = [f"rank {rank}: {other if rank == odd else usual}" for rank in range(3)]
+            assert_mismatch(trio.outcomes(by_rank, functions), *texts)
+        assert_works(trio)
+
+    def test_everybody_wants_something_else(self, trio: ShmGroup) -> None:
+        functions = {0: step("barrier"), 1: step("broadcast"), 2: step("all_gather", count=MANY)}
+        assert_mismatch(
+            trio.outcomes(by_rank, functions), "rank 0: barrier()", "rank 1: broadcast(float32", f"{MANY} el"
+        )
+        assert_works(trio)
+
+    @pytest.mark.parametrize("leaver", (0, 1, 2))
+    @pytest.mark.parametrize("num_joined", (0, 1, 2))
+    def test_a_rank_leaves(self, trio: ShmGroup, leaver: int, num_joined: int) -> None:
+        joined = [step("all_reduce", op="sum", count=count) for count in (3, MANY)][:num_joined]
+        functions = dict.fromkeys(range(3), in_turn(*joined, step("all_reduce", op="min", count=4)))
+        functions[leaver] = in_turn(*joined)
+        outcomes = trio.outcomes(by_rank, functions)
+        assert not isinstance(outcomes.pop(leaver), BaseException)
+        assert_mismatch(outcomes, f"rank {leaver} left", "all_reduce(min, float32, 4 elements)")
+        assert_works(trio)
+
+    def test_two_ranks_leave(self, trio: ShmGroup) -> None:
+        outcome = trio.outcomes(by_rank, {1: step("barrier")})[1]
+        assert_mismatch([outcome], "left the function without joining", "rank 1: barrier()")
+
+    def test_an_exception_on_one_rank_ends_the_wait_of_the_others(self, trio: ShmGroup) -> None:
+        functions = dict.fromkeys(range(3), step("barrier"))
+        functions[1] = lambda endpoint: {}["missing"]
+        outcomes = trio.outcomes(by_rank, functions)
+        assert isinstance(outcomes.pop(1), KeyError)
+        assert_mismatch(outcomes, "rank 1 left")
+
+    def test_after_a_failure_the_call_has_no_more_collectives(self, trio: ShmGroup) -> None:
+        def carry_on(endpoint: ShmEndpoint) -> tuple[str, str, str]:
+            texts = []
+            for _ in range(2):
+                try:
+                    REQUESTS["barrier()" if endpoint.comm.rank == 1 else "all_gather(float32, 8 elements)"](endpoint)
+                except CollectiveMismatch as error:
+                    texts.append(str(error))
+            return texts[0], texts[1], endpoint.comm.poll()
+
+        for first, second, state in trio.run(carry_on):
+            assert "asked for different ones" in first
+            assert "an earlier collective of this call failed" in second
+            assert state == "error"
+        assert_works(trio)
+
+
+class TestMessages:
+    def test_any_order_of_tags(self, trio: ShmGroup) -> None:
+        functions = {
+            0: in_turn(*(send(1, np.full(count, tag), tag) for tag, count in ((1, 3), (2, MANY), (3, 0), (1, 5)))),
+            1: in_turn(*(receive(0, count, "i8", tag) for tag, count in ((3, 0), (2, MANY), (1, 3), (1, 5)))),
+        }
+        _, received, _ = trio.run(by_rank, functions)
+        assert [(each.size, *np.unique(each)) for each in received] == [(0,), (MANY, 2), (3, 1), (5, 1)]
+
+    def test_everybody_sends_first(self, trio: ShmGroup) -> None:
+        def exchange(endpoint: ShmEndpoint) -> list[float]:
+            rank = endpoint.comm.rank
+            for peer in range(3):
+                send(peer, np.full(MANY, 10.0 * rank + peer))(endpoint)
+            return [float(np.unique(receive(peer, MANY, "f8")(endpoint))[0]) for peer in (2, 0, 1)]
+
+        assert trio.run(exchange) == [[20.0 + rank, rank, 10.0 + rank] for rank in range(3)]
+
+    def test_what_was_sent_before_leaving_arrives(self, trio: ShmGroup) -> None:
+        small = np.arange(100.0)
+        _, received, _ = trio.run(by_rank, {0: send(1, small), 1: receive(0, 100, "f8")})
+        np.testing.assert_array_equal(received, small)
+
+    def test_what_nobody_received_is_gone_in_the_next_call(self, trio: ShmGroup) -> None:
+        trio.run(by_rank, {0: send(1, np.zeros(3)), 2: in_turn(send(1, np.zeros(3)), send(2, np.zeros(3)))})
+        _, received, _ = trio.run(by_rank, {0: send(1, np.ones(3)), 1: receive(0, 3, "f8")})
+        np.testing.assert_array_equal(received, np.ones(3))
+
+    @pytest.mark.parametrize(("count", "dtype"), ((4, "f8"), (2, "f8"), (3, "i8"), (MANY, "f8")))
+    def test_another_count_or_dtype_is_refused(self, trio: ShmGroup, count: int, dtype: str) -> None:
+        outcomes = trio.outcomes(by_rank, {0: send(1, np.zeros(3)), 1: receive(0, count, dtype)})
+        assert_mismatch(outcomes[1:2], "3 elements of dtype float64", f"{count} elements")
+
+    def test_the_other_side_leaves(self, trio: ShmGroup) -> None:
+        outcomes = trio.outcomes(by_rank, {0: receive(1, 3, "f8"), 2: send(1, np.zeros(MANY), tag=4)})
+        assert_mismatch(outcomes[:1], "rank 1 left", "recv(float64, 3 elements, from rank 1, tag 0)")
+        assert_mismatch(outcomes[2:], "rank 1 left", f"send(float64, {MANY} elements, to rank 1, tag 4)")
+
+    @pytest.mark.parametrize(
+        "functions",
+        (
+            {rank: receive((rank + 1) % 3, 1, "f8") for rank in range(3)},
+            {0: receive(1, 1, "f8"), 1: step("barrier"), 2: step("barrier")},
+            {0: in_turn(send(1, np.zeros(MANY)), step("barrier")), 1: step("barrier"), 2: step("barrier")},
+            {0: receive(1, 1, "f8"), 1: receive(0, 1, "f8")},
+            {rank: receive(rank, 1, "f8") for rank in range(3)},
+        ),
+        ids=("ring", "recv-and-barrier", "send-and-barrier", "pair-and-leaver", "each-from-itself"),
+    )
+    def test_all_wait_for_each_other(self, trio: ShmGroup, functions: dict[int, Any]) -> None:
+        outcomes = trio.outcomes(by_rank, functions)
+        assert_all_raise([outcomes[rank] for rank in functions], CollectiveMismatch)
+        assert any("every rank waits for another one" in str(each) for each in outcomes)
+        assert_works(trio)
+
+
+def hasty(function: Callable[[ShmEndpoint], Any], recheck_ms: int | None) -> Callable[[ShmEndpoint], Any]:
+    """Return ``function`` run without any spinning, looking for a deadlock every ``recheck_ms`` (None: never)."""
+
+    def run(endpoint: ShmEndpoint) -> Any:
+        usual = _rendezvous.SPIN_YIELDS, _rendezvous.RECHECK_MS
+        _rendezvous.SPIN_YIELDS, _rendezvous.RECHECK_MS = 0, recheck_ms
+        try:
+            return function(endpoint)
+        finally:
+            _rendezvous.SPIN_YIELDS, _rendezvous.RECHECK_MS = usual
+
+    return run
+
+
+class TestWakeUps:
+    def test_none_is_lost(self, group: ShmGroup) -> None:
+        def meet_often(endpoint: ShmEndpoint) -> int:
+            for _ in range(1500):
+                endpoint.comm.barrier()
+            return exchange_in_order(endpoint, 200, 50)[-1]
+
+        assert group.run(hasty(meet_often, recheck_ms=None)) == [199] * group.world_size
+
+    def test_a_slow_rank_is_no_deadlock(self, trio: ShmGroup) -> None:
+        steps = [Step(kind, op="sum", count=count) for kind in KINDS for count in (5, MANY)] * 2
+
+        def perform_at_random_speed(endpoint: ShmEndpoint) -> list[Any]:
+            generator = np.random.default_rng(endpoint.comm.rank)
+            results = []
+            for each in steps:
+                for _ in range(generator.integers(0, 3000)):
+                    os.sched_yield()
+                results += perform(endpoint, [each])
+            return results
+
+        check_results(steps, trio.run(hasty(perform_at_random_speed, recheck_ms=1)))
+
+    def test_an_interrupt_in_a_wait(self, trio: ShmGroup) -> None:
+        interrupted = trio.pid(0)
+
+        def interrupt(endpoint: ShmEndpoint) -> None:
+            if endpoint.comm.rank == 1:
+                while not endpoint.comm._rendezvous._sleeps[0] & 1:
+                    os.sched_yield()
+                os.kill(interrupted, signal.SIGINT)
+            endpoint.comm.barrier()  # rank 0 has come to this one
+            endpoint.comm.barrier()
+
+        outcomes = trio.outcomes(interrupt)
+        assert isinstance(outcomes.pop(0), KeyboardInterrupt)
+        assert_mismatch(outcomes, "rank 0 left")
+        assert_works(trio)
+
+
+def die_at(endpoint: ShmEndpoint, moment: str, nth: int) -> None:
+    """Arm this rank to be killed in its ``nth`` meeting or wake-up."""
+    rendezvous, calls = endpoint.comm._rendezvous, [0]
+
+    def failing(function: Callable[..., Any], is_after: bool) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == nth and not is_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = function(*args)
+            if calls[0] == nth:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return run
+
+    name = {"published": "meet", "arrived": "wait", "met": "meet", "woke": "wake"}[moment]
+    setattr(rendezvous, name, failing(getattr(rendezvous, name), is_after=moment in ("met", "woke")))
+
+
+class TestDeath:
+    @pytest.mark.parametrize(
+        ("kind", "moments"),
+        (
+            ("all_reduce", [("published", 1, 1), ("arrived", 1, 2), ("met", 1, 0), ("published", 3, 0), ("met", 3, 1)]),
+            ("reduce", [("published", 2, 0), ("arrived", 2, 2), ("met", 2, 0)]),
+            ("reduce_scatter", [("published", 2, 2), ("met", 2, 0)]),
+            ("broadcast", [("published", 2, 0), ("met", 2, 0), ("arrived", 2, 1)]),
+            ("all_gather", [("arrived", 2, 1), ("met", 2, 0)]),
+            ("barrier", [("published", 1, 2), ("arrived", 1, 0), ("met", 1, 1)]),
+            ("ring", [("woke", 1, 1), ("woke", 4, 0)]),
+        ),
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    def test_survivors_leave_and_the_rank_comes_back(self, kind: str, moments: list[tuple[str, int, int]]) -> None:
+        def run(endpoint: ShmEndpoint, moment: str, nth: int, victim: int) -> None:
+            if endpoint.comm.rank == victim:
+                die_at(endpoint, moment, nth)
+            perform(endpoint, [Step(kind, op="sum", count=MANY)])
+            endpoint.comm.barrier()
+
+        with shm_group(3, SLOT_NBYTES) as trio:
+            for moment, nth, victim in moments:
+                outcomes = trio.outcomes(run, moment, nth, victim)
+                assert isinstance(outcomes.pop(victim), Died)
+                assert_all_raise(outcomes, Aborted)
+                trio.recover()
+                assert_works(trio)
+
+    def test_two_die(self) -> None:
+        def run(endpoint: ShmEndpoint) -> None:
+            if endpoint.comm.rank != 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            endpoint.comm.barrier()
+
+        with shm_group(3, SLOT_NBYTES) as trio:
+            outcomes = trio.outcomes(run)
+            assert isinstance(outcomes.pop(1), Aborted)
+            assert all(isinstance(outcome, Died) for outcome in outcomes)
+            trio.recover()
+            assert_works(trio)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Segment, list[int], list[ShmCommunicator]]]:
+    """Two ranks in this process, for what needs no processes; they have begun a call."""
+    segment = Segment.create(required_nbytes(2, SLOT_NBYTES))
+    eventfds = [os.eventfd(0), os.eventfd(0)]
+    comms = [ShmCommunicator(segment, rank, 2, eventfds) for rank in range(2)]
+    for comm in comms:
+        comm.begin((0, 1), 1)
+    yield segment, eventfds, comms
+    for comm in comms:
+        comm.close()
+    for eventfd in eventfds:
+        os.close(eventfd)
+    segment.close()
+
+
+def raised_in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[BaseException]]:
+    """Start ``function`` in a thread; return the thread and where its exception will be."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except SynkError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, errors
+
+
+class TestOneProcess:
+    @pytest.mark.parametrize("is_by_master", (True, False))
+    def test_abort_breaks_a_wait(self, pair: Any, is_by_master: bool) -> None:
+        segment, eventfds, comms = pair
+        thread, errors = raised_in_thread(comms[0].barrier)
+        while not comms[1]._rendezvous._sleeps[0] & 1:
+            os.sched_yield()
+        if is_by_master:
+            set_abort(segment, eventfds)
+        else:
+            comms[0].abort()
+        thread.join()
+        assert_all_raise(errors, Aborted)
+        assert [comm.poll() for comm in comms] == ["error", "error" if is_by_master else "ok"]
+        with pytest.raises(Aborted):
+            comms[0].barrier()
+
+    def test_reset_makes_it_as_new(self, pair: Any) -> None:
+        segment, eventfds, comms = pair
+        set_abort(segment, eventfds)
+        for comm in comms:
+            comm.end()
+        reset(segment, 2, eventfds)
+        for comm in comms:
+            comm.begin((0, 1), 2)
+        thread, errors = raised_in_thread(comms[0].barrier)
+        comms[1].barrier()
+        thread.join()
+        assert not errors
+        assert [comm.poll() for comm in comms] == ["ok", "ok"]
+
+    def test_outside_a_call_there_are_no_collectives(self, pair: Any) -> None:
+        comm = pair[2][0]
+        comm.end()
+        comm.end()
+        buffer = as_buffer(np.zeros(2))
+        for run in (
+            comm.barrier,
+            lambda: comm.all_reduce(buffer, buffer, "sum"),
+            lambda: comm.all_gather(buffer, buffer),
+            lambda: comm.reduce_scatter(buffer, buffer, "sum"),
+            lambda: comm.send(buffer, 1),
+            lambda: comm.broadcast(buffer, 0),
+        ):
+            with pytest.raises(SynkError, match="no call is running"):
+                run()
+
+    def test_closing_twice(self, pair: Any) -> None:
+        comm = pair[2][0]
+        comm.close()
+        comm.close()
+        comm.abort()
+        assert comm.poll() == "error"
+        with pytest.raises(SynkError, match="no call is running"):
+            comm.barrier()
+
+
+class TestBuffers:
+    def test_an_array_and_its_buffer_are_the_same_memory(self) -> None:
+        array = np.arange(6, dtype=np.int16).reshape(2, 3)
+        buffer = as_buffer(array)
+        assert buffer == Buffer(array.ctypes.data, 6, "int16")
+        as_array(buffer)[4] = 40
+        assert array[1, 1] == 40
+
+    def test_no_elements(self) -> None:
+        assert as_array(Buffer(0, 0, "float32")).shape == (0,)
+
+    def test_gaps_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="C-contiguous"):
+            as_buffer(np.zeros((4, 4))[:, 1])
+
+    @pytest.mark.parametrize("dtype", ("object", "datetime64[s]", "S3", "nonsense"))
+    def test_an_unknown_dtype_is_refused(self, dtype: str) -> None:
+        with pytest.raises(UnsupportedError, match="expected one of"):
+            named_dtype(dtype)
+
+    def test_bfloat16_needs_ml_dtypes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+        named_dtype.cache_clear()
+        with pytest.raises(UnsupportedError, match="Install ml_dtypes"):
+            named_dtype("bfloat16")
+        assert supported_dtypes() == DTYPE_NAMES[:-1]
+        named_dtype.cache_clear()
