@@ -368,7 +368,8 @@ def test_pack_scalar_rounds_as_numpy(value: float) -> None:
 
 def test_pack_scalar_rounds_bfloat16_to_the_nearest() -> None:
     torch = pytest.importorskip("torch")
-    for value in np.random.default_rng(0).random(200):
+    halfway = [0.5 + 2**-9, 0.5 + 3 * 2**-9]  # to the even neighbour: one down, one up
+    for value in [*halfway, *np.random.default_rng(0).random(200)]:
         expected = torch.tensor(value, dtype=torch.float32).to(torch.bfloat16).view(torch.int16).numpy()
         assert pack_scalar(float(np.float32(value)), "bfloat16") == expected.tobytes()
 
