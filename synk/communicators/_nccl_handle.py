@@ -136,12 +136,17 @@ class NcclHandle:
 
     def _settle(self, status: int, action: str) -> None:
         """Return once NCCL has taken what returned ``status``: until then the communicator takes nothing else."""
+
+        def is_settled() -> bool:
+            nonlocal status
+            status = self.state()
+            return status != IN_PROGRESS
+
         if status == IN_PROGRESS:
-            outcome = _watch(lambda: self.state() != IN_PROGRESS, self._is_broken, self._timeout_s)
+            outcome = _watch(is_settled, self._is_broken, self._timeout_s)
             if outcome != _DONE:
                 self.abort()
                 raise _failure(outcome, action, self._timeout_s)
-            status = self.state()
         self._raise_for(status, action)
 
     # Launching
@@ -208,29 +213,34 @@ class NcclHandle:
     # Watching
 
     def state(self) -> int:
-        """Return NCCL's status of the communicator."""
-        with self._lock:
+        """Return NCCL's status of the communicator; in progress also while another thread is launching."""
+        if not self._lock.acquire(blocking=False):
+            return IN_PROGRESS
+        try:
             return REMOTE_ERROR if self._comm is None else self.binding.async_error(self._comm)
+        finally:
+            self._lock.release()
 
     def wait(self, is_done: Callable[[], bool], timeout_s: float | None) -> None:
         """Return when ``is_done()``; abort and raise on NCCL's error, a broken group, or after ``timeout_s``."""
         action = "finish a collective"
-
-        is_finished = False
+        status = SUCCESS
 
         def is_over() -> bool:
-            nonlocal is_finished
-            is_finished = is_done()
-            return is_finished or self.state() not in (SUCCESS, IN_PROGRESS)
+            nonlocal status
+            if is_done():
+                return True
+            status = self.state()
+            return status not in (SUCCESS, IN_PROGRESS)
 
         outcome = _watch(is_over, self._is_broken, timeout_s)
         if outcome != _DONE:
             self.abort()
             raise _failure(outcome, action, timeout_s)
-        if not is_finished:
+        if status not in (SUCCESS, IN_PROGRESS):
             try:
                 self.require(action)
-                self._raise_for(self.state(), action)
+                self._raise_for(status, action)
             finally:
                 self.abort()
 

@@ -576,6 +576,30 @@ def test_abort_from_another_thread_frees_a_waiting_rank(binding: Binding, stub: 
     assert len(stub.calls("abort")) == 1
 
 
+def test_poll_and_abort_do_not_wait_for_a_stuck_launch(binding: Binding, stub: Stub) -> None:
+    communicator = join(binding)
+    stub.set("is_stuck", 1)
+    data = np.ones(1)
+    errors: list[NcclError] = []
+
+    def launch() -> None:
+        with pytest.raises(NcclError) as info:
+            communicator.all_reduce(as_buffer(data), as_buffer(data), "sum")
+        errors.append(info.value)
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    while not stub.calls("all_reduce"):
+        pass
+    assert communicator.poll() == "pending"
+    communicator.abort()
+    assert communicator.poll() in ("pending", "error")
+    stub.set("is_stuck", 0)
+    thread.join()
+    assert len(errors) == 1
+    assert communicator.poll() == "error"
+
+
 def test_an_abort_that_does_not_end_is_left_behind(
     binding: Binding, stub: Stub, caplog: pytest.LogCaptureFixture
 ) -> None:
