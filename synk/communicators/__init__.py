@@ -48,16 +48,16 @@ class Communicator(Protocol):
 
     Ops are the words of ``REDUCE_OPS``. ``avg`` takes ``weight``, this rank's share of the rows (the shares of all
     ranks sum to 1); ``None`` weights all ranks alike. ``min`` and ``max`` propagate NaN as NumPy does. ``send`` and
-    ``recv`` buffers may be the same memory. ``stream`` is the raw handle of the device stream to work on (ignored on
-    the CPU, where a call returns when the result is there).
+    ``recv`` buffers may be the same memory; where one holds a block for each rank, the other may be this rank's block
+    of it. Counts may be 0. ``stream`` is the raw handle of the device stream to work on (ignored on the CPU, where a
+    call returns when the result is there). Where only some of the ranks take part in a call (``_shm``), blocks, shares
+    and averages are over those, and every rank keeps its number.
     """
 
     rank: int
     world_size: int
 
-    def all_reduce(
-        self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0
-    ) -> None:
+    def all_reduce(self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0) -> None:
         """Reduce ``send`` of all ranks into ``recv`` of every rank; equal counts and dtypes everywhere."""
 
     def reduce(

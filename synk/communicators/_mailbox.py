@@ -16,7 +16,8 @@ import numpy as np
 
 from synk._memory import round_up
 from synk.communicators._buffers import DTYPE_NAMES
-from synk.communicators._rendezvous import LINE_NBYTES, Rendezvous, Request
+from synk.communicators._layout import LINE_NBYTES
+from synk.communicators._rendezvous import Rendezvous, Request
 from synk.errors import CollectiveMismatch
 
 _HEADER = struct.Struct("=4q")  # tag, number of the dtype, elements, bytes

@@ -17,18 +17,15 @@ import select
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from synk._memory import PAGE_NBYTES, Segment, round_up
+from synk._memory import Segment
 from synk.communicators import REDUCE_OPS
 from synk.communicators._buffers import DTYPE_NAMES
+from synk.communicators._layout import LINE_NBYTES, WORD_NBYTES, ControlLayout
 from synk.errors import CollectiveMismatch, SynkError
-
-WORD_NBYTES = 8
-LINE_NBYTES = 64
 
 # A rank that comes a few microseconds after the others finds them awake. More turns would take the core from the very
 # rank that is waited for, where there are fewer cores than ranks.
@@ -88,42 +85,6 @@ def _packed(request: Request) -> tuple[Any, ...]:
         request.weight is not None,
         1.0 if request.weight is None else request.weight,
     )
-
-
-@dataclass(frozen=True)
-class ControlLayout:
-    """Where the control words of ``world_size`` ranks lie; offsets in bytes from the start of the segment."""
-
-    world_size: int
-
-    @property
-    def column_nbytes(self) -> int:
-        """Size of one word for each rank."""
-        return round_up(self.world_size * WORD_NBYTES, LINE_NBYTES)
-
-    def column(self, index: int) -> int:
-        """Return the offset of the ``index``-th column; the abort word has the line before them."""
-        return LINE_NBYTES + index * self.column_nbytes
-
-    @property
-    def requests(self) -> int:
-        """Offset of the requests, ``(rank, 2)``, a line each."""
-        return self.column(5)
-
-    @property
-    def written(self) -> int:
-        """Offset of the bytes written to each mailbox, ``(sender, receiver)``."""
-        return self.requests + self.world_size * 2 * LINE_NBYTES
-
-    @property
-    def read(self) -> int:
-        """Offset of the bytes read from each mailbox, ``(receiver, sender)``."""
-        return self.written + self.world_size * self.column_nbytes
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all control words, in whole pages."""
-        return round_up(self.read + self.world_size * self.column_nbytes, PAGE_NBYTES)
 
 
 class Rendezvous:
@@ -399,8 +360,11 @@ class Rendezvous:
         )
 
 
-def reset_control(segment: Segment, world_size: int, eventfds: Sequence[int]) -> None:
-    """Set all control words to zero and take back all wake-ups. For the master, while no rank is in a call."""
+def reset(segment: Segment, world_size: int, eventfds: Sequence[int]) -> None:
+    """Make the segment as new: counters at zero, no abort, no wake-up under way.
+
+    For the master, while no rank is in a call: after ``set_abort``, and before a worker that was started again begins.
+    """
     segment.buffer[: ControlLayout(world_size).nbytes] = 0
     for eventfd in eventfds:
         poll = select.poll()

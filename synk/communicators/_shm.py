@@ -1,9 +1,8 @@
 """Collectives between the worker processes of one machine, through one shared segment. No socket, no shared lock.
 
-The segment holds, in this order: the control words of the rendezvous; for each rank a *slot* of two halves, which that
-rank alone writes; for each ordered pair of ranks a mailbox. Data of tick ``t`` lies in half ``t & 1``, so one meeting
-of the ranks for each piece is enough (see ``_rendezvous``). Results are folded in rank order, whatever the timing: all
-ranks hold the same bits, and so does every repetition.
+Each rank has a *slot* of two halves, which it alone writes and all read. Data of tick ``t`` lies in half ``t & 1``, so
+one meeting of the ranks for each piece is enough (see ``_rendezvous``). Results are folded in rank order, whatever the
+timing: all ranks hold the same bits, and so does every repetition. Messages go through the mailboxes (``_mailbox``).
 
 The master makes the segment (``required_nbytes``) and one eventfd for each rank, hands both to the workers, and keeps
 them for those that it starts again: ``set_abort`` when a worker failed, ``reset`` when all workers are idle again.
@@ -14,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,91 +22,18 @@ from synk._ops import reduce_into
 from synk.communicators import REDUCE_OPS, Buffer, Capabilities
 from synk.communicators._buffers import as_array, supported_dtypes
 from synk.communicators._checks import check_buffers, check_reduction
+from synk.communicators._layout import LINE_NBYTES, Layout, required_nbytes
 from synk.communicators._mailbox import Mailbox
-from synk.communicators._rendezvous import (
-    LINE_NBYTES,
-    Aborted,
-    ControlLayout,
-    Rendezvous,
-    Request,
-    reset_control,
-    set_abort,
-)
+from synk.communicators._rendezvous import Aborted, Rendezvous, Request, reset, set_abort
 from synk.errors import CollectiveMismatch, SynkError
 
 __all__ = ["Aborted", "ShmCommunicator", "required_nbytes", "reset", "set_abort"]
 
-SLOT_NBYTES = 1 << 22
-# Up to here every rank reduces everything for itself: one meeting. Above, each reduces its share: at least two.
-SMALL_NBYTES = 1 << 17
+# As long as the values of all ranks together take no more, every rank reduces everything for itself: one meeting.
+# Above, each reduces its share: at least two meetings.
+SMALL_NBYTES = 1 << 19
 # A share of one piece: small enough to stay in the second-level cache from the first addition to the last copy.
 CHUNK_NBYTES = 1 << 18
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """How a segment of ``nbytes`` is divided among ``world_size`` ranks."""
-
-    nbytes: int
-    world_size: int
-
-    @property
-    def control_nbytes(self) -> int:
-        return ControlLayout(self.world_size).nbytes
-
-    @property
-    def rank_nbytes(self) -> int:
-        """What each rank has: the two halves of its slot and the mailboxes that it writes."""
-        return (self.nbytes - self.control_nbytes) // self.world_size
-
-    @property
-    def mailbox_nbytes(self) -> int:
-        return self.rank_nbytes // 4 // self.world_size // LINE_NBYTES * LINE_NBYTES
-
-    @property
-    def half_nbytes(self) -> int:
-        return (self.rank_nbytes - self.world_size * self.mailbox_nbytes) // 2 // LINE_NBYTES * LINE_NBYTES
-
-    @property
-    def halves(self) -> int:
-        """Offset of the slots."""
-        return self.control_nbytes
-
-    @property
-    def mailboxes(self) -> int:
-        """Offset of the mailboxes."""
-        return self.control_nbytes + self.world_size * 2 * self.half_nbytes
-
-
-def required_nbytes(world_size: int, slot_nbytes: int = SLOT_NBYTES) -> int:
-    """Return the size of the segment for ``world_size`` ranks.
-
-    Parameters
-    ----------
-    world_size : int
-    slot_nbytes : int
-        What each rank may fill before the others must have read it. More makes large collectives meet less often;
-        a quarter goes to the mailboxes.
-
-    Raises
-    ------
-    ValueError
-        If the slot cannot hold a cache line for each rank, twice, and as many mailboxes.
-    """
-    smallest = 8 * (world_size + 1) * LINE_NBYTES
-    if slot_nbytes < smallest:
-        raise ValueError(
-            f"cannot divide a slot of {slot_nbytes} bytes among {world_size} ranks: expected at least {smallest}."
-        )
-    return ControlLayout(world_size).nbytes + world_size * slot_nbytes
-
-
-def reset(segment: Segment, world_size: int, eventfds: Sequence[int]) -> None:
-    """Make the segment as new: counters at zero, no abort, no wake-up under way.
-
-    For the master, while no rank is in a call: after ``set_abort``, and before a worker that was started again begins.
-    """
-    reset_control(segment, world_size, eventfds)
 
 
 class ShmCommunicator:
@@ -137,7 +62,7 @@ class ShmCommunicator:
     """
 
     def __init__(self, segment: Segment, rank: int, world_size: int, eventfds: Sequence[int]) -> None:
-        layout = _Layout(segment.nbytes, world_size)
+        layout = Layout(segment.nbytes, world_size)
         self.rank = rank
         self.world_size = world_size
         self._rendezvous = Rendezvous(segment, rank, world_size, eventfds, layout.mailbox_nbytes)
@@ -162,6 +87,9 @@ class ShmCommunicator:
 
     def begin(self, ranks: tuple[int, ...], sequence: int) -> None:
         """Enter a call; to be called by each of ``ranks`` before its function runs, by no other rank.
+
+        No rank may enter a call before all ranks have left the one before: the master sees to that by waiting for
+        their replies.
 
         Parameters
         ----------
@@ -252,7 +180,7 @@ class ShmCommunicator:
         self._finish()
 
     def _reduce(self, source: np.ndarray, target: np.ndarray, op: str, is_receiver: bool) -> None:
-        if source.nbytes > min(SMALL_NBYTES, self._half_nbytes):
+        if source.nbytes > min(SMALL_NBYTES // len(self.ranks), self._half_nbytes):
             self._reduce_shares(source, target, op, is_receiver)
             return
         half = self._next_half()

@@ -29,8 +29,9 @@ from conformance import (
 from shm_group import Died, ShmEndpoint, ShmGroup, shm_group
 
 from synk._memory import Segment
-from synk.communicators import Buffer, _rendezvous, _shm
+from synk.communicators import Buffer, _layout, _rendezvous, _shm
 from synk.communicators._buffers import DTYPE_NAMES, as_array, as_buffer, named_dtype, supported_dtypes
+from synk.communicators._layout import ControlLayout, Layout
 from synk.communicators._shm import Aborted, ShmCommunicator, required_nbytes, reset, set_abort
 from synk.errors import CollectiveMismatch, SynkError, UnsupportedError
 
@@ -58,7 +59,7 @@ def trio() -> Iterator[ShmGroup]:
 
 def half_nbytes(world_size: int, slot_nbytes: int) -> int:
     """Return how much a rank can show at one meeting."""
-    return _shm._Layout(required_nbytes(world_size, slot_nbytes), world_size).half_nbytes
+    return Layout(required_nbytes(world_size, slot_nbytes), world_size).half_nbytes
 
 
 class TestConformance(CommunicatorConformance):
@@ -116,8 +117,8 @@ def in_turn(*functions: Callable[[ShmEndpoint], Any]) -> Callable[[ShmEndpoint],
 
 class TestSizes:
     def test_the_default_slots(self) -> None:
-        small, half = _shm.SMALL_NBYTES // 8, half_nbytes(2, _shm.SLOT_NBYTES) // 8
-        with shm_group(2, _shm.SLOT_NBYTES) as pair:
+        small, half = _shm.SMALL_NBYTES // 2 // 8, half_nbytes(2, _layout.SLOT_NBYTES) // 8
+        with shm_group(2, _layout.SLOT_NBYTES) as pair:
             counts = (small, small + 1, half + 1, 3 * half + 5)
             steps = [
                 Step(kind, "float64", count, op)
@@ -133,9 +134,9 @@ class TestSizes:
     @pytest.mark.parametrize("world_size", (1, 2, 5, 64, 300))
     def test_what_belongs_to_different_ranks_does_not_overlap(self, world_size: int) -> None:
         nbytes = required_nbytes(world_size)
-        layout = _shm._Layout(nbytes, world_size)
+        layout = Layout(nbytes, world_size)
         assert layout.half_nbytes % 64 == layout.mailbox_nbytes % 64 == 0
-        assert layout.halves >= _rendezvous.ControlLayout(world_size).nbytes
+        assert layout.halves >= ControlLayout(world_size).nbytes
         assert layout.mailboxes >= layout.halves + world_size * 2 * layout.half_nbytes
         assert layout.mailboxes + world_size**2 * layout.mailbox_nbytes <= nbytes
         assert layout.half_nbytes >= (world_size + 1) * 64
