@@ -13,9 +13,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import harness
+pytest.register_assert_rewrite("harness")
 
-import synk
+import harness  # noqa: E402
+
+import synk  # noqa: E402
 
 
 @pytest.hookimpl(wrapper=True)
@@ -58,12 +60,14 @@ class SharedRuntimes:
 
 
 @pytest.fixture(scope="session")
-def shared_runtimes() -> Iterator[SharedRuntimes]:
+def shared_runtimes(request: pytest.FixtureRequest) -> Iterator[SharedRuntimes]:
     """Runtimes for tests whose after-state is *usable*; the census is checked once, at their end."""
     before = harness.census()
     shared = SharedRuntimes()
     yield shared
     shared.close()
+    if request.session.testsfailed:  # tracebacks hold what the census would count
+        return
     left = harness.settled_census(before).leftovers(before)
     assert not left, f"the shared runtimes left behind: {left}"
 
@@ -87,17 +91,17 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def runtime() -> Iterator[Callable[..., Any]]:
-    """Return ``runtime(num_workers=2, *failpoints, **options)``: forks a runtime for this test, closed at its end."""
+    """Return ``runtime(num_workers=2, *failpoints, **options)``: makes a runtime for this test, closed at its end."""
     opened: list[synk.Runtime] = []
 
-    def fork(num_workers: int = 2, *failpoints: harness.Failpoint, **options: Any) -> synk.Runtime:
+    def make(num_workers: int = 2, *failpoints: harness.Failpoint, **options: Any) -> synk.Runtime:
         options.setdefault("backend", "numpy")
         if failpoints:
             options["_failpoints"] = failpoints
-        opened.append(synk.fork(num_workers, **options))
+        opened.append(synk.Runtime(num_workers, **options))
         return opened[-1]
 
-    yield fork
+    yield make
     for each in opened:
         each.close()
 

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import numpy as np
+
 pins: list[Any] = []
 """Objects that outlive a call, in the worker's own copy of this module."""
 
@@ -37,6 +39,11 @@ def libc_exit() -> NoReturn:
 def hold_the_gil(seconds: int) -> None:
     """Sleep in C without letting another thread run."""
     ctypes.PyDLL(None).sleep(seconds)
+
+
+def start_sleeper() -> int:
+    """Start a program that outlives this process unless its group is killed; return its pid."""
+    return os.posix_spawnp("sleep", ["sleep", "600"], os.environ)
 
 
 def loop_for_ever() -> NoReturn:
@@ -192,9 +199,18 @@ def raise_text(text: str) -> NoReturn:
     raise ValueError(text)
 
 
-def mean_dtype(array: Any) -> Any:
-    """Return the dtype in which NumPy averages: float32 for float16."""
-    return "float32" if array.dtype == "float16" else array.dtype
+def reduce_rows(op: str, x: Any) -> Any:
+    """Reduce over the rows as NumPy does, in the dtype of the rows; a row of what has no arithmetic is itself."""
+    if (
+        x.dtype.kind not in "biufc"
+        or (x.dtype.kind not in "fc" and op == "avg")
+        or (x.dtype.kind == "b" and op == "sum")
+    ):
+        return x[0]
+    with np.errstate(all="ignore"):
+        if op == "sum":
+            return x.sum(axis=0, dtype=x.dtype)
+        return getattr(x, {"avg": "mean"}.get(op, op))(axis=0)
 
 
 _opened: list[str] = []
@@ -217,3 +233,9 @@ def watched_files() -> list[str]:
         for path in _opened
         if not path.endswith((".py", ".pyc", ".so")) and not path.startswith(("/proc/", "/sys/"))
     ]
+
+
+def anonymous_kb() -> int:
+    """Return the private memory of this process, in KB: copies of its own, pages of shared segments not counted."""
+    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("Anonymous:"))

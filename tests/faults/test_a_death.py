@@ -9,7 +9,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import threading
 import time
 import warnings
@@ -300,7 +299,7 @@ def test_A14_crash_in_a_finalizer(runtime: Fork) -> None:
 
 def test_A15_grandchildren_go_with_their_worker(runtime: Fork) -> None:
     rt = runtime(2)
-    spawn = rt.function(lambda row: subprocess.Popen(["sleep", "600"]).pid, outputs=None)
+    spawn = rt.function(lambda row: saboteurs.start_sleeper(), outputs=None)
     sleepers = spawn(np.arange(2))
     with replaced_workers(rt, [0]) as before:
         kill_and_wait(before[0])
@@ -376,7 +375,7 @@ def test_A18_a_reaped_pid_is_never_signalled(runtime: Fork) -> None:
         with pytest.warns(RuntimeWarning):
             assert_right(rt)
     for path in sorted(Path(synk.__file__).parent.glob("*.py")):
-        if path.name == "_worker.py":  # a worker may signal its own group
+        if path.name in ("_worker.py", "_failpoints.py"):  # a worker may signal itself
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             is_by_number = isinstance(node, ast.Attribute) and ast.unparse(node) == "os.kill"
@@ -391,7 +390,7 @@ def test_A19_children_of_the_master_are_reaped_by_others() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         rt = synk.fork(2, backend="numpy")
         before = pids(rt)
-        os.kill(before[1], signal.SIGKILL)
+        kill_and_wait(before[1])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             assert_right(rt)
@@ -410,8 +409,7 @@ def test_A19_children_of_the_master_are_reaped_by_others() -> None:
 def test_A20_a_worker_that_holds_the_interpreter_is_not_dead(runtime: Fork) -> None:
     rt = runtime(2)
     with same_workers(rt):
-        results = rt.function(lambda row: saboteurs.hold_the_gil(2), outputs=None)(np.arange(2))
-        assert results == [None, None]
+        assert rt.function(lambda row: saboteurs.hold_the_gil(2) or 1, outputs="sum")(np.arange(2)) == 2
 
 
 # ----- chaos

@@ -37,8 +37,10 @@ def raiser(runtime: Any, errors: dict[int, Callable[[], BaseException]], output:
 def test_B1_raises_on_one_rank_only(shared_runtimes: Any, rank: int) -> None:
     rt = shared_runtimes[4]
     with same_workers(rt):
-        with pytest.raises(ValueError, match=r"^bad row$") as caught:
+        with pytest.raises(ValueError) as caught:
             raiser(rt, {rank: lambda: ValueError("bad row")})(RANKS)
+        assert caught.type is ValueError
+        assert str(caught.value) == "bad row"
         cause = caught.value.__cause__
         assert isinstance(cause, RemoteError)
         assert cause.rank == rank

@@ -23,10 +23,10 @@ Fork = Callable[..., Any]
 
 
 @pytest.fixture
-def unpicklable() -> Iterator[dict[str, Any]]:
+def unpicklable(tmp_path: Path) -> Iterator[dict[str, Any]]:
     """Objects that no process can send to another."""
     left, right = socket.socketpair()
-    with left, right, open(__file__, encoding="utf-8") as file:
+    with left, right, open(tmp_path / "written", "w", encoding="utf-8") as file:
         yield {
             "lock": threading.Lock(),
             "socket": left,

@@ -47,7 +47,7 @@ def test_D1_ctrl_c_in_a_loop_of_python(storm_count: Count) -> None:
         slow = rt.function(work, outputs="sum")
         before = pids(rt)
         for _ in range({storm_count(15)}):
-            timer = interrupt_after(rng.uniform(0.0, 0.05))
+            timer = interrupt_after(rng.uniform(0.002, 0.05))
             took = interrupted(slow, np.ones(4))
             assert took < 1.05, took
             timer.join()
@@ -69,8 +69,9 @@ def test_D1_ctrl_c_in_a_short_call(storm_count: Count) -> None:
         x = np.arange(100.0)
         double(x)
         for number in range({storm_count(40)}):
-            timer = interrupt_after(rng.uniform(0.0, 0.004))
+            timer = threading.Timer(rng.uniform(0.001, 0.005), os.kill, (os.getpid(), signal.SIGINT))
             try:
+                timer.start()
                 for step in range(10**9):
                     result = double(x + step)
                     assert (result == 2 * (x + step)).all(), (number, step)
@@ -160,7 +161,7 @@ def test_D3_second_ctrl_c_while_the_first_is_handled() -> None:
     try:
         assert_right(rt)
     except synk.errors.ClosedError as error:
-        print("closed", isinstance(error.__cause__, KeyboardInterrupt))
+        print("closed", "Ctrl-C" in str(error.__cause__))
     """
     ).check("interrupted True\nclosed True\n")
 
@@ -178,34 +179,37 @@ def test_D4_storm_of_interrupts(seconds: float) -> None:
         x = np.arange(50.0)
         end = time.monotonic() + {seconds}
         wrong = []
+        rng = np.random.default_rng(4)
+
+        def calls():
+            step = int(rng.integers(1 << 20))
+            if not (double(x + step) == 2 * (x + step)).all():
+                wrong.append(step)
+            blob({{"b": b"x" * (1 << (step % 20))}}, x)
+            double(rt.data(x))
+
+        is_armed = threading.Event()
 
         def storm():
-            rng = np.random.default_rng(4)
+            # One at a time: a second Ctrl-C while the first is handled closes the runtime, by contract.
             while time.monotonic() < end:
-                try:
-                    step = int(rng.integers(1 << 20))
-                    if not (double(x + step) == 2 * (x + step)).all():
-                        wrong.append(step)
-                    blob({{"b": b"x" * (1 << (step % 20))}}, x)
-                    data = rt.data(x)
-                    double(data)
-                except KeyboardInterrupt:
-                    continue
+                is_armed.wait()
+                is_armed.clear()
+                time.sleep(rng.uniform(0, 0.003))
+                os.kill(os.getpid(), signal.SIGINT)
 
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.003, 0.003)
-        while time.monotonic() < end:
+        thread = threading.Thread(target=storm)
+        started = False
+        while thread.is_alive() or not started:
             try:
-                storm()
+                if not started:
+                    started = True
+                    thread.start()
+                is_armed.set()
+                while thread.is_alive():
+                    calls()
             except KeyboardInterrupt:
-                pass
-        while True:
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                signal.signal(signal.SIGALRM, signal.SIG_IGN)
-                break
-            except KeyboardInterrupt:
-                pass
+                continue
         assert not wrong, wrong
         for step in range(100):
             assert (double(x + step) == 2 * (x + step)).all()
@@ -286,10 +290,10 @@ MASTER_ENDS = {
 def test_D6_the_master_ends_and_its_workers_with_it(end: str) -> None:
     code, status, stderr = MASTER_ENDS[end]
     result = script(f"""
-        import subprocess
+        import saboteurs
         rt = synk.fork(2, backend="numpy")
         data = rt.data(np.ones((1000, 1000)))
-        spawn = rt.function(lambda x: subprocess.Popen(["sleep", "600"]).pid, outputs=None)
+        spawn = rt.function(lambda x: saboteurs.start_sleeper(), outputs=None)
         print(len(spawn(data)), flush=True)
         {code}
     """)
@@ -313,7 +317,6 @@ MASTER_KILLED = {
 def test_D7_sigkill_of_the_master(phase: str) -> None:
     """Workers and their children are gone within two seconds, whatever they were doing."""
     with Scenario(f"""
-        import subprocess
         import saboteurs
         runtimes = []
 
@@ -322,7 +325,7 @@ def test_D7_sigkill_of_the_master(phase: str) -> None:
             return synk.fork(2, backend="numpy", _failpoints=((step, 0, 1, "sleep"), (step, 1, 1, "sleep")))
 
         def busy(row):
-            subprocess.Popen(["sleep", "600"])
+            saboteurs.start_sleeper()
             saboteurs.loop_for_ever()
 
         def stuck(row):
@@ -419,18 +422,18 @@ def test_D10_workers_start_with_default_handlers_and_an_empty_mask() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with synk.fork(2, backend="numpy") as rt:
-            masks = rt.function(lambda x: (
-                sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
-                signal.getsignal(signal.SIGHUP) == signal.SIG_DFL,
-                signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None),
-            ), outputs=None)(np.arange(2))
-            print(masks)
+            states = rt.function(lambda x: {
+                "blocked" if signal.pthread_sigmask(signal.SIG_BLOCK, ()) else "open",
+                "default" if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL else "changed",
+                "deaf" if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None) else "hears",
+            }, outputs=None)(np.arange(2))
+            print(states == [{"open", "default", "hears"}] * 2)
             try:
                 rt.function(lambda x: [time.sleep(0.01) for _ in range(10**6)])(np.arange(2), timeout=0.3)
             except synk.errors.CallTimeout:
                 print("timeout")
             assert_right(rt)
-    """).check("[([], True, False), ([], True, False)]\ntimeout\n")
+    """).check("True\ntimeout\n")
 
 
 def test_D11_the_master_raises_while_workers_compute(storm_count: Count) -> None:
