@@ -5,22 +5,51 @@ from typing import Any
 __version__ = "0.1.0"
 
 from synk import errors
+from synk._comm import comm
+from synk._verbs import (
+    all_gather,
+    all_reduce,
+    broadcast,
+    data,
+    gather,
+    get_lengths,
+    get_shapes,
+    get_value,
+    info,
+    reduce,
+    scatter,
+    set_value,
+    shared,
+)
 from synk.data import Data
 from synk.function import Function, distribute, function, wrap
 from synk.runtime import Runtime, close, current, fork
-from synk._verbs import data, info
+from synk.shared import Shared
 
 __all__ = [
     "Data",
     "Function",
     "Runtime",
+    "Shared",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
     "close",
+    "comm",
     "current",
     "data",
     "distribute",
     "errors",
     "fork",
     "function",
+    "gather",
+    "get_lengths",
+    "get_shapes",
+    "get_value",
     "info",
+    "reduce",
+    "scatter",
+    "set_value",
+    "shared",
     "wrap",
 ]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from synk._messages import Input
-from synk._shards import Selection, select_common
+from synk._shards import Assignment, Selection, assign_local, assign_owned, select_common
 from synk.data import Data, as_plain_array, check_same_runtime, check_shareable
 from synk.errors import SerializationError
 
@@ -41,7 +41,7 @@ class Argument:
         What must be staged (``rows`` and ``whole`` that are no ``Data``).
     data : Data or None
     value : object
-        For ``object`` and ``shared``.
+        For ``object``, ``shard`` and ``replica``.
     """
 
     label: str
@@ -60,13 +60,13 @@ class Argument:
             return (self.kind, segment.id if segment else 0, self.data.shape, self.data.dtype, self.data.minibatch)
         if self.array is not None:
             return (self.kind, self.array.shape, self.dtype)
-        if self.kind == "shared":
+        if self.kind in ("shard", "replica"):
             return (self.kind, self.value.plan_key)
         return self.kind
 
     @property
     def num_rows(self) -> int:
-        if self.kind == "shared":
+        if self.kind == "shard":
             return int(self.value.num_rows)
         return len(self.data) if self.data is not None else len(self.array)  # type: ignore[arg-type]
 
@@ -188,6 +188,45 @@ def select(arguments: Sequence[Argument], batch: Any, function_name: str) -> Sel
     return select_common(batch, whole, mini, repr(function_name))
 
 
+def assign(
+    arguments: Sequence[Argument], shards: Sequence[Argument], batch: Any, shard_batch: Any, function_name: str
+) -> Assignment:
+    """Return which rank works on which rows where some arguments are sharded variables: each on those it owns.
+
+    Raises
+    ------
+    ValueError
+        If the variables' shards differ in length, or other inputs do not have one row for each of theirs.
+    """
+    lengths = shards[0].value.lengths
+    for other in shards[1:]:
+        if other.value.lengths != lengths:
+            raise ValueError(
+                f"cannot call {function_name!r}: got {shards[0].label} with {lengths} rows on the ranks and {other.label} with "
+                f"{other.value.lengths}, expected equal shards."
+            )
+    if batch is not None and shard_batch is not None:
+        raise ValueError(f"cannot call {function_name!r}: got batch and shard_batch, expected one of them.")
+    if shard_batch is not None:
+        assignment = assign_local(shard_batch, lengths, repr(function_name))
+        expected = assignment.selection.count
+    else:
+        assignment = assign_owned(batch, lengths, repr(function_name))
+        expected = sum(lengths)
+    span = assignment.selection.highest - assignment.selection.lowest + 1
+    for argument in arguments:
+        if argument.kind != "rows":
+            continue
+        is_mini = argument.data is not None and argument.data.minibatch and batch is not None
+        if (argument.num_rows < span) if is_mini else (argument.num_rows != expected):
+            raise ValueError(
+                f"cannot scatter {argument.label} of {function_name!r}: got {argument.num_rows} rows, expected "
+                f"{span if is_mini else expected}, one for each {'selected ' if shard_batch is not None else ''}row of the "
+                f"sharded variable {shards[0].label}."
+            )
+    return assignment
+
+
 # -- staging ----------------------------------------------------------------------------------------------------------
 
 
@@ -254,8 +293,8 @@ def input_of(argument: Argument, segment_id: int, offset: int) -> Input:
     """Return the worker's description of an argument at its place."""
     if argument.kind == "object":
         return Input(argument.keyword, "object", 0, offset)
-    if argument.kind == "shared":
-        return argument.value.as_input(argument.keyword)
+    if argument.kind in ("shard", "replica"):
+        return argument.value.as_input(argument.keyword, argument.kind)
     if argument.data is not None:
         data = argument.data
         segment_id = data._segment.id if data._segment is not None else 0

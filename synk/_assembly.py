@@ -82,13 +82,12 @@ class Assembly:
     # -- agreement ----------------------------------------------------------------------------------------------------
 
     def _check_structures(self, leaves: list[int]) -> None:
-        for rank, layout in zip(self.voters, self.layouts):
-            other, structure = flatten(layout.skeleton)
-            if structure != self._structure or other != leaves:
-                raise CollectiveMismatch(
-                    f"cannot combine the outputs of {self.name!r}: rank {self.voters[0]} returned {self._skeleton} and "
-                    f"rank {rank} returned {layout.skeleton} (leaf positions), expected one structure on all ranks."
-                )
+        kinds = [flatten(layout.skeleton) for layout in self.layouts]
+        if any(structure != self._structure or other != leaves for other, structure in kinds):
+            got = "; ".join(f"rank {rank}: {_describe(layout.skeleton)}" for rank, layout in zip(self.voters, self.layouts))
+            raise CollectiveMismatch(
+                f"cannot combine the outputs of {self.name!r}: got {got}, expected one structure on all ranks."
+            )
 
     def _check_leaf(self, leaf: int) -> None:
         op = self._ops[leaf]
@@ -254,6 +253,17 @@ class Assembly:
             ordered[order] = result
             return ordered
         return result
+
+
+def _describe(skeleton: Any) -> str:
+    """Return the structure of a result in words, as ``(value, {'a': value})``."""
+    leaves, structure = flatten(skeleton)
+    return repr(unflatten(structure, [_Value()] * len(leaves)))
+
+
+class _Value:
+    def __repr__(self) -> str:
+        return "value"
 
 
 def _view(root: np.ndarray, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -10,14 +10,16 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from synk import collectives
 from synk._arguments import (
     Argument,
     Signature,
     aligned,
+    assign,
     capacity_for,
     check_argument,
     copy_into,
@@ -26,15 +28,17 @@ from synk._arguments import (
     select,
 )
 from synk._assembly import Assembly
-from synk._failures import rebuild
+from synk._failures import raise_failures
 from synk._links import Reply
 from synk._memory import Segment
 from synk._messages import BLOCK_LENGTH, Down, Kind, Layout, Plan, Status, slot_offsets
 from synk._ops import match_ops
-from synk._shards import Selection, shard_bounds
+from synk._shards import Assignment, Selection, shard_bounds
 from synk._trees import flatten
-from synk.errors import RemoteError, SerializationError
-from synk.runtime import Runtime
+from synk.errors import SerializationError
+
+if TYPE_CHECKING:
+    from synk.runtime import Runtime
 
 _MAX_PLANS = 64
 _plan_ids = itertools.count(1)
@@ -50,6 +54,19 @@ class CallOptions:
     output_subset: tuple[Any, ...] | None = None
     timeout: float | None = None
     is_serial: bool = False
+
+
+class Callee(Protocol):
+    """What a call needs of the function that is called."""
+
+    name: str
+    id: int
+    signature: Signature
+    outputs: Any
+    plans: PlanCache
+
+    def load(self, runtime: Runtime) -> None:
+        """See that the workers have it."""
 
 
 class CachedPlan:
@@ -107,39 +124,38 @@ class _Call:
     bounds: list[tuple[int, int]]
     ranks: list[int]
     objects: tuple[bytes, list[memoryview]] | None
-    order: np.ndarray | None = None
+    owned: Assignment | None = None
 
 
 def run_call(
     runtime: Runtime,
-    name: str,
-    function_id: int,
-    signature: Signature,
-    outputs: Any,
-    plans: PlanCache,
+    function: Callee,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: CallOptions,
     deadline: float | None,
 ) -> Any:
     """Run one call and return its result."""
-    call = _bind(runtime, name, signature, outputs, args, kwargs, options)
-    cached = _plan(runtime, name, function_id, plans, call, options)
+    call = _bind(runtime, function, args, kwargs, options)
+    function.load(runtime)
+    cached = _plan(runtime, function, call, options)
     _stage(runtime, cached, call)
     rows = _write_numbers(runtime, call)
     runtime.counters["calls"] += 1
+    runtime.next_call()
     plan_id = cached.plan.plan_id
-    contents = {rank: cached.plan for rank in call.ranks if plan_id not in runtime.link(rank).plans}
+    links = runtime.team.links
+    contents = {rank: cached.plan for rank in call.ranks if plan_id not in links[rank].plans}
     try:
         for rank in contents:
-            runtime.link(rank).plans.add(plan_id)
-        replies = runtime.exchange(
-            Kind.CALL, call.ranks, plan_id, contents, cached.segments, deadline, "call", repr(name)
+            links[rank].plans.add(plan_id)
+        replies = runtime.team.exchange(
+            Kind.CALL, call.ranks, plan_id, contents, cached.segments, deadline, "call", repr(function.name)
         )
-        return _collect(runtime, name, outputs, cached, call, rows, replies, options, deadline)
+        return _collect(runtime, function, cached, call, rows, replies, options, deadline)
     except BaseException:
         # A worker may have told of a layout that was not taken in: the next call agrees on everything anew.
-        plans.discard(cached, runtime)
+        function.plans.discard(cached, runtime)
         raise
 
 
@@ -147,36 +163,48 @@ def run_call(
 
 
 def _bind(
-    runtime: Runtime,
-    name: str,
-    signature: Signature,
-    outputs: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: CallOptions,
+    runtime: Runtime, function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
 ) -> _Call:
+    """Check the arguments and decide which rank works on which rows. Nothing is sent before this is done."""
+    name = function.name
     arguments = [
         check_argument(label, keyword, is_broadcast, value, name, runtime)
-        for label, keyword, is_broadcast, value in signature.bind(args, kwargs)
+        for label, keyword, is_broadcast, value in function.signature.bind(args, kwargs)
     ]
-    selection = select(arguments, options.batch, name)
     world_size = runtime.world_size
+    shards = [argument for argument in arguments if argument.kind == "shard"]
+    if shards and options.is_serial:
+        for argument in shards:  # one rank cannot read another's shard: it gets the rows
+            argument.kind, argument.array = "rows", collectives.gather(runtime, argument.value, 0)
+            argument.dtype = argument.array.dtype
+        shards = []
+    owned: Assignment | None = None
+    if shards:
+        owned = assign(arguments, shards, options.batch, options.shard_batch, name)
+        selection, bounds = owned.selection, owned.bounds
+    else:
+        if options.shard_batch is not None:
+            raise ValueError(f"cannot call {name!r}: shard_batch was given, but no argument is a sharded variable.")
+        selection = select(arguments, options.batch, name)
+        if selection is None:
+            bounds = [(0, 0)] * world_size
+        elif options.is_serial:
+            bounds = [(0, selection.count)] + [(selection.count, selection.count)] * (world_size - 1)
+        else:
+            bounds = shard_bounds(selection.count, world_size)
     if selection is None:
         ranks = [0] if options.is_serial else list(range(world_size))
-        bounds = [(0, 0)] * world_size
     else:
-        count = selection.count
-        bounds = [(0, count)] + [(count, count)] * (world_size - 1) if options.is_serial else shard_bounds(count, world_size)
         ranks = [rank for rank, (low, high) in enumerate(bounds) if high > low]
         if not ranks:
-            _check_no_rows(outputs, name)
+            _check_no_rows(function.outputs, name)
             ranks = [0]
     values = [argument for argument in arguments if argument.kind == "object"]
     objects = None
     if values:
         objects = pickle_objects([a.value for a in values], [a.label for a in values], name)
         runtime.counters["bytes_pickled"] += len(objects[0])
-    return _Call(arguments, selection, bounds, ranks, objects)
+    return _Call(arguments, selection, bounds, ranks, objects, owned)
 
 
 def _check_no_rows(outputs: Any, name: str) -> None:
@@ -199,10 +227,10 @@ def _check_no_rows(outputs: Any, name: str) -> None:
 # -- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def _plan(
-    runtime: Runtime, name: str, function_id: int, plans: PlanCache, call: _Call, options: CallOptions
-) -> CachedPlan:
+def _plan(runtime: Runtime, function: Callee, call: _Call, options: CallOptions) -> CachedPlan:
     """Return the plan for this call's signature, from the cache where it was seen before."""
+    plans = function.plans
+    local_indices = call.owned.local_indices if call.owned is not None else None
     indices = call.selection.indices if call.selection is not None else None
     buffer_sizes: tuple[int, ...] = ()
     capacity = 0
@@ -210,11 +238,12 @@ def _plan(
         capacity = capacity_for(len(call.objects[0]))
         buffer_sizes = tuple(view.nbytes for view in call.objects[1])
     key = (
-        function_id,
+        function.id,
         tuple([(argument.keyword, argument.key) for argument in call.arguments]),
         options.num_slices,
         options.output_subset,
         -1 if indices is None else len(indices),
+        -1 if local_indices is None else len(local_indices),
         capacity,
         buffer_sizes,
         runtime.staging.id if runtime.staging is not None else 0,
@@ -238,6 +267,7 @@ def _plan(
     pickle_at = reserve(capacity) if capacity else 0
     buffers_at = [reserve(size) for size in buffer_sizes]
     indices_at = reserve(len(indices) * 8) if indices is not None else 0
+    local_at = reserve(len(local_indices) * 8) if local_indices is not None else 0
     staging = runtime.reserve_staging(offset)
     key = (*key[:-1], staging.id)
     staged: list[np.ndarray] = []
@@ -250,7 +280,7 @@ def _plan(
             staged.append(staging.view(place, argument.array.shape, argument.dtype))
     plan = Plan(
         next(_plan_ids),
-        function_id,
+        function.id,
         tuple(inputs),
         options.num_slices,
         options.output_subset,
@@ -258,6 +288,7 @@ def _plan(
         tuple((staging.id, at, size) for at, size in zip(buffers_at, buffer_sizes)),
         (staging.id, indices_at, len(indices)) if indices is not None else None,
         call.selection is None,
+        (staging.id, local_at, len(local_indices)) if local_indices is not None else None,
     )
     segments = [a.data._segment for a in call.arguments if a.data is not None and a.data._segment is not None]
     if offset:
@@ -266,7 +297,7 @@ def _plan(
         staging.buffer[pickle_at : pickle_at + capacity] if capacity else None,
         [staging.buffer[at : at + size] for at, size in zip(buffers_at, buffer_sizes)],
         staging.view(indices_at, (len(indices),), np.dtype(np.int64)) if indices is not None else None,
-        None,
+        staging.view(local_at, (len(local_indices),), np.dtype(np.int64)) if local_indices is not None else None,
     )
     cached = CachedPlan(plan, segments, staged, places)
     plans.put(key, cached, runtime)
@@ -290,6 +321,9 @@ def _stage(runtime: Runtime, cached: CachedPlan, call: _Call) -> None:
     if places.indices is not None and call.selection is not None:
         places.indices[...] = call.selection.indices
         nbytes += places.indices.nbytes
+    if places.local_indices is not None and call.owned is not None:
+        places.local_indices[...] = call.owned.local_indices
+        nbytes += places.local_indices.nbytes
     runtime.counters["bytes_staged"] += nbytes
 
 
@@ -301,25 +335,25 @@ def _write_numbers(runtime: Runtime, call: _Call) -> list[int]:
     start, step, count, lowest = (0, 1, 0, 0) if selection is None else (
         selection.start, selection.step, selection.count, selection.lowest,
     )  # fmt: skip
+    local = call.owned.local_ranges if call.owned is not None else [(0, 1)] * len(call.bounds)
     numbers = tuple(
-        (rank in running, low, high, start, step, count, lowest, 1 if is_rowless else high - low)
+        (rank in running, low, high, start, step, count, lowest, 1 if is_rowless else high - low, *local[rank])
         for rank, (low, high) in enumerate(call.bounds)
     )
     if runtime.last_numbers != numbers:
         runtime.last_numbers = numbers
-        runtime.down[:, Down.PARTICIPATES : Down.ROWS + 1] = numbers
-    return [numbers[rank][-1] for rank in call.ranks]
+        runtime.team.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1] = numbers
+    return [numbers[rank][Down.ROWS - Down.PARTICIPATES] for rank in call.ranks]
 
 
-assert Down.ROWS < BLOCK_LENGTH
+assert max(Down) < BLOCK_LENGTH
 
 # -- replies ----------------------------------------------------------------------------------------------------------
 
 
 def _collect(
     runtime: Runtime,
-    name: str,
-    outputs: Any,
+    function: Callee,
     cached: CachedPlan,
     call: _Call,
     rows: list[int],
@@ -328,7 +362,9 @@ def _collect(
     deadline: float | None,
 ) -> Any:
     """Turn replies into the result: errors first, then agreement, then the large outputs, then the values."""
-    check_replies(runtime, name, replies)
+    name, outputs = function.name, function.outputs
+    sequence = runtime.team.sequence
+    raise_failures(replies, runtime.world_size, name)
     objects = _take_layouts(name, cached, call.ranks, replies)
     layouts = [cached.layouts[rank] for rank in call.ranks]
     if any(reply.status == Status.UNPUBLISHED for reply in replies.values()):
@@ -342,23 +378,10 @@ def _collect(
         )  # fmt: skip
         cached.assemblies = {key: assembly}  # it keeps the layouts alive, so that their ids stay theirs
     root = _assemble_large(runtime, name, assembly, deadline) if assembly.result_nbytes else None
-    return assembly.build(rows, objects, root, call.order)
-
-
-def check_replies(runtime: Runtime, name: str, replies: dict[int, Reply]) -> None:
-    """Raise the error of the lowest failing rank, if any."""
-    failures = []
-    interrupted = []
-    for rank in sorted(replies):
-        reply = replies[rank]
-        if reply.status == Status.ERROR:
-            failures.append(pickle.loads(reply.body))
-        elif reply.status == Status.INTERRUPTED:
-            interrupted.append(rank)
-    if failures:
-        raise rebuild(failures, runtime.world_size, name)
-    if interrupted:
-        raise RemoteError(f"rank {interrupted[0]} was interrupted in {name!r}.", rank=interrupted[0])
+    result = assembly.build(rows, objects, root, call.owned.order if call.owned is not None else None)
+    if any(layout.assigned for layout in layouts):
+        runtime.commit(sequence, call.ranks, layouts)
+    return result
 
 
 def _take_layouts(
@@ -393,7 +416,10 @@ def _load(data: bytes, name: str, rank: int, what: str) -> Any:
 def _republish(
     runtime: Runtime, name: str, outputs: Any, ranks: list[int], layouts: list[Layout], deadline: float | None
 ) -> None:
-    """Grow the slots to what the outputs need and have all ranks publish again."""
+    """Make room for the outputs, and for new values of shared variables, and have all ranks publish again."""
+    for rank, layout in zip(ranks, layouts):
+        for variable_id, shapes in layout.assigned:
+            runtime.variable(variable_id).reserve(rank, shapes)
     needed = 0
     for layout in layouts:
         leaves, _ = flatten(layout.skeleton)
@@ -401,8 +427,8 @@ def _republish(
         needed = max(needed, slot_offsets(layout.leaves, ops, len(ranks))[1])
     if needed > runtime.slot_nbytes:
         runtime.grow_exchange(needed)
-    replies = runtime.exchange(Kind.PUBLISH, ranks, 0, {}, [], deadline, "publish", repr(name))
-    check_replies(runtime, name, replies)
+    replies = runtime.team.exchange(Kind.PUBLISH, ranks, 0, {}, [], deadline, "publish", repr(name))
+    raise_failures(replies, runtime.world_size, name)
 
 
 def _assemble_large(runtime: Runtime, name: str, assembly: Assembly, deadline: float | None) -> np.ndarray:
@@ -411,12 +437,12 @@ def _assemble_large(runtime: Runtime, name: str, assembly: Assembly, deadline: f
     contents = {
         rank: assembly.moves[rank]
         for rank in assembly.voters
-        if runtime.link(rank).assembly is not assembly
+        if runtime.team.links[rank].assembly is not assembly
     }
-    replies = runtime.exchange(
+    replies = runtime.team.exchange(
         Kind.ASSEMBLE, assembly.voters, segment.id, contents, [segment], deadline, "reduce", repr(name)
     )
-    check_replies(runtime, name, replies)
+    raise_failures(replies, runtime.world_size, name)
     for rank in contents:
-        runtime.link(rank).assembly = assembly
+        runtime.team.links[rank].assembly = assembly
     return root

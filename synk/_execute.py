@@ -27,7 +27,9 @@ from synk._messages import (
 from synk._ops import Accumulator, Op, check_op, is_reducible, match_ops, reduce_into
 from synk._shards import shard_bounds
 from synk._trees import flatten, skeleton_of, unflatten
+from synk._variables import VariableStore
 from synk.backends import Backend
+from synk.errors import SerializationError, SharedMemoryError
 
 
 class LoadedFunction:
@@ -108,21 +110,41 @@ class Executor:
 
     # -- running ------------------------------------------------------------------------------------------------------
 
-    def run(self, prepared: PreparedPlan, variables: Any = None) -> Any:
+    def run(self, prepared: PreparedPlan, variables: VariableStore) -> Any:
         """Call the user's function on this rank's rows and return its result, accumulated over the slices."""
         plan, function = prepared.plan, prepared.function
         numbers = self._down[self.rank].tolist()
         low, high = numbers[Down.LOW], numbers[Down.HIGH]
-        objects: Sequence[Any] = ()
-        if prepared.pickle_view is not None:
-            objects = pickle.loads(prepared.pickle_view, buffers=prepared.buffer_views)
-        if plan.num_slices == 1 or plan.is_rowless:
-            return self._call(prepared, numbers, low, high, objects, variables)
-        bounds = [(low + a, low + b) for a, b in shard_bounds(high - low, plan.num_slices) if b > a] or [(low, high)]
-        return self._run_slices(prepared, numbers, bounds, objects, variables, function)
+        objects = self._load_objects(prepared)
+        is_sliced = plan.num_slices > 1 and not plan.is_rowless
+        variables.begin(function, is_sliced)
+        if is_sliced:
+            bounds = [(low + a, low + b) for a, b in shard_bounds(high - low, plan.num_slices) if b > a]
+            result = self._run_slices(prepared, numbers, bounds or [(low, high)], objects, variables)
+        else:
+            result = self._call(prepared, numbers, low, high, objects, variables)
+        if function.updates:
+            variables.finish_updates()
+        return result
+
+    @staticmethod
+    def _load_objects(prepared: PreparedPlan) -> Sequence[Any]:
+        """Unpickle the broadcast objects of the call: the user's classes are built here."""
+        if prepared.pickle_view is None:
+            return ()
+        try:
+            return pickle.loads(prepared.pickle_view, buffers=prepared.buffer_views)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            names = ", ".join(item.name or "an argument" for item in prepared.plan.inputs if item.kind == "object")
+            raise SerializationError(
+                f"cannot load the broadcast inputs of {prepared.function.name!r} ({names}) on the workers: "
+                f"{type(error).__name__}: {error}. Their classes must be importable there, or defined in the script."
+            ) from error
 
     def _call(
-        self, prepared: PreparedPlan, numbers: list[int], low: int, high: int, objects: Sequence[Any], variables: Any
+        self, prepared: PreparedPlan, numbers: list[int], low: int, high: int, objects: Sequence[Any], variables: VariableStore
     ) -> Any:
         function = prepared.function
         args: list[Any] = []
@@ -135,14 +157,15 @@ class Executor:
             elif item.kind == "object":
                 value = objects[item.offset]
             else:
-                value = variables.argument(item, prepared, low, high)
-            if function.to_framework is not None and item.kind != "object":
+                value = variables.argument(item, prepared.local_indices, low, high, numbers[Down.LOW])
+            if function.to_framework is not None and item.kind in ("rows", "whole"):
                 value = function.to_framework(value)
             if item.name:
                 kwargs[item.name] = value
             else:
                 args.append(value)
-        return function.fn(*args, **kwargs)
+        result = function.fn(*args, **kwargs)
+        return variables.take_updates(function, result, high - low) if function.updates else result
 
     def _rows(
         self, prepared: PreparedPlan, item: Input, base: np.ndarray, numbers: list[int], low: int, high: int
@@ -167,16 +190,14 @@ class Executor:
         numbers: list[int],
         bounds: list[tuple[int, int]],
         objects: Sequence[Any],
-        variables: Any,
-        function: LoadedFunction,
+        variables: VariableStore,
     ) -> Any:
+        function = prepared.function
         accumulators: list[Accumulator] = []
         structure: Any = None
         ops: list[Op] = []
         for start, stop in bounds:
             result = self._call(prepared, numbers, start, stop, objects, variables)
-            if function.updates:
-                result = variables.accumulate(function, result, stop - start)
             values, got_structure = flatten(result)
             if structure is None:
                 structure = got_structure
@@ -195,8 +216,10 @@ class Executor:
 
     # -- outputs ------------------------------------------------------------------------------------------------------
 
-    def publish(self, prepared: PreparedPlan, result: Any) -> tuple[Status, Any]:
-        """Bring the outputs into the rank's slot; return the status and the reply's body (None: nothing new).
+    def publish(
+        self, prepared: PreparedPlan, result: Any, variables: VariableStore, sequence: int
+    ) -> tuple[Status, Any]:
+        """Bring the outputs into the rank's slot, and new values of variables into their second buffers; return the status and the reply's body (None: nothing new).
 
         The body is ``(layout or None, objects)``: the layout where it differs from that of the plan's last call, and the
         outputs that are no arrays.
@@ -230,11 +253,14 @@ class Executor:
                 leaves.append(Leaf((), None))
                 objects.append(array.value if isinstance(array, _Sliced) else array)
         layout = prepared.layout
-        is_new = layout is None or layout.leaves != tuple(leaves)
+        assigned = variables.assignments() if variables.assigned else ()
+        is_new = layout is None or layout.leaves != tuple(leaves) or layout.assigned != assigned
         if is_new:
-            layout = prepared.layout = Layout(skeleton, tuple(leaves))
+            layout = prepared.layout = Layout(skeleton, tuple(leaves), assigned)
         self._prepared, self._outputs, self._result, self._objects = prepared, outputs, result, objects
         status = self._fill_slot(prepared)
+        if assigned and not variables.store(sequence):
+            status = Status.UNPUBLISHED
         return status, (layout if is_new else None, objects) if is_new or objects else None
 
     def _array_or_object(self, value: Any, op: Op, position: int, function: LoadedFunction) -> Any:
@@ -301,10 +327,19 @@ class Executor:
             if rank != self.rank:
                 self.backend.to_host(flat[start:stop], flat_view[start:stop])
 
-    def republish(self) -> Status:
-        """Publish the outputs of the last call again, into new slots."""
+    def republish(self, variables: VariableStore, sequence: int) -> Status:
+        """Publish the outputs of the last call again, into new slots and buffers."""
         assert self._prepared is not None
+        if variables.assigned and not variables.store(sequence):
+            raise SharedMemoryError("cannot store the new value of a shared variable: its buffer has no room for it.")
         return self._fill_slot(self._prepared)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether outputs of the last call are still to be assembled."""
+        if self._prepared is None or self._prepared.layout is None:
+            return False
+        return any(leaf.nbytes >= LARGE_NBYTES for leaf in self._prepared.layout.leaves)
 
     def assemble(self, moves: Sequence[Move], result: Segment) -> None:
         """Bring this rank's part of the large outputs into the result segment."""

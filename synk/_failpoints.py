@@ -24,6 +24,8 @@ STEPS = (
     "call.after_reply",
     "reduce.before",
     "reduce.after",
+    "collective.before",
+    "collective.after",
     "close.received",
 )
 

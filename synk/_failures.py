@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 import pickle
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from synk._links import Reply
+from synk._messages import Status
 from synk.errors import RemoteError, add_note
 
 TEXT_CAP = 20_000
@@ -141,3 +144,19 @@ def rebuild(failures: list[Failure], world_size: int, name: str) -> Exception:
     if len(others) > 8:
         add_note(error, f"and {len(others) - 8} more ranks")
     return error
+
+
+def raise_failures(replies: Mapping[int, Reply], world_size: int, name: str) -> None:
+    """Raise the error of the lowest failing rank of an exchange, if any."""
+    failures = []
+    interrupted = []
+    for rank in sorted(replies):
+        reply = replies[rank]
+        if reply.status == Status.ERROR:
+            failures.append(pickle.loads(reply.body))
+        elif reply.status == Status.INTERRUPTED:
+            interrupted.append(rank)
+    if failures:
+        raise rebuild(failures, world_size, name)
+    if interrupted:
+        raise RemoteError(f"rank {interrupted[0]} was interrupted in {name!r}.", rank=interrupted[0])

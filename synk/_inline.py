@@ -6,10 +6,12 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from synk import _failpoints
 from synk._links import Reply
 from synk._memory import Segment
-from synk._messages import HAS_BODY, Extras, Kind
+from synk._messages import HAS_BODY, Extras, Kind, Status
 from synk._worker import Worker, pickle_reply
 
 
@@ -20,11 +22,12 @@ class InlineProcess:
     stderr_tail: tuple[str, ...] = ()
 
     def __init__(
-        self, rank: int, world_size: int, backend: str, device: str, control: Segment, failpoints: Sequence[Any]
+        self, rank: int, world_size: int, backend: str, device: str, control: Segment, eventfds: Sequence[int],
+        failpoints: Sequence[Any],
     ) -> None:
         self.rank = rank
         self.pid = os.getpid()
-        self._worker = Worker(rank, world_size, backend, device, control)
+        self._worker = Worker(rank, world_size, backend, device, control, eventfds)
         self._worker.failpoint = _failpoints.arm(failpoints, rank)
         self.description = self._worker.backend.describe()
         self._reply: Reply | None = None
@@ -40,7 +43,7 @@ class InlineProcess:
         if body is not None:
             status, flags, data = pickle_reply(self._worker, status, flags, body)
             flags |= HAS_BODY
-        if kind == Kind.ASSEMBLE:
+        if kind == Kind.ASSEMBLE or (kind == Kind.CALL and status == Status.DONE and not self._worker.executor.is_waiting):
             self._worker.executor.forget()
         self._reply = Reply(status, flags, data)
 
@@ -60,6 +63,7 @@ class InlineProcess:
     def close(self) -> None:
         self._worker.executor.forget()
         self._worker.plans.clear()
+        self._worker.down = self._worker.up = np.empty((0, 0), np.int64)
         self._worker.segments.clear()
 
 

@@ -24,6 +24,7 @@ class Link:
 
     def __init__(self, rank: int, process: Any) -> None:
         self.rank = rank
+        self.collective_id = 0
         self.functions: set[int] = set()
         self.plans: set[int] = set()
         self.restart(process)
@@ -37,6 +38,8 @@ class Link:
         self.functions.clear()
         self.plans.clear()
         self.segments: set[int] = set()
+        self.variables: dict[int, int] = {}  # id -> version
+        self._dropped_variables: list[int] = []
         self._dropped_segments: list[int] = []
         self._dropped_plans: list[int] = []
         self._exchange_id = 0
@@ -53,21 +56,29 @@ class Link:
             self.plans.discard(plan_id)
             self._dropped_plans.append(plan_id)
 
+    def drop_variable(self, variable_id: int) -> None:
+        if self.variables.pop(variable_id, None) is not None:
+            self._dropped_variables.append(variable_id)
+
     @staticmethod
     def describe(segments: Sequence[Segment]) -> list[tuple[int, int, bool]]:
         return [(segment.id, segment.nbytes, segment.is_worker_writable) for segment in segments]
 
     def extras(
-        self, content: Any, needed: Sequence[Segment], exchange: Segment, slot_nbytes: int
+        self, content: Any, needed: Sequence[Segment], exchange: Segment, slot_nbytes: int, news: Sequence[Any]
     ) -> tuple[Extras | None, list[Segment]]:
-        """Return the body of a message (None if it needs none) and the segments whose descriptors ride along."""
+        """Return the body of a message (None if it needs none) and the segments whose descriptors ride along.
+
+        ``news`` are shared variables of which the rank must learn.
+        """
         missing = [segment for segment in needed if segment.id not in self.segments]
         new_exchange = None
         if self._exchange_id != exchange.id:
             new_exchange = (exchange.id, slot_nbytes)
             if exchange.id not in self.segments:
                 missing.append(exchange)
-        if content is None and not missing and not new_exchange and not (self._dropped_segments or self._dropped_plans):
+        dropped = self._dropped_segments or self._dropped_plans or self._dropped_variables
+        if content is None and not missing and not new_exchange and not dropped and not news:
             return None, missing
         return (
             Extras(
@@ -75,6 +86,9 @@ class Link:
                 dropped_segments=list(self._dropped_segments),
                 dropped_plans=list(self._dropped_plans),
                 exchange=new_exchange,
+                collective_id=self.collective_id if any(s.id == self.collective_id for s in missing) else 0,
+                declarations=[variable.declaration(self.rank) for variable in news],
+                dropped_variables=list(self._dropped_variables),
                 content=content,
             ),
             missing,
@@ -87,5 +101,8 @@ class Link:
         self.segments.update(segment.id for segment in segments)
         del self._dropped_segments[: len(extras.dropped_segments)]
         del self._dropped_plans[: len(extras.dropped_plans)]
+        del self._dropped_variables[: len(extras.dropped_variables)]
+        for declaration in extras.declarations:
+            self.variables[declaration.variable_id] = declaration.version
         if extras.exchange is not None:
             self._exchange_id = extras.exchange[0]

@@ -88,7 +88,7 @@ class Segment:
     Parameters
     ----------
     fd : int
-        Descriptor of the memory; owned by the segment from here on.
+        Descriptor of the memory; owned by the segment from here on, also where mapping it fails.
     nbytes : int
         Size, in bytes; at least 1.
     is_writable : bool
@@ -137,13 +137,9 @@ class Segment:
                 f"({os.strerror(error.errno or 0)}). Free some Data (free_memory), use fewer rows per call, or raise "
                 "the limit (ulimit -n for descriptors, ulimit -f for sizes)."
             ) from error
-        try:
-            segment = cls(fd, nbytes, is_writable=True, segment_id=next(_segment_ids))
-            segment.is_worker_writable = is_worker_writable
-            return segment
-        except BaseException:
-            os.close(fd)
-            raise
+        segment = cls(fd, nbytes, is_writable=True, segment_id=next(_segment_ids))
+        segment.is_worker_writable = is_worker_writable
+        return segment
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an array of ``shape`` and ``dtype`` over the bytes from ``offset`` on (no copy)."""

@@ -68,7 +68,10 @@ class Down(IntEnum):
     COUNT = 6
     LOWEST = 7  # row by which minibatch inputs are shifted
     ROWS = 8  # weight of the rank in averages
-    RESULT_SEGMENT = 9
+    LOCAL_START = 9  # of the rank's rows among those of its shard
+    LOCAL_STEP = 10
+    CALL = 11  # number of the call; rank 0's entry counts for all
+    COMMITTED = 12  # sequence number of the last call whose assignments hold
 
 
 class Up(IntEnum):
@@ -105,10 +108,10 @@ class Input:
     name : str
         The parameter; empty for one passed by position.
     kind : str
-        ``"rows"`` (scattered array), ``"whole"`` (broadcast array), ``"object"`` (entry of the call's pickle) or
-        ``"shared"`` (a shared variable).
+        ``"rows"`` (scattered array), ``"whole"`` (broadcast array), ``"object"`` (entry of the call's pickle),
+        ``"shard"`` or ``"replica"`` (a shared variable, sharded or replicated).
     segment_id, offset : int
-        Where the array starts; for ``"object"`` ``offset`` is the position in the pickled tuple and for ``"shared"``
+        Where the array starts; for ``"object"`` ``offset`` is the position in the pickled tuple, and for shared variables
         ``segment_id`` is the variable.
     shape, dtype
         Of the whole array, axis 0 being the rows.
@@ -134,8 +137,8 @@ class Plan:
         Where the pickle of the ``"object"`` arguments lies; ``buffers`` are its out-of-band buffers, likewise.
     indices_place : tuple (segment_id, offset, count) or None
         The selected rows as int64, where they are no range.
-    local : str
-        How sharded variables choose among their own rows: ``""`` (all, in order) or ``"indices"``.
+    local_indices_place : tuple (segment_id, offset, count) or None
+        Likewise the rows of sharded variables, as positions in each rank's own shard.
     """
 
     plan_id: int
@@ -169,10 +172,20 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Layout:
-    """The structure of a function's result on one rank: ``skeleton`` is the result with leaf positions as leaves."""
+    """The structure of a function's result on one rank.
+
+    Attributes
+    ----------
+    skeleton
+        The result with leaf positions as leaves.
+    leaves : tuple of Leaf
+    assigned : tuple of (variable_id, shapes)
+        Shared variables that the call has assigned.
+    """
 
     skeleton: Any
     leaves: tuple[Leaf, ...]
+    assigned: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -210,12 +223,19 @@ class Extras:
     content : the message's own body
     exchange : (segment_id, slot_nbytes) or None
         New slots for outputs.
+    collective_id : int
+        Segment through which functions communicate, where it is new; else 0.
+    declarations : list of Declaration
+        Shared variables that are new or have changed from the master's side.
     """
 
     segments: list[tuple[int, int, bool]] = field(default_factory=list)
     dropped_segments: list[int] = field(default_factory=list)
     dropped_plans: list[int] = field(default_factory=list)
     exchange: tuple[int, int] | None = None
+    collective_id: int = 0
+    declarations: list[Any] = field(default_factory=list)
+    dropped_variables: list[int] = field(default_factory=list)
     content: Any = None
 
 

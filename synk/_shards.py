@@ -219,3 +219,100 @@ def _select_unbounded(batch: Any, what: str) -> Selection:
     if indices.size and indices.dtype.kind in "iu" and indices.min() < 0:
         raise IndexError(f"cannot select rows of {what}: negative indices have no meaning with minibatch data only.")
     return select_rows(batch, int(indices.max()) + 1 if indices.size and indices.dtype.kind in "iu" else len(indices), what)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which rank works on which rows where the ranks own the rows (sharded variables).
+
+    Attributes
+    ----------
+    selection : Selection
+        All selected rows, those of rank 0 first; rank r's are ``bounds[r]`` of them.
+    bounds : list of (low, high)
+    local_ranges : list of (start, step)
+        Rank r's rows in its own shard, where ``local_indices`` is None.
+    local_indices : ndarray of int64, shape (count,), or None
+        Position of each selected row in its owner's shard.
+    order : ndarray of int64, shape (count,), or None
+        Position of each selected row in the caller's order; None where it is the same.
+    """
+
+    selection: Selection
+    bounds: list[tuple[int, int]]
+    local_ranges: list[tuple[int, int]]
+    local_indices: npt.NDArray[np.int64] | None = None
+    order: npt.NDArray[np.int64] | None = None
+
+
+def _bounds_of(counts: Sequence[int]) -> list[tuple[int, int]]:
+    edges = [0]
+    for count in counts:
+        edges.append(edges[-1] + count)
+    return list(zip(edges, edges[1:]))
+
+
+def assign_owned(batch: Any, lengths: Sequence[int], what: str) -> Assignment:
+    """Divide the rows that ``batch`` picks of a whole data set among the ranks that own them.
+
+    Parameters
+    ----------
+    batch
+        As in :func:`select_rows`, over the shards one after the other.
+    lengths : sequence of int
+        Rows that each rank owns.
+    what : str
+    """
+    owned = _bounds_of(lengths)
+    selection = select_rows(batch, owned[-1][1], what)
+    if batch is None:
+        return Assignment(selection, owned, [(0, 1)] * len(owned))
+    positions = selection.positions()
+    owner = np.searchsorted([high for _, high in owned], positions, side="right")
+    counts = np.bincount(owner, minlength=len(owned)).tolist()
+    bounds = _bounds_of(counts)
+    if selection.indices is None and selection.step > 0:
+        # Ascending rows stay a range on every rank: nothing is gathered there.
+        ranges = [
+            (int(positions[low]) - first if high > low else 0, selection.step)
+            for (low, high), (first, _) in zip(bounds, owned)
+        ]
+        return Assignment(selection, bounds, ranges)
+    order = np.argsort(owner, kind="stable")
+    positions = positions[order]
+    local = positions - np.array([low for low, _ in owned], np.int64)[owner[order]]
+    is_same = bool((order == np.arange(len(order))).all())
+    return Assignment(
+        Selection(len(positions), indices=positions), bounds, [(0, 1)] * len(owned), local, None if is_same else order
+    )
+
+
+def assign_local(shard_batch: Any, lengths: Sequence[int], what: str) -> Assignment:
+    """Pick rows among those that each rank owns.
+
+    Parameters
+    ----------
+    shard_batch : slice, sequence, or one per rank
+        One for all ranks, or a list with a slice or sequence for each.
+    lengths : sequence of int
+    what : str
+    """
+    is_per_rank = isinstance(shard_batch, (list, tuple)) and any(
+        isinstance(entry, (slice, list, tuple, np.ndarray)) for entry in shard_batch
+    )
+    if is_per_rank and len(shard_batch) != len(lengths):
+        raise ValueError(
+            f"cannot select rows of {what}: got {len(shard_batch)} entries in shard_batch, expected one slice or list, or "
+            f"one for each of the {len(lengths)} ranks."
+        )
+    entries = shard_batch if is_per_rank else [shard_batch] * len(lengths)
+    selections = [
+        select_rows(entry, length, f"the shard of rank {rank} of {what}")
+        for rank, (entry, length) in enumerate(zip(entries, lengths))
+    ]
+    bounds = _bounds_of([selection.count for selection in selections])
+    everything = Selection(bounds[-1][1])
+    if all(selection.indices is None for selection in selections):
+        return Assignment(everything, bounds, [(selection.start, selection.step) for selection in selections])
+    local = np.concatenate([selection.positions() for selection in selections])
+    return Assignment(everything, bounds, [(0, 1)] * len(lengths), local)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from synk.data import Data
 from synk.runtime import current, has_current
+from synk.shared import Shared
 
 
 def data(
@@ -73,6 +74,128 @@ def data(
         oversize=oversize,
         name=name,
     )
+
+
+def shared(value: Any, *, sharded: bool = False, name: str | None = None) -> Shared:
+    """Make a variable that lives on the workers; see :class:`synk.Shared`.
+
+    Parameters
+    ----------
+    value : array-like, or a nesting (tuple, list, dict) of them
+        Copied to every rank; or, ``sharded``, its rows are scattered over the ranks.
+    sharded : bool
+        One shard of the rows per rank instead of a replica.
+    name : str, optional
+        For errors.
+
+    Returns
+    -------
+    Shared
+
+    Raises
+    ------
+    TypeError
+        For values that are no numbers, text or records.
+    SharedMemoryError
+        If the memory does not suffice.
+
+    Examples
+    --------
+    >>> import numpy as np, synk
+    >>> with synk.fork(2):
+    ...     w = synk.shared(np.zeros(3))
+    ...     @synk.function(outputs="sum")
+    ...     def step(x):
+    ...         w.value = w.value + 1
+    ...         return x.sum()
+    ...     step(np.ones(4))
+    ...     w.value
+    np.float64(4.0)
+    array([1., 1., 1.])
+    """
+    return current().shared(value, sharded=sharded, name=name)
+
+
+def broadcast(variables: Any, values: Any = None) -> None:
+    """Copy rank 0's value of each variable, or ``values``, to all ranks.
+
+    Parameters
+    ----------
+    variables : Shared or sequence of Shared
+    values : value or sequence of values, optional
+        One for each variable.
+    """
+    current().broadcast(variables, values)
+
+
+def scatter(variables: Any, values: Any, batch: Any = None) -> None:
+    """Split the rows of ``values`` over the ranks, as calls split their inputs.
+
+    Parameters
+    ----------
+    variables : Shared or sequence of Shared
+    values : array-like of shape (rows, *rest), Data, or a sequence of them
+    batch : int, slice, sequence of int or bool mask, optional
+        Which rows of ``values``.
+    """
+    current().scatter(variables, values, batch)
+
+
+def gather(variables: Any, nd_up: int = 1) -> Any:
+    """Return the values of all ranks as new arrays.
+
+    Parameters
+    ----------
+    variables : Shared or sequence of Shared
+    nd_up : {0, 1}
+        1: stacked, shape ``(world_size, *shape)``, for values of one shape. 0: concatenated along axis 0; shards may
+        differ in length.
+    """
+    return current().gather(variables, nd_up)
+
+
+def all_gather(variables: Any) -> None:
+    """Make every rank's value the concatenation of the values of all ranks along axis 0."""
+    current().all_gather(variables)
+
+
+def reduce(variables: Any, op: str = "avg", in_place: bool = True) -> Any:
+    """Reduce the values of all ranks, all alike in weight.
+
+    Parameters
+    ----------
+    variables : Shared or sequence of Shared
+        Of one shape on all ranks.
+    op : {"avg", "sum", "prod", "min", "max"}
+    in_place : bool
+        True: the result becomes rank 0's value. False: it is returned and no variable changes.
+    """
+    return current().reduce(variables, op, in_place)
+
+
+def all_reduce(variables: Any, op: str = "avg") -> None:
+    """Reduce the values of all ranks (all alike in weight) and make the result the value of every rank."""
+    current().all_reduce(variables, op)
+
+
+def set_value(variable: Shared, value: Any, rank: int | None = None, batch: Any = None) -> None:
+    """Set the value of one rank, or of all ranks where ``rank`` is None; ``batch`` picks rows of ``value``."""
+    current().set_value(variable, value, rank, batch)
+
+
+def get_value(variable: Shared, rank: int = 0) -> Any:
+    """Return a copy of the value of one rank."""
+    return current().get_value(variable, rank)
+
+
+def get_lengths(variables: Any) -> Any:
+    """Return the number of rows on each rank: a list per variable."""
+    return current().get_lengths(variables)
+
+
+def get_shapes(variables: Any) -> Any:
+    """Return the shape on each rank: a list per variable."""
+    return current().get_shapes(variables)
 
 
 def info() -> str:

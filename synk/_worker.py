@@ -17,8 +17,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from synk import _failpoints
 from synk._channel import Channel
+from synk._comm import HostCollectives
 from synk._execute import Executor, LoadedFunction, PreparedPlan
 from synk._failures import Failure, pack_failure
 from synk._memory import Segment
@@ -34,8 +37,11 @@ from synk._messages import (
     control_blocks,
     control_nbytes,
 )
+from synk._steps import run_steps
+from synk._variables import VariableStore
 from synk.backends import open_backend
-from synk.errors import ReentrancyError, SerializationError
+from synk.communicators._shm import Aborted, ShmCommunicator
+from synk.errors import CollectiveMismatch, ReentrancyError, SerializationError
 
 _Reply = tuple[Status, int, Any]
 
@@ -57,9 +63,19 @@ class Worker:
     backend_name, device : str
     control : Segment
         The numbers of all ranks; see ``synk._messages``.
+    eventfds : sequence of int
+        One per rank, to wake one another in collectives inside functions.
     """
 
-    def __init__(self, rank: int, world_size: int, backend_name: str, device: str, control: Segment) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        backend_name: str,
+        device: str,
+        control: Segment,
+        eventfds: Sequence[int],
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.device = device
@@ -73,8 +89,12 @@ class Worker:
         self.failpoint: Callable[[str], None] = _failpoints.nothing
         self.sequence = -1
         self.is_interruptible = False
-        self.variables: Any = None
-        self.communicator: Any = None
+        self.variables = VariableStore(rank, self.segments, self.down)
+        self._eventfds = eventfds
+        self._communicator: ShmCommunicator | None = None
+        self._is_communicating = False
+        self._function: LoadedFunction | None = None
+        self._call_sequence = -1
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -84,6 +104,8 @@ class Worker:
         self.sequence = sequence
         outer, current = current, self
         try:
+            if kind not in (Kind.PUBLISH, Kind.ASSEMBLE):  # those belong to the call before
+                self.variables.resolve()
             if extras is not None:
                 self._take_in(extras)
             if kind == Kind.CALL:
@@ -91,11 +113,11 @@ class Worker:
             if kind == Kind.LOAD:
                 return self._load(extras)
             if kind == Kind.PUBLISH:
-                return self.executor.republish(), 0, None
+                return self.executor.republish(self.variables, self._call_sequence), 0, None
             if kind == Kind.ASSEMBLE:
                 return self._assemble(value, extras)
             if kind == Kind.VARIABLE:
-                return self._guarded(lambda: self.variables.operate(extras.content) if extras else None)
+                return self._move(extras)
             if kind == Kind.PING:
                 self.executor.forget()
                 return Status.PONG, 0, None
@@ -117,6 +139,12 @@ class Worker:
         if extras.exchange is not None:
             segment_id, self.executor.slot_nbytes = extras.exchange
             self.executor.exchange = self.segments[segment_id]
+        if extras.collective_id:
+            self._communicator = ShmCommunicator(
+                self.segments[extras.collective_id], self.rank, self.world_size, self._eventfds
+            )
+        self.variables.forget(extras.dropped_variables)
+        self.variables.declare(extras.declarations)
 
     def _guarded(self, action: Callable[[], Any]) -> _Reply:
         """Run code that may be the user's: an exception or an interrupt becomes a reply."""
@@ -135,7 +163,8 @@ class Worker:
         return Status.DONE, 0, body
 
     def _failed(self, error: BaseException) -> _Reply:
-        is_collateral = bool(getattr(error, "is_collateral", False))
+        # A rank that waits for one that failed fails too; only if nobody failed otherwise is it the cause.
+        is_collateral = isinstance(error, (Aborted, CollectiveMismatch))
         failure = pack_failure(error, self.rank, self.device, is_collateral=is_collateral)
         _drop_frames(error)
         return Status.ERROR, IS_COLLATERAL if is_collateral else 0, failure
@@ -158,6 +187,8 @@ class Worker:
             plan = extras.content
             self.plans[plan_id] = PreparedPlan(plan, self.functions[plan.function_id], self.segments)
         prepared = self.plans[plan_id]
+        self._function = prepared.function
+        self._call_sequence = sequence
         executor = self.executor
         function_ns = 0
         self.is_interruptible = True
@@ -171,7 +202,7 @@ class Worker:
                     result = executor.run(prepared, self.variables)
                     function_ns = time.monotonic_ns() - function_started
                     self.failpoint("call.after_function")
-                    status, body = executor.publish(prepared, result)
+                    status, body = executor.publish(prepared, result, self.variables, sequence)
                 self.failpoint("call.published")
                 reply: _Reply = (status, 0, body)
             except Interrupted:
@@ -184,12 +215,38 @@ class Worker:
         except Interrupted:
             executor.forget()
             reply = (Status.INTERRUPTED, 0, None)
-        if self.communicator is not None:
-            self.communicator.end()
+        if self._is_communicating and self._communicator is not None:
+            self._is_communicating = False
+            self._communicator.end()
         up = self.up[self.rank]
         up[Up.FUNCTION_NS] = function_ns
         up[Up.WORKER_NS] = time.monotonic_ns() - started
         return reply
+
+    def collectives(self) -> HostCollectives:
+        """Return the collectives of the call under way; the first use in a call joins its group."""
+        function = self._function
+        assert self._communicator is not None and function is not None
+        ranks = tuple(np.flatnonzero(self.down[:, Down.PARTICIPATES]).tolist())
+        if not self._is_communicating:
+            self._communicator.begin(ranks, int(self.down[0, Down.CALL]))
+            self._is_communicating = True
+        return HostCollectives(self._communicator, len(ranks), (function.to_framework, function.from_framework))
+
+    @property
+    def function_name(self) -> str:
+        return self._function.name if self._function is not None else ""
+
+    def _move(self, extras: Extras | None) -> _Reply:
+        """Do this rank's share of a collective over shared variables."""
+        assert extras is not None
+
+        def move() -> None:
+            self.failpoint("collective.before")
+            run_steps(extras.content, self.segments)
+            self.failpoint("collective.after")
+
+        return self._guarded(move)
 
     def _assemble(self, result_id: int, extras: Extras | None) -> _Reply:
         self.failpoint("reduce.before")
@@ -198,6 +255,7 @@ class Worker:
         self.executor.assemble(self._moves, self.segments[result_id])
         self.failpoint("reduce.after")
         return Status.DONE, 0, None
+
 
     _moves: Sequence[Any] = ()
 
@@ -244,17 +302,16 @@ class WorkerLoop:
         failpoint("start.import")
         control = Segment(setup["fds"]["control"], setup["control_nbytes"], is_writable=True, segment_id=0)
         assert control.nbytes >= control_nbytes(setup["world_size"])
-        self._worker = Worker(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control)
+        eventfds = [setup["fds"][f"event{rank}"] for rank in range(setup["world_size"])]
+        self._worker = Worker(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
         self._worker.failpoint = failpoint
         control.close_fd()
         failpoint("start.ready")
         import platform
 
-        import numpy
-
         import synk
 
-        versions = {"python": platform.python_version(), "numpy": numpy.__version__, "synk": synk.__version__}
+        versions = {"python": platform.python_version(), "numpy": np.__version__, "synk": synk.__version__}
         hello = {"versions": versions, "device": self._worker.backend.describe()}
         self._reply(Status.HELLO, 0, 0, hello)
 
@@ -286,6 +343,8 @@ class WorkerLoop:
             self._reply(status, reply_flags, sequence, body)
             if kind == Kind.CALL:
                 worker.failpoint("call.after_reply")
+                if status == Status.DONE and not worker.executor.is_waiting:
+                    worker.executor.forget()  # after the reply: finalizers of the user's objects run here
             elif kind == Kind.CLOSE:
                 return
             elif kind == Kind.ASSEMBLE:
@@ -318,7 +377,7 @@ class WorkerLoop:
             flags |= HAS_BODY
             # The body first: whoever sees the doorbell can read it without waiting.
             channel.send_body(sequence, data)
-            if self._worker is not None:
+            if self._worker is not None and status != Status.HELLO:
                 self._worker.failpoint("call.after_header")
         channel.ring(status, flags, sequence, 0)
 
@@ -340,8 +399,12 @@ def pickle_reply(worker: Worker | None, status: Status, flags: int, body: Any) -
             import cloudpickle
 
             layout, objects = body
-            # Each object on its own, so that the master can name the one that it cannot load.
-            packed = [cloudpickle.dumps(item, protocol=5) for item in objects]
+            what = "the structure of its result"
+            # Each object on its own, so that the one that cannot be pickled or loaded can be named.
+            packed = []
+            for position, item in enumerate(objects):
+                what = f"object {position} of its result"
+                packed.append(cloudpickle.dumps(item, protocol=5))
             data = cloudpickle.dumps((layout, packed), protocol=5)
         finally:
             worker.is_interruptible = False
@@ -350,7 +413,8 @@ def pickle_reply(worker: Worker | None, status: Status, flags: int, body: Any) -
     except BaseException as error:  # __reduce__ of a result is the user's code
         worker.executor.forget()
         problem = SerializationError(
-            f"cannot send a result from rank {worker.rank}: {type(error).__name__}: {error}. "
+            f"cannot send the result of {worker.function_name!r} from rank {worker.rank} ({what}): "
+            f"{type(error).__name__}: {error}. "
             "Return arrays, numbers or picklable objects (a generator: return list(...))."
         )
         problem.__cause__ = error

@@ -121,7 +121,7 @@ class Data:
     @property
     def data(self) -> np.ndarray:
         """The array, a view of the shared memory; shape as ``shape``."""
-        self._runtime._check_open(f"use {self._label}")
+        self._runtime.check_open(f"use {self._label}")
         return self._array
 
     @property
@@ -204,7 +204,7 @@ class Data:
         SharedMemoryError
             If the memory does not suffice; the old contents stay.
         """
-        self._runtime._check_open(f"set {self._label}")
+        self._runtime.check_open(f"set {self._label}")
         array = as_plain_array(value, self._label)
         if array.ndim != self._ndim:
             raise ValueError(f"cannot set {self._label}: got {array.ndim} axes, expected {self._ndim}.")
@@ -225,7 +225,7 @@ class Data:
 
     def set_shape(self, shape: Sequence[int] | int, *, oversize: float = 1.0) -> None:
         """Change the shape; rows are kept where only axis 0 changes, otherwise the contents are undefined."""
-        self._runtime._check_open(f"resize {self._label}")
+        self._runtime.check_open(f"resize {self._label}")
         shape = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(int(length) for length in shape)
         if len(shape) != self._ndim:
             raise ValueError(f"cannot resize {self._label}: got shape {shape}, expected {self._ndim} axes.")
@@ -235,7 +235,7 @@ class Data:
 
     def free_memory(self) -> None:
         """Give the memory back; the length becomes 0. Views that exist keep theirs until they are gone."""
-        self._runtime._check_open(f"free {self._label}")
+        self._runtime.check_open(f"free {self._label}")
         self._array = np.empty((0, *self.shape[1:]) if self._ndim else (), self._dtype)
         self._drop_segment()
 
@@ -263,7 +263,7 @@ class Data:
     def _drop_segment(self) -> None:
         segment, self._segment = self._segment, None
         if segment is not None:
-            self._runtime._release(segment)
+            self._runtime.release(segment)
 
     def __del__(self) -> None:
         # Finalizers run anywhere, also in the middle of a call: the segment is only queued.

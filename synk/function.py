@@ -14,10 +14,11 @@ import numpy as np
 from synk import _worker
 from synk._arguments import Signature
 from synk._calls import CallOptions, PlanCache, run_call
-from synk._ops import check_outputs
+from synk._ops import REDUCE_OPS, check_outputs
 from synk.data import Data
 from synk.errors import ClosedError, SerializationError, SynkError
 from synk.runtime import Runtime, check_timeout, current, fork, has_current
+from synk.shared import Shared, check_owner, pickled
 
 FRAMEWORKS = (None, "torch", "jax")
 
@@ -71,18 +72,19 @@ class Function:
             raise TypeError(f"cannot build a function: got {type(fn).__name__}, expected a callable.")
         self.name = name or getattr(fn, "__name__", None) or _partial_name(fn) or type(fn).__name__
         check_outputs(outputs, repr(self.name))
+        check_updates(updates, self.name)
         if framework not in FRAMEWORKS:
             raise ValueError(f"cannot build {self.name!r}: got framework={framework!r}, expected one of {FRAMEWORKS}.")
         self._fn = fn
-        self._signature = Signature(fn, bcast_inputs, self.name)
+        self.signature = Signature(fn, bcast_inputs, self.name)
         self.outputs = outputs
-        self.updates = updates
+        self.updates = tuple(updates) if isinstance(updates, (tuple, list)) else (updates,)
         self.framework = framework
-        self._id = next(_function_ids)
+        self.id = next(_function_ids)
         self._fixed_runtime = runtime
         self._runtime: Runtime | None = None
-        self._plans = PlanCache()
-        _check_picklable(fn, outputs, self.name)
+        self.plans = PlanCache()
+        self.variables = _check_picklable(self)
         functools.update_wrapper(self, fn, updated=())
         _waiting.add(self)
 
@@ -132,13 +134,14 @@ class Function:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         runtime = self._bound_runtime()
         with runtime.entered(f"call {self.name!r}"):
-            deadline = runtime._deadline(options.timeout)
-            if self._runtime is not runtime:
-                distribute_functions(runtime, [self])
+            return run_call(runtime, self, args, kwargs, options, runtime.deadline(options.timeout))
+
+    def load(self, runtime: Runtime) -> None:
+        """See that the workers of ``runtime`` have this function."""
+        if self._runtime is not runtime:
+            distribute_functions(runtime, [self])
+        else:
             runtime.ensure_loaded()
-            return run_call(
-                runtime, self.name, self._id, self._signature, self.outputs, self._plans, args, kwargs, options, deadline
-            )
 
     def _bound_runtime(self) -> Runtime:
         """Return the runtime to use: the one the function was made with, else the current one."""
@@ -158,7 +161,7 @@ class Function:
 
     def _bind_to(self, runtime: Runtime) -> None:
         if self._runtime is not None and self._runtime is not runtime:
-            self._plans = PlanCache()
+            self.plans = PlanCache()
         self._runtime = runtime
         _waiting.discard(self)
 
@@ -181,6 +184,19 @@ class Function:
         return f"<synk.Function {self.name!r} outputs={self.outputs!r}>"
 
 
+def check_updates(updates: Any, name: str) -> None:
+    """Raise unless ``updates`` holds shared variables, or pairs of one and an op."""
+    for update in updates if isinstance(updates, (tuple, list)) else (updates,):
+        variable, op = update if isinstance(update, tuple) and len(update) == 2 else (update, "avg")
+        if not isinstance(variable, Shared):
+            raise TypeError(
+                f"cannot build {name!r}: got {type(variable).__name__} in updates, expected Shared variables or "
+                "(variable, op) pairs."
+            )
+        if op not in REDUCE_OPS:
+            raise ValueError(f"cannot build {name!r}: got op {op!r} in updates, expected one of {REDUCE_OPS}.")
+
+
 def _partial_name(fn: Any) -> str | None:
     return getattr(getattr(fn, "func", None), "__name__", None)
 
@@ -199,16 +215,25 @@ def _subset(output_subset: Any) -> tuple[Any, ...] | None:
     return tuple(output_subset)
 
 
-def _check_picklable(fn: Callable[..., Any], outputs: Any, name: str) -> None:
-    """Raise SerializationError, naming the culprit, where ``fn`` cannot be sent."""
+def _dumps(value: Any) -> tuple[bytes, set[Shared]]:
+    """Pickle ``value`` and return the shared variables met on the way."""
     import cloudpickle
 
+    pickled.met = set()
     try:
-        cloudpickle.dumps((fn, outputs), protocol=5)
+        return cloudpickle.dumps(value, protocol=5), pickled.met
+    finally:
+        pickled.met = None
+
+
+def _check_picklable(function: Function) -> set[Shared]:
+    """Return the variables that a function refers to; raise SerializationError, naming the culprit, if it cannot be sent."""
+    try:
+        return _dumps(function.options)[1]
     except Exception as error:
-        culprit = _find_culprit(fn)
+        culprit = _find_culprit(function._fn)
         raise SerializationError(
-            f"cannot send {name!r} to the workers: {culprit}{type(error).__name__}: {error}. "
+            f"cannot send {function.name!r} to the workers: {culprit}{type(error).__name__}: {error}. "
             "Make such an object inside the function, or pass what it needs as an argument."
         ) from error
 
@@ -216,8 +241,6 @@ def _check_picklable(fn: Callable[..., Any], outputs: Any, name: str) -> None:
 def _find_culprit(fn: Any) -> str:
     """Return ``"its variable 'x' (type) "`` for the first closed-over or global variable that cannot be pickled."""
     import inspect
-
-    import cloudpickle
 
     target = getattr(fn, "func", fn)
     target = getattr(target, "__func__", target)
@@ -227,7 +250,7 @@ def _find_culprit(fn: Any) -> str:
         return ""
     for name, value in {**variables.nonlocals, **variables.globals}.items():
         try:
-            cloudpickle.dumps(value, protocol=5)
+            _dumps(value)
         except Exception:
             return f"its variable {name!r} ({type(value).__name__}) cannot be pickled. "
     return ""
@@ -235,24 +258,24 @@ def _find_culprit(fn: Any) -> str:
 
 def distribute_functions(runtime: Runtime, only: Sequence[Function] | None = None) -> None:
     """Pickle the functions that ``runtime`` does not have yet, together, and load them on all workers."""
-    import cloudpickle
-
     with _waiting_lock:
         candidates = list(_waiting if only is None else only)
     functions = [f for f in candidates if f._fixed_runtime in (None, runtime) and f._runtime is not runtime]
-    functions.sort(key=lambda function: function._id)
+    functions.sort(key=lambda function: function.id)
     runtime.ensure_loaded()
     if not functions:
         return
     names = ", ".join(repr(function.name) for function in functions)
     try:
-        data = cloudpickle.dumps([(function._id, function.options) for function in functions], protocol=5)
+        data, variables = _dumps([(function.id, function.options) for function in functions])
     except Exception as error:
         raise SerializationError(f"cannot send {names} to the workers: {type(error).__name__}: {error}.") from error
-    runtime.load(data, [function._id for function in functions], names)
+    for variable in variables:
+        check_owner(variable, runtime, names)
+    runtime.load(data, [function.id for function in functions], names)
     for function in functions:
         function._bind_to(runtime)
-        weakref.finalize(function, runtime._dropped_functions.append, function._id)
+        weakref.finalize(function, runtime._dropped_functions.append, function.id)
 
 
 def build_function(fn: Any, options: dict[str, Any], runtime: Runtime | None) -> Any:

@@ -12,8 +12,8 @@ from synk._memory import PAGE_NBYTES, round_up
 WORD_NBYTES = 8
 LINE_NBYTES = 64
 
-# Three quarters are for the two halves: each holds the chunks of up to five ranks and a result.
-SLOT_NBYTES = 1 << 22
+# Three quarters are for the two halves: of two ranks, each half holds a full chunk of both and a result.
+SLOT_NBYTES = 1 << 23
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ __all__ = ["Aborted", "ShmCommunicator", "required_nbytes", "reset", "set_abort"
 # As long as the values of all ranks together take no more, every rank reduces everything for itself: one meeting.
 # Above, each reduces its share: at least two meetings.
 SMALL_NBYTES = 1 << 19
-# A share of one piece: small enough to stay in the second-level cache from the first addition to the last copy.
-CHUNK_NBYTES = 1 << 18
+# A rank's share of one piece, at most: long enough for a meeting to cost little beside it, short enough for the caches.
+CHUNK_NBYTES = 1 << 20
 
 
 class ShmCommunicator:

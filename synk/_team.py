@@ -1,0 +1,665 @@
+"""The workers as a group: start, one message to each and its reply, deaths, time limits, interrupts, end.
+
+Owns the processes and the poll set over their descriptors. Knows nothing of functions, plans and arrays; what a message
+brings beside its content it asks of ``pack``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import os
+import pickle
+import select
+import signal
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from synk._channel import MAX_FDS, ProtocolError
+from synk._inline import InlineProcess
+from synk._interrupts import deferred, held_back
+from synk._links import Link, Reply
+from synk._memory import Segment
+from synk._messages import Down, Extras, Kind, Status, Up, control_blocks, control_nbytes
+from synk._process import WorkerProcess, cpu_environment, setup_message
+from synk.errors import CallTimeout, ClosedError, SerializationError, StartupError, WorkerDied
+
+GRACE_S = 2.0
+"""How long a worker may take to answer an interrupt before it is killed."""
+
+RESTART_WINDOW_S = 60.0
+START_TIMEOUT_S = 120.0
+
+Pack = Callable[[Link, Any, Sequence[Segment]], tuple["Extras | None", list[Segment]]]
+
+
+class Team:
+    """The workers of one runtime.
+
+    Parameters
+    ----------
+    placement : Placement
+    is_inline : bool
+    max_restarts : int
+    failpoints : sequence
+        Faults to arm, for tests.
+    counters : dict of str to int
+    token : bytes
+    pack : callable
+        ``pack(link, content, segments)`` returns the body of a message for a rank (None if it needs none) and the segments
+        whose descriptors ride along.
+    on_idle : callable
+        Called when workers were made idle after a failure, before anything else is sent.
+
+    Attributes
+    ----------
+    down, up : ndarray of int64, shape (world_size, BLOCK_LENGTH)
+        The numbers in shared memory; see ``synk._messages``.
+    cause : BaseException or None
+        The first fault that may have closed the team.
+    """
+
+    def __init__(
+        self,
+        placement: Any,
+        *,
+        is_inline: bool,
+        max_restarts: int,
+        failpoints: Sequence[Sequence[Any]],
+        counters: dict[str, int],
+        token: bytes,
+        pack: Pack,
+        on_trouble: Callable[[], None],
+        on_idle: Callable[[], None],
+    ) -> None:
+        self.backend: str = placement.backend
+        self.devices: tuple[str, ...] = placement.devices
+        self.world_size = len(self.devices)
+        self.is_inline = is_inline
+        self.max_restarts = max_restarts
+        self.counters = counters
+        self.cause: BaseException | None = None
+        self.is_closing = False
+        self.is_closed = False
+        self.links: list[Link] = []
+        self.sequence = 0
+        self._placement = placement
+        self._failpoints = failpoints
+        self._token = token
+        self._pack = pack
+        self._on_trouble = on_trouble
+        self._on_idle = on_idle
+        self._unsettled: list[int] = []
+        self._unreported_deaths: dict[int, str] = {}
+        self._restarts: deque[float] = deque()
+        self._poll = select.poll()
+        self._fds: dict[int, tuple[str, int]] = {}
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._eventfds: list[int] = []
+        try:
+            self._control = Segment.create(control_nbytes(self.world_size))
+            self.down, self.up = control_blocks(self._control.buffer, self.world_size)
+            self.down[:, [Down.INTERRUPT, Down.COMMITTED]] = -1
+            self._watch(self._wake_fd, "wake", -1)
+            for _ in range(self.world_size):
+                self._eventfds.append(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+            with deferred():
+                for rank in range(self.world_size):
+                    self.links.append(Link(rank, self._start(rank, failpoints)))
+                    self._watch_link(self.links[rank])
+        except BaseException:
+            self.tear_down()
+            raise
+
+    @property
+    def eventfds(self) -> list[int]:
+        """One per rank, inherited by all workers: how they wake one another."""
+        return self._eventfds
+
+    # -- starting -----------------------------------------------------------------------------------------------------
+
+    def _start(self, rank: int, failpoints: Sequence[Sequence[Any]]) -> WorkerProcess | InlineProcess:
+        device = self.devices[rank]
+        if self.is_inline:
+            return InlineProcess(rank, self.world_size, self.backend, device, self._control, self._eventfds, failpoints)
+        setup = setup_message(self.world_size, self.backend, device, failpoints)
+        setup["control_nbytes"] = self._control.nbytes
+        events = {f"event{peer}": fd for peer, fd in enumerate(self._eventfds)}
+        environment = self._placement.environment(rank) or cpu_environment(self.world_size)
+        return WorkerProcess(rank, setup, environment, self._control.fd, self._token, events)
+
+    def _watch(self, fd: int, kind: str, rank: int) -> None:
+        self._fds[fd] = (kind, rank)
+        self._poll.register(fd, select.POLLIN)
+
+    def _unwatch(self, fd: int) -> None:
+        if self._fds.pop(fd, None) is not None:
+            self._poll.unregister(fd)
+
+    def _watch_link(self, link: Link) -> None:
+        process = link.process
+        if isinstance(process, WorkerProcess):
+            self._watch(process.channel.read_fd, "up", link.rank)
+            self._watch(process.pidfd, "death", link.rank)
+            for fd in process.output_fds:
+                self._watch(fd, "output", link.rank)
+
+    def _unwatch_link(self, link: Link) -> None:
+        for fd in [fd for fd, (_, rank) in self._fds.items() if rank == link.rank]:
+            self._unwatch(fd)
+
+    def await_ready(self) -> None:
+        """Wait until every started worker has said hello.
+
+        Raises
+        ------
+        StartupError
+            Naming the ranks that did not, with the end of their stderr. The runtime is closed then.
+        """
+        waiting = {link.rank for link in self.links if not link.is_ready}
+        if not waiting:
+            return
+        try:
+            replies = self._wait(waiting, None, time.monotonic() + START_TIMEOUT_S, "start")
+            for rank, reply in replies.items():
+                self._greet(self.links[rank], reply)
+        except (WorkerDied, CallTimeout, ProtocolError, SerializationError) as error:
+            died = getattr(error, "ranks", ()) or tuple(sorted(waiting))
+            self.cause = failure = StartupError(
+                f"cannot start the workers: rank {', '.join(map(str, died))} of {self.world_size} did not come up. {error}"
+            )
+            self.fail(failure)
+            raise failure from error
+        except StartupError as error:
+            self.fail(error)
+            raise
+
+    def _greet(self, link: Link, reply: Reply) -> None:
+        hello = pickle.loads(reply.body)
+        mine = own_versions()
+        if hello["versions"] != mine:
+            differing = [f"{k} {v} (master: {mine[k]})" for k, v in hello["versions"].items() if v != mine[k]]
+            raise StartupError(f"cannot use worker rank {link.rank}: it runs {', '.join(differing)}.")
+        link.description = hello["device"]
+        link.is_ready = True
+
+    # -- between messages ---------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Bring the workers to a known state: settle what an interrupt left, note deaths, start the dead again.
+
+        Raises
+        ------
+        ClosedError
+            If workers died too often.
+        StartupError
+        """
+        if self._unsettled:
+            self._settle()
+        if not self.is_inline:
+            self._drain_events()
+        if any(link.is_dead for link in self.links):
+            self._revive()
+        self.await_ready()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no exchange was broken off."""
+        return not self._unsettled
+
+    def _drain_events(self) -> None:
+        """Handle what happened while nobody waited: deaths, and lines printed by threads of workers."""
+        for fd, _ in self._poll.poll(0):
+            kind, rank = self._fds.get(fd, ("", -1))
+            link = self.links[rank]
+            if kind == "death":
+                how = self._bury(link)
+                self._unreported_deaths[rank] = how
+            elif kind == "output" and isinstance(link.process, WorkerProcess):
+                if not link.process.forward_output(fd):
+                    self._unwatch(fd)
+            elif kind == "wake":
+                os.eventfd_read(fd)
+
+    def _bury(self, link: Link) -> str:
+        """Release a dead worker's descriptors and return how it ended."""
+        process = link.process
+        assert isinstance(process, WorkerProcess)
+        self._unwatch_link(link)
+        link.is_dead = True
+        return process.reap()
+
+    def _revive(self) -> None:
+        """Start dead ranks again; they get their functions with the next load, segments and plans with the next call."""
+        dead = [link for link in self.links if link.is_dead]
+        now = time.monotonic()
+        while self._restarts and now - self._restarts[0] > RESTART_WINDOW_S:
+            self._restarts.popleft()
+        reports = [
+            f"rank {rank} (pid {self.links[rank].process.pid}) ended with {how} while idle"
+            for rank, how in sorted(self._unreported_deaths.items())
+        ]
+        self._unreported_deaths.clear()
+        if len(self._restarts) >= self.max_restarts:
+            ended = ", ".join(f"rank {link.rank} ({link.process.exit_text})" for link in dead)
+            error = ClosedError(
+                f"the runtime closed itself: workers died {len(self._restarts) + 1} times within "
+                f"{RESTART_WINDOW_S:.0f} s, last {ended}; max_restarts is {self.max_restarts}. Call synk.fork() again."
+            )
+            cause = self.cause
+            self.fail(error)
+            raise error from cause
+        self._restarts.append(now)
+        self._on_idle()
+        lasting = [point for point in self._failpoints if point[2] == 0]
+        with deferred():
+            for link in dead:
+                self.counters["restarts"] += 1
+                link.restart(self._start(link.rank, lasting))
+                self._watch_link(link)
+        self.await_ready()
+        if reports:
+            warnings.warn(f"{'; '.join(reports)} and was started again.", RuntimeWarning, stacklevel=6)
+
+    # -- exchanging ---------------------------------------------------------------------------------------------------
+
+    def next_sequence(self) -> int:
+        self.sequence = (self.sequence + 1) & 0xFFFF
+        return self.sequence
+
+    def exchange(
+        self,
+        kind: Kind,
+        ranks: Sequence[int],
+        value: int,
+        contents: dict[int, Any],
+        segments: Iterable[Segment],
+        deadline: float | None,
+        phase: str,
+        what: str,
+    ) -> dict[int, Reply]:
+        """Send one message to each of ``ranks`` and return their replies.
+
+        Parameters
+        ----------
+        contents : dict
+            Body of the message for the ranks that need one.
+        segments : iterable of Segment
+            What the message refers to; ranks that do not hold one yet get it with the message.
+        deadline : float or None
+            Monotonic time at which the exchange ends with ``CallTimeout``.
+        phase, what : str
+            For errors.
+
+        Raises
+        ------
+        WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
+            The workers that are alive then are idle again.
+        """
+        needed = list(segments)
+        sequence = self.next_sequence()
+        self._unsettled = list(ranks)
+        try:
+            for rank in ranks:
+                self._send(self.links[rank], kind, sequence, value, contents.get(rank), needed)
+            replies = self._wait(set(ranks), sequence, deadline, phase, what)
+        except WorkerDied:
+            self._unsettled = []
+            raise
+        except BaseException:
+            if self._unsettled and not self.is_closed:
+                self._settle()
+            raise
+        self._unsettled = []
+        return replies
+
+    def _send(
+        self, link: Link, kind: Kind, sequence: int, value: int, content: Any, needed: Sequence[Segment]
+    ) -> None:
+        extras, missing = self._pack(link, content, needed)
+        process = link.process
+        self.counters["messages_down"] += 1
+        self.counters["bytes_down"] += 8
+        if isinstance(process, InlineProcess):
+            for segment in missing:
+                process.give(segment)
+            link.note_sent(extras, missing)
+            process.handle(kind, sequence, value, extras)
+            return
+        has_body = 0
+        if extras is not None:
+            if len(missing) > MAX_FDS:
+                missing = self._send_segments(link, missing)
+                extras.segments = link.describe(missing)
+            body = pickle.dumps(extras, protocol=5)
+            self.counters["bytes_down"] += len(body)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its death is found in the wait
+                process.channel.send_body(sequence, body, [segment.fd for segment in missing])
+            has_body = 1
+        process.channel.ring(kind, has_body, sequence, value)
+        link.note_sent(extras, missing)
+
+    def _send_segments(self, link: Link, missing: list[Segment]) -> list[Segment]:
+        """Send more descriptors than one message can carry, a message at a time; return the rest."""
+        process = link.process
+        assert isinstance(process, WorkerProcess)
+        while len(missing) > MAX_FDS:
+            part, missing = missing[:MAX_FDS], missing[MAX_FDS:]
+            sequence = self.sequence - 1  # answered before the message itself is sent
+            extras = Extras(segments=link.describe(part))
+            process.channel.send_body(sequence, pickle.dumps(extras, protocol=5), [segment.fd for segment in part])
+            process.channel.ring(Kind.PING, 1, sequence, 0)
+            self._wait({link.rank}, sequence, time.monotonic() + GRACE_S, "send")
+            link.note_sent(extras, part)
+        return missing
+
+    def _wait(
+        self, pending: set[int], sequence: int | None, deadline: float | None, phase: str, what: str = ""
+    ) -> dict[int, Reply]:
+        """Collect one reply from each pending rank; a death or the deadline ends the wait with an error.
+
+        Replies are taken before deaths: a worker that answered and then died has answered.
+        """
+        replies: dict[int, Reply] = {}
+        dead: list[int] = []
+        if self.is_inline:
+            process = self.links[0].process
+            assert isinstance(process, InlineProcess)
+            self.counters["messages_up"] += 1
+            self.counters["bytes_up"] += 8
+            return {0: process.reply()}
+        while pending:
+            timeout_ms = None
+            if deadline is not None:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    self._on_timeout(pending, phase, what)
+                timeout_ms = math.ceil(remaining * 1000)
+            # What a function printed lies in its pipe before the doorbell rings, so one poll reports both, and the
+            # lines are shown before the call returns.
+            for fd, _ in self._poll.poll(timeout_ms):
+                kind, rank = self._fds.get(fd, ("", -1))
+                if kind == "up":
+                    reply = self._read_reply(self.links[rank], sequence)
+                    if reply is not None and rank in pending:
+                        replies[rank] = reply
+                        pending.discard(rank)
+                elif kind == "death":
+                    dead.append(rank)
+                elif kind == "output":
+                    self._forward(self.links[rank], fd)
+                elif kind == "wake":
+                    self._on_wake(fd)
+            if dead:
+                self._on_deaths(dead, pending, replies, sequence, phase, what)
+                dead = []
+        return replies
+
+    def _forward(self, link: Link, fd: int) -> None:
+        if isinstance(link.process, WorkerProcess) and not link.process.forward_output(fd):
+            self._unwatch(fd)
+
+    def _on_wake(self, fd: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(fd)
+        if self.is_closing:
+            raise ClosedError("the call was ended: the runtime is being closed by another thread.")
+
+    def _read_reply(self, link: Link, sequence: int | None) -> Reply | None:
+        """Read one doorbell and its body; None for the answer to an earlier message."""
+        process = link.process
+        assert isinstance(process, WorkerProcess)
+        message = process.channel.answer()
+        if message is None:
+            self._unwatch(process.channel.read_fd)  # its end is closed; the pidfd tells of the death
+            return None
+        status, flags, got_sequence, _ = message
+        self.counters["messages_up"] += 1
+        self.counters["bytes_up"] += 8
+        if sequence is not None and got_sequence != sequence:
+            return None
+        body = b""
+        fds: list[int] = []
+        if flags & 1:
+            try:
+                body, fds = process.channel.receive_body(got_sequence)
+            except (ProtocolError, EOFError, ConnectionResetError):
+                process.kill()  # what it sends is not what our worker sends
+                return None
+            self.counters["bytes_up"] += len(body)
+        for fd in fds:
+            os.close(fd)
+        return Reply(Status(status), flags, body)
+
+    # -- faults -------------------------------------------------------------------------------------------------------
+
+    def _on_deaths(
+        self,
+        dead: list[int],
+        pending: set[int],
+        replies: dict[int, Reply],
+        sequence: int | None,
+        phase: str,
+        what: str,
+    ) -> None:
+        """Take late replies of dead ranks; raise WorkerDied if one of them still owed a reply."""
+        for rank in dead:
+            link = self.links[rank]
+            process = link.process
+            assert isinstance(process, WorkerProcess)
+            os.set_blocking(process.channel.read_fd, False)
+            while rank in pending:
+                try:
+                    reply = self._read_reply(link, sequence)
+                except BlockingIOError:
+                    break
+                if reply is not None:
+                    replies[rank] = reply
+                    pending.discard(rank)
+                elif process.channel.read_fd not in self._fds:
+                    break
+        owing = [rank for rank in dead if rank in pending]
+        for rank in dead:
+            how = self._bury(self.links[rank])
+            if rank not in owing:
+                self._unreported_deaths[rank] = how
+        if not owing:
+            return
+        fallen = sorted(owing)
+        if phase != "start":  # a worker that is still coming up cannot be interrupted; the teardown ends it
+            survivors = pending - set(owing)
+            self._end_calls(survivors, kill_at=time.monotonic() + GRACE_S)
+            fallen = sorted(set(owing) | {rank for rank in survivors if self.links[rank].is_dead})
+        error = self._worker_died(fallen, phase, what)
+        self.cause = copy.copy(error)  # without the traceback that will hold the caller's frames
+        raise error
+
+    def _worker_died(self, ranks: list[int], phase: str, what: str) -> WorkerDied:
+        links = [self.links[rank] for rank in ranks]
+        exits = tuple(link.process.exit_text for link in links)
+        parts = []
+        for link, how in zip(links, exits):
+            text = (
+                f"rank {link.rank} of {self.world_size} (pid {link.process.pid}, {self.devices[link.rank]}) "
+                f"ended with {how}"
+            )
+            if how == "SIGKILL":
+                text += f". Likely the system's memory limit, or somebody killed it{self._rss_text(link.rank)}"
+            parts.append(text)
+        tails = [f"stderr of rank {link.rank}: " + "\n  ".join(link.process.stderr_tail) for link in links
+                 if link.process.stderr_tail]  # fmt: skip
+        during = f" during {what}" if what else f" during {phase}"
+        message = f"{'; '.join(parts)}{during}. The next call starts dead workers again."
+        return WorkerDied(
+            "\n".join([message, *tails]),
+            ranks=tuple(ranks),
+            pids=tuple(link.process.pid for link in links),
+            exits=exits,
+            phase=phase,
+        )
+
+    def _rss_text(self, rank: int) -> str:
+        rss = int(self.up[rank, Up.RSS])
+        return f" (it held {rss >> 20} MiB at its last report)" if rss else ""
+
+    def _on_timeout(self, pending: set[int], phase: str, what: str) -> None:
+        ranks = sorted(pending)
+        self._settle()
+        raise CallTimeout(
+            f"{what or phase} did not end in time on rank {', '.join(map(str, ranks))} of {self.world_size}. "
+            "Raise timeout=, or give the function less to do."
+        )
+
+    def _end_calls(self, ranks: Iterable[int], kill_at: float) -> None:
+        """Have ``ranks`` give up what they run: SIGINT, then a ping whose answer proves them idle, then SIGKILL."""
+        ranks = [rank for rank in ranks if not self.links[rank].is_dead]
+        if not ranks:
+            return
+        running = self.sequence
+        self._on_trouble()
+        for rank in ranks:
+            self.down[rank, Down.INTERRUPT] = running
+            process = self.links[rank].process
+            assert isinstance(process, WorkerProcess)
+            process.signal(signal.SIGINT)
+        ping = self.next_sequence()
+        for rank in ranks:
+            process = self.links[rank].process
+            assert isinstance(process, WorkerProcess)
+            process.channel.ring(Kind.PING, 0, ping, 0)
+        silent = set(ranks)
+        while silent and time.monotonic() < kill_at:
+            for fd, _ in self._poll.poll(max(1, math.ceil((kill_at - time.monotonic()) * 1000))):
+                kind, rank = self._fds.get(fd, ("", -1))
+                if kind == "up":
+                    reply = self._read_reply(self.links[rank], ping)
+                    if reply is not None:
+                        silent.discard(rank)
+                elif kind == "death":
+                    self._bury(self.links[rank])
+                    silent.discard(rank)
+                elif kind == "output":
+                    self._forward(self.links[rank], fd)
+                elif kind == "wake":
+                    os.eventfd_read(fd)
+        for rank in silent:
+            process = self.links[rank].process
+            assert isinstance(process, WorkerProcess)
+            process.kill()
+            self._bury(self.links[rank])
+        for rank in ranks:
+            self.down[rank, Down.INTERRUPT] = -1
+        self._on_idle()
+
+    def _settle(self) -> None:
+        """After an exception in the middle of an exchange: every rank idle again, or dead."""
+        ranks = list(self._unsettled)
+        if self.is_inline:
+            self._unsettled = []
+            return
+        kill_at = [time.monotonic() + GRACE_S]
+        is_second = False
+
+        def on_interrupt(count: int) -> None:
+            nonlocal is_second
+            is_second = True
+            kill_at[0] = 0.0
+            for rank in ranks:
+                process = self.links[rank].process
+                if isinstance(process, WorkerProcess):
+                    process.signal(signal.SIGKILL)
+
+        with held_back(on_interrupt):
+            self._end_calls(ranks, kill_at[0])
+            self._unsettled = []
+            if is_second:
+                self.fail(ClosedError("the runtime was closed by a second Ctrl-C while it ended a call."))
+        if is_second:
+            raise KeyboardInterrupt
+
+    def fail(self, error: BaseException) -> None:
+        """Close at once, because of ``error``."""
+        self.cause = self.cause or error
+        self.tear_down()
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Have a wait in another thread end with ``ClosedError``: the team is closing."""
+        self.is_closing = True
+        os.eventfd_write(self._wake_fd, 1)
+
+    def kill(self) -> None:
+        """Kill all workers."""
+        for link in self.links:
+            link.process.kill()
+
+    def say_goodbye(self) -> None:
+        """Ask idle workers to end; the teardown kills whoever does not."""
+        if self.is_closed or self.is_inline or self._unsettled:
+            return
+        sequence = self.next_sequence()
+        waiting = set()
+        for link in self.links:
+            if link.is_ready and not link.is_dead and isinstance(link.process, WorkerProcess):
+                link.process.channel.ring(Kind.CLOSE, 0, sequence, 0)
+                waiting.add(link.rank)
+        deadline = time.monotonic() + GRACE_S
+        while waiting and (remaining := deadline - time.monotonic()) > 0:
+            for fd, _ in self._poll.poll(math.ceil(remaining * 1000)):
+                kind, rank = self._fds.get(fd, ("", -1))
+                if kind == "death":
+                    self._bury(self.links[rank])
+                    waiting.discard(rank)
+                elif kind == "output":
+                    self._forward(self.links[rank], fd)
+                elif kind == "up":
+                    self._read_reply(self.links[rank], sequence)  # the bye; the death follows
+                elif kind == "wake":
+                    os.eventfd_read(fd)
+
+    def tear_down(self) -> None:
+        """Kill what still runs and release every descriptor. Never waits long; safe to repeat."""
+        if self._wake_fd < 0:
+            return
+        self.is_closed = True
+        alive = [link for link in self.links if not link.is_dead]
+        for link in alive:
+            link.process.kill()
+        for link in alive:
+            self._unwatch_link(link)
+            link.process.reap()
+            link.is_dead = True
+        self._unwatch(self._wake_fd)
+        for fd in (self._wake_fd, *self._eventfds):
+            os.close(fd)
+        self._wake_fd = -1
+        self._eventfds = []
+        self.down = self.up = np.empty((0, 0), np.int64)
+        control = getattr(self, "_control", None)
+        if control is not None:
+            control.close()
+
+    def abandon(self) -> None:
+        """Close our copies of the descriptors in a forked child; the workers belong to the parent."""
+        for link in self.links:
+            link.process.close()
+        for fd in (self._wake_fd, *self._eventfds):
+            os.close(fd)
+        self._wake_fd = -1
+        self._eventfds = []
+
+
+def own_versions() -> dict[str, str]:
+    """Versions that master and workers must share."""
+    import platform
+
+    import synk
+
+    return {"python": platform.python_version(), "numpy": np.__version__, "synk": synk.__version__}

@@ -1,0 +1,396 @@
+"""Shared variables on a worker, and what both sides know of their layout.
+
+A call is a transaction on them. An assignment is kept aside while the function runs; when it has returned, the new value
+goes into the variable's second buffer; and the buffers change places when the master has committed the call, which the
+worker sees with its next message. So a call that fails on any rank, in any way, changes no variable on any rank.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from synk._memory import Segment
+from synk._messages import Down, Input
+from synk._ops import Accumulator
+from synk._trees import flatten, unflatten
+
+_ALIGNMENT = 64
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a worker must know of one variable.
+
+    Attributes
+    ----------
+    skeleton : bytes
+        Pickle of the nesting of the value, with leaf positions as leaves.
+    segment_ids : tuple (int, int)
+        The rank's two buffers; 0 for one that does not exist yet.
+    shapes : tuple (Shapes, Shapes)
+        Of the leaves in either buffer.
+    front : int
+        Which buffer holds the value.
+    version : int
+        Rises with each change from the master's side.
+    """
+
+    variable_id: int
+    name: str
+    skeleton: bytes
+    dtypes: tuple[Any, ...]
+    is_sharded: bool
+    segment_ids: tuple[int, int]
+    shapes: tuple[Shapes, Shapes]
+    front: int
+    version: int
+
+
+def leaf_offsets(dtypes: Sequence[np.dtype], shapes: Shapes) -> tuple[list[int], int]:
+    """Return the byte offset of each leaf in a variable's buffer, and the buffer's size.
+
+    Leaves of one dtype lie side by side, so that a collective takes each dtype of a nested variable in one go.
+    """
+    offsets = [0] * len(dtypes)
+    offset = 0
+    for position in leaf_order(dtypes):
+        offsets[position] = offset
+        offset += -(-_count(shapes[position]) * dtypes[position].itemsize // _ALIGNMENT) * _ALIGNMENT
+    return offsets, offset
+
+
+def leaf_order(dtypes: Sequence[np.dtype]) -> list[int]:
+    """Return leaf positions grouped by dtype."""
+    return sorted(range(len(dtypes)), key=lambda position: (dtypes[position].str, position))
+
+
+def dtype_runs(dtypes: Sequence[np.dtype], shapes: Shapes) -> list[tuple[np.dtype, int, int]]:
+    """Return ``(dtype, start, stop)`` in bytes of each stretch of equal dtype in a variable's buffer."""
+    offsets, total = leaf_offsets(dtypes, shapes)
+    runs: list[tuple[np.dtype, int, int]] = []
+    order = leaf_order(dtypes)
+    for position, following in zip(order, [*order[1:], None]):
+        stop = total if following is None else offsets[following]
+        if runs and runs[-1][0] == dtypes[position]:
+            runs[-1] = (runs[-1][0], runs[-1][1], stop)
+        else:
+            runs.append((dtypes[position], offsets[position], stop))
+    return runs
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count
+
+
+def check_value(name: str, leaves: Sequence[Any], dtypes: Sequence[np.dtype], shapes: Shapes) -> list[np.ndarray]:
+    """Return ``leaves`` as arrays fit for a variable: same number, axes and trailing shape, a dtype that casts safely.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the variable, what it got and what it expects.
+    """
+    arrays = []
+    for position, (leaf, dtype, shape) in enumerate(zip(leaves, dtypes, shapes)):
+        array = np.asarray(leaf)
+        where = f"variable {name!r}" + (f" (leaf {position})" if len(dtypes) > 1 else "")
+        if array.dtype != dtype and not (np.can_cast(array.dtype, dtype, "safe") or not hasattr(leaf, "dtype")):
+            raise TypeError(
+                f"cannot assign {where}: got dtype {array.dtype}, expected {dtype}. Convert it with astype({dtype.name!r})."
+            )
+        if array.ndim != len(shape):
+            raise ValueError(f"cannot assign {where}: got {array.ndim} axes {array.shape}, expected {len(shape)} {shape}.")
+        if array.shape[1:] != shape[1:]:
+            raise ValueError(
+                f"cannot assign {where}: got shape {array.shape}, expected (rows, {', '.join(map(str, shape[1:]))}): only "
+                "axis 0 can change."
+            )
+        arrays.append(array)
+    return arrays
+
+
+class Replica:
+    """One variable on one rank; what ``w`` is inside a function."""
+
+    def __init__(self, store: VariableStore) -> None:
+        self._store = store
+        self._pending: list[np.ndarray] | None = None
+        self._declaration: Declaration | None = None
+        self._front = 0
+        self._shapes: list[Shapes] = [(), ()]
+        self._structure: Any = None
+        self._views: list[np.ndarray] | None = None
+
+    def declare(self, declaration: Declaration) -> None:
+        """Take in what the master says: new buffers, new shapes, or all of it."""
+        self._declaration = declaration
+        self._front = declaration.front
+        self._shapes = list(declaration.shapes)
+        self._views = None
+        _, self._structure = flatten(pickle.loads(declaration.skeleton))
+
+    @property
+    def _known(self) -> Declaration:
+        assert self._declaration is not None
+        return self._declaration
+
+    @property
+    def name(self) -> str:
+        return self._known.name
+
+    def _arrays(self, index: int) -> list[np.ndarray]:
+        declaration = self._known
+        segment = self._store.segments[declaration.segment_ids[index]]
+        offsets, _ = leaf_offsets(declaration.dtypes, self._shapes[index])
+        return [
+            segment.view(offset, shape, dtype)
+            for offset, shape, dtype in zip(offsets, self._shapes[index], declaration.dtypes)
+        ]
+
+    def leaves(self) -> list[np.ndarray]:
+        """The arrays of the value as this call sees it, read-only."""
+        if self._pending is not None:
+            return self._pending
+        if self._views is None:
+            self._views = self._arrays(self._front)
+            for view in self._views:
+                view.flags.writeable = False
+        return self._views
+
+    @property
+    def value(self) -> Any:
+        """This rank's value: a read-only array (or nesting of arrays), a view of shared memory."""
+        leaves: list[Any] = list(self.leaves())
+        if self._store.to_framework is not None:
+            leaves = [self._store.to_framework(leaf) for leaf in leaves]
+        return unflatten(self._structure, leaves)
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self._store.check_direct(self)
+        self.assign(value)
+
+    def assign(self, value: Any) -> None:
+        """Keep ``value`` aside as the new one."""
+        leaves, structure = flatten(value)
+        if structure != self._structure:
+            raise ValueError(
+                f"cannot assign variable {self.name!r}: got a value of structure {structure}, expected {self._structure}."
+            )
+        if self._store.from_framework is not None:
+            leaves = [self._store.from_framework(leaf) for leaf in leaves]
+        declaration = self._known
+        arrays = check_value(self.name, leaves, declaration.dtypes, self._shapes[self._front])
+        pending = []
+        for array, dtype in zip(arrays, declaration.dtypes):
+            array = np.ascontiguousarray(array, dtype=dtype).view()
+            array.flags.writeable = False
+            pending.append(array)
+        self._pending = pending
+        self._store.assigned[declaration.variable_id] = self
+
+    def pending_shapes(self) -> Shapes:
+        assert self._pending is not None
+        return tuple(array.shape for array in self._pending)
+
+    def store(self) -> bool:
+        """Write the pending value into the second buffer; return False if that has no room."""
+        declaration = self._known
+        back = 1 - self._front
+        shapes = self.pending_shapes()
+        _, needed = leaf_offsets(declaration.dtypes, shapes)
+        segment = self._store.segments.get(declaration.segment_ids[back])
+        if segment is None or segment.nbytes < needed:
+            return False
+        self._shapes[back] = shapes
+        assert self._pending is not None
+        for target, source in zip(self._arrays(back), self._pending):
+            np.copyto(target, source)
+        return True
+
+    def flip(self) -> None:
+        self._front = 1 - self._front
+        self._views = None
+
+    def drop_pending(self) -> None:
+        self._pending = None
+
+    @property
+    def shape(self) -> Any:
+        shapes = [leaf.shape for leaf in self.leaves()]
+        return shapes[0] if self._structure == "leaf" else unflatten(self._structure, list(shapes))
+
+    @property
+    def dtype(self) -> Any:
+        dtypes = list(self._known.dtypes)
+        return dtypes[0] if self._structure == "leaf" else unflatten(self._structure, dtypes)
+
+    def __repr__(self) -> str:
+        return f"<synk.Shared {self.name!r} on rank {self._store.rank}>"
+
+
+class VariableStore:
+    """All variables of one rank, and the assignments of the call under way.
+
+    Parameters
+    ----------
+    rank : int
+    segments : dict of int to Segment
+        The worker's own.
+    down : ndarray
+        The control block that the master writes.
+    """
+
+    def __init__(self, rank: int, segments: dict[int, Segment], down: np.ndarray) -> None:
+        self.rank = rank
+        self.segments = segments
+        self._down = down
+        self._replicas: dict[int, Replica] = {}
+        self.assigned: dict[int, Replica] = {}
+        self._stored: list[Replica] = []
+        self._stored_sequence = -1
+        self._declared: frozenset[int] = frozenset()
+        self._is_sliced = False
+        self._is_updating = False
+        self._sums: list[list[Accumulator]] = []
+        self._structures: list[Any] = []
+        self.to_framework: Any = None
+        self.from_framework: Any = None
+
+    def get(self, variable_id: int) -> Replica:
+        """Return a variable, which a function may refer to before it is declared."""
+        return self._replicas.setdefault(variable_id, Replica(self))
+
+    def declare(self, declarations: Sequence[Declaration]) -> None:
+        for declaration in declarations:
+            self.get(declaration.variable_id).declare(declaration)
+
+    def forget(self, variable_ids: Sequence[int]) -> None:
+        for variable_id in variable_ids:
+            self._replicas.pop(variable_id, None)
+
+    # -- one call -----------------------------------------------------------------------------------------------------
+
+    def resolve(self) -> None:
+        """Settle the call before: its assignments hold if the master committed it, and never happened otherwise."""
+        if self._stored and int(self._down[self.rank, Down.COMMITTED]) == self._stored_sequence:
+            for replica in self._stored:
+                replica.flip()
+        self._stored = []
+
+    def begin(self, function: Any, is_sliced: bool) -> None:
+        """Prepare for a call of ``function``."""
+        self._is_sliced = is_sliced
+        self._updates = [update if isinstance(update, tuple) else (update, "avg") for update in function.updates]
+        self._is_updating = bool(self._updates)
+        self._sums = []
+        self.to_framework, self.from_framework = function.to_framework, function.from_framework
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Drop what the call under way has assigned."""
+        for replica in self.assigned.values():
+            replica.drop_pending()
+        self.assigned = {}
+
+    def check_direct(self, replica: Replica) -> None:
+        """Refuse a direct assignment where it has no meaning."""
+        if self._is_updating:
+            raise ValueError(
+                f"cannot assign variable {replica.name!r} in a function with updates=: return its new value, as in "
+                "return outputs, (new_value,), and list it in updates."
+            )
+        if self._is_sliced:
+            raise ValueError(
+                f"cannot assign variable {replica.name!r} with num_slices above 1: the slices would see each other's "
+                "values. Use updates=, or num_slices=1."
+            )
+
+    def take_updates(self, function: Any, result: Any, num_rows: int) -> Any:
+        """Split ``(outputs, new_values)``, take in the new values of one slice, and return the outputs."""
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(
+                f"cannot update the variables of {function.name!r}: got a result of type {type(result).__name__}, expected "
+                "(outputs, new_values) because of updates=."
+            )
+        outputs, values = result
+        if len(self._updates) == 1 and not (isinstance(values, (tuple, list)) and len(values) == 1):
+            values = (values,)
+        if not isinstance(values, (tuple, list)) or len(values) != len(self._updates):
+            raise ValueError(
+                f"cannot update the variables of {function.name!r}: got {type(values).__name__} of new values, expected "
+                f"one for each of the {len(self._updates)} updates."
+            )
+        is_first = not self._sums
+        for position, ((replica, op), value) in enumerate(zip(self._updates, values)):
+            leaves, structure = flatten(value)
+            if is_first:
+                what = f"the update of {replica.name!r}"
+                self._sums.append([Accumulator(op, what) for _ in leaves])
+                self._structures.append(structure)
+            convert = self.from_framework or np.asarray
+            for accumulator, leaf in zip(self._sums[position], leaves):
+                accumulator.add(convert(leaf), num_rows)
+        return outputs
+
+    def finish_updates(self) -> None:
+        """Assign the accumulated new values."""
+        from_framework, self.from_framework = self.from_framework, None  # they are host arrays by now
+        for (replica, _), sums, structure in zip(self._updates, self._sums, self._structures):
+            replica.assign(unflatten(structure, [accumulator.result() for accumulator in sums]))
+        self.from_framework = from_framework
+        self._sums, self._structures = [], []
+
+    def assignments(self) -> tuple[tuple[int, Shapes], ...]:
+        """What the call has assigned: variables and their new shapes."""
+        return tuple((variable_id, replica.pending_shapes()) for variable_id, replica in self.assigned.items())
+
+    def store(self, sequence: int) -> bool:
+        """Write all assignments of call ``sequence`` into second buffers; return False if one has no room."""
+        if not all([replica.store() for replica in self.assigned.values()]):
+            return False
+        self._stored = list(self.assigned.values())
+        self._stored_sequence = sequence
+        self.abandon()
+        return True
+
+    def argument(self, item: Input, local_indices: np.ndarray | None, low: int, high: int, offset: int) -> Any:
+        """Return a variable passed as an argument: whole, or the rows ``low`` to ``high`` of the call's selection.
+
+        ``offset`` is the position of the rank's first row in the selection.
+        """
+        replica = self._replicas[item.segment_id]
+        leaves: list[Any] = list(replica.leaves())
+        if item.kind == "shard":
+            numbers = self._down[self.rank]
+            if local_indices is not None:
+                leaves = [leaf.take(local_indices[low:high], axis=0) for leaf in leaves]
+                for leaf in leaves:
+                    leaf.flags.writeable = False
+            else:
+                step = int(numbers[Down.LOCAL_STEP])
+                start = int(numbers[Down.LOCAL_START]) + (low - offset) * step
+                stop = start + (high - low) * step
+                leaves = [leaf[start : stop if stop >= 0 else None : step] if high > low else leaf[:0] for leaf in leaves]
+        if self.to_framework is not None:
+            leaves = [self.to_framework(leaf) for leaf in leaves]
+        return unflatten(replica._structure, leaves)
+
+
+def resolve_variable(variable_id: int) -> Replica:
+    """Return this worker's replica; what a pickled ``Shared`` becomes."""
+    from synk import _worker
+
+    if _worker.current is None:
+        raise pickle.UnpicklingError("a shared variable has meaning only on a worker of its runtime")
+    return _worker.current.variables.get(variable_id)

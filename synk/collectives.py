@@ -1,0 +1,281 @@
+"""Collectives over shared variables, called by the master, on CPU workers.
+
+Values lie in shared memory, so a collective is a set of copies and reductions between segments, and no array byte
+passes through the master's pipes. Small ones the master does itself (a message would cost more than the arithmetic);
+large ones are divided among the workers, each its own rows or its own part of the elements. Results go to the
+variables' second buffers and take effect together, so that a failure in the middle changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from synk._arguments import copy_into
+from synk._failures import raise_failures
+from synk._memory import Segment
+from synk._messages import LARGE_NBYTES, Kind, chunk_bounds
+from synk._ops import REDUCE_OPS, check_op
+from synk._shards import select_rows, shard_bounds
+from synk._steps import Copy, Reduce, Step, run_steps
+from synk._variables import Shapes, dtype_runs, leaf_offsets
+from synk.data import Data
+
+if TYPE_CHECKING:
+    from synk.runtime import Runtime
+    from synk.shared import Shared
+
+
+def pair(variables: Any, listed: Sequence[Shared], values: Any) -> Iterator[tuple[Shared, Any]]:
+    """Yield each variable with its value: one of each, or a sequence of values of equal length."""
+    if values is None or (len(listed) == 1 and variables is listed[0]):
+        for variable in listed:
+            yield variable, values
+        return
+    if len(values) != len(listed):
+        raise ValueError(f"got {len(values)} values for {len(listed)} variables, expected one for each.")
+    yield from zip(listed, values)
+
+
+def _do(runtime: Runtime, variable: Shared, steps: dict[int, list[Step]], extra: Sequence[Segment] = ()) -> None:
+    """Carry out the steps of each rank: here where they are small, else there."""
+    segments = [segment for rank in range(runtime.world_size) for segment in variable.segments(rank)] + list(extra)
+    nbytes = sum(_step_nbytes(step) for own in steps.values() for step in own)
+    if nbytes < LARGE_NBYTES or runtime.world_size == 1:
+        by_id = {segment.id: segment for segment in segments}
+        for own in steps.values():
+            run_steps(own, by_id)
+        return
+    ranks = [rank for rank, own in steps.items() if own]
+    replies = runtime.team.exchange(
+        Kind.VARIABLE, ranks, 0, steps, segments, runtime.deadline(None), "collective", f"variable {variable.name!r}"
+    )
+    raise_failures(replies, runtime.world_size, variable.name)
+
+
+def _step_nbytes(step: Step) -> int:
+    if isinstance(step, Reduce):
+        return step.count * step.dtype.itemsize * len(step.targets)
+    return step.nbytes * len(step.targets) if isinstance(step, Copy) else step.count * step.row_nbytes
+
+
+def _own_bytes(variable: Shared, rank: int) -> int:
+    _, total = leaf_offsets(variable._dtypes, variable.shapes[rank][variable.front[rank]])
+    return total
+
+
+def _front(variable: Shared, rank: int) -> int:
+    segment = variable.buffers[rank][variable.front[rank]]
+    assert segment is not None
+    return segment.id
+
+
+def broadcast(runtime: Runtime, variable: Shared, value: Any = None) -> None:
+    """Give every rank the value of rank 0, or ``value``."""
+    if value is not None:
+        arrays = variable.check(value)
+        shapes: Shapes = tuple(array.shape for array in arrays)
+        for target, source in zip(variable.back(0, shapes), arrays):
+            copy_into(target, source)
+        source_id = variable.reserve(0, shapes).id
+        changed = list(range(runtime.world_size))
+    else:
+        shapes = variable.shapes[0][variable.front[0]]
+        source_id = _front(variable, 0)
+        changed = list(range(1, runtime.world_size))
+    _, nbytes = leaf_offsets(variable._dtypes, shapes)
+    steps: dict[int, list[Step]] = {}
+    for rank in range(1, runtime.world_size):
+        variable.back(rank, shapes)
+        steps[rank] = [Copy((source_id, 0), ((variable.reserve(rank, shapes).id, 0),), nbytes)]
+    _do(runtime, variable, steps)
+    variable.flip(changed)
+
+
+def set_value(runtime: Runtime, variable: Shared, value: Any, rank: int | None, batch: Any) -> None:
+    """Set the value of ``rank``, or of all ranks; ``batch`` picks rows of ``value``."""
+    if batch is not None:
+        value = _map_rows(variable, value, batch)
+    if rank is None:
+        broadcast(runtime, variable, value)
+        return
+    _check_rank(runtime, rank)
+    arrays = variable.check(value, rank)
+    for target, source in zip(variable.back(rank, tuple(array.shape for array in arrays)), arrays):
+        copy_into(target, source)
+    variable.flip([rank])
+
+
+def _map_rows(variable: Shared, value: Any, batch: Any) -> Any:
+    from synk._trees import flatten, unflatten
+
+    leaves, structure = flatten(value)
+    arrays = [np.asarray(leaf) for leaf in leaves]
+    if any(array.ndim == 0 for array in arrays):
+        raise ValueError(f"cannot select rows for variable {variable.name!r}: got a value without rows.")
+    rows = [select_rows(batch, len(array), f"the value of {variable.name!r}").positions() for array in arrays]
+    return unflatten(structure, [array[at] for array, at in zip(arrays, rows)])
+
+
+def _check_rank(runtime: Runtime, rank: int) -> None:
+    if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)) or not 0 <= rank < runtime.world_size:
+        raise ValueError(f"cannot use rank {rank!r}: expected 0 to {runtime.world_size - 1}.")
+
+
+def get_value(runtime: Runtime, variable: Shared, rank: int) -> Any:
+    """Return a copy of the value of ``rank``."""
+    _check_rank(runtime, rank)
+    return variable.build([_copy(leaf) for leaf in variable.leaves(rank)])
+
+
+def _copy(leaf: np.ndarray) -> np.ndarray:
+    out = np.empty(leaf.shape, leaf.dtype)
+    copy_into(out, leaf)
+    return out
+
+
+def scatter(runtime: Runtime, variable: Shared, value: Any, batch: Any) -> None:
+    """Give each rank its part of the rows of ``value``, of those that ``batch`` picks."""
+    if isinstance(value, Data):
+        value = value.data
+    arrays = variable.check(value)
+    if any(array.ndim == 0 for array in arrays) or len({len(array) for array in arrays}) > 1:
+        raise ValueError(
+            f"cannot scatter to variable {variable.name!r}: got shapes {[array.shape for array in arrays]}, expected equal "
+            "axis-0 lengths."
+        )
+    selection = select_rows(batch, len(arrays[0]), f"the value of {variable.name!r}")
+    rows = None if batch is None else selection.positions()
+    for rank, (low, high) in enumerate(shard_bounds(selection.count, runtime.world_size)):
+        shapes = tuple((high - low, *array.shape[1:]) for array in arrays)
+        for target, source in zip(variable.back(rank, shapes), arrays):
+            if rows is None:
+                copy_into(target, source[low:high])
+            elif high > low:
+                np.take(source, rows[low:high], axis=0, out=target, mode="clip")  # the range was checked
+    variable.flip(range(runtime.world_size))
+
+
+def gather(runtime: Runtime, variable: Shared, nd_up: int) -> Any:
+    """Return the values of all ranks: concatenated along axis 0 (``nd_up=0``), or stacked on a new one (1)."""
+    if nd_up not in (0, 1):
+        raise ValueError(f"cannot gather variable {variable.name!r}: got nd_up={nd_up!r}, expected 0 or 1.")
+    results = []
+    for leaf in range(len(variable._dtypes)):
+        parts = [variable.leaves(rank)[leaf] for rank in range(runtime.world_size)]
+        if nd_up == 1 and len({part.shape for part in parts}) > 1:
+            raise ValueError(
+                f"cannot stack variable {variable.name!r}: got shapes {[part.shape for part in parts]}, expected equal ones. "
+                "Use nd_up=0 to concatenate shards of different length."
+            )
+        if nd_up == 0 and parts[0].ndim == 0:
+            raise ValueError(f"cannot concatenate variable {variable.name!r}: it has no axis 0. Use nd_up=1.")
+        count = len(parts) if nd_up == 1 else sum(len(part) for part in parts)
+        out = np.empty((count, *(parts[0].shape if nd_up == 1 else parts[0].shape[1:])), variable._dtypes[leaf])
+        start = 0
+        for part in parts:
+            length = 1 if nd_up == 1 else len(part)
+            copy_into(out[start : start + length], part[None] if nd_up == 1 else part)
+            start += length
+        results.append(out)
+    return variable.build(results)
+
+
+def all_gather(runtime: Runtime, variable: Shared) -> None:
+    """Make every rank's value the concatenation of the values of all ranks, along axis 0."""
+    world_size = runtime.world_size
+    fronts = [variable.shapes[rank][variable.front[rank]] for rank in range(world_size)]
+    if any(not shape for shape in fronts[0]):
+        raise ValueError(f"cannot concatenate variable {variable.name!r}: it has no axis 0.")
+    shapes: Shapes = tuple(
+        (sum(front[leaf][0] for front in fronts), *fronts[0][leaf][1:]) for leaf in range(len(fronts[0]))
+    )
+    source_offsets = [leaf_offsets(variable._dtypes, front)[0] for front in fronts]
+    target_offsets, _ = leaf_offsets(variable._dtypes, shapes)
+    steps: dict[int, list[Step]] = {}
+    for rank in range(world_size):
+        variable.back(rank, shapes)
+        target_id = variable.reserve(rank, shapes).id
+        steps[rank] = []
+        for leaf, dtype in enumerate(variable._dtypes):
+            at = target_offsets[leaf]
+            for source in range(world_size):
+                nbytes = int(np.prod(fronts[source][leaf], dtype=np.int64)) * dtype.itemsize
+                place = (_front(variable, source), source_offsets[source][leaf])
+                steps[rank].append(Copy(place, ((target_id, at),), nbytes))
+                at += nbytes
+    _do(runtime, variable, steps)
+    variable.flip(range(world_size))
+
+
+def _check_reduction(runtime: Runtime, variable: Shared, op: str) -> Shapes:
+    """Return the common shapes of all ranks."""
+    if op not in REDUCE_OPS:
+        raise ValueError(
+            f"cannot reduce variable {variable.name!r}: got op {op!r}, expected one of {', '.join(map(repr, REDUCE_OPS))}."
+        )
+    for dtype in variable._dtypes:
+        check_op(op, dtype, f"variable {variable.name!r}")
+    fronts = [variable.shapes[rank][variable.front[rank]] for rank in range(runtime.world_size)]
+    if len(set(fronts)) > 1:
+        raise ValueError(
+            f"cannot reduce variable {variable.name!r}: got shapes {shapes(variable)}, expected the same on all ranks."
+        )
+    return fronts[0]
+
+
+def _reduce_steps(
+    runtime: Runtime, variable: Shared, op: str, common: Shapes, targets: Sequence[int]
+) -> dict[int, list[Step]]:
+    """Divide the elements among the ranks: each reduces its part of all values and writes it to all targets."""
+    world_size = runtime.world_size
+    sources = [_front(variable, rank) for rank in range(world_size)]
+    steps: dict[int, list[Step]] = {rank: [] for rank in range(world_size)}
+    for dtype, start, stop in dtype_runs(variable._dtypes, common):
+        bounds = chunk_bounds((stop - start) // dtype.itemsize, dtype.itemsize, world_size)
+        for rank, (low, high) in enumerate(bounds):
+            if high > low:
+                at = start + low * dtype.itemsize
+                # The own target first: the others are then written from the cache.
+                order = sorted(range(len(targets)), key=lambda k: k != rank)
+                places = tuple((targets[k], at) for k in order)
+                steps[rank].append(Reduce(op, dtype, high - low, tuple((s, at) for s in sources), places))
+    return steps
+
+
+def all_reduce(runtime: Runtime, variable: Shared, op: str) -> None:
+    """Reduce the values of all ranks into every rank."""
+    common = _check_reduction(runtime, variable, op)
+    targets = [variable.reserve(rank, common).id for rank in range(runtime.world_size)]
+    for rank in range(runtime.world_size):
+        variable.back(rank, common)
+    _do(runtime, variable, _reduce_steps(runtime, variable, op, common, targets))
+    variable.flip(range(runtime.world_size))
+
+
+def reduce(runtime: Runtime, variable: Shared, op: str, in_place: bool) -> Any:
+    """Reduce the values of all ranks into rank 0's, or into new arrays for the caller."""
+    common = _check_reduction(runtime, variable, op)
+    if in_place:
+        variable.back(0, common)
+        target = variable.reserve(0, common)
+        _do(runtime, variable, _reduce_steps(runtime, variable, op, common, [target.id]))
+        variable.flip([0])
+        return None
+    offsets, nbytes = leaf_offsets(variable._dtypes, common)
+    segment, root = runtime.lease_result(max(nbytes, 1))
+    _do(runtime, variable, _reduce_steps(runtime, variable, op, common, [segment.id]), [segment])
+    arrays = []
+    for at, shape, dtype in zip(offsets, common, variable._dtypes):
+        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        view = root[at : at + size].view(dtype).reshape(shape)
+        arrays.append(view if size >= LARGE_NBYTES else view.copy())
+    return variable.build(arrays)
+
+
+def shapes(variable: Shared) -> list[Any]:
+    """Return the shape on each rank (a nesting of shapes for a nested variable)."""
+    fronts = [pairs[front] for pairs, front in zip(variable.shapes, variable.front)]
+    return [shape[0] if variable._structure == "leaf" else variable.build(shape) for shape in fronts]

@@ -1,0 +1,264 @@
+"""``Shared``: state that lives on the workers between calls, one replica or one shard per rank.
+
+Owns two buffers per rank in shared memory, of which one is the value and the other takes the next one. The verbs that
+move values between ranks are in ``synk.collectives``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from synk._memory import Segment
+from synk._messages import Input
+from synk._shards import shard_bounds
+from synk._trees import flatten, skeleton_of, unflatten
+from synk._variables import Declaration, Shapes, check_value, leaf_offsets, resolve_variable
+from synk.data import as_plain_array, check_shareable
+from synk.errors import ClosedError
+
+if TYPE_CHECKING:
+    from synk._arguments import Argument
+    from synk.runtime import Runtime
+
+_variable_ids = itertools.count(1)
+
+
+class _Pickled(threading.local):
+    """The variables met while a function is pickled: those it closes over."""
+
+    met: set[Shared] | None = None
+
+
+pickled = _Pickled()
+
+
+class Shared:
+    """A variable on every rank: an array, or a nesting of arrays (the parameters of a model). Made by :func:`synk.shared`.
+
+    Inside a function ``w.value`` reads and assigns this rank's value; functions refer to the variable by closing over it.
+    A call is a transaction: its assignments take effect on all ranks when it succeeds, and on none if it fails.
+
+    In the master ``w.value`` is a copy of rank 0's replica, or the gathered shards; assigning it broadcasts, or scatters.
+
+    Attributes
+    ----------
+    name : str
+    is_sharded : bool
+    dtype : dtype, or nesting of dtypes
+    """
+
+    _synk_shared = True
+
+    def __init__(self, runtime: Runtime, value: Any, *, sharded: bool = False, name: str | None = None) -> None:
+        self._runtime = runtime
+        self._id = next(_variable_ids)
+        self.name = name or f"shared{self._id}"
+        self.is_sharded = bool(sharded)
+        leaves, self._structure = flatten(value)
+        if not leaves:
+            raise ValueError(f"cannot share {self.name!r}: got a value without arrays.")
+        arrays = [as_plain_array(leaf, f"variable {self.name!r}") for leaf in leaves]
+        self._dtypes = tuple(check_shareable(array.dtype, f"variable {self.name!r}") for array in arrays)
+        world_size = runtime.world_size
+        shapes = tuple(array.shape for array in arrays)
+        self.buffers: list[list[Segment | None]] = [[None, None] for _ in range(world_size)]
+        self.shapes: list[list[Shapes]] = [[shapes, shapes] for _ in range(world_size)]
+        self.front = [0] * world_size
+        self.version = 0
+        parts = self.split(arrays) if self.is_sharded else [arrays] * world_size
+        for rank, part in enumerate(parts):
+            targets = self.back(rank, tuple(array.shape for array in part))
+            for target, source in zip(targets, part):
+                np.copyto(target, source)
+        self.flip(range(world_size))
+        runtime.add_variable(self)
+
+    # -- buffers ------------------------------------------------------------------------------------------------------
+
+    def split(self, arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+        """Return each rank's rows of each leaf.
+
+        Raises
+        ------
+        ValueError
+            If a leaf has no axis 0, or the leaves differ in length.
+        """
+        lengths = {array.shape[0] if array.ndim else None for array in arrays}
+        if len(lengths) > 1 or None in lengths:
+            raise ValueError(
+                f"cannot scatter variable {self.name!r}: got axis-0 lengths {sorted(map(str, lengths))}, expected one "
+                "length for all its arrays."
+            )
+        (length,) = lengths
+        assert length is not None
+        return [[array[low:high] for array in arrays] for low, high in shard_bounds(length, self._runtime.world_size)]
+
+    def leaves(self, rank: int) -> list[np.ndarray]:
+        """Views of the value of ``rank``."""
+        return self._views(rank, self.front[rank])
+
+    def _views(self, rank: int, index: int) -> list[np.ndarray]:
+        segment = self.buffers[rank][index]
+        assert segment is not None
+        shapes = self.shapes[rank][index]
+        offsets, _ = leaf_offsets(self._dtypes, shapes)
+        return [segment.view(at, shape, dtype) for at, shape, dtype in zip(offsets, shapes, self._dtypes)]
+
+    def reserve(self, rank: int, shapes: Shapes) -> Segment:
+        """Give the second buffer of ``rank`` room for ``shapes``."""
+        index = 1 - self.front[rank]
+        _, nbytes = leaf_offsets(self._dtypes, shapes)
+        segment = self.buffers[rank][index]
+        if segment is None or segment.nbytes < nbytes:
+            larger = Segment.create(nbytes, is_worker_writable=True)
+            self.buffers[rank][index] = larger
+            if segment is not None:
+                self._runtime.release(segment)
+            segment = larger
+            self.version += 1
+        return segment
+
+    def back(self, rank: int, shapes: Shapes) -> list[np.ndarray]:
+        """Return views of the second buffer of ``rank``, for a value of ``shapes``; ``flip`` makes it the value."""
+        self.reserve(rank, shapes)
+        self.shapes[rank][1 - self.front[rank]] = shapes
+        return self._views(rank, 1 - self.front[rank])
+
+    def flip(self, ranks: Sequence[int] | range) -> None:
+        """Make the second buffers of ``ranks`` the values, from the master's side: workers are told."""
+        self.version += 1
+        self.front = [1 - front if rank in ranks else front for rank, front in enumerate(self.front)]
+
+    def declaration(self, rank: int) -> Declaration:
+        """Return what the worker of ``rank`` must know."""
+        import cloudpickle
+
+        ids = tuple(0 if segment is None else segment.id for segment in self.buffers[rank])
+        skeleton = cloudpickle.dumps(skeleton_of(self._structure, len(self._dtypes)), protocol=5)
+        shapes = (self.shapes[rank][0], self.shapes[rank][1])
+        return Declaration(
+            self._id,
+            self.name,
+            skeleton,
+            self._dtypes,
+            self.is_sharded,
+            (ids[0], ids[1]),
+            shapes,
+            self.front[rank],
+            self.version,
+        )
+
+    def segments(self, rank: int) -> list[Segment]:
+        return [segment for segment in self.buffers[rank] if segment is not None]
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def check(self, value: Any, rank: int = 0) -> list[np.ndarray]:
+        """Return the leaves of ``value`` as arrays that fit this variable."""
+        leaves, structure = flatten(value)
+        if structure != self._structure:
+            raise ValueError(
+                f"cannot set variable {self.name!r}: got a value of structure {structure}, expected {self._structure}."
+            )
+        arrays = [as_plain_array(leaf, f"variable {self.name!r}") if hasattr(leaf, "dtype") else leaf for leaf in leaves]
+        shapes = self.shapes[rank][self.front[rank]]
+        return [
+            np.asarray(array, dtype=dtype)
+            for array, dtype in zip(check_value(self.name, arrays, self._dtypes, shapes), self._dtypes)
+        ]
+
+    def build(self, leaves: Sequence[Any]) -> Any:
+        """Return the nesting of this variable with ``leaves`` in place."""
+        return unflatten(self._structure, list(leaves))
+
+    @property
+    def value(self) -> Any:
+        """Replicated: a copy of rank 0's value. Sharded: the shards concatenated along axis 0."""
+        return self._runtime.value_of(self)
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        if self.is_sharded:
+            self._runtime.scatter(self, value)
+        else:
+            self._runtime.set_value(self, value)
+
+    @property
+    def dtype(self) -> Any:
+        return self._dtypes[0] if self._structure == "leaf" else self.build(self._dtypes)
+
+    @property
+    def shape(self) -> Any:
+        """Of rank 0's replica, or of all shards together."""
+        shapes = [self.shapes[rank][self.front[rank]] for rank in range(self._runtime.world_size)]
+        whole = list(shapes[0])
+        if self.is_sharded:
+            whole = [(sum(rank[leaf][0] for rank in shapes), *shape[1:]) for leaf, shape in enumerate(whole)]
+        return whole[0] if self._structure == "leaf" else self.build(whole)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Rows on each rank."""
+        return [self.shapes[rank][self.front[rank]][0][0] for rank in range(self._runtime.world_size)]
+
+    # -- in calls -----------------------------------------------------------------------------------------------------
+
+    def _as_argument(self, label: str, keyword: str, is_broadcast: bool, function_name: str, runtime: Runtime) -> Argument:
+        from synk._arguments import Argument
+
+        check_owner(self, runtime, f"{label} of {function_name!r}")
+        if is_broadcast == self.is_sharded:
+            is_kind = "sharded" if self.is_sharded else "replicated"
+            hint = "take it out of bcast_inputs" if self.is_sharded else f"add {label!r} to bcast_inputs"
+            raise ValueError(f"cannot pass {label} of {function_name!r}: variable {self.name!r} is {is_kind}; {hint}.")
+        return Argument(label, keyword, "shard" if self.is_sharded else "replica", value=self)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def plan_key(self) -> int:
+        return self._id
+
+    def as_input(self, keyword: str, kind: str) -> Input:
+        return Input(keyword, kind, self._id)
+
+    def __reduce__(self) -> Any:
+        if pickled.met is None:
+            raise TypeError(
+                f"cannot pickle variable {self.name!r}: it lives on the workers. Pass it as an argument, or close over it."
+            )
+        pickled.met.add(self)
+        return resolve_variable, (self._id,)
+
+    def __repr__(self) -> str:
+        kind = "sharded" if self.is_sharded else "replicated"
+        return f"<synk.Shared {self.name!r} {kind} shape={self.shape} dtype={self.dtype}>"
+
+    def close(self) -> None:
+        """Drop the memory; the runtime is closing."""
+        for pair in self.buffers:
+            for segment in pair:
+                if segment is not None:
+                    segment.close()
+        self.buffers = []
+
+    def __del__(self) -> None:
+        runtime = getattr(self, "_runtime", None)
+        if runtime is not None and hasattr(self, "front"):
+            runtime._dropped_variables.append(self._id)
+            runtime._released.extend(segment for pair in self.buffers for segment in pair if segment is not None)
+
+
+def check_owner(variable: Shared, runtime: Runtime, what: str) -> None:
+    """Raise where ``variable`` belongs to another runtime."""
+    if variable._runtime is not runtime:
+        if variable._runtime.is_closed:
+            raise ClosedError(f"cannot use {what}: the runtime of variable {variable.name!r} was closed. Make it again.")
+        raise ValueError(f"cannot use {what}: variable {variable.name!r} belongs to another runtime.")
