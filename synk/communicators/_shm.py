@@ -80,6 +80,10 @@ class ShmCommunicator:
 
     # -- the call ------------------------------------------------------------------------------------------------
 
+    def skip(self, sequence: int) -> None:
+        """Tell whoever waits that this rank has left the call ``sequence`` without any collective."""
+        self._rendezvous.skip(sequence)
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that take part in the present call, ascending; empty outside a call."""
