@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from synk._arrays import as_plain_array, check_shareable
 from synk._messages import Input
 from synk._shards import Assignment, Selection, assign_local, assign_owned, select_common
-from synk.data import Data, as_plain_array, check_same_runtime, check_shareable
+from synk.data import Data, check_same_runtime
 from synk.errors import SerializationError
 
 _ALIGNMENT = 64

@@ -109,6 +109,10 @@ class PlanCache:
             _, old = self._plans.popitem(last=False)
             runtime.drop_plan(old.plan.plan_id)
 
+    def forget(self) -> None:
+        """Drop everything; the runtime is closed."""
+        self._plans.clear()
+
     def discard(self, cached: CachedPlan, runtime: Runtime) -> None:
         """Forget one plan, here and on the workers."""
         self._plans = OrderedDict((key, value) for key, value in self._plans.items() if value is not cached)

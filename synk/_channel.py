@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from synk._memory import Segment
 from synk._messages import DOORBELL, VERSION
-from synk.errors import SynkError
+from synk.errors import SharedMemoryError, SynkError
 
 MAGIC = b"synk"
 TOKEN_NBYTES = 32
@@ -127,13 +127,13 @@ class Channel:
                 raise EOFError("the other side closed its end")
             try:
                 if message_flags & socket.MSG_CTRUNC:
-                    raise ProtocolError(
+                    raise SharedMemoryError(
                         "cannot receive shared segments: this process is out of file descriptors. Raise ulimit -n."
                     )
                 flags, got_sequence, nbytes = decode_header(packet, self._token)
                 if flags & _IS_LARGE and not fds:
                     raise ProtocolError("cannot read a message: its large body is missing.")
-            except ProtocolError:
+            except SynkError:
                 _close_all(fds)
                 raise
             body = packet[HEADER.size :]

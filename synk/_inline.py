@@ -52,6 +52,9 @@ class InlineProcess:
         reply, self._reply = self._reply, None
         return reply
 
+    def disown(self) -> None:
+        """There is no process to disown."""
+
     def kill(self) -> None:
         """There is nothing to kill."""
 

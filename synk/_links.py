@@ -46,6 +46,13 @@ class Link:
         self.assembly: Any = None
         self.numbers: Any = None
 
+    def forget_sent(self) -> None:
+        """Send everything again: the rank could not take in the last message."""
+        self.segments.clear()
+        self.plans.clear()
+        self.variables.clear()
+        self._exchange_id = 0
+
     def drop_segment(self, segment_id: int) -> None:
         if segment_id in self.segments:
             self.segments.discard(segment_id)

@@ -88,7 +88,7 @@ class Segment:
     Parameters
     ----------
     fd : int
-        Descriptor of the memory; owned by the segment from here on, also where mapping it fails.
+        Descriptor of the memory; owned by the segment once it is made.
     nbytes : int
         Size, in bytes; at least 1.
     is_writable : bool
@@ -101,7 +101,7 @@ class Segment:
 
     def __init__(self, fd: int, nbytes: int, *, is_writable: bool, segment_id: int) -> None:
         self.is_worker_writable = False
-        self.fd = fd
+        self.fd = -1
         self.nbytes = nbytes
         self.id = segment_id
         access = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
@@ -109,10 +109,11 @@ class Segment:
             self._mapping: mmap.mmap | None = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, access)
         except OSError as error:
             raise SharedMemoryError(
-                f"cannot map a shared segment of {nbytes} bytes: {os.strerror(error.errno or 0)}. "
-                "Raise the address-space limit (ulimit -v) or free some Data."
+                f"cannot map a shared segment of {nbytes} bytes: {os.strerror(error.errno or 0)}. Free some Data, or raise "
+                f"the limit of {'open files (ulimit -n)' if error.errno == errno.EMFILE else 'address space (ulimit -v)'}."
             ) from error
         self.buffer: npt.NDArray[np.uint8] = np.frombuffer(self._mapping, dtype=np.uint8)
+        self.fd = fd  # last: whoever called owns it until here
 
     @classmethod
     def create(cls, nbytes: int, *, is_worker_writable: bool = False) -> Segment:
@@ -137,7 +138,11 @@ class Segment:
                 f"({os.strerror(error.errno or 0)}). Free some Data (free_memory), use fewer rows per call, or raise "
                 "the limit (ulimit -n for descriptors, ulimit -f for sizes)."
             ) from error
-        segment = cls(fd, nbytes, is_writable=True, segment_id=next(_segment_ids))
+        try:
+            segment = cls(fd, nbytes, is_writable=True, segment_id=next(_segment_ids))
+        except SharedMemoryError:
+            os.close(fd)
+            raise
         segment.is_worker_writable = is_worker_writable
         return segment
 

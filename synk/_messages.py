@@ -27,6 +27,9 @@ HAS_BODY = 1
 IS_COLLATERAL = 2
 """Flag of an error reply: the rank failed only because another one did."""
 
+IS_UNRECEIVED = 4
+"""Flag of an error reply: the rank could not take in what the message brought."""
+
 SLOT_ALIGNMENT = 64
 LARGE_NBYTES = 1 << 18
 """Outputs from this size on are reduced by the workers, each its own chunk; smaller ones by the master."""

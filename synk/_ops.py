@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Union
 
@@ -56,6 +57,7 @@ def check_op(op: str, dtype: np.dtype, what: str) -> None:
         )
 
 
+@functools.cache
 def accumulator_dtype(dtype: np.dtype) -> np.dtype:
     """Return the dtype in which values of ``dtype`` are combined: float32 for the 16-bit floats, else ``dtype``."""
     return np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype

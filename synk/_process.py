@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -44,6 +45,8 @@ _THREAD_VARIABLES = (
 )
 _STDERR_LINES = 20
 _LINE_NBYTES = 1 << 16
+_PIECE = 1024  # characters: at most 4096 bytes, which a pipe takes as a whole
+_STALL_MS = 50
 
 
 def cpu_environment(num_workers: int) -> dict[str, str]:
@@ -63,12 +66,15 @@ class _Output:
         self._prefix = f"[rank {rank}] "
         self._stream_name = stream_name
         self._rest = b""
+        self._unwritten = ""
         self.tail: deque[str] = deque(maxlen=_STDERR_LINES)
         os.set_blocking(fd, False)
 
     def forward(self, max_nbytes: int = 1 << 22) -> bool:
         """Pass on what is there, at most ``max_nbytes``; return False at the end of the stream."""
         while self.fd >= 0 and max_nbytes > 0:
+            if self._unwritten and not self._flush():
+                return True  # the master's own stream is full: the worker waits, as it would at a terminal
             try:
                 data = os.read(self.fd, 1 << 16)
             except BlockingIOError:
@@ -90,17 +96,35 @@ class _Output:
         if not texts:
             return
         self.tail.extend(text[:2000] for text in texts)
+        self._unwritten += "".join(f"{self._prefix}{text}\n" for text in texts)
+        self._flush()
+
+    def _flush(self) -> bool:
+        """Write what can be written without blocking for long; return False if something is left."""
         stream: TextIO | None = getattr(sys, self._stream_name)
+        text, self._unwritten = self._unwritten, ""
         if stream is None:
-            return
-        text = "".join(f"{self._prefix}{text}\n" for text in texts)
+            return True
         try:
-            stream.write(text)
-            stream.flush()
-        except UnicodeEncodeError:
-            stream.write(text.encode("ascii", "backslashreplace").decode("ascii"))
-        except (OSError, ValueError):  # the master's own stream is closed or full: output has nowhere to go
-            return
+            poll = select.poll()
+            poll.register(stream.fileno(), select.POLLOUT)
+        except (AttributeError, OSError, ValueError):  # a notebook's or a test's stream: never blocks
+            poll = None
+        try:
+            while text:
+                if poll is not None and not poll.poll(_STALL_MS):
+                    self._unwritten = text
+                    return False
+                # A pipe that is ready takes this much without blocking.
+                part, text = (text[:_PIECE], text[_PIECE:]) if poll is not None else (text, "")
+                try:
+                    stream.write(part)
+                except UnicodeEncodeError:
+                    stream.write(part.encode("ascii", "backslashreplace").decode("ascii"))
+                stream.flush()
+        except (OSError, ValueError):  # the master's own stream is closed: output has nowhere to go
+            return True
+        return True
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -276,6 +300,11 @@ class WorkerProcess:
             if time.monotonic() > deadline:
                 return True
             time.sleep(0.001)
+
+    def disown(self) -> None:
+        """In a forked child: the process is not ours to wait for."""
+        if self._popen is not None:
+            self._popen.returncode = 0
 
     def close(self) -> None:
         """Close every descriptor; closing the lifeline ends the process if it still runs."""

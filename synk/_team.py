@@ -26,7 +26,7 @@ from synk._inline import InlineProcess
 from synk._interrupts import deferred, held_back
 from synk._links import Link, Reply
 from synk._memory import Segment
-from synk._messages import Down, Extras, Kind, Status, Up, control_blocks, control_nbytes
+from synk._messages import IS_UNRECEIVED, Down, Extras, Kind, Status, Up, control_blocks, control_nbytes
 from synk._process import WorkerProcess, cpu_environment, setup_message
 from synk.errors import CallTimeout, ClosedError, SerializationError, StartupError, WorkerDied
 
@@ -86,6 +86,7 @@ class Team:
         self.counters = counters
         self.cause: BaseException | None = None
         self.is_closing = False
+        self.is_exiting = False
         self.is_closed = False
         self.links: list[Link] = []
         self.sequence = 0
@@ -317,6 +318,9 @@ class Team:
                 self._settle()
             raise
         self._unsettled = []
+        for rank, reply in replies.items():
+            if reply.flags & IS_UNRECEIVED:
+                self.links[rank].forget_sent()
         return replies
 
     def _send(
@@ -408,6 +412,8 @@ class Team:
     def _on_wake(self, fd: int) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(fd)
+        if self.is_exiting:
+            raise SystemExit  # ends a daemon thread without a word: the program is over
         if self.is_closing:
             raise ClosedError("the call was ended: the runtime is being closed by another thread.")
 
@@ -649,6 +655,7 @@ class Team:
     def abandon(self) -> None:
         """Close our copies of the descriptors in a forked child; the workers belong to the parent."""
         for link in self.links:
+            link.process.disown()
             link.process.close()
         for fd in (self._wake_fd, *self._eventfds):
             os.close(fd)

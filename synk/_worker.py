@@ -28,6 +28,7 @@ from synk._memory import Segment
 from synk._messages import (
     HAS_BODY,
     IS_COLLATERAL,
+    IS_UNRECEIVED,
     Down,
     Extras,
     Kind,
@@ -41,7 +42,7 @@ from synk._steps import run_steps
 from synk._variables import VariableStore
 from synk.backends import open_backend
 from synk.communicators._shm import Aborted, ShmCommunicator
-from synk.errors import CollectiveMismatch, ReentrancyError, SerializationError
+from synk.errors import CollectiveMismatch, ReentrancyError, SerializationError, SharedMemoryError
 
 _Reply = tuple[Status, int, Any]
 
@@ -215,9 +216,12 @@ class Worker:
         except Interrupted:
             executor.forget()
             reply = (Status.INTERRUPTED, 0, None)
-        if self._is_communicating and self._communicator is not None:
-            self._is_communicating = False
-            self._communicator.end()
+        if self._communicator is not None:
+            if self._is_communicating:
+                self._is_communicating = False
+                self._communicator.end()
+            else:
+                self._communicator.skip(int(self.down[0, Down.CALL]))
         up = self.up[self.rank]
         up[Up.FUNCTION_NS] = function_ns
         up[Up.WORKER_NS] = time.monotonic_ns() - started
@@ -332,7 +336,12 @@ class WorkerLoop:
                 os.killpg(0, signal.SIGKILL)
                 return
             kind, flags, sequence, value = message
-            extras = self._receive_extras(sequence) if flags & HAS_BODY else None
+            try:
+                extras = self._receive_extras(sequence) if flags & HAS_BODY else None
+            except SharedMemoryError as error:  # a limit of this process: the master sends all of it again
+                failure = pack_failure(error, worker.rank, worker.device)
+                self._reply(Status.ERROR, IS_UNRECEIVED, sequence, failure)
+                continue
             status, reply_flags, body = worker.handle(kind, sequence, value, extras)
             if kind == Kind.CALL:
                 _flush_output()
@@ -361,11 +370,18 @@ class WorkerLoop:
         body, fds = self._channel.receive_body(sequence)
         extras = pickle.loads(body)
         assert isinstance(extras, Extras)
-        for (segment_id, nbytes, is_writable), fd in zip(extras.segments, fds):
+        arriving = iter(list(zip(extras.segments, fds)))
+        for (segment_id, nbytes, is_writable), fd in arriving:
             if segment_id in self._worker.segments:  # sent twice after an interrupt
                 os.close(fd)
                 continue
-            segment = Segment(fd, nbytes, is_writable=is_writable, segment_id=segment_id)
+            try:
+                segment = Segment(fd, nbytes, is_writable=is_writable, segment_id=segment_id)
+            except SharedMemoryError:
+                for _, later in arriving:
+                    os.close(later)
+                os.close(fd)
+                raise
             segment.close_fd()
             self._worker.segments[segment_id] = segment
         return extras

@@ -11,51 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from synk._arrays import as_plain_array, check_shareable
 from synk._memory import Segment
 from synk.errors import ClosedError
 
 if TYPE_CHECKING:
     from synk.runtime import Runtime
-
-
-def check_shareable(dtype: np.dtype, what: str) -> np.dtype:
-    """Return ``dtype`` in native byte order, or raise TypeError where its values are pointers."""
-    if dtype.hasobject:
-        raise TypeError(
-            f"cannot share {what}: got dtype {dtype}, which holds Python objects. "
-            "Convert it to a number or text dtype, or pass it as a broadcast input."
-        )
-    return dtype if dtype.isnative else dtype.newbyteorder("=")
-
-
-def as_plain_array(value: Any, what: str) -> np.ndarray:
-    """Return ``value`` as an ndarray without a copy where possible; refuse what would lose information.
-
-    Raises
-    ------
-    TypeError
-        For masked arrays (the mask would be lost), generators, ragged lists and arrays of objects.
-    """
-    if type(value) is np.ndarray:
-        array = value
-    elif isinstance(value, np.ma.MaskedArray):
-        raise TypeError(f"cannot share {what}: got a masked array, and its mask would be lost. Pass value.filled(...).")
-    else:
-        try:
-            array = np.asarray(value)
-        except Exception as error:
-            raise TypeError(
-                f"cannot share {what}: got {type(value).__name__}, which NumPy cannot turn into an array ({error})."
-            ) from error
-        if type(array) is not np.ndarray:
-            array = array.view(np.ndarray)
-    if array.dtype.hasobject:
-        kind = "" if isinstance(value, np.ndarray) else f" (from {type(value).__name__})"
-        raise TypeError(
-            f"cannot share {what}: got dtype object{kind}, expected numbers, text or records of equal shape. "
-            "Ragged lists and generators have no shape; pass such a value as a broadcast input."
-        )
-    return array
 
 
 class Data:
@@ -269,7 +230,7 @@ class Data:
         # Finalizers run anywhere, also in the middle of a call: the segment is only queued.
         runtime = getattr(self, "_runtime", None)
         segment = getattr(self, "_segment", None)
-        if runtime is not None and segment is not None:
+        if runtime is not None and segment is not None and not runtime.is_closed:
             runtime._released.append(segment)
 
 

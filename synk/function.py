@@ -163,6 +163,7 @@ class Function:
         if self._runtime is not None and self._runtime is not runtime:
             self.plans = PlanCache()
         self._runtime = runtime
+        runtime.bound.add(self)
         _waiting.discard(self)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:

@@ -115,6 +115,7 @@ class Runtime:
         self._functions: dict[int, bytes] = {}
         self._variables: weakref.WeakValueDictionary[int, Shared] = weakref.WeakValueDictionary()
         self._to_flip: list[tuple[Shared, int, int]] = []
+        self.bound: weakref.WeakSet[Any] = weakref.WeakSet()  # functions that are on the workers
         self.last_numbers: Any = None
         self._num_calls = 0
         self.results = ResultPool()
@@ -188,8 +189,7 @@ class Runtime:
     def _begin(self) -> None:
         """Free what finalizers dropped, settle what was broken off, and bring the dead back."""
         self._finish_commit()
-        while self._released:
-            self.forget_segment(self._released.popleft())
+        self._reclaim()
         while self._dropped_functions:
             self._functions.pop(self._dropped_functions.popleft(), None)
         while self._dropped_variables:
@@ -224,6 +224,18 @@ class Runtime:
                 self._lock.release()
         else:
             self._released.append(segment)
+
+    def reclaim(self) -> None:
+        """Free what finalizers dropped, if nothing is running."""
+        if self._released and self._owner is None and self._lock.acquire(blocking=False):
+            try:
+                self._reclaim()
+            finally:
+                self._lock.release()
+
+    def _reclaim(self) -> None:
+        while self._released:
+            self.forget_segment(self._released.popleft())
 
     def forget_segment(self, segment: Segment) -> None:
         """Free a segment here; workers forget it with their next message."""
@@ -377,12 +389,14 @@ class Runtime:
         """Make a :class:`synk.Data` of this runtime; see :func:`synk.data`."""
         _worker.refuse_inside_worker("make Data")
         self.check_open("make Data")
+        self.reclaim()
         return Data(self, value, **options)
 
     def shared(self, value: Any, *, sharded: bool = False, name: str | None = None) -> Shared:
         """Make a :class:`synk.Shared` of this runtime; see :func:`synk.shared`."""
         _worker.refuse_inside_worker("make a shared variable")
         self.check_open("make a shared variable")
+        self.reclaim()
         return Shared(self, value, sharded=sharded, name=name)
 
     def function(self, fn: Any = None, **options: Any) -> Any:
@@ -525,11 +539,14 @@ class Runtime:
             self._released.popleft().close()
         for variable in list(self._variables.values()):
             variable.close()
+        for function in list(self.bound):
+            function.plans.forget()
         self.results.close()
         _open_runtimes.discard(self)
         forget_current(self)
 
     def __enter__(self) -> Runtime:
+        self.check_open("enter the runtime")
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -679,6 +696,7 @@ def check_timeout(timeout: float | None) -> float | None:
 
 def _close_all() -> None:
     for runtime in list(_open_runtimes):
+        runtime.team.is_exiting = True
         with contextlib.suppress(SynkError):
             runtime.close()
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from synk._arrays import as_plain_array, check_shareable
 from synk._memory import Segment
 from synk._messages import Input
 from synk._shards import shard_bounds
 from synk._trees import flatten, skeleton_of, unflatten
 from synk._variables import Declaration, Shapes, check_value, leaf_offsets, resolve_variable
-from synk.data import as_plain_array, check_shareable
 from synk.errors import ClosedError
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ class Shared:
 
     def __del__(self) -> None:
         runtime = getattr(self, "_runtime", None)
-        if runtime is not None and hasattr(self, "front"):
+        if runtime is not None and hasattr(self, "front") and not runtime.is_closed:
             runtime._dropped_variables.append(self._id)
             runtime._released.extend(segment for pair in self.buffers for segment in pair if segment is not None)
 

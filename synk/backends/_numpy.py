@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from synk._arrays import is_masked
+
 
 class NumpyBackend:
     """One CPU worker's view of its arrays; ``device`` is only a name, as ``"cpu:0"``."""
@@ -28,7 +30,7 @@ class NumpyBackend:
     def as_output(self, value: Any) -> np.ndarray | None:
         if type(value) is np.ndarray:
             return value
-        if isinstance(value, np.ma.MaskedArray):
+        if is_masked(value):
             raise TypeError(
                 "cannot return a masked array: the mask would be lost. Return value.filled(...), or data and mask."
             )

@@ -166,6 +166,11 @@ class Rendezvous:
             self._left[self.rank] = self.sequence
             self.wake_all()
 
+    def skip(self, sequence: int) -> None:
+        """Say that this rank has gone through the call ``sequence`` without joining it."""
+        self._left[self.rank] = sequence
+        self.wake_all()
+
     def has_begun(self, rank: int) -> bool:
         """Whether ``rank`` has joined the present call; its counters mean nothing before."""
         return self._sequences[rank] == self.sequence

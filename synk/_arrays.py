@@ -1,0 +1,54 @@
+"""What may lie in shared memory: checks of values and dtypes. Pure NumPy."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+
+def check_shareable(dtype: np.dtype, what: str) -> np.dtype:
+    """Return ``dtype`` in native byte order, or raise TypeError where its values are pointers."""
+    if dtype.hasobject:
+        raise TypeError(
+            f"cannot share {what}: got dtype {dtype}, which holds Python objects. "
+            "Convert it to a number or text dtype, or pass it as a broadcast input."
+        )
+    return dtype if dtype.isnative else dtype.newbyteorder("=")
+
+
+def is_masked(value: Any) -> bool:
+    """Whether ``value`` is a masked array, without importing ``numpy.ma``: where it was never imported nothing is."""
+    module = sys.modules.get("numpy.ma")
+    return module is not None and isinstance(value, module.MaskedArray)
+
+
+def as_plain_array(value: Any, what: str) -> np.ndarray:
+    """Return ``value`` as an ndarray without a copy where possible; refuse what would lose information.
+
+    Raises
+    ------
+    TypeError
+        For masked arrays (the mask would be lost), generators, ragged lists and arrays of objects.
+    """
+    if type(value) is np.ndarray:
+        array = value
+    elif is_masked(value):
+        raise TypeError(f"cannot share {what}: got a masked array, and its mask would be lost. Pass value.filled(...).")
+    else:
+        try:
+            array = np.asarray(value)
+        except Exception as error:
+            raise TypeError(
+                f"cannot share {what}: got {type(value).__name__}, which NumPy cannot turn into an array ({error})."
+            ) from error
+        if type(array) is not np.ndarray:
+            array = array.view(np.ndarray)
+    if array.dtype.hasobject:
+        kind = "" if isinstance(value, np.ndarray) else f" (from {type(value).__name__})"
+        raise TypeError(
+            f"cannot share {what}: got dtype object{kind}, expected numbers, text or records of equal shape. "
+            "Ragged lists and generators have no shape; pass such a value as a broadcast input."
+        )
+    return array
