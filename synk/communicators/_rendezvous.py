@@ -167,7 +167,7 @@ class Rendezvous:
             self.wake_all()
 
     def skip(self, sequence: int) -> None:
-        """Say that this rank has gone through the call ``sequence`` without joining it."""
+        """Say that this rank has gone through the call ``sequence`` without ``begin``."""
         self._left[self.rank] = sequence
         self.wake_all()
 
@@ -321,9 +321,9 @@ class Rendezvous:
         numbers = self._sleeps.tolist()
         self.fence()
         for rank in self.ranks:
-            if not self.has_begun(rank):
-                return
-            if not self.has_left(rank) and not (numbers[rank] & 1 and self._is_stuck(rank)):
+            if self.has_left(rank):  # perhaps without having begun: it had no use for collectives
+                continue
+            if not (self.has_begun(rank) and numbers[rank] & 1 and self._is_stuck(rank)):
                 return
         self.fence()
         if self._sleeps.tolist() == numbers:
@@ -336,7 +336,8 @@ class Rendezvous:
         if request.kind not in _POINT_TO_POINT:
             return any(self._ticks[each] < self._ticks[rank] for each in self.ranks)
         # Whoever sends or receives takes in whatever reaches it, and a sender goes on when its receiver made room.
-        has_mail = any(self.written[each][rank] != self.read[rank][each] for each in self.ranks)
+        senders = [each for each in self.ranks if self.has_begun(each)]
+        has_mail = any(self.written[each][rank] != self.read[rank][each] for each in senders)
         has_room = request.kind == "send" and self.room(rank, request.peer) > 0
         return not has_mail and not has_room
 

@@ -80,19 +80,15 @@ class ShmCommunicator:
 
     # -- the call ------------------------------------------------------------------------------------------------
 
-    def skip(self, sequence: int) -> None:
-        """Tell whoever waits that this rank has left the call ``sequence`` without any collective."""
-        self._rendezvous.skip(sequence)
-
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that take part in the present call, ascending; empty outside a call."""
         return self._rendezvous.ranks
 
     def begin(self, ranks: tuple[int, ...], sequence: int) -> None:
-        """Enter a call; to be called by each of ``ranks`` before its function runs, by no other rank.
+        """Enter a call, before its first operation; to be called by ``ranks`` only. ``end`` follows.
 
-        No rank may enter a call before all ranks have left the one before: the master sees to that by waiting for
+        One of ``ranks`` that has no use for collectives may call ``skip`` instead of both. No rank may enter a call before all ranks have left the one before: the master sees to that by waiting for
         their replies.
 
         Parameters
@@ -109,6 +105,10 @@ class ShmCommunicator:
     def end(self) -> None:
         """Leave the call, after the function returned or raised. Peers that still wait for this rank are told."""
         self._rendezvous.end()
+
+    def skip(self, sequence: int) -> None:
+        """Go through a call without ``begin`` and ``end``. Peers that wait for this rank are told."""
+        self._rendezvous.skip(sequence)
 
     def barrier(self) -> None:
         """Return when every rank of the call is here."""

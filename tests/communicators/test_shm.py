@@ -505,6 +505,19 @@ class TestOneProcess:
         assert not errors
         assert [comm.poll() for comm in comms] == ["ok", "ok"]
 
+    @pytest.mark.parametrize("is_collective", (True, False))
+    def test_a_rank_that_never_begins(self, pair: Any, is_collective: bool) -> None:
+        comms = pair[2]
+        buffer = as_buffer(np.zeros(2))
+        comms[1].send(buffer, 0)  # nobody receives it, and it is of no concern to the next call
+        for comm in comms:
+            comm.end()
+        comms[0].begin((0, 1), 2)
+        thread, errors = raised_in_thread(comms[0].barrier if is_collective else lambda: comms[0].recv(buffer, 0))
+        comms[1].skip(2)
+        thread.join()
+        assert_mismatch(errors, "rank 1 left" if is_collective else "every rank waits for another one")
+
     def test_outside_a_call_there_are_no_collectives(self, pair: Any) -> None:
         comm = pair[2][0]
         comm.end()
