@@ -88,8 +88,8 @@ class ShmCommunicator:
     def begin(self, ranks: tuple[int, ...], sequence: int) -> None:
         """Enter a call, before its first operation; to be called by ``ranks`` only. ``end`` follows.
 
-        One of ``ranks`` that has no use for collectives may call ``skip`` instead of both. No rank may enter a call before all ranks have left the one before: the master sees to that by waiting for
-        their replies.
+        One of ``ranks`` that has no use for collectives may call ``skip`` instead of both. No rank may enter a call
+        before all ranks have left the one before: the master sees to that by waiting for their replies.
 
         Parameters
         ----------
