@@ -1,7 +1,5 @@
 """synk: run a plain Python function on all GPUs of a machine, or on all its CPU cores, as if it were one call."""
 
-from typing import Any
-
 __version__ = "0.1.0"
 
 from synk import errors

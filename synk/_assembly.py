@@ -50,6 +50,7 @@ class Assembly:
     ) -> None:
         self.name = name
         self.voters = voters
+        self.has_assignments = any(layout.assigned for layout in layouts)
         self.layouts = layouts
         self._world_size = world_size
         self._subset = subset
@@ -84,7 +85,9 @@ class Assembly:
     def _check_structures(self, leaves: list[int]) -> None:
         kinds = [flatten(layout.skeleton) for layout in self.layouts]
         if any(structure != self._structure or other != leaves for other, structure in kinds):
-            got = "; ".join(f"rank {rank}: {_describe(layout.skeleton)}" for rank, layout in zip(self.voters, self.layouts))
+            got = "; ".join(
+                f"rank {rank}: {_describe(layout.skeleton)}" for rank, layout in zip(self.voters, self.layouts)
+            )
             raise CollectiveMismatch(
                 f"cannot combine the outputs of {self.name!r}: got {got}, expected one structure on all ranks."
             )
@@ -144,7 +147,7 @@ class Assembly:
     def build(
         self,
         rows: Sequence[int],
-        objects: list[list[Any]],
+        objects: list[list[Any]] | None,
         root: np.ndarray | None,
         order: np.ndarray | None,
     ) -> Any:
@@ -154,23 +157,31 @@ class Assembly:
         ----------
         rows : sequence of int
             Of each voter: the weights of averages.
-        objects : list of lists
-            The outputs of each voter that are no arrays, in leaf order.
+        objects : list of lists or None
+            The outputs of each voter that are no arrays, in leaf order; None where there are none.
         root : ndarray of uint8 or None
             The leased buffer with the large outputs.
         order : ndarray of int64 or None
             Row k of gathered outputs goes to position ``order[k]``; None: they are in order.
         """
         weights = None if len(set(rows)) <= 1 else rows
-        iterators = [iter(items) for items in objects]
-        values: list[Any] = []
-        for leaf in range(self._num_leaves):
-            parts = [
-                next(iterator) if layout.leaves[leaf].dtype is None and leaf in self._wanted else None
-                for iterator, layout in zip(iterators, self.layouts)
-            ]
-            values.append(self._value(leaf, parts, weights, root, order) if leaf in self._wanted else None)
+        parts = self._parts(objects)
+        values: list[Any] = [None] * self._num_leaves
+        with np.errstate(all="ignore"):  # overflow and NaN are the caller's numbers, as in a NumPy reduction
+            for leaf in self._wanted:
+                values[leaf] = self._value(leaf, parts.get(leaf, []), weights, root, order)
         return self._select(values)
+
+    def _parts(self, objects: list[list[Any]] | None) -> dict[int, list[Any]]:
+        """Return for each leaf the voters' outputs that are no arrays (None where one is)."""
+        parts: dict[int, list[Any]] = {}
+        for voter, layout in enumerate(self.layouts if objects is not None else ()):
+            assert objects is not None
+            values = iter(objects[voter])
+            for leaf in self._wanted:
+                if layout.leaves[leaf].dtype is None:
+                    parts.setdefault(leaf, [None] * len(self.layouts))[voter] = next(values)
+        return parts
 
     def _select(self, values: list[Any]) -> Any:
         if self._subset is None:
@@ -183,8 +194,10 @@ class Assembly:
 
         if isinstance(skeleton, dict):
             return {key: fill(skeleton[key]) for key in self._subset}
-        return type(skeleton)([fill(skeleton[key]) for key in self._subset]) if type(skeleton) in (list, tuple) else tuple(
-            fill(skeleton[key]) for key in self._subset
+        return (
+            type(skeleton)([fill(skeleton[key]) for key in self._subset])
+            if type(skeleton) in (list, tuple)
+            else tuple(fill(skeleton[key]) for key in self._subset)
         )
 
     def _array(self, leaf: int, voter: int, root: np.ndarray | None) -> np.ndarray:
@@ -200,14 +213,15 @@ class Assembly:
         self, leaf: int, parts: list[Any], weights: Sequence[int] | None, root: np.ndarray | None, order: Any
     ) -> Any:
         op = self._ops[leaf]
-        items = [layout.leaves[leaf] for layout in self.layouts]
         if is_reducible(op):
             return self._reduced(leaf, str(op), weights, root)
+        items = [layout.leaves[leaf] for layout in self.layouts]
         if op == "gather":
             return self._gathered(leaf, items, root, order)
         count = 1 if op == "first" else len(items)
         values = [
-            parts[voter] if items[voter].dtype is None else _own(self._array(leaf, voter, root)) for voter in range(count)
+            parts[voter] if items[voter].dtype is None else _own(self._array(leaf, voter, root))
+            for voter in range(count)
         ]
         if op == "first":
             return values[0]
@@ -231,7 +245,7 @@ class Assembly:
 
     def _gathered(self, leaf: int, items: list[Leaf], root: np.ndarray | None, order: np.ndarray | None) -> Any:
         if (leaf, -1) not in self._places:
-            result = np.concatenate([row[leaf] for row in self._views])  # type: ignore[misc]
+            result = np.concatenate([row[leaf] for row in self._views])
         else:
             assert root is not None
             offset = self._places[leaf, -1]

@@ -5,6 +5,7 @@ Reads top to bottom in :func:`run_call`. The runtime is held and all workers are
 
 from __future__ import annotations
 
+import functools
 import itertools
 import pickle
 from collections import OrderedDict
@@ -29,7 +30,7 @@ from synk._arguments import (
 )
 from synk._assembly import Assembly
 from synk._failures import raise_failures
-from synk._links import Reply
+from synk._links import DONE, Reply
 from synk._memory import Segment
 from synk._messages import BLOCK_LENGTH, Down, Kind, Layout, Plan, Status, slot_offsets
 from synk._ops import match_ops
@@ -39,6 +40,8 @@ from synk.errors import SerializationError
 
 if TYPE_CHECKING:
     from synk.runtime import Runtime
+
+_even_bounds = functools.lru_cache(maxsize=256)(shard_bounds)
 
 _MAX_PLANS = 64
 _plan_ids = itertools.count(1)
@@ -142,6 +145,9 @@ def run_call(
     """Run one call and return its result."""
     call = _bind(runtime, function, args, kwargs, options)
     function.load(runtime)
+    while runtime.team.has_dead:  # one that died after it had loaded the function
+        runtime.begin(f"call {function.name!r}")
+        function.load(runtime)
     cached = _plan(runtime, function, call, options)
     _stage(runtime, cached, call)
     rows = _write_numbers(runtime, call)
@@ -183,6 +189,7 @@ def _bind(
             argument.dtype = argument.array.dtype
         shards = []
     owned: Assignment | None = None
+    selection: Selection | None
     if shards:
         owned = assign(arguments, shards, options.batch, options.shard_batch, name)
         selection, bounds = owned.selection, owned.bounds
@@ -195,7 +202,7 @@ def _bind(
         elif options.is_serial:
             bounds = [(0, selection.count)] + [(selection.count, selection.count)] * (world_size - 1)
         else:
-            bounds = shard_bounds(selection.count, world_size)
+            bounds = _even_bounds(selection.count, world_size)
     if selection is None:
         ranks = [0] if options.is_serial else list(range(world_size))
     else:
@@ -265,9 +272,7 @@ def _plan(runtime: Runtime, function: Callee, call: _Call, options: CallOptions)
         offsets.append(start)
         return start
 
-    array_places = [
-        reserve(a.array.size * a.dtype.itemsize) if a.array is not None else 0 for a in call.arguments
-    ]
+    array_places = [reserve(a.array.size * a.dtype.itemsize) if a.array is not None else 0 for a in call.arguments]
     pickle_at = reserve(capacity) if capacity else 0
     buffers_at = [reserve(size) for size in buffer_sizes]
     indices_at = reserve(len(indices) * 8) if indices is not None else 0
@@ -334,20 +339,35 @@ def _stage(runtime: Runtime, cached: CachedPlan, call: _Call) -> None:
 def _write_numbers(runtime: Runtime, call: _Call) -> list[int]:
     """Write each rank's bounds into the control segment; return the rows of the ranks that run."""
     selection = call.selection
-    running = set(call.ranks)
     is_rowless = selection is None
     start, step, count, lowest = (0, 1, 0, 0) if selection is None else (
         selection.start, selection.step, selection.count, selection.lowest,
     )  # fmt: skip
-    local = call.owned.local_ranges if call.owned is not None else [(0, 1)] * len(call.bounds)
-    numbers = tuple(
-        (rank in running, low, high, start, step, count, lowest, 1 if is_rowless else high - low, *local[rank])
-        for rank, (low, high) in enumerate(call.bounds)
+    local = call.owned.local_ranges if call.owned is not None else None
+    key = (call.bounds, call.ranks, start, step, count, lowest, is_rowless, local)
+    if runtime.last_numbers != key:
+        runtime.last_numbers = None  # until all of them are written
+        running = set(call.ranks)
+        runtime.team.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1] = [
+            (
+                rank in running,
+                low,
+                high,
+                start,
+                step,
+                count,
+                lowest,
+                is_rowless or high - low,
+                *(local[rank] if local else (0, 1)),
+            )
+            for rank, (low, high) in enumerate(call.bounds)
+        ]
+        runtime.last_numbers = key
+    return (
+        [1] * len(call.ranks)
+        if is_rowless
+        else [high - low for low, high in (call.bounds[rank] for rank in call.ranks)]
     )
-    if runtime.last_numbers != numbers:
-        runtime.last_numbers = numbers
-        runtime.team.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1] = numbers
-    return [numbers[rank][Down.ROWS - Down.PARTICIPATES] for rank in call.ranks]
 
 
 assert max(Down) < BLOCK_LENGTH
@@ -368,10 +388,12 @@ def _collect(
     """Turn replies into the result: errors first, then agreement, then the large outputs, then the values."""
     name, outputs = function.name, function.outputs
     sequence = runtime.team.sequence
-    raise_failures(replies, runtime.world_size, name)
-    objects = _take_layouts(name, cached, call.ranks, replies)
+    is_plain = all(reply is DONE for reply in replies.values())
+    if not is_plain:
+        raise_failures(replies, runtime.world_size, name)
+    objects = None if is_plain else _take_layouts(name, cached, call.ranks, replies)
     layouts = [cached.layouts[rank] for rank in call.ranks]
-    if any(reply.status == Status.UNPUBLISHED for reply in replies.values()):
+    if not is_plain and any(reply.status == Status.UNPUBLISHED for reply in replies.values()):
         _republish(runtime, name, outputs, call.ranks, layouts, deadline)
     key = (tuple(map(id, layouts)), tuple(call.ranks), runtime.exchange_segment.id)
     assembly = cached.assemblies.get(key)
@@ -383,14 +405,12 @@ def _collect(
         cached.assemblies = {key: assembly}  # it keeps the layouts alive, so that their ids stay theirs
     root = _assemble_large(runtime, name, assembly, deadline) if assembly.result_nbytes else None
     result = assembly.build(rows, objects, root, call.owned.order if call.owned is not None else None)
-    if any(layout.assigned for layout in layouts):
+    if assembly.has_assignments:
         runtime.commit(sequence, call.ranks, layouts)
     return result
 
 
-def _take_layouts(
-    name: str, cached: CachedPlan, ranks: Sequence[int], replies: dict[int, Reply]
-) -> list[list[Any]]:
+def _take_layouts(name: str, cached: CachedPlan, ranks: Sequence[int], replies: dict[int, Reply]) -> list[list[Any]]:
     """Note new layouts and return each rank's outputs that are no arrays."""
     objects: list[list[Any]] = []
     for rank in ranks:
@@ -439,9 +459,7 @@ def _assemble_large(runtime: Runtime, name: str, assembly: Assembly, deadline: f
     """Have the workers write the large outputs into a leased buffer, each its own part."""
     segment, root = runtime.lease_result(assembly.result_nbytes)
     contents = {
-        rank: assembly.moves[rank]
-        for rank in assembly.voters
-        if runtime.team.links[rank].assembly is not assembly
+        rank: assembly.moves[rank] for rank in assembly.voters if runtime.team.links[rank].assembly is not assembly
     }
     replies = runtime.team.exchange(
         Kind.ASSEMBLE, assembly.voters, segment.id, contents, [segment], deadline, "reduce", repr(name)

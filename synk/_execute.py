@@ -35,7 +35,9 @@ from synk.errors import SerializationError, SharedMemoryError
 class LoadedFunction:
     """A function as a worker holds it."""
 
-    def __init__(self, fn: Callable[..., Any], name: str, outputs: Any, framework: str | None, updates: Any) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], name: str, outputs: Any, framework: str | None, updates: Any, backend: Backend
+    ) -> None:
         self.fn = fn
         self.name = name
         self.outputs = outputs
@@ -43,9 +45,7 @@ class LoadedFunction:
         self.to_framework: Callable[[Any], Any] | None = None
         self.from_framework: Callable[[Any], Any] | None = None
         if framework is not None:
-            from synk.backends._frameworks import converters
-
-            self.to_framework, self.from_framework = converters(framework)
+            self.to_framework, self.from_framework = backend.converters(framework)
 
 
 class PreparedPlan:
@@ -54,7 +54,7 @@ class PreparedPlan:
     def __init__(self, plan: Plan, function: LoadedFunction, segments: dict[int, Segment]) -> None:
         self.plan = plan
         self.function = function
-        self.bases: list[np.ndarray | None] = [
+        self.bases: list[Any] = [
             self._array_view(item, segments) if item.kind in ("rows", "whole") else None for item in plan.inputs
         ]
         self.indices = self._index_view(plan.indices_place, segments)
@@ -91,7 +91,7 @@ class PreparedPlan:
     @staticmethod
     def _bytes_view(place: tuple[int, int, int], segments: dict[int, Segment]) -> memoryview:
         segment_id, offset, nbytes = place
-        return memoryview(segments[segment_id].buffer[offset : offset + nbytes])
+        return segments[segment_id].buffer[offset : offset + nbytes].data
 
 
 class Executor:
@@ -144,7 +144,13 @@ class Executor:
             ) from error
 
     def _call(
-        self, prepared: PreparedPlan, numbers: list[int], low: int, high: int, objects: Sequence[Any], variables: VariableStore
+        self,
+        prepared: PreparedPlan,
+        numbers: list[int],
+        low: int,
+        high: int,
+        objects: Sequence[Any],
+        variables: VariableStore,
     ) -> Any:
         function = prepared.function
         args: list[Any] = []
@@ -298,7 +304,8 @@ class Executor:
             base = self.rank * self.slot_nbytes
             prepared.slot_views = [
                 self.exchange.view(base + offset, leaf.shape, leaf.dtype)
-                if leaf.dtype is not None and (leaf.nbytes < LARGE_NBYTES or (is_reducible(op) and len(participants) > 1))
+                if leaf.dtype is not None
+                and (leaf.nbytes < LARGE_NBYTES or (is_reducible(op) and len(participants) > 1))
                 else _NO_VIEW
                 for offset, leaf, op in zip(offsets, layout.leaves, prepared.ops)
             ]
@@ -363,7 +370,8 @@ class Executor:
                     at = rank * self.slot_nbytes + offsets[move.leaf] + start * leaf.dtype.itemsize
                     values.append(self.exchange.view(at, (count,), leaf.dtype))
             out = result.view(move.offset + start * leaf.dtype.itemsize, (count,), leaf.dtype)
-            reduce_into(move.op, values, rows if move.op == "avg" else None, out)
+            with np.errstate(all="ignore"):
+                reduce_into(move.op, values, rows if move.op == "avg" else None, out)
 
     def forget(self) -> None:
         """Drop the outputs of the last call."""
@@ -397,7 +405,11 @@ def wanted_leaves(skeleton: Any, subset: tuple[Any, ...] | None, name: str) -> s
         if isinstance(skeleton, dict):
             if key not in skeleton:
                 raise KeyError(f"cannot select output {key!r} of {name!r}: expected one of {sorted(skeleton)}.")
-        elif not isinstance(skeleton, (tuple, list)) or not isinstance(key, int) or not -len(skeleton) <= key < len(skeleton):
+        elif (
+            not isinstance(skeleton, (tuple, list))
+            or not isinstance(key, int)
+            or not -len(skeleton) <= key < len(skeleton)
+        ):
             count = len(skeleton) if isinstance(skeleton, (tuple, list)) else 1
             raise IndexError(f"cannot select output {key!r} of {name!r}: it returns {count} outputs.")
         wanted.update(flatten(skeleton[key])[0])

@@ -22,7 +22,13 @@ class InlineProcess:
     stderr_tail: tuple[str, ...] = ()
 
     def __init__(
-        self, rank: int, world_size: int, backend: str, device: str, control: Segment, eventfds: Sequence[int],
+        self,
+        rank: int,
+        world_size: int,
+        backend: str,
+        device: str,
+        control: Segment,
+        eventfds: Sequence[int],
         failpoints: Sequence[Any],
     ) -> None:
         self.rank = rank
@@ -43,7 +49,9 @@ class InlineProcess:
         if body is not None:
             status, flags, data = pickle_reply(self._worker, status, flags, body)
             flags |= HAS_BODY
-        if kind == Kind.ASSEMBLE or (kind == Kind.CALL and status == Status.DONE and not self._worker.executor.is_waiting):
+        if kind == Kind.ASSEMBLE or (
+            kind == Kind.CALL and status == Status.DONE and not self._worker.executor.is_waiting
+        ):
             self._worker.executor.forget()
         self._reply = Reply(status, flags, data)
 
@@ -68,5 +76,3 @@ class InlineProcess:
         self._worker.plans.clear()
         self._worker.down = self._worker.up = np.empty((0, 0), np.int64)
         self._worker.segments.clear()
-
-

@@ -10,13 +10,17 @@ from synk._memory import Segment
 from synk._messages import Extras, Status
 
 
-@dataclass
+@dataclass(frozen=True)
 class Reply:
     """A worker's answer; ``body`` is still pickled."""
 
     status: Status
     flags: int
     body: bytes
+
+
+DONE = Reply(Status.DONE, 0, b"")
+"""What a rank answers to a repeated call that went well."""
 
 
 class Link:
@@ -39,6 +43,7 @@ class Link:
         self.plans.clear()
         self.segments: set[int] = set()
         self.variables: dict[int, int] = {}  # id -> version
+        self.num_changes = -1
         self._dropped_variables: list[int] = []
         self._dropped_segments: list[int] = []
         self._dropped_plans: list[int] = []
@@ -51,6 +56,7 @@ class Link:
         self.segments.clear()
         self.plans.clear()
         self.variables.clear()
+        self.num_changes = -1
         self._exchange_id = 0
 
     def drop_segment(self, segment_id: int) -> None:
@@ -78,7 +84,8 @@ class Link:
 
         ``news`` are shared variables of which the rank must learn.
         """
-        missing = [segment for segment in needed if segment.id not in self.segments]
+        known = self.segments
+        missing = [segment for segment in needed if segment.id not in known]
         new_exchange = None
         if self._exchange_id != exchange.id:
             new_exchange = (exchange.id, slot_nbytes)

@@ -8,6 +8,7 @@ never do.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -261,4 +262,4 @@ def chunk_bounds(count: int, itemsize: int, num_chunks: int) -> list[tuple[int, 
     step = max(SLOT_ALIGNMENT // itemsize, 1)
     lines = -(-count // step)
     edges = [min(-(-lines * k // num_chunks) * step, count) for k in range(num_chunks + 1)]
-    return list(zip(edges, edges[1:]))
+    return list(itertools.pairwise(edges))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Union
+from typing import Any
 
 import numpy as np
 
-Op = Union[str, None, Callable[[Any, Any], Any]]
+Op = str | Callable[[Any, Any], Any] | None
 
 REDUCE_OPS = ("avg", "sum", "prod", "min", "max")
 OPS = (*REDUCE_OPS, "gather", "first")
@@ -115,17 +115,18 @@ def reduce_into(op: str, values: Sequence[np.ndarray], rows: Sequence[int] | Non
         One per rank that votes. One of them may be ``out`` itself.
     rows : sequence of int or None
         How many rows stand behind each value: the weights of ``avg``. ``None``: all alike.
+
+    Overflow and NaN are the caller's numbers, as in a NumPy reduction: callers run this under ``np.errstate``.
     """
-    with np.errstate(all="ignore"):
-        if out.nbytes <= BLOCK_NBYTES:
-            _reduce_block(op, values, rows, out)
-            return
-        flat_out = out.reshape(-1)
-        flat = [value.reshape(-1) for value in values]
-        length = max(BLOCK_NBYTES // out.itemsize, 1)
-        for start in range(0, flat_out.size, length):
-            stop = start + length
-            _reduce_block(op, [value[start:stop] for value in flat], rows, flat_out[start:stop])
+    if out.nbytes <= BLOCK_NBYTES:
+        _reduce_block(op, values, rows, out)
+        return
+    flat_out = out.reshape(-1)
+    flat = [value.reshape(-1) for value in values]
+    length = max(BLOCK_NBYTES // out.itemsize, 1)
+    for start in range(0, flat_out.size, length):
+        stop = start + length
+        _reduce_block(op, [value[start:stop] for value in flat], rows, flat_out[start:stop])
 
 
 class Accumulator:

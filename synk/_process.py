@@ -194,7 +194,9 @@ class WorkerProcess:
         mine: socket.socket,
         theirs: socket.socket,
     ) -> None:
-        down_read, down_write, up_read, up_write, life_read, life_write, out_read, out_write, err_read, err_write = opened
+        down_read, down_write, up_read, up_write, life_read, life_write, out_read, out_write, err_read, err_write = (
+            opened
+        )
         theirs_fds = {"down": down_read, "up": up_write, "lifeline": life_read, "control": control_fd, **extra_fds}
         message = {**setup, "rank": rank, "fds": theirs_fds, "token": token.hex()}
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]

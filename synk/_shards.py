@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +100,9 @@ def select_rows(batch: Any, num_rows: int, what: str) -> Selection:
     if batch is None:
         return Selection(num_rows)
     if isinstance(batch, (bool, np.bool_)):
-        raise TypeError(f"cannot select rows of {what}: got batch={batch!r}, expected an int, slice, index list or mask.")
+        raise TypeError(
+            f"cannot select rows of {what}: got batch={batch!r}, expected an int, slice, index list or mask."
+        )
     if isinstance(batch, (int, np.integer)):
         if not 0 <= batch <= num_rows:
             raise IndexError(
@@ -128,7 +131,9 @@ def _index_array(batch: Any, num_rows: int, what: str) -> npt.NDArray[np.int64]:
     try:
         indices = np.asarray(batch)
     except Exception as error:
-        raise TypeError(f"cannot select rows of {what}: got a batch of type {type(batch).__name__} ({error}).") from error
+        raise TypeError(
+            f"cannot select rows of {what}: got a batch of type {type(batch).__name__} ({error})."
+        ) from error
     if indices.size == 0 and indices.ndim == 1 and not isinstance(batch, np.ndarray):
         return np.empty(0, np.int64)
     if indices.ndim != 1 or indices.dtype.kind not in "biu":
@@ -218,7 +223,9 @@ def _select_unbounded(batch: Any, what: str) -> Selection:
     indices = np.asarray(batch)
     if indices.size and indices.dtype.kind in "iu" and indices.min() < 0:
         raise IndexError(f"cannot select rows of {what}: negative indices have no meaning with minibatch data only.")
-    return select_rows(batch, int(indices.max()) + 1 if indices.size and indices.dtype.kind in "iu" else len(indices), what)
+    return select_rows(
+        batch, int(indices.max()) + 1 if indices.size and indices.dtype.kind in "iu" else len(indices), what
+    )
 
 
 @dataclass(frozen=True)
@@ -249,7 +256,7 @@ def _bounds_of(counts: Sequence[int]) -> list[tuple[int, int]]:
     edges = [0]
     for count in counts:
         edges.append(edges[-1] + count)
-    return list(zip(edges, edges[1:]))
+    return list(itertools.pairwise(edges))
 
 
 def assign_owned(batch: Any, lengths: Sequence[int], what: str) -> Assignment:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 import numpy as np
 
@@ -53,20 +53,23 @@ class Reduce:
     targets: tuple[Place, ...]
 
 
-Step = Union[Copy, Take, Reduce]
+Step = Copy | Take | Reduce
 
 
 def run_steps(steps: Sequence[Step], segments: Mapping[int, Segment]) -> None:
     """Carry out ``steps`` in order."""
     for step in steps:
         if isinstance(step, Reduce):
-            _reduce(step, segments)
+            with np.errstate(all="ignore"):
+                _reduce(step, segments)
         elif isinstance(step, Copy):
             source = _bytes(segments, step.source, step.nbytes)
             for target in step.targets:
                 np.copyto(_bytes(segments, target, step.nbytes), source)
         else:
-            rows = _bytes(segments, step.source, step.num_rows * step.row_nbytes).reshape(step.num_rows, step.row_nbytes)
+            rows = _bytes(segments, step.source, step.num_rows * step.row_nbytes).reshape(
+                step.num_rows, step.row_nbytes
+            )
             segment_id, offset = step.indices
             indices = segments[segment_id].view(offset, (step.count,), np.dtype(np.int64))
             out = _bytes(segments, step.target, step.count * step.row_nbytes).reshape(step.count, step.row_nbytes)

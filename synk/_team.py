@@ -24,7 +24,7 @@ import numpy as np
 from synk._channel import MAX_FDS, ProtocolError
 from synk._inline import InlineProcess
 from synk._interrupts import deferred, held_back
-from synk._links import Link, Reply
+from synk._links import DONE, Link, Reply
 from synk._memory import Segment
 from synk._messages import IS_UNRECEIVED, Down, Extras, Kind, Status, Up, control_blocks, control_nbytes
 from synk._process import WorkerProcess, cpu_environment, setup_message
@@ -210,6 +210,11 @@ class Team:
         self.await_ready()
 
     @property
+    def has_dead(self) -> bool:
+        """Whether a worker died that was not started again yet."""
+        return any(link.is_dead for link in self.links)
+
+    @property
     def is_settled(self) -> bool:
         """Whether no exchange was broken off."""
         return not self._unsettled
@@ -303,6 +308,11 @@ class Team:
         WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
             The workers that are alive then are idle again.
         """
+        fallen = [rank for rank in ranks if self.links[rank].is_dead]
+        if fallen:  # it answered an earlier message of this operation and died then
+            for rank in fallen:
+                self._unreported_deaths.pop(rank, None)
+            raise self._worker_died(fallen, phase, what)
         needed = list(segments)
         sequence = self.next_sequence()
         self._unsettled = list(ranks)
@@ -323,9 +333,7 @@ class Team:
                 self.links[rank].forget_sent()
         return replies
 
-    def _send(
-        self, link: Link, kind: Kind, sequence: int, value: int, content: Any, needed: Sequence[Segment]
-    ) -> None:
+    def _send(self, link: Link, kind: Kind, sequence: int, value: int, content: Any, needed: Sequence[Segment]) -> None:
         extras, missing = self._pack(link, content, needed)
         process = link.process
         self.counters["messages_down"] += 1
@@ -430,6 +438,8 @@ class Team:
         self.counters["bytes_up"] += 8
         if sequence is not None and got_sequence != sequence:
             return None
+        if status == Status.DONE and not flags:
+            return DONE
         body = b""
         fds: list[int] = []
         if flags & 1:

@@ -109,7 +109,9 @@ def check_value(name: str, leaves: Sequence[Any], dtypes: Sequence[np.dtype], sh
                 f"cannot assign {where}: got dtype {array.dtype}, expected {dtype}. Convert it with astype({dtype.name!r})."
             )
         if array.ndim != len(shape):
-            raise ValueError(f"cannot assign {where}: got {array.ndim} axes {array.shape}, expected {len(shape)} {shape}.")
+            raise ValueError(
+                f"cannot assign {where}: got {array.ndim} axes {array.shape}, expected {len(shape)} {shape}."
+            )
         if array.shape[1:] != shape[1:]:
             raise ValueError(
                 f"cannot assign {where}: got shape {array.shape}, expected (rows, {', '.join(map(str, shape[1:]))}): only "
@@ -357,7 +359,8 @@ class VariableStore:
 
     def store(self, sequence: int) -> bool:
         """Write all assignments of call ``sequence`` into second buffers; return False if one has no room."""
-        if not all([replica.store() for replica in self.assigned.values()]):
+        has_room = [replica.store() for replica in self.assigned.values()]
+        if False in has_room:
             return False
         self._stored = list(self.assigned.values())
         self._stored_sequence = sequence
@@ -381,7 +384,9 @@ class VariableStore:
                 step = int(numbers[Down.LOCAL_STEP])
                 start = int(numbers[Down.LOCAL_START]) + (low - offset) * step
                 stop = start + (high - low) * step
-                leaves = [leaf[start : stop if stop >= 0 else None : step] if high > low else leaf[:0] for leaf in leaves]
+                leaves = [
+                    leaf[start : stop if stop >= 0 else None : step] if high > low else leaf[:0] for leaf in leaves
+                ]
         if self.to_framework is not None:
             leaves = [self.to_framework(leaf) for leaf in leaves]
         return unflatten(replica._structure, leaves)

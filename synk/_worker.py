@@ -177,7 +177,7 @@ class Worker:
             self.failpoint("distribute.loading")
             loaded = pickle.loads(extras.content)
             for function_id, options in loaded:
-                self.functions[function_id] = LoadedFunction(**options)
+                self.functions[function_id] = LoadedFunction(**options, backend=self.backend)
 
         return self._guarded(load)
 
@@ -259,7 +259,6 @@ class Worker:
         self.executor.assemble(self._moves, self.segments[result_id])
         self.failpoint("reduce.after")
         return Status.DONE, 0, None
-
 
     _moves: Sequence[Any] = ()
 
@@ -400,9 +399,10 @@ class WorkerLoop:
     def _on_interrupt(self, signum: int, frame: Any) -> None:
         worker = self._worker
         # A late signal, meant for a call that has ended, must not hit the next one.
-        if worker is not None and worker.is_interruptible:
-            if int(worker.down[worker.rank, Down.INTERRUPT]) == worker.sequence:
-                raise Interrupted
+        if worker is None or not worker.is_interruptible:
+            return
+        if int(worker.down[worker.rank, Down.INTERRUPT]) == worker.sequence:
+            raise Interrupted
 
 
 def pickle_reply(worker: Worker | None, status: Status, flags: int, body: Any) -> tuple[Status, int, bytes]:
@@ -493,7 +493,7 @@ def main(sock: socket.socket, setup: dict[str, Any]) -> None:
 
     faulthandler.enable()
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")
     loop = WorkerLoop(sock, setup)
     loop.start()
     sys.path[:] = setup["sys_path"]

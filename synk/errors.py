@@ -123,6 +123,6 @@ def add_note(error: BaseException, note: str) -> None:
     """Attach a line to an exception, on Python 3.10 as well (where tracebacks do not print it)."""
     notes: Any = getattr(error, "__notes__", None)
     if notes is None:
-        error.__notes__ = [note]  # type: ignore[attr-defined]
+        error.__notes__ = [note]
     else:
         notes.append(note)

@@ -81,6 +81,7 @@ class Function:
         self.updates = tuple(updates) if isinstance(updates, (tuple, list)) else (updates,)
         self.framework = framework
         self.id = next(_function_ids)
+        self._verb = f"call {self.name!r}"
         self._fixed_runtime = runtime
         self._runtime: Runtime | None = None
         self.plans = PlanCache()
@@ -133,7 +134,8 @@ class Function:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         runtime = self._bound_runtime()
-        with runtime.entered(f"call {self.name!r}"):
+        with runtime.entered(self._verb):
+            runtime.begin(self._verb)
             return run_call(runtime, self, args, kwargs, options, runtime.deadline(options.timeout))
 
     def load(self, runtime: Runtime) -> None:
@@ -401,4 +403,13 @@ class WrappedFunction(Function):
         return super()._bound_runtime()
 
 
-__all__ = ["ClosedError", "Function", "SynkError", "WrappedFunction", "build_function", "distribute", "function", "wrap"]
+__all__ = [
+    "ClosedError",
+    "Function",
+    "SynkError",
+    "WrappedFunction",
+    "build_function",
+    "distribute",
+    "function",
+    "wrap",
+]

@@ -17,7 +17,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -105,8 +105,7 @@ class Runtime:
             0,
         )  # fmt: skip
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._owner: int | None = None
+        self._lock = threading.RLock()
         self._last_error: BaseException | None = None
         # Filled by finalizers, at any time and in any thread; emptied when an operation begins.
         self._released: deque[Segment] = deque()
@@ -118,6 +117,7 @@ class Runtime:
         self.bound: weakref.WeakSet[Any] = weakref.WeakSet()  # functions that are on the workers
         self.last_numbers: Any = None
         self._num_calls = 0
+        self._num_changes = 0
         self.results = ResultPool()
         self.staging: Segment | None = None
         self.slot_nbytes = _SLOT_NBYTES
@@ -160,34 +160,37 @@ class Runtime:
         if self.team.is_closed or self.team.is_closing:
             raise ClosedError(f"cannot {verb}: the runtime is closed. Call synk.fork() again.") from self.cause
 
-    @contextlib.contextmanager
-    def entered(self, verb: str) -> Iterator[None]:
-        """Hold the runtime for one operation, with all workers alive, or raise.
+    def entered(self, verb: str) -> contextlib.AbstractContextManager[Any]:
+        """Return the lock to hold for one operation; :meth:`begin` is the first thing to do under it.
+
+        The lock is the interpreter's own, because its ``with`` has no gap in which an interrupt could leave it held.
 
         Raises
         ------
         ReentrancyError
             Inside a worker, in a forked copy, or from a signal handler or finalizer during another operation.
-        ClosedError, StartupError
+        ClosedError
         """
         _worker.refuse_inside_worker(verb)
         self.check_open(verb)
-        me = threading.get_ident()
-        if self._owner == me:
+        if self._is_mine():
             raise ReentrancyError(
                 f"cannot {verb} while this thread is in another call: got here from a signal handler or a finalizer."
             )
-        with self._lock:
-            self._owner = me
-            try:
-                self.check_open(verb)
-                self._begin()
-                yield
-            finally:
-                self._owner = None
+        return self._lock
 
-    def _begin(self) -> None:
-        """Free what finalizers dropped, settle what was broken off, and bring the dead back."""
+    def _is_mine(self) -> bool:
+        """Whether this thread is in an operation."""
+        return self._lock._is_owned()  # type: ignore[attr-defined]
+
+    def begin(self, verb: str) -> None:
+        """Free what finalizers dropped, settle what was broken off, and bring the dead back.
+
+        Raises
+        ------
+        ClosedError, StartupError
+        """
+        self.check_open(verb)  # it may have been closed while this thread waited for the lock
         self._finish_commit()
         self._reclaim()
         while self._dropped_functions:
@@ -205,11 +208,13 @@ class Runtime:
 
     # -- what messages bring ------------------------------------------------------------------------------------------
 
-    def _pack(
-        self, link: Link, content: Any, needed: Sequence[Segment]
-    ) -> tuple[Extras | None, list[Segment]]:
+    def _pack(self, link: Link, content: Any, needed: Sequence[Segment]) -> tuple[Extras | None, list[Segment]]:
         """Return the body of a message: its content, and whatever the rank does not know yet."""
-        news = [variable for variable in self._variables.values() if link.variables.get(variable._id) != variable.version]
+        news: list[Shared] = []
+        if link.num_changes != self._num_changes:
+            news = [v for v in self._variables.values() if link.variables.get(v._id) != v.version]
+            if len(news) == 0:
+                link.num_changes = self._num_changes
         wanted = [*needed, *(segment for variable in news for segment in variable.segments(link.rank))]
         return link.extras(content, wanted, self.exchange_segment, self.slot_nbytes, news)
 
@@ -217,7 +222,7 @@ class Runtime:
 
     def release(self, segment: Segment) -> None:
         """Free a segment now if nothing is running, else when the operation that may use it has ended."""
-        if self._owner is None and self._lock.acquire(blocking=False):
+        if not self._is_mine() and self._lock.acquire(blocking=False):
             try:
                 self.forget_segment(segment)
             finally:
@@ -227,7 +232,7 @@ class Runtime:
 
     def reclaim(self) -> None:
         """Free what finalizers dropped, if nothing is running."""
-        if self._released and self._owner is None and self._lock.acquire(blocking=False):
+        if self._released and not self._is_mine() and self._lock.acquire(blocking=False):
             try:
                 self._reclaim()
             finally:
@@ -350,6 +355,11 @@ class Runtime:
 
     def add_variable(self, variable: Shared) -> None:
         self._variables[variable._id] = variable
+        self.note_change()
+
+    def note_change(self) -> None:
+        """A variable has changed from the master's side: look for news before the next message."""
+        self._num_changes += 1
 
     def variable(self, variable_id: int) -> Shared:
         return self._variables[variable_id]
@@ -411,81 +421,102 @@ class Runtime:
         from synk.function import distribute_functions
 
         with self.entered("distribute"):
+            self.begin("distribute")
             distribute_functions(self)
 
-    @contextlib.contextmanager
-    def _collective(self, verb: str, variables: Any) -> Iterator[list[Shared]]:
-        """Hold the runtime for a collective over ``variables`` (one, or a sequence), given as a list."""
+    def _list(self, verb: str, variables: Any) -> list[Shared]:
+        """Return ``variables`` (one, or a sequence) as a list, checked."""
         listed = [variables] if isinstance(variables, Shared) else list(variables)
         for variable in listed:
             if not isinstance(variable, Shared):
                 raise TypeError(f"cannot {verb}: got {type(variable).__name__}, expected a Shared or several.")
             check_owner(variable, self, f"{verb} argument")
-        with self.entered(verb):
-            yield listed
+        return listed
 
     def broadcast(self, variables: Any, values: Any = None) -> None:
         """Copy rank 0's value, or ``values``, to all ranks; see :func:`synk.broadcast`."""
-        with self._collective("broadcast", variables) as listed:
+        listed = self._list("broadcast", variables)
+        with self.entered("broadcast"):
+            self.begin("broadcast")
             for variable, value in collectives.pair(variables, listed, values):
                 collectives.broadcast(self, variable, value)
 
     def scatter(self, variables: Any, values: Any, batch: Any = None) -> None:
         """Give each rank its part of the rows of ``values``; see :func:`synk.scatter`."""
-        with self._collective("scatter", variables) as listed:
+        listed = self._list("scatter", variables)
+        with self.entered("scatter"):
+            self.begin("scatter")
             for variable, value in collectives.pair(variables, listed, values):
                 collectives.scatter(self, variable, value, batch)
 
     def gather(self, variables: Any, nd_up: int = 1) -> Any:
         """Return the values of all ranks, stacked or concatenated; see :func:`synk.gather`."""
-        with self._collective("gather", variables) as listed:
+        listed = self._list("gather", variables)
+        with self.entered("gather"):
+            self.begin("gather")
             results = [collectives.gather(self, variable, nd_up) for variable in listed]
         return results[0] if isinstance(variables, Shared) else results
 
     def all_gather(self, variables: Any) -> None:
         """Make every rank's value the concatenation of all; see :func:`synk.all_gather`."""
-        with self._collective("all_gather", variables) as listed:
+        listed = self._list("all_gather", variables)
+        with self.entered("all_gather"):
+            self.begin("all_gather")
             for variable in listed:
                 collectives.all_gather(self, variable)
 
     def reduce(self, variables: Any, op: str = "avg", in_place: bool = True) -> Any:
         """Reduce the values of all ranks to rank 0, or to the caller; see :func:`synk.reduce`."""
-        with self._collective("reduce", variables) as listed:
+        listed = self._list("reduce", variables)
+        with self.entered("reduce"):
+            self.begin("reduce")
             results = [collectives.reduce(self, variable, op, in_place) for variable in listed]
         return results[0] if isinstance(variables, Shared) else results
 
     def all_reduce(self, variables: Any, op: str = "avg") -> None:
         """Reduce the values of all ranks to all ranks; see :func:`synk.all_reduce`."""
-        with self._collective("all_reduce", variables) as listed:
+        listed = self._list("all_reduce", variables)
+        with self.entered("all_reduce"):
+            self.begin("all_reduce")
             for variable in listed:
                 collectives.all_reduce(self, variable, op)
 
     def set_value(self, variable: Shared, value: Any, rank: int | None = None, batch: Any = None) -> None:
         """Set the value of one rank, or of all; see :func:`synk.set_value`."""
-        with self._collective("set_value", variable) as (listed,):
+        (listed,) = self._list("set_value", variable)
+        with self.entered("set_value"):
+            self.begin("set_value")
             collectives.set_value(self, listed, value, rank, batch)
 
     def get_value(self, variable: Shared, rank: int = 0) -> Any:
         """Return a copy of the value of one rank; see :func:`synk.get_value`."""
-        with self._collective("get_value", variable) as (listed,):
+        (listed,) = self._list("get_value", variable)
+        with self.entered("get_value"):
+            self.begin("get_value")
             return collectives.get_value(self, listed, rank)
 
     def value_of(self, variable: Shared) -> Any:
         """Return rank 0's value, or the concatenated shards."""
-        with self._collective("read", variable) as (listed,):
+        (listed,) = self._list("read", variable)
+        with self.entered("read"):
+            self.begin("read")
             if listed.is_sharded:
                 return collectives.gather(self, listed, 0)
             return collectives.get_value(self, listed, 0)
 
     def get_lengths(self, variables: Any) -> Any:
         """Return the rows on each rank; see :func:`synk.get_lengths`."""
-        with self._collective("get_lengths", variables) as listed:
+        listed = self._list("get_lengths", variables)
+        with self.entered("get_lengths"):
+            self.begin("get_lengths")
             results = [variable.lengths for variable in listed]
         return results[0] if isinstance(variables, Shared) else results
 
     def get_shapes(self, variables: Any) -> Any:
         """Return the shape on each rank; see :func:`synk.get_shapes`."""
-        with self._collective("get_shapes", variables) as listed:
+        listed = self._list("get_shapes", variables)
+        with self.entered("get_shapes"):
+            self.begin("get_shapes")
             results = [collectives.shapes(variable) for variable in listed]
         return results[0] if isinstance(variables, Shared) else results
 
@@ -495,6 +526,7 @@ class Runtime:
         if self.is_closed:
             return f"{title}, closed"
         with self.entered("describe the workers"):
+            self.begin("describe the workers")
             lines = [
                 f"  rank {link.rank}: {self.devices[link.rank]}, pid {link.process.pid}, {link.description}"
                 for link in self.team.links
@@ -515,7 +547,7 @@ class Runtime:
             self._release_memory()
             return
         _worker.refuse_inside_worker("close")
-        if self._owner == threading.get_ident():
+        if self._is_mine():
             raise ReentrancyError("cannot close the runtime while this thread is in a call.")
         team.wake()
         got_lock = self._lock.acquire(timeout=GRACE_S + 1)
@@ -557,7 +589,7 @@ class Runtime:
         if team is None or team.is_closed or os.getpid() != self._pid:
             return
         if not sys.is_finalizing():
-            warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, source=self)
+            warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, stacklevel=2, source=self)
         team.tear_down()
         self._release_memory()
 

@@ -120,7 +120,7 @@ class Shared:
             if segment is not None:
                 self._runtime.release(segment)
             segment = larger
-            self.version += 1
+            self._note_change()
         return segment
 
     def back(self, rank: int, shapes: Shapes) -> list[np.ndarray]:
@@ -131,8 +131,12 @@ class Shared:
 
     def flip(self, ranks: Sequence[int] | range) -> None:
         """Make the second buffers of ``ranks`` the values, from the master's side: workers are told."""
-        self.version += 1
+        self._note_change()
         self.front = [1 - front if rank in ranks else front for rank, front in enumerate(self.front)]
+
+    def _note_change(self) -> None:
+        self.version += 1
+        self._runtime.note_change()
 
     def declaration(self, rank: int) -> Declaration:
         """Return what the worker of ``rank`` must know."""
@@ -165,7 +169,9 @@ class Shared:
             raise ValueError(
                 f"cannot set variable {self.name!r}: got a value of structure {structure}, expected {self._structure}."
             )
-        arrays = [as_plain_array(leaf, f"variable {self.name!r}") if hasattr(leaf, "dtype") else leaf for leaf in leaves]
+        arrays = [
+            as_plain_array(leaf, f"variable {self.name!r}") if hasattr(leaf, "dtype") else leaf for leaf in leaves
+        ]
         shapes = self.shapes[rank][self.front[rank]]
         return [
             np.asarray(array, dtype=dtype)
@@ -208,7 +214,9 @@ class Shared:
 
     # -- in calls -----------------------------------------------------------------------------------------------------
 
-    def _as_argument(self, label: str, keyword: str, is_broadcast: bool, function_name: str, runtime: Runtime) -> Argument:
+    def _as_argument(
+        self, label: str, keyword: str, is_broadcast: bool, function_name: str, runtime: Runtime
+    ) -> Argument:
         from synk._arguments import Argument
 
         check_owner(self, runtime, f"{label} of {function_name!r}")
@@ -260,5 +268,7 @@ def check_owner(variable: Shared, runtime: Runtime, what: str) -> None:
     """Raise where ``variable`` belongs to another runtime."""
     if variable._runtime is not runtime:
         if variable._runtime.is_closed:
-            raise ClosedError(f"cannot use {what}: the runtime of variable {variable.name!r} was closed. Make it again.")
+            raise ClosedError(
+                f"cannot use {what}: the runtime of variable {variable.name!r} was closed. Make it again."
+            )
         raise ValueError(f"cannot use {what}: variable {variable.name!r} belongs to another runtime.")

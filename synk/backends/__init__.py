@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,6 +32,9 @@ class Backend(Protocol):
 
     def to_host(self, array: Any, out: np.ndarray) -> None:
         """Copy a device array into the host array ``out`` of the same shape and dtype."""
+
+    def converters(self, framework: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+        """Return functions that hand arrays over to ``"torch"`` or ``"jax"``, and take values back, without a copy."""
 
     def running(self) -> contextlib.AbstractContextManager[Any]:
         """Make the backend's device and stream current while the body runs."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from synk._arrays import is_masked
+from synk.backends._frameworks import Converter, host_converters
 
 
 class NumpyBackend:
@@ -41,6 +42,9 @@ class NumpyBackend:
 
     def to_host(self, array: np.ndarray, out: np.ndarray) -> None:
         np.copyto(out, array)
+
+    def converters(self, framework: str) -> tuple[Converter, Converter]:
+        return host_converters(framework)
 
     def running(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()

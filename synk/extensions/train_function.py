@@ -36,6 +36,8 @@ class TrainFunction:
 
     Attributes
     ----------
+    runtime : synk.Runtime
+        Where parameters and state live.
     function : synk.Function
         The step as it is distributed; returns the loss, how many ranks took part and the first of them.
     params : synk.Shared
@@ -44,9 +46,10 @@ class TrainFunction:
         The update rule's state.
     """
 
-    function: Any
-    params: Any
-    state: Any
+    runtime: synk.Runtime
+    function: synk.Function
+    params: synk.Shared
+    state: synk.Shared
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Take one step and return the loss, averaged over all rows.
@@ -69,9 +72,9 @@ class TrainFunction:
                     "step with one loss. Slices are set once: make_train_function(..., num_slices=k)."
                 )
         loss, num_ranks, first_rank = self.function(*inputs, **options)
-        if num_ranks < synk.current().world_size:  # ranks without rows have not seen this step
+        if num_ranks < self.runtime.world_size:  # ranks without rows have not seen this step
             for variable in (self.params, self.state):
-                variable.value = synk.get_value(variable, rank=int(first_rank))
+                variable.value = self.runtime.get_value(variable, rank=int(first_rank))
         return loss
 
 
@@ -85,6 +88,7 @@ def make_train_function(
     bcast_inputs: str | Sequence[str] = (),
     framework: str | None = None,
     name: str = "train",
+    runtime: synk.Runtime | None = None,
 ) -> TrainFunction:
     """Make a function that takes one training step on the rows of a batch, on all ranks together.
 
@@ -111,6 +115,8 @@ def make_train_function(
         ``"torch"`` or ``"jax"``: parameters and inputs arrive as that library's arrays.
     name : str
         The function's name in messages.
+    runtime : synk.Runtime, optional
+        Where to train; the current one where not given.
 
     Returns
     -------
@@ -120,6 +126,8 @@ def make_train_function(
     ------
     TypeError, ValueError
         If an argument is not what is described here; from the call, if the gradients do not fit the parameters.
+    NotForkedError
+        If there is no current runtime.
     """
     if not isinstance(num_slices, int) or num_slices < 1:
         raise ValueError(
@@ -131,8 +139,9 @@ def make_train_function(
     signature = _inputs_signature(loss_and_grad)
     whole = {bcast_inputs} if isinstance(bcast_inputs, str) else set(bcast_inputs)
     gradient = loss_and_grad if num_slices == 1 else _sliced(loss_and_grad, signature, whole, num_slices)
-    shared_params = synk.shared(params, name=f"{name}.params")
-    shared_state = synk.shared(update_rule.init(params), name=f"{name}.state")
+    runtime = synk.current() if runtime is None else runtime
+    shared_params = runtime.shared(params, name=f"{name}.params")
+    shared_state = runtime.shared(update_rule.init(params), name=f"{name}.state")
 
     def step(*args: Any, **kwargs: Any) -> tuple[Any, int, int]:
         current = shared_params.value
@@ -149,8 +158,8 @@ def make_train_function(
     step.__name__ = step.__qualname__ = name
     step.__signature__ = signature  # type: ignore[attr-defined]
     outputs = ("avg", "sum", "min")
-    function = synk.function(step, bcast_inputs=bcast_inputs, outputs=outputs, framework=framework, name=name)
-    return TrainFunction(function, shared_params, shared_state)
+    function = runtime.function(step, bcast_inputs=bcast_inputs, outputs=outputs, framework=framework, name=name)
+    return TrainFunction(runtime, function, shared_params, shared_state)
 
 
 def _inputs_signature(loss_and_grad: LossAndGrad) -> inspect.Signature:
