@@ -146,7 +146,7 @@ def _growth(process: Callable[[Any], Sequence[Any]]) -> Callable[[Any], float]:
 
 
 def _copies(family: Any) -> float:
-    """Bytes of shared memory in the whole machine for each byte of ``Data``."""
+    """Bytes of shared memory in master and workers together for each byte of ``Data``."""
     largest = family["memory"]["sizes"][-1]
     return largest["shared_nbytes"] / largest["data_nbytes"]
 

@@ -52,6 +52,11 @@ def processor_s(pid: str) -> float:
     return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
+def shared_nbytes(pids: list[str]) -> int:
+    """Return the shared memory of this process and its workers, a page that several map counted once."""
+    return 1024 * sum(_table(Path(f"/proc/{pid}/smaps_rollup"))["Pss_Shmem"] for pid in ("self", *pids))
+
+
 def holdings(pid: str) -> dict[str, int]:
     """Return a process's private and anonymous memory in bytes, and its descriptors and mappings."""
     rollup = _table(Path(f"/proc/{pid}/smaps_rollup"))
@@ -95,16 +100,15 @@ def data_memory(synk: Any, pids: list[str]) -> dict[str, Any]:
     function = synk.function(lambda x: x.sum(), outputs="sum")
     sizes, peak = [], 0
     for rows in (25_000, 100_000, 400_000):
-        before = 1024 * _table(Path("/proc/meminfo"))["Shmem"]
+        before = shared_nbytes(pids)
         data = synk.data(dtype=np.float32, shape=(rows, 200))
         data[:] = 1.0
         Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts again from here
         resident = _table(Path("/proc/self/status"))["VmRSS"]
         function(data)
         peak = max(peak, 1024 * (_table(Path("/proc/self/status"))["VmHWM"] - resident))
-        entry = {"data_nbytes": rows * 800, "shared_nbytes": 1024 * _table(Path("/proc/meminfo"))["Shmem"] - before}
-        entry["workers"] = [holdings(pid) for pid in pids]
-        sizes.append({**entry, "master": holdings("self")})
+        entry = {"data_nbytes": rows * 800, "shared_nbytes": shared_nbytes(pids) - before}
+        sizes.append({**entry, "workers": [holdings(pid) for pid in pids], "master": holdings("self")})
         data.free_memory()
     return {"sizes": sizes, "master_peak_in_call_nbytes": peak}
 
