@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -112,11 +112,8 @@ class FakeRuntime:
         self.local = threading.local()
         self.shares: list[int] = []
         self.collectives: list[tuple[str, int]] = []
+        self.steps: list[Callable[..., Any]] = []
         self.to_framework: Callable[[Any], Any] = np.asarray
-        self._lock = threading.Lock()
-
-    def current(self) -> FakeRuntime:
-        return self
 
     @property
     def rank(self) -> int:
@@ -147,6 +144,7 @@ class FakeRuntime:
     ) -> Callable[..., Any]:
         """Return a function that scatters rows to threads and combines what they return."""
         assert outputs == ("avg", "sum", "min")
+        self.steps.append(step)
         names = list(inspect.signature(step).parameters)
         self.to_framework = {None: np.asarray, "torch": lambda leaf: torch.tensor(np.asarray(leaf))}[framework]
 
@@ -190,9 +188,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], FakeRuntime]:
 
     def make(world_size: int) -> FakeRuntime:
         runtime = FakeRuntime(world_size)
-        for verb in ("shared", "function", "get_value", "current"):
-            monkeypatch.setattr(synk, verb, getattr(runtime, verb), raising=False)
-        monkeypatch.setattr(synk, "comm", runtime, raising=False)
+        monkeypatch.setattr(synk, "current", lambda: runtime)
+        monkeypatch.setattr(synk, "comm", runtime)
         return runtime
 
     return make
@@ -280,18 +277,11 @@ def test_inputs_go_by_position_or_name_whole_or_in_rows(fake: Callable[[int], Fa
     np.testing.assert_allclose(train.params.value["w"], -18.0)
 
 
-def test_step_shows_the_inputs_and_the_name(monkeypatch: pytest.MonkeyPatch, fake: Callable[[int], Any]) -> None:
+def test_step_shows_the_inputs_and_the_name(fake: Callable[[int], FakeRuntime]) -> None:
     runtime = fake(1)
-    steps: list[Callable[..., Any]] = []
-
-    def keep(step: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        steps.append(step)
-        return runtime.function(step, **options)
-
-    monkeypatch.setattr(synk, "function", keep)
     make_train_function(loss_and_grad, start(), sgd(), name="fit")
     make_train_function(lambda *everything: (0.0, everything[0]), start(), sgd())
-    assert [(step.__name__, str(inspect.signature(step))) for step in steps] == [
+    assert [(step.__name__, str(inspect.signature(step))) for step in runtime.steps] == [
         ("fit", "(x, y)"),
         ("train", "(*everything)"),
     ]
@@ -339,47 +329,63 @@ def test_mistakes_are_named(fake: Callable[[int], FakeRuntime]) -> None:
 
 # ----- the recipe on workers
 
-on_workers = pytest.mark.skipif(not hasattr(synk, "shared"), reason="needs synk.shared")
-
 
 @pytest.fixture
-def fork() -> Iterator[Callable[[int], Any]]:
-    yield lambda num_workers: synk.fork(num_workers, backend="numpy")
-    synk.close()
+def workers(shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[int | str], synk.Runtime]:
+    """Return a maker of current runtimes; their workers import torch once for all tests."""
+
+    def make(num_workers: int | str) -> synk.Runtime:
+        runtime = shared_runtimes[num_workers]
+        monkeypatch.setattr(synk, "current", lambda: runtime)
+        return runtime
+
+    return make
 
 
-@on_workers
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [1, 2, 3, "inline"])
 @pytest.mark.parametrize("num_slices", [1, 3])
 def test_workers_train_as_torch_does_on_the_whole_batch(
-    fork: Callable[[int], Any], num_workers: int, num_slices: int
+    workers: Callable[[int | str], synk.Runtime], num_workers: int | str, num_slices: int
 ) -> None:
-    fork(num_workers)
+    runtime = workers(num_workers)
     train = make_train_function(loss_and_grad, start(), adam(0.05), clip_norm=1.0, num_slices=num_slices)
     losses = [train(*batch(num_rows)) for num_rows in BATCHES]
     expected_losses, expected = trained_by_torch(lambda leaves: torch.optim.Adam(leaves, lr=0.05), BATCHES, 1.0)
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-10)
-    for rank in range(num_workers):
-        assert_same(synk.get_value(train.params, rank=rank), expected)
-        assert synk.get_value(train.state, rank=rank)["step"] == len(BATCHES)
+    for rank in range(runtime.world_size):
+        assert_same(runtime.get_value(train.params, rank=rank), expected)
+        assert runtime.get_value(train.state, rank=rank)["step"] == len(BATCHES)
 
 
-@on_workers
-def test_workers_without_rows_are_brought_up_to_date(fork: Callable[[int], Any]) -> None:
-    fork(3)
+def test_workers_without_rows_are_brought_up_to_date(workers: Callable[[int | str], synk.Runtime]) -> None:
+    runtime = workers(3)
     train = make_train_function(loss_and_grad, start(), momentum(0.05))
     batches = [6, 2, 1, 8]
     losses = [train(*batch(num_rows)) for num_rows in batches]
     expected_losses, expected = trained_by_torch(lambda ls: torch.optim.SGD(ls, lr=0.05, momentum=0.9), batches)
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-10)
     for rank in range(3):
-        assert_same(synk.get_value(train.params, rank=rank), expected)
+        assert_same(runtime.get_value(train.params, rank=rank), expected)
 
 
-@on_workers
+def test_resident_rows_of_one_rank_train_all(workers: Callable[[int | str], synk.Runtime]) -> None:
+    runtime = workers(3)
+    inputs, targets = batch(9)
+    x, y = runtime.shared(inputs, sharded=True), runtime.shared(targets, sharded=True)
+    train = make_train_function(loss_and_grad, start(), momentum(0.05))
+    own = slice(6, 9)  # rows that the last rank holds
+    loss, grads = loss_and_grad(start(), inputs[own], targets[own])
+    assert float(train(x, y, batch=own)) == pytest.approx(loss)
+    rule = momentum(0.05)
+    expected, expected_state = rule.step(start(), grads, rule.init(start()))
+    for rank in range(3):
+        assert_same(runtime.get_value(train.params, rank=rank), expected)
+        assert_same(runtime.get_value(train.state, rank=rank), expected_state)
+
+
 @pytest.mark.parametrize("num_slices", [1, 2])
-def test_workers_train_with_torch_tensors(fork: Callable[[int], Any], num_slices: int) -> None:
-    fork(2)
+def test_workers_train_with_torch_tensors(workers: Callable[[int | str], synk.Runtime], num_slices: int) -> None:
+    workers(2)
     train = make_train_function(
         torch_loss_and_grad, start(), adam(0.05), framework="torch", clip_norm=1.0, num_slices=num_slices
     )
@@ -389,15 +395,14 @@ def test_workers_train_with_torch_tensors(fork: Callable[[int], Any], num_slices
     assert_same(train.params.value, expected)
 
 
-@on_workers
-def test_batches_of_data_a_checkpoint_and_another_function(fork: Callable[[int], Any]) -> None:
-    fork(2)
+def test_batches_of_data_a_checkpoint_and_another_function(workers: Callable[[int | str], synk.Runtime]) -> None:
+    runtime = workers(2)
     inputs, targets = batch(23)
-    x, y = synk.data(inputs), synk.data(targets)
+    x, y = runtime.data(inputs), runtime.data(targets)
     train = make_train_function(loss_and_grad, start(), adam(0.05))
     params = train.params
 
-    @synk.function
+    @runtime.function
     def evaluate(x: np.ndarray, y: np.ndarray) -> float:
         return loss_and_grad(params.value, x, y)[0]
 
@@ -412,9 +417,8 @@ def test_batches_of_data_a_checkpoint_and_another_function(fork: Callable[[int],
     assert epoch() == first
 
 
-@on_workers
-def test_workers_keep_their_parameters_when_a_step_fails(fork: Callable[[int], Any]) -> None:
-    fork(2)
+def test_workers_keep_their_parameters_when_a_step_fails(workers: Callable[[int | str], synk.Runtime]) -> None:
+    runtime = workers(2)
 
     def failing(params: Any, x: np.ndarray, y: np.ndarray) -> tuple[float, Any]:
         if math.isnan(x[0, 0]):
@@ -428,6 +432,6 @@ def test_workers_keep_their_parameters_when_a_step_fails(fork: Callable[[int], A
     with pytest.raises(ArithmeticError, match="not a number"):
         train(broken, y)
     for rank in range(2):
-        assert_same(synk.get_value(train.params, rank=rank), start())
+        assert_same(runtime.get_value(train.params, rank=rank), start())
     train(x, y)
-    assert synk.get_value(train.state, rank=1)["step"] == 1
+    assert runtime.get_value(train.state, rank=1)["step"] == 1
