@@ -311,7 +311,7 @@ def step_sequences() -> st.SearchStrategy[list[Step]]:
             Step,
             kind=st.just(kind),
             dtype=st.just(dtype),
-            count=st.one_of(st.integers(0, 40), st.integers(0, 20000)),
+            count=st.one_of(st.integers(0, 40), st.integers(0, 5000)),
             op=st.sampled_from(ops) if kind in REDUCTIONS else st.just(""),
             root_position=st.integers(0, 3),
             is_in_place=st.booleans() if kind != "ring" else st.just(False),

@@ -163,7 +163,7 @@ class ShmGroup:
 
 
 @contextlib.contextmanager
-def shm_group(world_size: int, slot_nbytes: int = 1 << 16) -> Iterator[ShmGroup]:
+def shm_group(world_size: int, slot_nbytes: int) -> Iterator[ShmGroup]:
     """Make a group for a ``with`` block."""
     group = ShmGroup(world_size, slot_nbytes)
     try:
