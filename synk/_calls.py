@@ -185,6 +185,11 @@ def _bind(
     shards = [argument for argument in arguments if argument.kind == "shard"]
     if shards and options.is_serial:
         for argument in shards:  # one rank cannot read another's shard: it gets the rows
+            if argument.value.is_nested:
+                raise TypeError(
+                    f"cannot call {name!r} serially: {argument.label} is a nested sharded variable, whose rows would have to "
+                    "be passed as several inputs. Call it in parallel, or share its arrays one by one."
+                )
             argument.kind, argument.array = "rows", collectives.gather(runtime, argument.value, 0)
             argument.dtype = argument.array.dtype
         shards = []
@@ -387,14 +392,14 @@ def _collect(
 ) -> Any:
     """Turn replies into the result: errors first, then agreement, then the large outputs, then the values."""
     name, outputs = function.name, function.outputs
-    sequence = runtime.team.sequence
     is_plain = all(reply is DONE for reply in replies.values())
     if not is_plain:
         raise_failures(replies, runtime.world_size, name)
     objects = None if is_plain else _take_layouts(name, cached, call.ranks, replies)
     layouts = [cached.layouts[rank] for rank in call.ranks]
     if not is_plain and any(reply.status == Status.UNPUBLISHED for reply in replies.values()):
-        _republish(runtime, name, outputs, call.ranks, layouts, deadline)
+        waiting = [rank for rank in call.ranks if replies[rank].status == Status.UNPUBLISHED]
+        _republish(runtime, name, outputs, call.ranks, layouts, waiting, deadline)
     key = (tuple(map(id, layouts)), tuple(call.ranks), runtime.exchange_segment.id)
     assembly = cached.assemblies.get(key)
     if assembly is None:
@@ -406,7 +411,7 @@ def _collect(
     root = _assemble_large(runtime, name, assembly, deadline) if assembly.result_nbytes else None
     result = assembly.build(rows, objects, root, call.owned.order if call.owned is not None else None)
     if assembly.has_assignments:
-        runtime.commit(sequence, call.ranks, layouts)
+        runtime.commit(call.ranks, layouts)
     return result
 
 
@@ -438,10 +443,18 @@ def _load(data: bytes, name: str, rank: int, what: str) -> Any:
 
 
 def _republish(
-    runtime: Runtime, name: str, outputs: Any, ranks: list[int], layouts: list[Layout], deadline: float | None
+    runtime: Runtime,
+    name: str,
+    outputs: Any,
+    ranks: list[int],
+    layouts: list[Layout],
+    waiting: list[int],
+    deadline: float | None,
 ) -> None:
-    """Make room for the outputs, and for new values of shared variables, and have all ranks publish again."""
+    """Make room for the outputs and new values of shared variables; the ranks ``waiting`` for it publish again."""
     for rank, layout in zip(ranks, layouts):
+        if rank not in waiting:
+            continue
         for variable_id, shapes in layout.assigned:
             runtime.variable(variable_id).reserve(rank, shapes)
     needed = 0
@@ -450,8 +463,8 @@ def _republish(
         ops = match_ops(outputs, layout.skeleton, len(leaves), repr(name))
         needed = max(needed, slot_offsets(layout.leaves, ops, len(ranks))[1])
     if needed > runtime.slot_nbytes:
-        runtime.grow_exchange(needed)
-    replies = runtime.team.exchange(Kind.PUBLISH, ranks, 0, {}, [], deadline, "publish", repr(name))
+        runtime.grow_exchange(needed, [rank for rank in ranks if rank not in waiting])
+    replies = runtime.team.exchange(Kind.PUBLISH, waiting, 0, {}, [], deadline, "publish", repr(name))
     raise_failures(replies, runtime.world_size, name)
 
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from synk._messages import Down
 from synk._ops import REDUCE_OPS
-from synk.communicators import Buffer, Communicator
+from synk.communicators import Communicator
+from synk.communicators._buffers import as_buffer
 from synk.errors import ReentrancyError
 
 
@@ -163,25 +164,25 @@ class HostCollectives:
     def all_reduce(self, array: Any, op: str, weight: float | None) -> Any:
         send = self._take(array)
         out = np.empty_like(send)
-        self._communicator.all_reduce(_buffer(send), _buffer(out), op, weight=weight)
+        self._communicator.all_reduce(as_buffer(send), as_buffer(out), op, weight=weight)
         return self._give(out)
 
     def reduce(self, array: Any, op: str, root: int, weight: float | None) -> Any:
         send = self._take(array)
         is_root = self._communicator.rank == root
         out = np.empty_like(send) if is_root else send
-        self._communicator.reduce(_buffer(send), _buffer(out), op, root, weight=weight)
+        self._communicator.reduce(as_buffer(send), as_buffer(out), op, root, weight=weight)
         return self._give(out) if is_root else None
 
     def broadcast(self, array: Any, root: int) -> Any:
         out = np.array(self._take(array))
-        self._communicator.broadcast(_buffer(out), root)
+        self._communicator.broadcast(as_buffer(out), root)
         return self._give(out)
 
     def all_gather(self, array: Any) -> Any:
         send = self._take(array)
         out = np.empty((self._size, *send.shape), send.dtype)
-        self._communicator.all_gather(_buffer(send), _buffer(out))
+        self._communicator.all_gather(as_buffer(send), as_buffer(out))
         return self._give(out)
 
     def reduce_scatter(self, array: Any, op: str, weight: float | None) -> Any:
@@ -192,24 +193,20 @@ class HostCollectives:
                 "the call)."
             )
         out = np.empty((len(send) // self._size, *send.shape[1:]), send.dtype)
-        self._communicator.reduce_scatter(_buffer(send), _buffer(out), op, weight=weight)
+        self._communicator.reduce_scatter(as_buffer(send), as_buffer(out), op, weight=weight)
         return self._give(out)
 
     def send(self, array: Any, peer: int, tag: int) -> None:
         send = self._take(array)
-        self._communicator.send(_buffer(send), peer, tag)
+        self._communicator.send(as_buffer(send), peer, tag)
 
     def recv(self, like: Any, peer: int, tag: int) -> Any:
         out = np.empty_like(self._take(like))
-        self._communicator.recv(_buffer(out), peer, tag)
+        self._communicator.recv(as_buffer(out), peer, tag)
         return self._give(out)
 
     def barrier(self) -> None:
         self._communicator.barrier()
-
-
-def _buffer(array: np.ndarray) -> Buffer:
-    return Buffer(array.__array_interface__["data"][0], array.size, array.dtype.name)
 
 
 def _the_comm() -> Comm:

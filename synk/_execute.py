@@ -222,9 +222,7 @@ class Executor:
 
     # -- outputs ------------------------------------------------------------------------------------------------------
 
-    def publish(
-        self, prepared: PreparedPlan, result: Any, variables: VariableStore, sequence: int
-    ) -> tuple[Status, Any]:
+    def publish(self, prepared: PreparedPlan, result: Any, variables: VariableStore) -> tuple[Status, Any]:
         """Bring the outputs into the rank's slot, and new values of variables into their second buffers; return the status and the reply's body (None: nothing new).
 
         The body is ``(layout or None, objects)``: the layout where it differs from that of the plan's last call, and the
@@ -265,7 +263,7 @@ class Executor:
             layout = prepared.layout = Layout(skeleton, tuple(leaves), assigned)
         self._prepared, self._outputs, self._result, self._objects = prepared, outputs, result, objects
         status = self._fill_slot(prepared)
-        if assigned and not variables.store(sequence):
+        if assigned and not variables.store():
             status = Status.UNPUBLISHED
         return status, (layout if is_new else None, objects) if is_new or objects else None
 
@@ -334,10 +332,10 @@ class Executor:
             if rank != self.rank:
                 self.backend.to_host(flat[start:stop], flat_view[start:stop])
 
-    def republish(self, variables: VariableStore, sequence: int) -> Status:
+    def republish(self, variables: VariableStore) -> Status:
         """Publish the outputs of the last call again, into new slots and buffers."""
         assert self._prepared is not None
-        if variables.assigned and not variables.store(sequence):
+        if variables.assigned and not variables.store():
             raise SharedMemoryError("cannot store the new value of a shared variable: its buffer has no room for it.")
         return self._fill_slot(self._prepared)
 

@@ -75,7 +75,7 @@ class Down(IntEnum):
     LOCAL_START = 9  # of the rank's rows among those of its shard
     LOCAL_STEP = 10
     CALL = 11  # number of the call; rank 0's entry counts for all
-    COMMITTED = 12  # sequence number of the last call whose assignments hold
+    COMMITTED = 12  # number of the last call whose assignments hold on this rank
 
 
 class Up(IntEnum):

@@ -72,7 +72,7 @@ def combine(op: str, accumulator: np.ndarray, value: np.ndarray, out: np.ndarray
         _UFUNCS[op](accumulator, value, out=out)
 
 
-def _reduce_block(op: str, blocks: Sequence[np.ndarray], rows: Sequence[int] | None, out: np.ndarray) -> None:
+def _reduce_block(op: str, blocks: Sequence[np.ndarray], rows: Sequence[float] | None, out: np.ndarray) -> None:
     """Reduce equally long 1-d blocks into ``out``, in order, in the accumulator dtype."""
     ufunc = _UFUNCS[op]
     wide = accumulator_dtype(out.dtype)
@@ -104,7 +104,7 @@ def _reduce_block(op: str, blocks: Sequence[np.ndarray], rows: Sequence[int] | N
         out[...] = accumulator
 
 
-def reduce_into(op: str, values: Sequence[np.ndarray], rows: Sequence[int] | None, out: np.ndarray) -> None:
+def reduce_into(op: str, values: Sequence[np.ndarray], rows: Sequence[float] | None, out: np.ndarray) -> None:
     """Reduce ``values`` (all of the shape and dtype of ``out``, C-contiguous) into ``out``, in the order given.
 
     Parameters
@@ -112,8 +112,8 @@ def reduce_into(op: str, values: Sequence[np.ndarray], rows: Sequence[int] | Non
     op : str
         One of ``REDUCE_OPS``.
     values : sequence of ndarray
-        One per rank that votes. One of them may be ``out`` itself.
-    rows : sequence of int or None
+        One per rank that votes; none of them may overlap ``out``.
+    rows : sequence of float or None
         How many rows stand behind each value: the weights of ``avg``. ``None``: all alike.
 
     Overflow and NaN are the caller's numbers, as in a NumPy reduction: callers run this under ``np.errstate``.
@@ -142,61 +142,56 @@ class Accumulator:
     def __init__(self, op: Op, what: str) -> None:
         self.op = op
         self.what = what
-        self._value: Any = None
         self._parts: list[Any] = []
-        self._num_rows = 0
-        self._dtype: np.dtype | None = None
+        self._rows: list[int] = []
+        self._sum: np.ndarray | None = None
 
     def add(self, value: Any, num_rows: int) -> None:
         """Take in the value of one slice of ``num_rows`` rows (an array, or any object where the op allows it)."""
         op = self.op
+        self._rows.append(num_rows)
         if op is None or op == "gather":
             # A function may return a view of a buffer that it fills again for the next slice.
             self._parts.append(np.array(value) if isinstance(value, np.ndarray) else value)
+        elif not self._parts:
+            self._parts = [value]  # as it is: with one slice nothing is computed
         elif callable(op):
-            self._value = value if not self._parts else op(self._value, value)
-            self._parts = [True]
-        elif op == "first":
-            if not self._parts:
-                self._parts = [value]
-        else:
-            self._add_number(value, num_rows)
+            self._parts = [op(self._parts[0], value)]
+        elif op != "first":
+            self._combine(op, value, num_rows)
 
-    def _add_number(self, value: np.ndarray, num_rows: int) -> None:
-        op = self.op
-        assert isinstance(op, str)
+    def _combine(self, op: str, value: np.ndarray, num_rows: int) -> None:
+        first = self._parts[0]
+        if self._sum is None:
+            check_op(op, first.dtype, self.what)
+            self._sum = np.array(self._term(op, first, self._rows[0]), order="C")
+        if value.shape != first.shape or value.dtype != first.dtype:
+            raise ValueError(
+                f"cannot accumulate {self.what} over slices: got shape {value.shape} and dtype {value.dtype} after shape "
+                f"{first.shape} and dtype {first.dtype}, expected the same for every slice. "
+                "Use op 'gather' where the length follows the rows."
+            )
+        combine(op, self._sum, self._term(op, value, num_rows), self._sum)
+
+    @staticmethod
+    def _term(op: str, value: np.ndarray, num_rows: int) -> np.ndarray:
+        wide = accumulator_dtype(value.dtype)
         with np.errstate(all="ignore"):
-            wide = accumulator_dtype(value.dtype)
-            term = np.multiply(value, wide.type(num_rows), dtype=wide) if op == "avg" else value
-            if self._dtype is None:
-                self._dtype = value.dtype
-                self._value = np.array(term, dtype=wide, order="C")
-            elif value.shape != self._value.shape or value.dtype != self._dtype:
-                raise ValueError(
-                    f"cannot accumulate {self.what} over slices: got shape {value.shape} and dtype {value.dtype} after "
-                    f"shape {self._value.shape} and dtype {self._dtype}, expected the same for every slice. "
-                    "Use op 'gather' where the length follows the rows."
-                )
-            else:
-                combine(op, self._value, term.astype(wide, copy=False), self._value)
-        self._num_rows += num_rows
+            return np.multiply(value, wide.type(num_rows), dtype=wide) if op == "avg" else value.astype(wide, copy=False)
 
     def result(self) -> Any:
         """Return the value over all slices taken in so far."""
-        op = self.op
-        if op is None:
+        if self.op is None:
             return self._parts
-        if op == "gather":
+        if self.op == "gather":
             return np.concatenate(self._parts)
-        if op == "first":
+        if self._sum is None:
             return self._parts[0]
-        if callable(op):
-            return self._value
-        assert self._dtype is not None
         with np.errstate(all="ignore"):
-            if op == "avg":
-                self._value /= self._value.dtype.type(max(self._num_rows, 1))
-            return self._value.astype(self._dtype, copy=False)
+            total = self._sum
+            if self.op == "avg":
+                total = total / total.dtype.type(sum(self._rows))
+            return np.asarray(total, dtype=self._parts[0].dtype)
 
 
 def check_outputs(outputs: Any, what: str) -> None:

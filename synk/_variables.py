@@ -92,7 +92,22 @@ def _count(shape: Sequence[int]) -> int:
     return count
 
 
-def check_value(name: str, leaves: Sequence[Any], dtypes: Sequence[np.dtype], shapes: Shapes) -> list[np.ndarray]:
+def flatten_value(value: Any, expected: Any = None) -> tuple[list[Any], Any]:
+    """Flatten the value of a variable: lists of plain numbers are arrays, other containers a nesting of arrays.
+
+    ``expected`` is the structure of the variable, where it is known.
+    """
+    if expected == "leaf" and isinstance(value, (list, tuple)):
+        return [np.asarray(value)], "leaf"
+    leaves, structure = flatten(value)
+    if isinstance(value, list) and leaves and all(type(leaf) in (bool, int, float, complex) for leaf in leaves):
+        return [np.asarray(value)], "leaf"
+    return leaves, structure
+
+
+def check_value(
+    name: str, leaves: Sequence[Any], dtypes: Sequence[np.dtype], shapes: Shapes, *, is_sharded: bool
+) -> list[np.ndarray]:
     """Return ``leaves`` as arrays fit for a variable: same number, axes and trailing shape, a dtype that casts safely.
 
     Raises
@@ -104,7 +119,8 @@ def check_value(name: str, leaves: Sequence[Any], dtypes: Sequence[np.dtype], sh
     for position, (leaf, dtype, shape) in enumerate(zip(leaves, dtypes, shapes)):
         array = np.asarray(leaf)
         where = f"variable {name!r}" + (f" (leaf {position})" if len(dtypes) > 1 else "")
-        if array.dtype != dtype and not (np.can_cast(array.dtype, dtype, "safe") or not hasattr(leaf, "dtype")):
+        # A Python number has no width of its own, only a kind: 1.5 fits a float32 variable and no integer one.
+        if not np.can_cast(array.dtype, dtype, "safe" if hasattr(leaf, "dtype") else "same_kind"):
             raise TypeError(
                 f"cannot assign {where}: got dtype {array.dtype}, expected {dtype}. Convert it with astype({dtype.name!r})."
             )
@@ -118,6 +134,11 @@ def check_value(name: str, leaves: Sequence[Any], dtypes: Sequence[np.dtype], sh
                 "axis 0 can change."
             )
         arrays.append(array)
+    if is_sharded and len({array.shape[0] for array in arrays}) > 1:
+        raise ValueError(
+            f"cannot assign variable {name!r}: got axis-0 lengths {[array.shape[0] for array in arrays]}, expected one "
+            "length for all arrays of a sharded variable."
+        )
     return arrays
 
 
@@ -184,7 +205,7 @@ class Replica:
 
     def assign(self, value: Any) -> None:
         """Keep ``value`` aside as the new one."""
-        leaves, structure = flatten(value)
+        leaves, structure = flatten_value(value, self._structure)
         if structure != self._structure:
             raise ValueError(
                 f"cannot assign variable {self.name!r}: got a value of structure {structure}, expected {self._structure}."
@@ -192,10 +213,11 @@ class Replica:
         if self._store.from_framework is not None:
             leaves = [self._store.from_framework(leaf) for leaf in leaves]
         declaration = self._known
-        arrays = check_value(self.name, leaves, declaration.dtypes, self._shapes[self._front])
+        shapes = self._shapes[self._front]
+        arrays = check_value(self.name, leaves, declaration.dtypes, shapes, is_sharded=declaration.is_sharded)
         pending = []
         for array, dtype in zip(arrays, declaration.dtypes):
-            array = np.ascontiguousarray(array, dtype=dtype).view()
+            array = np.asarray(array, dtype=dtype, order="C").view()  # ascontiguousarray would add an axis to 0-d
             array.flags.writeable = False
             pending.append(array)
         self._pending = pending
@@ -260,7 +282,7 @@ class VariableStore:
         self._replicas: dict[int, Replica] = {}
         self.assigned: dict[int, Replica] = {}
         self._stored: list[Replica] = []
-        self._stored_sequence = -1
+        self._stored_call = -1
         self._declared: frozenset[int] = frozenset()
         self._is_sliced = False
         self._is_updating = False
@@ -285,7 +307,7 @@ class VariableStore:
 
     def resolve(self) -> None:
         """Settle the call before: its assignments hold if the master committed it, and never happened otherwise."""
-        if self._stored and int(self._down[self.rank, Down.COMMITTED]) == self._stored_sequence:
+        if self._stored and int(self._down[self.rank, Down.COMMITTED]) == self._stored_call:
             for replica in self._stored:
                 replica.flip()
         self._stored = []
@@ -295,7 +317,7 @@ class VariableStore:
         self._is_sliced = is_sliced
         self._updates = [update if isinstance(update, tuple) else (update, "avg") for update in function.updates]
         self._is_updating = bool(self._updates)
-        self._sums = []
+        self._sums, self._structures = [], []
         self.to_framework, self.from_framework = function.to_framework, function.from_framework
         self.abandon()
 
@@ -357,13 +379,13 @@ class VariableStore:
         """What the call has assigned: variables and their new shapes."""
         return tuple((variable_id, replica.pending_shapes()) for variable_id, replica in self.assigned.items())
 
-    def store(self, sequence: int) -> bool:
-        """Write all assignments of call ``sequence`` into second buffers; return False if one has no room."""
+    def store(self) -> bool:
+        """Write all assignments of the call under way into second buffers; return False if one has no room."""
         has_room = [replica.store() for replica in self.assigned.values()]
         if False in has_room:
             return False
         self._stored = list(self.assigned.values())
-        self._stored_sequence = sequence
+        self._stored_call = int(self._down[0, Down.CALL])
         self.abandon()
         return True
 

@@ -95,7 +95,6 @@ class Worker:
         self._communicator: ShmCommunicator | None = None
         self._is_communicating = False
         self._function: LoadedFunction | None = None
-        self._call_sequence = -1
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -114,7 +113,7 @@ class Worker:
             if kind == Kind.LOAD:
                 return self._load(extras)
             if kind == Kind.PUBLISH:
-                return self.executor.republish(self.variables, self._call_sequence), 0, None
+                return self.executor.republish(self.variables), 0, None
             if kind == Kind.ASSEMBLE:
                 return self._assemble(value, extras)
             if kind == Kind.VARIABLE:
@@ -189,7 +188,6 @@ class Worker:
             self.plans[plan_id] = PreparedPlan(plan, self.functions[plan.function_id], self.segments)
         prepared = self.plans[plan_id]
         self._function = prepared.function
-        self._call_sequence = sequence
         executor = self.executor
         function_ns = 0
         self.is_interruptible = True
@@ -203,7 +201,7 @@ class Worker:
                     result = executor.run(prepared, self.variables)
                     function_ns = time.monotonic_ns() - function_started
                     self.failpoint("call.after_function")
-                    status, body = executor.publish(prepared, result, self.variables, sequence)
+                    status, body = executor.publish(prepared, result, self.variables)
                 self.failpoint("call.published")
                 reply: _Reply = (status, 0, body)
             except Interrupted:

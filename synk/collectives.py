@@ -8,7 +8,7 @@ variables' second buffers and take effect together, so that a failure in the mid
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,8 @@ from synk._messages import LARGE_NBYTES, Kind, chunk_bounds
 from synk._ops import REDUCE_OPS, check_op
 from synk._shards import select_rows, shard_bounds
 from synk._steps import Copy, Reduce, Step, run_steps
-from synk._variables import Shapes, dtype_runs, leaf_offsets
+from synk._trees import unflatten
+from synk._variables import Shapes, dtype_runs, flatten_value, leaf_offsets
 from synk.data import Data
 
 if TYPE_CHECKING:
@@ -28,15 +29,22 @@ if TYPE_CHECKING:
     from synk.shared import Shared
 
 
-def pair(variables: Any, listed: Sequence[Shared], values: Any) -> Iterator[tuple[Shared, Any]]:
-    """Yield each variable with its value: one of each, or a sequence of values of equal length."""
-    if values is None or (len(listed) == 1 and variables is listed[0]):
-        for variable in listed:
-            yield variable, values
-        return
-    if len(values) != len(listed):
-        raise ValueError(f"got {len(values)} values for {len(listed)} variables, expected one for each.")
-    yield from zip(listed, values)
+def pair(variables: Any, listed: Sequence[Shared], values: Any) -> list[tuple[Shared, Any]]:
+    """Return each variable with its value: one of each, or a sequence of values of equal length.
+
+    All values are checked here, so that a collective over several variables moves all of them or none.
+    """
+    if values is None:
+        return [(variable, None) for variable in listed]
+    if variables is listed[0]:
+        pairs = [(listed[0], values)]
+    elif not isinstance(values, (list, tuple)) or len(values) != len(listed):
+        raise ValueError(f"cannot set {len(listed)} variables: got {type(values).__name__}, expected one value for each.")
+    else:
+        pairs = list(zip(listed, values))
+    for variable, value in pairs:
+        variable.check(value.data if isinstance(value, Data) else value)
+    return pairs
 
 
 def _do(runtime: Runtime, variable: Shared, steps: dict[int, list[Step]], extra: Sequence[Segment] = ()) -> None:
@@ -98,20 +106,19 @@ def set_value(runtime: Runtime, variable: Shared, value: Any, rank: int | None, 
     """Set the value of ``rank``, or of all ranks; ``batch`` picks rows of ``value``."""
     if batch is not None:
         value = _map_rows(variable, value, batch)
+    if rank is not None:
+        _check_rank(runtime, rank)
+    arrays = variable.check(value, rank or 0)
     if rank is None:
         broadcast(runtime, variable, value)
         return
-    _check_rank(runtime, rank)
-    arrays = variable.check(value, rank)
     for target, source in zip(variable.back(rank, tuple(array.shape for array in arrays)), arrays):
         copy_into(target, source)
     variable.flip([rank])
 
 
 def _map_rows(variable: Shared, value: Any, batch: Any) -> Any:
-    from synk._trees import flatten, unflatten
-
-    leaves, structure = flatten(value)
+    leaves, structure = flatten_value(value, variable._structure)
     arrays = [np.asarray(leaf) for leaf in leaves]
     if any(array.ndim == 0 for array in arrays):
         raise ValueError(f"cannot select rows for variable {variable.name!r}: got a value without rows.")

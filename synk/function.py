@@ -278,6 +278,7 @@ def distribute_functions(runtime: Runtime, only: Sequence[Function] | None = Non
     runtime.load(data, [function.id for function in functions], names)
     for function in functions:
         function._bind_to(runtime)
+        function.variables |= variables  # a global may have been bound anew since the function was built
         weakref.finalize(function, runtime._dropped_functions.append, function.id)
 
 

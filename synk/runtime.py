@@ -37,7 +37,7 @@ from synk.errors import ClosedError, NotForkedError, ReentrancyError, Serializat
 from synk.shared import Shared, check_owner
 
 _SLOT_NBYTES = 1 << 19
-_COLLECTIVE_SLOT_NBYTES = 1 << 21
+_COLLECTIVE_SLOT_NBYTES = 1 << 22
 
 _open_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
@@ -114,6 +114,7 @@ class Runtime:
         self._functions: dict[int, bytes] = {}
         self._variables: weakref.WeakValueDictionary[int, Shared] = weakref.WeakValueDictionary()
         self._to_flip: list[tuple[Shared, int, int]] = []
+        self._flip_call = -1
         self.bound: weakref.WeakSet[Any] = weakref.WeakSet()  # functions that are on the workers
         self.last_numbers: Any = None
         self._num_calls = 0
@@ -262,10 +263,14 @@ class Runtime:
             self.staging = larger
         return self.staging
 
-    def grow_exchange(self, slot_nbytes: int) -> None:
-        """Make room for ``slot_nbytes`` bytes of outputs per rank."""
+    def grow_exchange(self, slot_nbytes: int, published: Sequence[int]) -> None:
+        """Make room for ``slot_nbytes`` bytes of outputs per rank; what the ranks ``published`` wrote is carried over."""
         slot_nbytes = -(-slot_nbytes // 4096) * 4096
         larger = Segment.create(self.world_size * slot_nbytes, is_worker_writable=True)
+        for rank in published:
+            start = rank * self.slot_nbytes
+            slot = self.exchange_segment.buffer[start : start + self.slot_nbytes]
+            larger.buffer[rank * slot_nbytes : rank * slot_nbytes + self.slot_nbytes] = slot
         self.forget_segment(self.exchange_segment)
         self.exchange_segment, self.slot_nbytes = larger, slot_nbytes
 
@@ -364,8 +369,8 @@ class Runtime:
     def variable(self, variable_id: int) -> Shared:
         return self._variables[variable_id]
 
-    def commit(self, sequence: int, ranks: Sequence[int], layouts: Sequence[Layout]) -> None:
-        """Make the assignments of call ``sequence`` hold, on all of its ranks at once.
+    def commit(self, ranks: Sequence[int], layouts: Sequence[Layout]) -> None:
+        """Make the assignments of the call under way hold, on all of its ranks at once.
 
         One store into shared memory decides: before it the call has changed nothing, after it everything. What follows
         is bookkeeping that an interrupt can put off.
@@ -377,18 +382,23 @@ class Runtime:
                 back = 1 - variable.front[rank]
                 variable.shapes[rank][back] = shapes
                 flips.append((variable, rank, back))
+        absent = sorted(set(range(self.world_size)) - set(ranks))
+        for variable_id, _ in layouts[0].assigned if absent else ():
+            variable = self._variables[variable_id]
+            if not variable.is_sharded:
+                # Ranks without rows did not run: they get the value of the lowest rank that did, or replicas would drift.
+                variable.copy_back(ranks[0], absent)
+                flips += [(variable, rank, 1 - variable.front[rank]) for rank in absent]
+        self._flip_call = self._num_calls
         self._to_flip = flips
-        self.team.down[list(ranks), Down.COMMITTED] = sequence
-        self._committed_sequence = sequence
+        self.team.down[list(ranks), Down.COMMITTED] = self._num_calls
         self._finish_commit()
 
-    _committed_sequence = -1
-
     def _finish_commit(self) -> None:
-        flips, sequence = self._to_flip, self._committed_sequence
+        flips = self._to_flip
         if not flips:
             return
-        if int(self.team.down[flips[0][1], Down.COMMITTED]) == sequence:
+        if int(self.team.down[flips[0][1], Down.COMMITTED]) == self._flip_call:
             for variable, rank, front in flips:
                 variable.front[rank] = front
         self._to_flip = []
@@ -426,6 +436,8 @@ class Runtime:
 
     def _list(self, verb: str, variables: Any) -> list[Shared]:
         """Return ``variables`` (one, or a sequence) as a list, checked."""
+        if not isinstance(variables, (Shared, list, tuple)):
+            raise TypeError(f"cannot {verb}: got {type(variables).__name__}, expected a Shared or a sequence of them.")
         listed = [variables] if isinstance(variables, Shared) else list(variables)
         for variable in listed:
             if not isinstance(variable, Shared):
@@ -438,7 +450,8 @@ class Runtime:
         listed = self._list("broadcast", variables)
         with self.entered("broadcast"):
             self.begin("broadcast")
-            for variable, value in collectives.pair(variables, listed, values):
+            pairs = collectives.pair(variables, listed, values)
+            for variable, value in pairs:
                 collectives.broadcast(self, variable, value)
 
     def scatter(self, variables: Any, values: Any, batch: Any = None) -> None:
@@ -446,7 +459,8 @@ class Runtime:
         listed = self._list("scatter", variables)
         with self.entered("scatter"):
             self.begin("scatter")
-            for variable, value in collectives.pair(variables, listed, values):
+            pairs = collectives.pair(variables, listed, values)
+            for variable, value in pairs:
                 collectives.scatter(self, variable, value, batch)
 
     def gather(self, variables: Any, nd_up: int = 1) -> Any:

@@ -17,8 +17,8 @@ from synk._arrays import as_plain_array, check_shareable
 from synk._memory import Segment
 from synk._messages import Input
 from synk._shards import shard_bounds
-from synk._trees import flatten, skeleton_of, unflatten
-from synk._variables import Declaration, Shapes, check_value, leaf_offsets, resolve_variable
+from synk._trees import skeleton_of, unflatten
+from synk._variables import Declaration, Shapes, check_value, flatten_value, leaf_offsets, resolve_variable
 from synk.errors import ClosedError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Shared:
         self._id = next(_variable_ids)
         self.name = name or f"shared{self._id}"
         self.is_sharded = bool(sharded)
-        leaves, self._structure = flatten(value)
+        leaves, self._structure = flatten_value(value)
         if not leaves:
             raise ValueError(f"cannot share {self.name!r}: got a value without arrays.")
         arrays = [as_plain_array(leaf, f"variable {self.name!r}") for leaf in leaves]
@@ -88,14 +88,14 @@ class Shared:
         ValueError
             If a leaf has no axis 0, or the leaves differ in length.
         """
-        lengths = {array.shape[0] if array.ndim else None for array in arrays}
-        if len(lengths) > 1 or None in lengths:
+        shapes = [array.shape for array in arrays]
+        if () in shapes:
+            raise ValueError(f"cannot scatter variable {self.name!r}: got a single value, expected rows on axis 0.")
+        if len({shape[0] for shape in shapes}) > 1:
             raise ValueError(
-                f"cannot scatter variable {self.name!r}: got axis-0 lengths {sorted(map(str, lengths))}, expected one "
-                "length for all its arrays."
+                f"cannot scatter variable {self.name!r}: got shapes {shapes}, expected one axis-0 length for all its arrays."
             )
-        (length,) = lengths
-        assert length is not None
+        length = shapes[0][0]
         return [[array[low:high] for array in arrays] for low, high in shard_bounds(length, self._runtime.world_size)]
 
     def leaves(self, rank: int) -> list[np.ndarray]:
@@ -128,6 +128,15 @@ class Shared:
         self.reserve(rank, shapes)
         self.shapes[rank][1 - self.front[rank]] = shapes
         return self._views(rank, 1 - self.front[rank])
+
+    def copy_back(self, source: int, ranks: Sequence[int]) -> None:
+        """Copy the second buffer of ``source`` to those of ``ranks``."""
+        shapes = self.shapes[source][1 - self.front[source]]
+        values = self._views(source, 1 - self.front[source])
+        for rank in ranks:
+            for target, value in zip(self.back(rank, shapes), values):
+                np.copyto(target, value)
+        self._note_change()
 
     def flip(self, ranks: Sequence[int] | range) -> None:
         """Make the second buffers of ``ranks`` the values, from the master's side: workers are told."""
@@ -164,7 +173,7 @@ class Shared:
 
     def check(self, value: Any, rank: int = 0) -> list[np.ndarray]:
         """Return the leaves of ``value`` as arrays that fit this variable."""
-        leaves, structure = flatten(value)
+        leaves, structure = flatten_value(value, self._structure)
         if structure != self._structure:
             raise ValueError(
                 f"cannot set variable {self.name!r}: got a value of structure {structure}, expected {self._structure}."
@@ -175,7 +184,9 @@ class Shared:
         shapes = self.shapes[rank][self.front[rank]]
         return [
             np.asarray(array, dtype=dtype)
-            for array, dtype in zip(check_value(self.name, arrays, self._dtypes, shapes), self._dtypes)
+            for array, dtype in zip(
+                check_value(self.name, arrays, self._dtypes, shapes, is_sharded=self.is_sharded), self._dtypes
+            )
         ]
 
     def build(self, leaves: Sequence[Any]) -> Any:
@@ -209,7 +220,15 @@ class Shared:
 
     @property
     def lengths(self) -> list[int]:
-        """Rows on each rank."""
+        """Rows on each rank.
+
+        Raises
+        ------
+        ValueError
+            If the variable has no axis 0.
+        """
+        if not self.shapes[0][self.front[0]][0]:
+            raise ValueError(f"cannot count the rows of variable {self.name!r}: it has no axis 0.")
         return [self.shapes[rank][self.front[rank]][0][0] for rank in range(self._runtime.world_size)]
 
     # -- in calls -----------------------------------------------------------------------------------------------------
@@ -225,6 +244,11 @@ class Shared:
             hint = "take it out of bcast_inputs" if self.is_sharded else f"add {label!r} to bcast_inputs"
             raise ValueError(f"cannot pass {label} of {function_name!r}: variable {self.name!r} is {is_kind}; {hint}.")
         return Argument(label, keyword, "shard" if self.is_sharded else "replica", value=self)
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether the value is a nesting of arrays."""
+        return bool(self._structure != "leaf")
 
     @property
     def num_rows(self) -> int:

@@ -301,10 +301,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "_shards", "_ops", "_messages"),
     ("_memory", "_channel", "backends"),
     ("communicators",),
-    ("data", "shared", "comm"),
+    ("data", "shared", "_comm", "collectives"),
     ("_worker",),
     ("runtime",),
-    ("function", "collectives", "profile"),
+    ("function", "profile"),
 )
 
 
