@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -22,6 +22,16 @@ def kill_self() -> NoReturn:
     """End this process by SIGKILL."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("alive after SIGKILL")
+
+
+def kill_all(pids: Iterable[int]) -> NoReturn:
+    """End processes at once, this one among them or not, and wait for the end."""
+    others = [pid for pid in pids if pid != os.getpid()]
+    for pid in others:
+        os.kill(pid, signal.SIGKILL)
+    if len(others) < len(list(pids)):
+        kill_self()
+    loop_for_ever()
 
 
 def segfault(*_: object) -> NoReturn:
@@ -176,8 +186,8 @@ def open_targets() -> list[str]:
 
 
 def synk_descriptors(_: object = None) -> list[str]:
-    """Return what this process holds of a runtime's memory and pidfds."""
-    return [target for target in open_targets() if "memfd:synk" in target or "pidfd" in target]
+    """Return what this process holds of the life lines between a master and its workers."""
+    return [target for target in open_targets() if "pidfd" in target or "eventfd" in target]
 
 
 class Recorder:

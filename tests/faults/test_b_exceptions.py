@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import saboteurs
-from harness import assert_right, pids, replaced_workers, same_workers, script
+from harness import assert_right, pids, same_workers, script
 
+import synk
 from synk.errors import CallTimeout, RemoteError, SynkError, WorkerDied
 
 RANKS = np.arange(4)
@@ -80,6 +81,24 @@ def test_B2_the_users_error_wins_over_the_abort_of_its_peers(shared_runtimes: An
     rt = shared_runtimes[3]
     with same_workers(rt), pytest.raises(ZeroDivisionError):
         raiser(rt, {rank: lambda: ZeroDivisionError("mine")}, output)(RANKS[:3])
+
+
+@pytest.mark.parametrize("size", [1, 1 << 20], ids=["small", "large"])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_B2_raises_while_the_others_wait_in_a_collective(shared_runtimes: Any, rank: int, size: int) -> None:
+    rt = shared_runtimes[3]
+
+    def meet(row: np.ndarray) -> np.ndarray:
+        if row[0] == rank:
+            raise ZeroDivisionError("mine")
+        return synk.comm.all_reduce(np.ones(size))
+
+    with same_workers(rt):
+        with pytest.raises(ZeroDivisionError, match="mine") as caught:
+            rt.function(meet, outputs="first")(np.arange(3.0), timeout=20)
+        assert caught.value.__cause__.rank == rank
+        total = rt.function(lambda row: synk.comm.all_reduce(row, "sum"), outputs="first")
+        assert total(np.arange(3.0)) == [3.0]
 
 
 def test_B3_the_lowest_rank_is_raised_and_the_others_noted(shared_runtimes: Any) -> None:
@@ -287,7 +306,7 @@ def test_B12_warnings_as_errors_hold_in_workers() -> None:
 def test_the_whole_family_is_one(runtime: Fork) -> None:
     """Every error of the runtime can be caught as ``SynkError``; a user's never is one."""
     rt = runtime(2)
-    with replaced_workers(rt, [0, 1]), pytest.raises(SynkError):
+    with pytest.raises(SynkError):
         rt.function(lambda row: saboteurs.kill_self())(np.arange(2))
     with pytest.raises(ValueError) as caught:
         raiser(rt, {0: lambda: ValueError("mine")})(RANKS[:2])

@@ -104,6 +104,31 @@ def test_D1_ctrl_c_in_code_that_ignores_it() -> None:
     ).check("")
 
 
+def test_D1_ctrl_c_in_a_collective(storm_count: Count) -> None:
+    """Ranks that wait for one another leave together; nothing of the old meeting is in the next."""
+    script(
+        INTERRUPT
+        + f"""
+    rng = random.Random(3)
+    with synk.fork(2, backend="numpy") as rt:
+        def meet(x):
+            while True:
+                synk.comm.all_reduce(np.full(1000, x[0]), "sum")
+        endless = rt.function(meet)
+        total = rt.function(lambda x: synk.comm.all_reduce(np.full(1000, x[0]), "sum"), outputs="first")
+        before = pids(rt)
+        for number in range({storm_count(10)}):
+            timer = interrupt_after(rng.uniform(0.002, 0.05))
+            took = interrupted(endless, np.ones(2))
+            timer.join()
+            assert (total(np.full(2, float(number))) == 2.0 * number).all()
+        assert pids(rt) == before
+        assert_right(rt)
+    """,
+        timeout=60,
+    ).check("")
+
+
 def test_D2_a_terminals_ctrl_c_reaches_the_master_only() -> None:
     """Workers live in sessions of their own: neither a traceback of theirs nor a new pid."""
     controller, terminal = pty.openpty()
@@ -150,6 +175,7 @@ def test_D3_second_ctrl_c_while_the_first_is_handled() -> None:
     import saboteurs
     rt = synk.fork(2, backend="numpy")
     stuck = rt.function(lambda row: saboteurs.loop_in_c(), outputs=None)
+    rt.distribute()
     began = time.monotonic()
     interrupt_after(0.5)
     interrupt_after(0.55)
@@ -253,7 +279,8 @@ def test_D5_ctrl_c_inside_the_life_cycle(where: str, storm_count: Count) -> None
                         rt.data(np.ones(1 << 16))
                 else:
                     rt.close()
-                time.sleep(20)
+                time.sleep(5)
+                raise AssertionError("the interrupt was swallowed")
             except KeyboardInterrupt:
                 pass
         finally:
@@ -307,6 +334,7 @@ MASTER_KILLED = {
     "in a call": "rt.function(busy, outputs=None)(np.arange(2))",
     "in a call that holds the interpreter": "rt.function(stuck, outputs=None)(np.arange(2))",
     "in a reduction": "arm('reduce.before').function(lambda x: np.ones(1 << 18))(np.arange(2))",
+    "in a collective": "rt.function(lambda row: row[0] or synk.comm.barrier() or busy(row))(np.arange(2))",
     "in the start": "arm('start.import').distribute()",
     "with a forked child alive": "fork_a_child(); wait()",
     "started by a dead thread": "wait()",

@@ -52,7 +52,6 @@ def test_E1_a_forked_copy_may_not_use_the_runtime() -> None:
             child = os.fork()
             if child == 0:
                 try:
-                    assert data[0] == 1.0  # reading is only memory
                     act and act()
                 except synk.errors.ReentrancyError as error:
                     print("refused", "fork" in str(error), flush=True)

@@ -16,7 +16,8 @@ import pytest
 import saboteurs
 from harness import Scenario, assert_right, pids, replaced_workers, same_workers, script
 
-from synk.errors import CallTimeout
+import synk
+from synk.errors import CallTimeout, CollectiveMismatch
 
 Fork = Callable[..., Any]
 ROWS = np.arange(6.0)
@@ -188,6 +189,44 @@ def test_F5_a_function_takes_its_streams_away(runtime: Fork, how: str) -> None:
         assert rt.function(take_away)(np.arange(2)) is None
         with pytest.raises(ValueError, match="still told"):
             rt.function(lambda row: saboteurs.raise_text("still told"))(np.arange(2))
+
+
+MISMATCHES: dict[str, Callable[[np.ndarray], object]] = {
+    "collective": lambda row: synk.comm.all_reduce(row) if row[0] else synk.comm.all_gather(row),
+    "op": lambda row: synk.comm.all_reduce(row, "sum" if row[0] else "max"),
+    "dtype": lambda row: synk.comm.all_reduce(row.astype("f4" if row[0] else "f8")),
+    "shape": lambda row: synk.comm.all_reduce(np.ones(1 + int(row[0]))),
+    "large shape": lambda row: synk.comm.all_reduce(np.ones(1_000_000 + int(row[0]))),
+    "root": lambda row: synk.comm.broadcast(row, root=int(row[0])),
+    "order": lambda row: [synk.comm.barrier, lambda: synk.comm.all_reduce(row)][:: 1 if row[0] else -1][0](),
+}
+
+
+@pytest.mark.parametrize("kind", MISMATCHES)
+def test_F6_ranks_call_different_collectives(shared_runtimes: Any, kind: str) -> None:
+    """Each rank's request is told; nobody hangs; the next collective is right."""
+    rt = shared_runtimes[2]
+    disagree = MISMATCHES[kind]
+    rows = np.arange(2.0)
+    agree = rt.function(lambda row: synk.comm.all_reduce(row, "sum"), outputs="first")
+    with same_workers(rt):
+        for _ in range(3):
+            with pytest.raises(CollectiveMismatch) as caught:
+                rt.function(lambda row: disagree(row) is None, outputs=None)(rows, timeout=20)
+            for rank in range(2):
+                assert f"rank {rank}" in str(caught.value)
+            assert agree(rows) == [1.0]
+
+
+@pytest.mark.parametrize("leaver", [0, 1, 2])
+def test_F7_a_rank_leaves_without_joining(shared_runtimes: Any, leaver: int) -> None:
+    rt = shared_runtimes[3]
+
+    def leave(row: np.ndarray) -> np.ndarray:
+        return row if row[0] == leaver else synk.comm.all_reduce(row)
+
+    with same_workers(rt), pytest.raises(CollectiveMismatch, match=rf"rank {leaver}"):
+        rt.function(leave, outputs=None)(np.arange(3.0), timeout=20)
 
 
 def test_F8_a_slow_rank_is_no_dead_rank(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
