@@ -1,0 +1,95 @@
+"""Copies and reductions between places in segments, against NumPy. No process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_arrays import REDUCIBLE, assert_same, reduced
+
+from synk._memory import Segment
+from synk._ops import BLOCK_NBYTES
+from synk._steps import Copy, Reduce, Take, run_steps
+
+
+def made(nbytes: int, fill: int = 0) -> Segment:
+    segment = Segment.create(nbytes)
+    segment.buffer[:] = fill
+    return segment
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 63, 4097])
+def test_a_copy_reaches_all_its_targets_and_nothing_else(nbytes: int) -> None:
+    source, first, second = made(8192), made(8192, 7), made(8192, 8)
+    source.buffer[:] = np.arange(8192) % 251
+    by_id = {segment.id: segment for segment in (source, first, second)}
+    run_steps([Copy((source.id, 5), ((first.id, 64), (second.id, 1)), nbytes)], by_id)
+    for target, at, fill in ((first, 64, 7), (second, 1, 8)):
+        expected = np.full(8192, fill, np.uint8)
+        expected[at : at + nbytes] = source.buffer[5 : 5 + nbytes]
+        np.testing.assert_array_equal(target.buffer, expected)
+
+
+@given(indices=st.lists(st.integers(0, 9), max_size=20), row_nbytes=st.sampled_from([1, 3, 8, 24]))
+@settings(max_examples=50, deadline=None)
+def test_rows_are_taken_in_the_order_of_the_indices(indices: list[int], row_nbytes: int) -> None:
+    source, places, target = made(4096), made(4096), made(4096, 9)
+    rows = source.buffer[16 : 16 + 10 * row_nbytes].reshape(10, row_nbytes)
+    rows[:] = np.random.default_rng(0).integers(0, 255, rows.shape)
+    places.buffer[8 : 8 + 8 * len(indices)].view(np.int64)[:] = indices
+    by_id = {segment.id: segment for segment in (source, places, target)}
+    step = Take((source.id, 16), 10, row_nbytes, (places.id, 8), len(indices), (target.id, 32))
+    run_steps([step], by_id)
+    end = 32 + len(indices) * row_nbytes
+    np.testing.assert_array_equal(target.buffer[32:end].reshape(-1, row_nbytes), rows[indices])
+    assert (target.buffer[:32] == 9).all()
+    assert (target.buffer[end:] == 9).all()
+
+
+@pytest.mark.parametrize(("op", "dtype"), REDUCIBLE)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_reduction_is_numpys_in_rank_order(op: str, dtype: str, world_size: int) -> None:
+    rng = np.random.default_rng(world_size)
+    count = 77
+    parts = [(rng.normal(size=count) * 30).astype(dtype) for _ in range(world_size)]
+    if np.dtype(dtype).kind == "f":
+        parts[0][5], parts[-1][6] = np.nan, np.inf
+    segments = [made(4096) for _ in range(world_size)]
+    targets = [made(4096, 3) for _ in range(2)]
+    itemsize = np.dtype(dtype).itemsize
+    for segment, part in zip(segments, parts, strict=True):
+        segment.view(64, (count,), np.dtype(dtype))[:] = part
+    places = tuple((target.id, 128) for target in targets)
+    step = Reduce(op, np.dtype(dtype), count, tuple((segment.id, 64) for segment in segments), places)
+    run_steps([step], {segment.id: segment for segment in (*segments, *targets)})
+    for target in targets:
+        got = target.view(128, (count,), np.dtype(dtype))
+        assert_same(got, reduced(op, parts), is_rounded=op == "avg")
+        assert (target.buffer[:128] == 3).all()
+        assert (target.buffer[128 + count * itemsize :] == 3).all()
+
+
+@pytest.mark.parametrize("op", ["avg", "sum", "max"])
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+@pytest.mark.parametrize("extra", [-1, 0, 1])
+def test_many_blocks_are_the_same_numbers(op: str, dtype: str, extra: int) -> None:
+    """One element less, as many, and one more than whole blocks."""
+    count = 2 * BLOCK_NBYTES // np.dtype(dtype).itemsize + extra
+    rng = np.random.default_rng(0)
+    parts = [rng.normal(size=count).astype(dtype) for _ in range(3)]
+    segments = [made(count * 8) for _ in range(5)]
+    for segment, part in zip(segments, parts, strict=False):
+        segment.view(0, (count,), np.dtype(dtype))[:] = part
+    sources = tuple((segment.id, 0) for segment in segments[:3])
+    places = tuple((segment.id, 0) for segment in segments[3:])
+    run_steps([Reduce(op, np.dtype(dtype), count, sources, places)], {segment.id: segment for segment in segments})
+    for segment in segments[3:]:
+        assert_same(segment.view(0, (count,), np.dtype(dtype)), reduced(op, parts), is_rounded=op == "avg")
+
+
+def test_steps_run_in_order() -> None:
+    first, second = made(64, 1), made(64, 2)
+    by_id = {first.id: first, second.id: second}
+    run_steps([Copy((first.id, 0), ((second.id, 0),), 8), Copy((second.id, 0), ((first.id, 32),), 16)], by_id)
+    assert first.buffer[32:48].tolist() == [1] * 8 + [2] * 8
