@@ -127,13 +127,13 @@ class Executor:
             variables.finish_updates()
         return result
 
-    @staticmethod
-    def _load_objects(prepared: PreparedPlan) -> Sequence[Any]:
+    def _load_objects(self, prepared: PreparedPlan) -> Sequence[Any]:
         """Unpickle the broadcast objects of the call: the user's classes are built here."""
         if prepared.pickle_view is None:
             return ()
         try:
-            return pickle.loads(prepared.pickle_view, buffers=prepared.buffer_views)
+            objects = pickle.loads(prepared.pickle_view, buffers=prepared.buffer_views)
+            return [self.backend.from_objects(value) for value in objects]
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -209,7 +209,9 @@ class Executor:
                 structure = got_structure
                 skeleton = skeleton_of(structure, len(values))
                 ops = match_ops(function.outputs, skeleton, len(values), repr(function.name))
-                accumulators = [Accumulator(op, f"output {k} of {function.name!r}") for k, op in enumerate(ops)]
+                accumulators = [
+                    Accumulator(op, f"output {k} of {function.name!r}", self.backend.xp) for k, op in enumerate(ops)
+                ]
             elif got_structure != structure:
                 raise ValueError(
                     f"cannot accumulate the outputs of {function.name!r} over slices: got structure {got_structure}, "
@@ -265,6 +267,7 @@ class Executor:
         status = self._fill_slot(prepared)
         if assigned and not variables.store():
             status = Status.UNPUBLISHED
+        self.backend.synchronize()
         return status, (layout if is_new else None, objects) if is_new or objects else None
 
     def _array_or_object(self, value: Any, op: Op, position: int, function: LoadedFunction) -> Any:
@@ -322,7 +325,7 @@ class Executor:
 
     def _publish_chunks(self, array: Any, view: np.ndarray, position: int, participants: list[int]) -> None:
         """Copy the chunks that other ranks reduce; the rank's own one is read from private memory at assembly."""
-        flat = np.ascontiguousarray(array).reshape(-1)
+        flat = self.backend.flat(array)
         self._outputs[position] = flat
         if len(participants) == 1:
             return
@@ -337,7 +340,9 @@ class Executor:
         assert self._prepared is not None
         if variables.assigned and not variables.store():
             raise SharedMemoryError("cannot store the new value of a shared variable: its buffer has no room for it.")
-        return self._fill_slot(self._prepared)
+        status = self._fill_slot(self._prepared)
+        self.backend.synchronize()
+        return status
 
     @property
     def is_waiting(self) -> bool:
@@ -360,16 +365,20 @@ class Executor:
                 continue
             start, stop = move.start, move.stop
             count = stop - start
+            out = result.view(move.offset + start * leaf.dtype.itemsize, (count,), leaf.dtype)
+            if len(participants) == 1:
+                self.backend.to_host(self._outputs[move.leaf].reshape(-1)[start:stop], out)
+                continue
             values = []
             for rank in participants:
                 if rank == self.rank:
-                    values.append(self._outputs[move.leaf].reshape(-1)[start:stop])
+                    values.append(self.backend.fetch(self._outputs[move.leaf].reshape(-1)[start:stop]))
                 else:
                     at = rank * self.slot_nbytes + offsets[move.leaf] + start * leaf.dtype.itemsize
                     values.append(self.exchange.view(at, (count,), leaf.dtype))
-            out = result.view(move.offset + start * leaf.dtype.itemsize, (count,), leaf.dtype)
             with np.errstate(all="ignore"):
                 reduce_into(move.op, values, rows if move.op == "avg" else None, out)
+        self.backend.synchronize()
 
     def forget(self) -> None:
         """Drop the outputs of the last call."""

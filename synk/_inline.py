@@ -40,7 +40,7 @@ class InlineProcess:
 
     def give(self, segment: Segment) -> None:
         """Share a segment: inline, the very same mapping, seen read-only where a worker would map it so."""
-        self._worker.segments[segment.id] = segment.shared_view()
+        self._worker.add_segment(segment.shared_view())
 
     def handle(self, kind: Kind, sequence: int, value: int, extras: Extras | None) -> None:
         """Act on a message at once; the reply waits for :meth:`reply`."""

@@ -16,7 +16,8 @@ OPS = (*REDUCE_OPS, "gather", "first")
 # An accumulator block of this size stays in the second-level cache while every rank's part streams through it.
 BLOCK_NBYTES = 1 << 18
 
-_UFUNCS = {"avg": np.add, "sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+_UFUNC_NAMES = {"avg": "add", "sum": "add", "prod": "multiply", "min": "minimum", "max": "maximum"}
+_UFUNCS = {op: getattr(np, name) for op, name in _UFUNC_NAMES.items()}
 
 
 def is_reducible(op: Op) -> bool:
@@ -61,15 +62,6 @@ def check_op(op: str, dtype: np.dtype, what: str) -> None:
 def accumulator_dtype(dtype: np.dtype) -> np.dtype:
     """Return the dtype in which values of ``dtype`` are combined: float32 for the 16-bit floats, else ``dtype``."""
     return np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
-
-
-def combine(op: str, accumulator: np.ndarray, value: np.ndarray, out: np.ndarray) -> None:
-    """Write ``accumulator op value`` to ``out`` (any of the three may be the same memory).
-
-    ``avg`` adds: the weights are applied to the values before and the division after.
-    """
-    with np.errstate(all="ignore"):  # overflow and NaN are the caller's numbers, as in a NumPy reduction
-        _UFUNCS[op](accumulator, value, out=out)
 
 
 def _reduce_block(op: str, blocks: Sequence[np.ndarray], rows: Sequence[float] | None, out: np.ndarray) -> None:
@@ -137,14 +129,17 @@ class Accumulator:
     op : Op
     what : str
         Names the output in errors.
+    xp : module
+        NumPy, or the namespace of the array library that the values belong to.
     """
 
-    def __init__(self, op: Op, what: str) -> None:
+    def __init__(self, op: Op, what: str, xp: Any = np) -> None:
         self.op = op
         self.what = what
+        self._xp = xp
         self._parts: list[Any] = []
         self._rows: list[int] = []
-        self._sum: np.ndarray | None = None
+        self._sum: Any = None
 
     def add(self, value: Any, num_rows: int) -> None:
         """Take in the value of one slice of ``num_rows`` rows (an array, or any object where the op allows it)."""
@@ -152,7 +147,7 @@ class Accumulator:
         self._rows.append(num_rows)
         if op is None or op == "gather":
             # A function may return a view of a buffer that it fills again for the next slice.
-            self._parts.append(np.array(value) if isinstance(value, np.ndarray) else value)
+            self._parts.append(self._xp.array(value) if hasattr(value, "dtype") else value)
         elif not self._parts:
             self._parts = [value]  # as it is: with one slice nothing is computed
         elif callable(op):
@@ -160,38 +155,42 @@ class Accumulator:
         elif op != "first":
             self._combine(op, value, num_rows)
 
-    def _combine(self, op: str, value: np.ndarray, num_rows: int) -> None:
+    def _combine(self, op: str, value: Any, num_rows: int) -> None:
         first = self._parts[0]
         if self._sum is None:
             check_op(op, first.dtype, self.what)
-            self._sum = np.array(self._term(op, first, self._rows[0]), order="C")
+            self._sum = self._xp.array(self._term(op, first, self._rows[0]), order="C")
         if value.shape != first.shape or value.dtype != first.dtype:
             raise ValueError(
                 f"cannot accumulate {self.what} over slices: got shape {value.shape} and dtype {value.dtype} after shape "
                 f"{first.shape} and dtype {first.dtype}, expected the same for every slice. "
                 "Use op 'gather' where the length follows the rows."
             )
-        combine(op, self._sum, self._term(op, value, num_rows), self._sum)
+        with np.errstate(all="ignore"):  # overflow and NaN are the caller's numbers, as in a NumPy reduction
+            getattr(self._xp, _UFUNC_NAMES[op])(self._sum, self._term(op, value, num_rows), out=self._sum)
 
-    @staticmethod
-    def _term(op: str, value: np.ndarray, num_rows: int) -> np.ndarray:
+    def _term(self, op: str, value: Any, num_rows: int) -> Any:
+        """Return ``value`` in the accumulator dtype, for an average times its rows."""
+        value = self._xp.asarray(value)  # a number may still be on the host
         wide = accumulator_dtype(value.dtype)
         with np.errstate(all="ignore"):
-            return np.multiply(value, wide.type(num_rows), dtype=wide) if op == "avg" else value.astype(wide, copy=False)
+            if op == "avg":
+                return self._xp.multiply(value, wide.type(num_rows), dtype=wide)
+            return value.astype(wide, copy=False)
 
     def result(self) -> Any:
         """Return the value over all slices taken in so far."""
         if self.op is None:
             return self._parts
         if self.op == "gather":
-            return np.concatenate(self._parts)
+            return self._xp.concatenate([self._xp.asarray(part) for part in self._parts])
         if self._sum is None:
             return self._parts[0]
         with np.errstate(all="ignore"):
             total = self._sum
             if self.op == "avg":
                 total = total / total.dtype.type(sum(self._rows))
-            return np.asarray(total, dtype=self._parts[0].dtype)
+            return self._xp.asarray(total, dtype=self._parts[0].dtype)
 
 
 def check_outputs(outputs: Any, what: str) -> None:

@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from synk.backends import BACKENDS
+from synk.backends import BACKENDS, _devices, _nvml
+from synk.communicators._nccl_library import nccl_environment
+from synk.errors import UnsupportedError
+
+_SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Backend and devices of the ranks; ``environments`` is empty where CPU workers' default applies."""
+    """Backend and devices of the ranks; ``environments`` and ``cpus`` are empty where CPU workers' default applies.
+
+    Attributes
+    ----------
+    environments : tuple of dict
+        The whole environment of each rank.
+    cpus : tuple of tuple of int
+        The CPUs that each rank may run on.
+    can_use_nccl : bool
+        Whether NCCL can join the ranks: there are several, on a GPU each.
+    """
 
     backend: str
     devices: tuple[str, ...]
     environments: tuple[dict[str, str], ...] = ()
+    cpus: tuple[tuple[int, ...], ...] = ()
+    can_use_nccl: bool = False
 
     def environment(self, rank: int) -> dict[str, str] | None:
         return self.environments[rank] if self.environments else None
+
+    def cpus_of(self, rank: int) -> tuple[int, ...]:
+        return self.cpus[rank] if self.cpus else ()
 
 
 def place(num_workers: int | None, backend: str, devices: Sequence[Any] | None, inline: bool) -> Placement:
@@ -52,11 +72,41 @@ def place(num_workers: int | None, backend: str, devices: Sequence[Any] | None, 
     return place_on_gpus(num_workers, devices)
 
 
+def has_cupy() -> bool:
+    """Whether CuPy is installed; does not import it."""
+    return importlib.util.find_spec("cupy") is not None
+
+
 def gpus_usable() -> bool:
     """Whether a GPU is visible and CuPy is installed; imports neither CuPy nor CUDA."""
-    return False
+    return has_cupy() and not _devices.explain_absence(_nvml.discover(os.environ), os.environ, has_cupy=True)
 
 
 def place_on_gpus(num_workers: int | None, devices: Sequence[Any] | None) -> Placement:
-    """Choose GPUs by NVML."""
-    raise ValueError("cannot fork: no GPU backend")
+    """Choose GPUs by NVML.
+
+    Raises
+    ------
+    UnsupportedError
+        If there is none to be used; the message says why, and what to install.
+    ValueError, TypeError
+        If ``devices``, ``num_workers`` or CUDA_VISIBLE_DEVICES make no sense here.
+    """
+    snapshot = _nvml.discover(os.environ)
+    problem = _devices.explain_absence(snapshot, os.environ, has_cupy=has_cupy())
+    if problem:
+        raise UnsupportedError(f"cannot fork with backend 'cupy': {problem}")
+    chosen = _devices.choose_devices(_devices.visible_devices(snapshot, os.environ), num_workers, devices)
+    sharing = _devices.ranks_per_device(chosen)
+    environment = nccl_environment(os.environ, ranks_per_device=sharing)
+    # JAX would take three quarters of the memory at its start, from CuPy and from its neighbours.
+    environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    allowed = os.sched_getaffinity(0)
+    return Placement(
+        "cupy",
+        tuple(str(device) for device in chosen),
+        tuple(environment | _devices.worker_environment(device) for device in chosen),
+        tuple(tuple(sorted(_devices.cpu_mask(device, allowed))) for device in chosen),
+        # Ranks that share a GPU take turns on it, and NCCL before 2.30.3 refuses them: only if the user asks for it.
+        len(chosen) > 1 and (sharing == 1 or os.environ.get(_SHARING_VARIABLE) == "1"),
+    )

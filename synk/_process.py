@@ -322,7 +322,9 @@ class WorkerProcess:
         self._popen = None
 
 
-def setup_message(world_size: int, backend: str, device: str, failpoints: Sequence[Any]) -> dict[str, Any]:
+def setup_message(
+    world_size: int, backend: str, device: str, cpus: Sequence[int], failpoints: Sequence[Any]
+) -> dict[str, Any]:
     """Return what a worker must know before it can unpickle anything."""
     home = os.path.dirname(os.path.dirname(os.path.abspath(synk.__file__)))
     absolute = [entry for entry in sys.path if os.path.isabs(entry)]
@@ -330,6 +332,7 @@ def setup_message(world_size: int, backend: str, device: str, failpoints: Sequen
         "world_size": world_size,
         "backend": backend,
         "device": device,
+        "cpus": list(cpus),
         "master_pid": os.getpid(),
         "sys_path": sys.path,
         "import_path": absolute if home in absolute else [*absolute, home],

@@ -129,7 +129,7 @@ class Team:
         device = self.devices[rank]
         if self.is_inline:
             return InlineProcess(rank, self.world_size, self.backend, device, self._control, self._eventfds, failpoints)
-        setup = setup_message(self.world_size, self.backend, device, failpoints)
+        setup = setup_message(self.world_size, self.backend, device, self._placement.cpus_of(rank), failpoints)
         setup["control_nbytes"] = self._control.nbytes
         events = {f"event{peer}": fd for peer, fd in enumerate(self._eventfds)}
         environment = self._placement.environment(rank) or cpu_environment(self.world_size)

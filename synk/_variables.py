@@ -18,6 +18,7 @@ from synk._memory import Segment
 from synk._messages import Down, Input
 from synk._ops import Accumulator
 from synk._trees import flatten, unflatten
+from synk.backends import Backend
 
 _ALIGNMENT = 64
 
@@ -106,7 +107,7 @@ def flatten_value(value: Any, expected: Any = None) -> tuple[list[Any], Any]:
 
 
 def check_value(
-    name: str, leaves: Sequence[Any], dtypes: Sequence[np.dtype], shapes: Shapes, *, is_sharded: bool
+    name: str, leaves: Sequence[Any], dtypes: Sequence[np.dtype], shapes: Shapes, *, is_sharded: bool = False
 ) -> list[np.ndarray]:
     """Return ``leaves`` as arrays fit for a variable: same number, axes and trailing shape, a dtype that casts safely.
 
@@ -273,11 +274,13 @@ class VariableStore:
         The worker's own.
     down : ndarray
         The control block that the master writes.
+    backend : Backend
     """
 
-    def __init__(self, rank: int, segments: dict[int, Segment], down: np.ndarray) -> None:
+    def __init__(self, rank: int, segments: dict[int, Segment], down: np.ndarray, backend: Backend) -> None:
         self.rank = rank
         self.segments = segments
+        self.backend = backend
         self._down = down
         self._replicas: dict[int, Replica] = {}
         self.assigned: dict[int, Replica] = {}
@@ -360,12 +363,14 @@ class VariableStore:
             leaves, structure = flatten(value)
             if is_first:
                 what = f"the update of {replica.name!r}"
-                self._sums.append([Accumulator(op, what) for _ in leaves])
+                self._sums.append([Accumulator(op, what, self.backend.xp) for _ in leaves])
                 self._structures.append(structure)
-            convert = self.from_framework or np.asarray
             for accumulator, leaf in zip(self._sums[position], leaves):
-                accumulator.add(convert(leaf), num_rows)
+                accumulator.add(self.backend.as_array(self._from_user(leaf)), num_rows)
         return outputs
+
+    def _from_user(self, leaf: Any) -> Any:
+        return leaf if self.from_framework is None else self.from_framework(leaf)
 
     def finish_updates(self) -> None:
         """Assign the accumulated new values."""
@@ -399,9 +404,7 @@ class VariableStore:
         if item.kind == "shard":
             numbers = self._down[self.rank]
             if local_indices is not None:
-                leaves = [leaf.take(local_indices[low:high], axis=0) for leaf in leaves]
-                for leaf in leaves:
-                    leaf.flags.writeable = False
+                leaves = [self.backend.take(leaf, local_indices[low:high]) for leaf in leaves]
             else:
                 step = int(numbers[Down.LOCAL_STEP])
                 start = int(numbers[Down.LOCAL_START]) + (low - offset) * step

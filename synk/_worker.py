@@ -42,13 +42,17 @@ from synk._steps import run_steps
 from synk._variables import VariableStore
 from synk.backends import open_backend
 from synk.communicators._shm import Aborted, ShmCommunicator
-from synk.errors import CollectiveMismatch, ReentrancyError, SerializationError, SharedMemoryError
+from synk.errors import CollectiveMismatch, ReentrancyError, SerializationError, SharedMemoryError, SynkError
 
 _Reply = tuple[Status, int, Any]
 
 
 class Interrupted(KeyboardInterrupt):
     """The master asked this worker to end its call."""
+
+
+class DeviceLost(SynkError):
+    """The device failed in a way that only a new process can get over."""
 
 
 current: Worker | None = None
@@ -90,13 +94,18 @@ class Worker:
         self.failpoint: Callable[[str], None] = _failpoints.nothing
         self.sequence = -1
         self.is_interruptible = False
-        self.variables = VariableStore(rank, self.segments, self.down)
+        self.variables = VariableStore(rank, self.segments, self.down, self.backend)
         self._eventfds = eventfds
         self._communicator: ShmCommunicator | None = None
         self._is_communicating = False
         self._function: LoadedFunction | None = None
 
     # -- messages -----------------------------------------------------------------------------------------------------
+
+    def add_segment(self, segment: Segment) -> None:
+        """Take in a segment that has arrived."""
+        self.segments[segment.id] = segment
+        self.backend.note_segment(segment)
 
     def handle(self, kind: int, sequence: int, value: int, extras: Extras | None) -> _Reply:
         """Act on one message; return ``(status, flags, body)`` of the reply. Never raises but what ends the process."""
@@ -119,7 +128,7 @@ class Worker:
             if kind == Kind.VARIABLE:
                 return self._move(extras)
             if kind == Kind.PING:
-                self.executor.forget()
+                self._recover("")
                 return Status.PONG, 0, None
             return Status.BYE, 0, None
         finally:
@@ -135,6 +144,7 @@ class Worker:
             for segment_id in dropped:
                 segment = self.segments.pop(segment_id, None)
                 if segment is not None:
+                    self.backend.forget_segment(segment)
                     segment.close()
         if extras.exchange is not None:
             segment_id, self.executor.slot_nbytes = extras.exchange
@@ -159,15 +169,24 @@ class Worker:
             finally:
                 self.is_interruptible = False
         except Interrupted:
+            self._recover("")
             return Status.INTERRUPTED, 0, None
         return Status.DONE, 0, body
 
     def _failed(self, error: BaseException) -> _Reply:
         # A rank that waits for one that failed fails too; only if nobody failed otherwise is it the cause.
         is_collateral = isinstance(error, (Aborted, CollectiveMismatch))
+        error = self.backend.explain(error, repr(self.function_name))
         failure = pack_failure(error, self.rank, self.device, is_collateral=is_collateral)
         _drop_frames(error)
+        self._recover(failure.traceback_text)
         return Status.ERROR, IS_COLLATERAL if is_collateral else 0, failure
+
+    def _recover(self, text: str) -> None:
+        """After a call that did not end well: nothing of it is left on the device."""
+        self.executor.forget()
+        if not self.backend.recover():
+            raise DeviceLost(f"{text}{self.device} reports errors to every call from now on: this worker ends.")
 
     def _load(self, extras: Extras | None) -> _Reply:
         assert extras is not None
@@ -212,7 +231,7 @@ class Worker:
             finally:
                 self.is_interruptible = False
         except Interrupted:
-            executor.forget()
+            self._recover("")
             reply = (Status.INTERRUPTED, 0, None)
         if self._communicator is not None:
             if self._is_communicating:
@@ -303,6 +322,8 @@ class WorkerLoop:
         failpoint("start.import")
         control = Segment(setup["fds"]["control"], setup["control_nbytes"], is_writable=True, segment_id=0)
         assert control.nbytes >= control_nbytes(setup["world_size"])
+        if setup["cpus"]:
+            os.sched_setaffinity(0, setup["cpus"])  # before the array library starts its threads
         eventfds = [setup["fds"][f"event{rank}"] for rank in range(setup["world_size"])]
         self._worker = Worker(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
         self._worker.failpoint = failpoint
@@ -339,7 +360,12 @@ class WorkerLoop:
                 failure = pack_failure(error, worker.rank, worker.device)
                 self._reply(Status.ERROR, IS_UNRECEIVED, sequence, failure)
                 continue
-            status, reply_flags, body = worker.handle(kind, sequence, value, extras)
+            try:
+                status, reply_flags, body = worker.handle(kind, sequence, value, extras)
+            except DeviceLost as error:
+                sys.stderr.write(f"{error}\n")
+                _flush_output()
+                os._exit(1)  # nothing of the array library may touch the device any more
             if kind == Kind.CALL:
                 _flush_output()
                 worker.failpoint("call.before_reply")
@@ -380,7 +406,7 @@ class WorkerLoop:
                 os.close(fd)
                 raise
             segment.close_fd()
-            self._worker.segments[segment_id] = segment
+            self._worker.add_segment(segment)
         return extras
 
     def _reply(self, status: Status, flags: int, sequence: int, body: Any) -> None:

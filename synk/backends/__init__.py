@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from synk._memory import Segment
+
 BACKENDS = ("numpy", "cupy")
 
 
@@ -20,6 +22,17 @@ class Backend(Protocol):
 
     name: str
     device: str
+    is_device: bool
+    """Whether arrays lie in a memory of their own, so that the host sees only copies."""
+
+    xp: Any
+    """The namespace with NumPy's functions for the backend's arrays."""
+
+    def note_segment(self, segment: Segment) -> None:
+        """Take note of a shared segment: arrays will be copied from and to it."""
+
+    def forget_segment(self, segment: Segment) -> None:
+        """Let go of a segment that is about to be unmapped."""
 
     def from_host(self, host: np.ndarray) -> Any:
         """Return a device array with the values of ``host``; on the CPU ``host`` itself (a read-only view)."""
@@ -27,11 +40,29 @@ class Backend(Protocol):
     def take_rows(self, host: np.ndarray, indices: np.ndarray) -> Any:
         """Return a device array of the rows ``host[indices]``, shape ``(len(indices), *rest)`` (a copy)."""
 
+    def take(self, array: Any, indices: np.ndarray) -> Any:
+        """Return the rows ``indices`` (positions on the host) of an array of the backend, as a new one."""
+
+    def from_objects(self, value: Any) -> Any:
+        """Return a broadcast object as functions see it: arrays in a nesting of tuples, lists and dicts converted."""
+
     def as_output(self, value: Any) -> Any:
-        """Return an array or scalar that a function returned as an array of the backend, or None if it is neither."""
+        """Return an array or scalar that a function returned as an array of the backend, or None if it is neither.
+
+        A number may stay a NumPy array on any backend.
+        """
+
+    def as_array(self, value: Any) -> Any:
+        """Return ``value`` (an array of any library, a number, a list) as an array of the backend."""
+
+    def flat(self, array: Any) -> Any:
+        """Return the elements in C order with one axis; a view where possible."""
 
     def to_host(self, array: Any, out: np.ndarray) -> None:
-        """Copy a device array into the host array ``out`` of the same shape and dtype."""
+        """Copy an array into the host array ``out`` of the same shape and dtype; done when ``synchronize`` returns."""
+
+    def fetch(self, array: Any) -> np.ndarray:
+        """Return the values on the host, now; on the CPU the array itself."""
 
     def converters(self, framework: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
         """Return functions that hand arrays over to ``"torch"`` or ``"jax"``, and take values back, without a copy."""
@@ -41,6 +72,12 @@ class Backend(Protocol):
 
     def synchronize(self) -> None:
         """Return when everything queued on the device is done."""
+
+    def explain(self, error: BaseException, what: str) -> BaseException:
+        """Return the error to report for one that ended ``what``."""
+
+    def recover(self) -> bool:
+        """Clean up after an exception; return whether the device still works."""
 
     def describe(self) -> str:
         """Return one line: library, version, device, memory."""

@@ -1,4 +1,4 @@
-"""Arrays of other libraries on the host: handed to functions without a copy, and taken back so."""
+"""Arrays of other libraries: handed to functions without a copy, and taken back so."""
 
 from __future__ import annotations
 
@@ -62,3 +62,63 @@ def _jax_converters() -> tuple[Converter, Converter]:
         return np.asarray(value) if isinstance(value, jax.Array) else value
 
     return jax.device_put, from_jax
+
+
+def device_converters(framework: str) -> tuple[Converter, Converter]:
+    """Return ``(to_framework, from_framework)`` between CuPy arrays and those of ``framework``, by DLPack.
+
+    Each side tells the other its current stream, so the order of the work is kept whatever the streams are. Values that
+    lie on the host, as a CPU tensor, come back as NumPy arrays.
+
+    Raises
+    ------
+    ImportError
+        If the library is not installed.
+    """
+    return _torch_device_converters() if framework == "torch" else _jax_device_converters()
+
+
+def _torch_device_converters() -> tuple[Converter, Converter]:
+    import cupy
+    import torch
+
+    from_host_tensor = _torch_converters()[1]
+
+    def to_torch(array: Any) -> Any:
+        if any(stride < 0 for stride in array.strides):  # torch has no negative strides
+            array = cupy.ascontiguousarray(array)
+        if array.dtype.name == "bfloat16":
+            return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
+        if array.dtype.kind == "b":
+            return torch.from_dlpack(array.view(np.uint8)).view(torch.bool)
+        return torch.from_dlpack(array)
+
+    def from_torch(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.device.type == "cpu":
+            return from_host_tensor(value)
+        value = value.detach().resolve_conj().resolve_neg()
+        if value.dtype == torch.bfloat16:
+            import ml_dtypes
+
+            return cupy.from_dlpack(value.view(torch.int16)).view(ml_dtypes.bfloat16)
+        if value.dtype == torch.bool:
+            return cupy.from_dlpack(value.view(torch.uint8)).view(np.bool_)
+        return cupy.from_dlpack(value)
+
+    return to_torch, from_torch
+
+
+def _jax_device_converters() -> tuple[Converter, Converter]:
+    import cupy
+    import jax
+    import jax.dlpack
+
+    def from_jax(value: Any) -> Any:
+        if not isinstance(value, jax.Array):
+            return value
+        is_host = all(device.platform == "cpu" for device in value.devices())
+        return np.asarray(value) if is_host else cupy.from_dlpack(value)
+
+    return jax.dlpack.from_dlpack, from_jax

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from synk._arrays import is_masked
+from synk._memory import Segment
 from synk.backends._frameworks import Converter, host_converters
 
 
@@ -16,12 +17,26 @@ class NumpyBackend:
     """One CPU worker's view of its arrays; ``device`` is only a name, as ``"cpu:0"``."""
 
     name = "numpy"
+    is_device = False
+    xp: Any = np
 
     def __init__(self, device: str) -> None:
         self.device = device
 
+    def note_segment(self, segment: Segment) -> None:
+        """Segments are read where they are."""
+
+    def forget_segment(self, segment: Segment) -> None:
+        """Nothing refers to it here."""
+
     def from_host(self, host: np.ndarray) -> np.ndarray:
         return host
+
+    def take(self, array: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        return self.take_rows(array, indices)
+
+    def from_objects(self, value: Any) -> Any:
+        return value
 
     def take_rows(self, host: np.ndarray, indices: np.ndarray) -> np.ndarray:
         rows = host.take(indices, axis=0)
@@ -40,8 +55,17 @@ class NumpyBackend:
             return None if array.dtype.hasobject else array
         return None
 
+    def as_array(self, value: Any) -> np.ndarray:
+        return np.asarray(value)
+
+    def flat(self, array: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(array).reshape(-1)
+
     def to_host(self, array: np.ndarray, out: np.ndarray) -> None:
         np.copyto(out, array)
+
+    def fetch(self, array: np.ndarray) -> np.ndarray:
+        return array
 
     def converters(self, framework: str) -> tuple[Converter, Converter]:
         return host_converters(framework)
@@ -51,6 +75,12 @@ class NumpyBackend:
 
     def synchronize(self) -> None:
         """Nothing is queued on a CPU."""
+
+    def explain(self, error: BaseException, what: str) -> BaseException:
+        return error
+
+    def recover(self) -> bool:
+        return True
 
     def describe(self) -> str:
         return f"numpy {np.__version__}, {len(os.sched_getaffinity(0))} cores visible"

@@ -1,0 +1,231 @@
+"""The CUDA backend: one GPU, CuPy arrays, one non-blocking stream on which everything of a worker happens in order.
+
+Copies in are queued before the user's function runs and copies out after it; the host waits once, at the end of a call.
+The user's arrays, the copies and the collectives share the stream, so none of them needs an event to follow another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from synk._memory import Segment
+from synk._trees import flatten, unflatten
+from synk.backends._frameworks import Converter, device_converters
+from synk.backends._numpy import NumpyBackend
+from synk.backends._pinned import PinnedRing, PinnedSegments, address
+
+
+class CupyBackend:
+    """One worker's GPU.
+
+    Parameters
+    ----------
+    device : str
+        As ``"cuda:1"``: the number among the devices that the master sees. A worker process sees one device only,
+        number 0; inline the number counts.
+
+    Raises
+    ------
+    ImportError
+        If CuPy is missing.
+    """
+
+    name = "cupy"
+    is_device = True
+
+    def __init__(self, device: str) -> None:
+        import cupy
+
+        self.device = device
+        self.xp = cupy
+        self._runtime = runtime = cupy.cuda.runtime
+        ordinal = 0 if runtime.getDeviceCount() == 1 else int(device.partition(":")[2])
+        self._cuda_device = cupy.cuda.Device(ordinal)
+        self._cuda_device.use()
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        has_read_only = bool(runtime.deviceGetAttribute(runtime.cudaDevAttrHostRegisterReadOnlySupported, ordinal))
+        self._segments = PinnedSegments(runtime, ordinal, has_read_only)
+        self._ring = PinnedRing(cupy.cuda)
+        self._ordinal = ordinal
+        self._torch_stream: Any = None
+        # Numbers that a function returns stay on the host.
+        self._host = NumpyBackend(device)
+
+    # -- segments -----------------------------------------------------------------------------------------------------
+
+    def note_segment(self, segment: Segment) -> None:
+        self._segments.add(segment)
+
+    def forget_segment(self, segment: Segment) -> None:
+        self._segments.forget(segment)
+
+    # -- to the device ------------------------------------------------------------------------------------------------
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """Return an array of ``shape`` on the device, contents undefined."""
+        if dtype.kind not in "biufc" and dtype.name != "bfloat16":
+            raise TypeError(
+                f"cannot bring an array of dtype {dtype} to {self.device}: expected bools, integers, floats or complex "
+                "numbers. Pass it inside a broadcast tuple, or encode it as integers."
+            )
+        return self.xp.empty(shape, dtype)
+
+    def from_host(self, host: np.ndarray) -> Any:
+        array = self.empty(host.shape, host.dtype)
+        if host.size == 0:
+            return array
+        if host.flags.c_contiguous:
+            kind = self._runtime.memcpyHostToDevice
+            start, target = address(host), array.data.ptr
+            for offset, nbytes in self._segments.pieces(start, host.nbytes):
+                self._runtime.memcpyAsync(target + offset, start + offset, nbytes, kind, self.stream.ptr)
+        else:
+            self._ring.copy_rows(
+                host.shape, host.dtype, array.data.ptr, self.stream,
+                lambda start, stop, out: np.copyto(out, host[start:stop]),
+            )  # fmt: skip
+        return array
+
+    def take_rows(self, host: np.ndarray, indices: np.ndarray) -> Any:
+        shape = (len(indices), *host.shape[1:])
+        array = self.empty(shape, host.dtype)
+        if array.size:
+            # The master has checked the range; mode "raise" would go through a buffer of NumPy's own.
+            self._ring.copy_rows(
+                shape, host.dtype, array.data.ptr, self.stream,
+                lambda start, stop, out: np.take(host, indices[start:stop], axis=0, out=out, mode="clip"),
+            )  # fmt: skip
+        return array
+
+    def take(self, array: Any, indices: np.ndarray) -> Any:
+        return array.take(self.from_host(np.ascontiguousarray(indices)), axis=0)
+
+    def from_objects(self, value: Any) -> Any:
+        """Return a broadcast object with the arrays in its nesting of tuples, lists and dicts on the device."""
+        if not isinstance(value, (tuple, list, dict, np.ndarray)):
+            return value
+        leaves, structure = flatten(value)
+        return unflatten(structure, [self._from_leaf(leaf) for leaf in leaves])
+
+    def _from_leaf(self, leaf: Any) -> Any:
+        if type(leaf) is np.ndarray and (leaf.dtype.kind in "biufc" or leaf.dtype.name == "bfloat16"):
+            return self.from_host(leaf)
+        return leaf
+
+    # -- from the device ----------------------------------------------------------------------------------------------
+
+    def as_output(self, value: Any) -> Any:
+        if isinstance(value, self.xp.ndarray):
+            return value
+        if type(value).__module__.partition(".")[0] == "torch":
+            value = device_converters("torch")[1](value)
+            if isinstance(value, self.xp.ndarray):
+                return value
+        elif hasattr(value, "__cuda_array_interface__"):  # Numba and the like
+            return self.xp.asarray(value)
+        return self._host.as_output(value)
+
+    def as_array(self, value: Any) -> Any:
+        array = self.as_output(value)
+        if array is None:
+            array = np.asarray(value)
+        return self.from_host(array) if isinstance(array, np.ndarray) else array
+
+    def flat(self, array: Any) -> Any:
+        xp = np if isinstance(array, np.ndarray) else self.xp
+        return xp.ascontiguousarray(array).reshape(-1)
+
+    def to_host(self, array: Any, out: np.ndarray) -> None:
+        if isinstance(array, np.ndarray):
+            np.copyto(out, array)
+            return
+        array = self.xp.ascontiguousarray(array)
+        if array.size == 0:
+            return
+        # A block of the pool goes to its next user in the order of the stream: the array need not be kept.
+        kind = self._runtime.memcpyDeviceToHost
+        source, target = array.data.ptr, address(out)
+        for offset, nbytes in self._segments.pieces(target, out.nbytes):
+            self._runtime.memcpyAsync(target + offset, source + offset, nbytes, kind, self.stream.ptr)
+
+    def fetch(self, array: Any) -> np.ndarray:
+        if isinstance(array, np.ndarray):
+            return array
+        out = np.empty(array.shape, array.dtype)
+        self.to_host(array, out)
+        self.stream.synchronize()
+        return out
+
+    # -- other libraries ----------------------------------------------------------------------------------------------
+
+    def converters(self, framework: str) -> tuple[Converter, Converter]:
+        if framework == "torch":
+            import torch
+
+            self._torch_stream = torch.cuda.ExternalStream(self.stream.ptr, device=self._ordinal)
+        return device_converters(framework)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        with self._cuda_device, self.stream:
+            if self._torch_stream is None:
+                yield
+            else:
+                with sys.modules["torch"].cuda.stream(self._torch_stream):
+                    yield
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+    def explain(self, error: BaseException, what: str) -> BaseException:
+        """Return the error to report: out of device memory becomes a MemoryError that says what to do."""
+        torch = sys.modules.get("torch")
+        kinds: tuple[type[BaseException], ...] = (self.xp.cuda.memory.OutOfMemoryError,)
+        if torch is not None:
+            kinds = (*kinds, torch.cuda.OutOfMemoryError)
+        if not isinstance(error, kinds):
+            return error
+        free, total = self._runtime.memGetInfo()
+        explained = MemoryError(
+            f"cannot run {what} on {self.device}: out of device memory, {free} of {total} bytes are free "
+            f"({error}). Pass num_slices=2 or more, or use fewer rows per call."
+        )
+        explained.__cause__ = error
+        return explained
+
+    def recover(self) -> bool:
+        """After an exception: give back cached memory; return whether the device still works.
+
+        An error that the device met while it ran (an illegal address, a launch failure) stays with the process: every
+        later call of CUDA reports it again.
+        """
+        try:
+            self.stream.synchronize()
+            self.xp.get_default_memory_pool().free_all_blocks()
+        except self._runtime.CUDARuntimeError:
+            return False
+        return True
+
+    def describe(self) -> str:
+        properties = self._runtime.getDeviceProperties(self._ordinal)
+        name = properties["name"]
+        name = name.decode() if isinstance(name, bytes) else name
+        driver, cuda = self._runtime.driverGetVersion(), self._runtime.runtimeGetVersion()
+        return (
+            f"cupy {self.xp.__version__}, CUDA {_version(cuda)} (driver runs {_version(driver)}), {name}, "
+            f"{properties['totalGlobalMem'] / 2**30:.1f} GiB"
+        )
+
+    def close(self) -> None:
+        self._segments.close()
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"

@@ -1,0 +1,220 @@
+"""Page-locked host memory: shared segments that the driver knows, and a ring of buffers for what is no single range.
+
+Only registered memory moves at the speed of the link and without holding the host. Registering takes about 0.1 s per
+GB, so it is done on first use, in chunks, by a thread of its own; until a chunk is ready, and where it cannot be
+registered, copies from it go the driver's slower way.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from synk._memory import PAGE_NBYTES, Segment
+
+logger = logging.getLogger("synk")
+
+CHUNK_NBYTES = 1 << 30
+RING_NBYTES = 1 << 24
+_READ_ONLY = 8  # cudaHostRegisterReadOnly: mappings that this process may only read
+_NUM_BUFFERS = 2
+
+_NEW, _QUEUED, _PINNED, _REFUSED = range(4)
+
+
+def address(array: np.ndarray) -> int:
+    """Return where the array's first element lies."""
+    return int(array.__array_interface__["data"][0])
+
+
+class _Region:
+    """One segment, chunk by chunk."""
+
+    def __init__(self, start: int, nbytes: int, flags: int) -> None:
+        self.start = start
+        self.stop = start + nbytes
+        self.flags = flags
+        self.states = [_NEW] * -(-nbytes // CHUNK_NBYTES)
+
+    def bounds(self, chunk: int) -> tuple[int, int]:
+        start = self.start + chunk * CHUNK_NBYTES
+        return start, min(start + CHUNK_NBYTES, self.stop)
+
+
+class PinnedSegments:
+    """Which segments are registered with the driver, and how far.
+
+    Parameters
+    ----------
+    runtime : module
+        ``cupy.cuda.runtime``.
+    ordinal : int
+        Number of the device in this process.
+    has_read_only : bool
+        Whether the device can register memory that this process may only read.
+    """
+
+    def __init__(self, runtime: Any, ordinal: int, has_read_only: bool) -> None:
+        self._runtime = runtime
+        self._ordinal = ordinal
+        self._has_read_only = has_read_only
+        self._starts: list[int] = []
+        self._regions: dict[int, _Region] = {}
+        self._lock = threading.Lock()  # held while a chunk is registered: nothing is unmapped meanwhile
+        self._queue: queue.SimpleQueue[tuple[_Region, int] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.refusal = ""
+        """Why the driver refused to register memory, the first time; empty where it never did."""
+
+    def add(self, segment: Segment) -> None:
+        """Take note of a segment; it is registered when something is copied from or to it."""
+        start = address(segment.buffer)
+        if segment.nbytes % PAGE_NBYTES or start in self._regions:
+            return
+        is_read_only = not segment.buffer.flags.writeable
+        bisect.insort(self._starts, start)
+        region = _Region(start, segment.nbytes, _READ_ONLY if is_read_only else 0)
+        if is_read_only and not self._has_read_only:
+            region.states = [_REFUSED] * len(region.states)
+        self._regions[start] = region
+
+    def forget(self, segment: Segment) -> None:
+        """Unregister a segment that is about to be unmapped; no copy from or to it may be under way."""
+        start = address(segment.buffer) if segment.buffer.size else -1
+        region = self._regions.pop(start, None)
+        if region is None:
+            return
+        self._starts.remove(start)
+        with self._lock:
+            for chunk, state in enumerate(region.states):
+                if state == _PINNED:
+                    self._runtime.hostUnregister(region.bounds(chunk)[0])
+                region.states[chunk] = _REFUSED  # a request still queued finds nothing to do
+
+    def pieces(self, start: int, nbytes: int) -> list[tuple[int, int]]:
+        """Return ``(offset, length)`` of the copies that move ``nbytes`` bytes at ``start``, and order what is missing.
+
+        A copy must lie wholly in one registered piece of memory, or wholly outside.
+        """
+        place = bisect.bisect_right(self._starts, start) - 1
+        region = self._regions[self._starts[place]] if place >= 0 else None
+        if region is None or start + nbytes > region.stop:
+            return [(0, nbytes)]
+        result = []
+        first, last = (start - region.start) // CHUNK_NBYTES, (start + nbytes - 1 - region.start) // CHUNK_NBYTES
+        for chunk in range(first, last + 1):
+            low, high = region.bounds(chunk)
+            low, high = max(low, start), min(high, start + nbytes)
+            result.append((low - start, high - low))
+            if region.states[chunk] == _NEW:
+                region.states[chunk] = _QUEUED
+                self._order(region, chunk)
+        return result
+
+    def _order(self, region: _Region, chunk: int) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="synk-pin", daemon=True)
+            self._thread.start()
+        self._queue.put((region, chunk))
+
+    def _run(self) -> None:
+        self._runtime.setDevice(self._ordinal)
+        while (order := self._queue.get()) is not None:
+            region, chunk = order
+            with self._lock:
+                if region.states[chunk] != _QUEUED:
+                    continue
+                low, high = region.bounds(chunk)
+                try:
+                    self._runtime.hostRegister(low, high - low, region.flags)
+                    region.states[chunk] = _PINNED
+                except self._runtime.CUDARuntimeError as error:
+                    # CuPy has taken the error from the driver (cudaGetLastError) when it raises: it hits nobody else.
+                    region.states[chunk] = _REFUSED
+                    if not self.refusal:
+                        self.refusal = str(error)
+                        logger.warning("cannot register shared memory with CUDA (%s): copies take longer.", error)
+
+    @property
+    def registered_nbytes(self) -> int:
+        """Bytes registered at this moment."""
+        total = 0
+        for region in list(self._regions.values()):
+            bounds = [region.bounds(chunk) for chunk, state in enumerate(region.states) if state == _PINNED]
+            total += sum(high - low for low, high in bounds)
+        return total
+
+    def close(self) -> None:
+        """End the thread and unregister everything."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+        with self._lock:
+            for region in self._regions.values():
+                for chunk, state in enumerate(region.states):
+                    if state == _PINNED:
+                        self._runtime.hostUnregister(region.bounds(chunk)[0])
+        self._regions.clear()
+        self._starts.clear()
+
+
+class PinnedRing:
+    """Buffers through which rows go that do not lie side by side: filled on the host while the last one is copied.
+
+    Parameters
+    ----------
+    cuda : module
+        ``cupy.cuda``.
+    """
+
+    def __init__(self, cuda: Any) -> None:
+        self._cuda = cuda
+        self._buffers: list[Any] = [None] * _NUM_BUFFERS  # (array of uint8, event of its last copy)
+        self._next = 0
+
+    def _take(self, nbytes: int) -> tuple[np.ndarray, Any]:
+        """Return a buffer that the device has read, of at least ``nbytes`` bytes."""
+        place, self._next = self._next, (self._next + 1) % _NUM_BUFFERS
+        held = self._buffers[place]
+        if held is not None:
+            held[1].synchronize()
+        if held is None or held[0].size < nbytes:
+            memory = self._cuda.alloc_pinned_memory(max(nbytes, RING_NBYTES))
+            array = np.frombuffer(memory, np.uint8, max(nbytes, RING_NBYTES))
+            held = self._buffers[place] = (array, self._cuda.Event(disable_timing=True))
+        return held
+
+    def copy_rows(
+        self, shape: tuple[int, ...], dtype: np.dtype, target: int, stream: Any, write: Callable[..., None]
+    ) -> None:
+        """Bring rows of a device array of ``shape`` to the device, piece by piece.
+
+        Parameters
+        ----------
+        target : int
+            Address of the array on the device.
+        stream : Stream
+        write : callable
+            ``write(start, stop, out)`` puts the rows ``start`` to ``stop`` into the host array ``out``.
+        """
+        row_nbytes = dtype.itemsize
+        for length in shape[1:]:
+            row_nbytes *= length
+        num_rows = max(RING_NBYTES // max(row_nbytes, 1), 1)
+        for start in range(0, shape[0], num_rows):
+            stop = min(start + num_rows, shape[0])
+            nbytes = (stop - start) * row_nbytes
+            buffer, event = self._take(nbytes)
+            write(start, stop, buffer[:nbytes].view(dtype).reshape(stop - start, *shape[1:]))
+            runtime = self._cuda.runtime
+            runtime.memcpyAsync(
+                target + start * row_nbytes, address(buffer), nbytes, runtime.memcpyHostToDevice, stream.ptr
+            )
+            event.record(stream)
