@@ -36,13 +36,15 @@ def held_back(on_interrupt: Callable[[int], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def deferred() -> Iterator[None]:
-    """Hold Ctrl-C back while the body runs, and raise KeyboardInterrupt after it."""
+def deferred(on_interrupt: Callable[[int], None] | None = None) -> Iterator[None]:
+    """Hold Ctrl-C back while the body runs, calling ``on_interrupt``, and raise KeyboardInterrupt after it."""
     was_interrupted = False
 
     def note(count: int) -> None:
         nonlocal was_interrupted
         was_interrupted = True
+        if on_interrupt is not None:
+            on_interrupt(count)
 
     with held_back(note):
         yield

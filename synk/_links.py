@@ -47,6 +47,7 @@ class Link:
         self._dropped_variables: list[int] = []
         self._dropped_segments: list[int] = []
         self._dropped_plans: list[int] = []
+        self._dropped_functions: list[int] = []
         self._exchange_id = 0
         self.assembly: Any = None
         self.numbers: Any = None
@@ -68,6 +69,11 @@ class Link:
         if plan_id in self.plans:
             self.plans.discard(plan_id)
             self._dropped_plans.append(plan_id)
+
+    def drop_function(self, function_id: int) -> None:
+        if function_id in self.functions:
+            self.functions.discard(function_id)
+            self._dropped_functions.append(function_id)
 
     def drop_variable(self, variable_id: int) -> None:
         if self.variables.pop(variable_id, None) is not None:
@@ -91,7 +97,9 @@ class Link:
             new_exchange = (exchange.id, slot_nbytes)
             if exchange.id not in self.segments:
                 missing.append(exchange)
-        dropped = self._dropped_segments or self._dropped_plans or self._dropped_variables
+        dropped = (
+            self._dropped_segments or self._dropped_plans or self._dropped_functions or self._dropped_variables
+        )
         if content is None and not missing and not new_exchange and not dropped and not news:
             return None, missing
         return (
@@ -99,6 +107,7 @@ class Link:
                 segments=self.describe(missing),
                 dropped_segments=list(self._dropped_segments),
                 dropped_plans=list(self._dropped_plans),
+                dropped_functions=list(self._dropped_functions),
                 exchange=new_exchange,
                 collective_id=self.collective_id if any(s.id == self.collective_id for s in missing) else 0,
                 declarations=[variable.declaration(self.rank) for variable in news],
@@ -115,6 +124,7 @@ class Link:
         self.segments.update(segment.id for segment in segments)
         del self._dropped_segments[: len(extras.dropped_segments)]
         del self._dropped_plans[: len(extras.dropped_plans)]
+        del self._dropped_functions[: len(extras.dropped_functions)]
         del self._dropped_variables[: len(extras.dropped_variables)]
         for declaration in extras.declarations:
             self.variables[declaration.variable_id] = declaration.version

@@ -170,9 +170,9 @@ class Segment:
 
     def close_fd(self) -> None:
         """Close the descriptor; the mapping stays. For a process that will not pass it on."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1  # first: whatever interrupts this must not lead to a second close of the number
+        if fd >= 0:
+            os.close(fd)
 
     def close(self) -> None:
         """Close the descriptor and drop the mapping; its memory returns when the last view is gone."""
@@ -198,6 +198,5 @@ class Segment:
 
     def __del__(self) -> None:
         # Only a descriptor is closed here: no lock, no message, safe in a finalizer.
-        if getattr(self, "fd", -1) >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        if hasattr(self, "fd"):
+            self.close_fd()

@@ -236,6 +236,7 @@ class Extras:
     segments: list[tuple[int, int, bool]] = field(default_factory=list)
     dropped_segments: list[int] = field(default_factory=list)
     dropped_plans: list[int] = field(default_factory=list)
+    dropped_functions: list[int] = field(default_factory=list)
     exchange: tuple[int, int] | None = None
     collective_id: int = 0
     declarations: list[Any] = field(default_factory=list)

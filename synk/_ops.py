@@ -131,10 +131,13 @@ class Accumulator:
         Names the output in errors.
     xp : module
         NumPy, or the namespace of the array library that the values belong to.
+    is_single : bool
+        There will be one slice only: its value is taken without a copy.
     """
 
-    def __init__(self, op: Op, what: str, xp: Any = np) -> None:
+    def __init__(self, op: Op, what: str, xp: Any = np, *, is_single: bool = False) -> None:
         self.op = op
+        self._is_single = is_single
         self.what = what
         self._xp = xp
         self._parts: list[Any] = []
@@ -145,9 +148,10 @@ class Accumulator:
         """Take in the value of one slice of ``num_rows`` rows (an array, or any object where the op allows it)."""
         op = self.op
         self._rows.append(num_rows)
+        if not self._is_single and hasattr(value, "dtype"):
+            value = self._xp.array(value)  # a function may return a buffer that it fills again for the next slice
         if op is None or op == "gather":
-            # A function may return a view of a buffer that it fills again for the next slice.
-            self._parts.append(self._xp.array(value) if hasattr(value, "dtype") else value)
+            self._parts.append(value)
         elif not self._parts:
             self._parts = [value]  # as it is: with one slice nothing is computed
         elif callable(op):

@@ -177,7 +177,7 @@ class WorkerProcess:
                     mine.close()
                     raise
         except OSError as error:
-            raise StartupError(_startup_text(rank, error)) from error
+            raise StartupError(startup_text(f"worker rank {rank}", error)) from error
         finally:
             for fd in opened:
                 os.close(fd)
@@ -352,11 +352,12 @@ def _exit_text(code: int | None, is_known: bool) -> str:
     return f"exit {code}"
 
 
-def _startup_text(rank: int, error: OSError) -> str:
+def startup_text(what: str, error: OSError) -> str:
+    """Return the message for an operating system's refusal to start ``what``."""
     hints = {
         errno.EMFILE: "Raise the limit of open files (ulimit -n).",
         errno.ENFILE: "The system is out of file descriptors.",
         errno.EAGAIN: "Raise the limit of processes (ulimit -u).",
         errno.ENOMEM: "The system is out of memory.",
     }
-    return f"cannot start worker rank {rank}: {error}. {hints.get(error.errno or 0, '')}".rstrip()
+    return f"cannot start {what}: {error}. {hints.get(error.errno or 0, '')}".rstrip()

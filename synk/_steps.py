@@ -28,21 +28,6 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Take:
-    """Copy rows ``indices`` of an array of rows of ``row_nbytes`` bytes to one place, one after the other.
-
-    ``indices`` is the place of ``count`` int64 positions.
-    """
-
-    source: Place
-    num_rows: int
-    row_nbytes: int
-    indices: Place
-    count: int
-    target: Place
-
-
-@dataclass(frozen=True)
 class Reduce:
     """Reduce ``count`` elements of ``dtype`` at several places, in order, into several others."""
 
@@ -53,7 +38,7 @@ class Reduce:
     targets: tuple[Place, ...]
 
 
-Step = Copy | Take | Reduce
+Step = Copy | Reduce
 
 
 def run_steps(steps: Sequence[Step], segments: Mapping[int, Segment]) -> None:
@@ -62,18 +47,10 @@ def run_steps(steps: Sequence[Step], segments: Mapping[int, Segment]) -> None:
         if isinstance(step, Reduce):
             with np.errstate(all="ignore"):
                 _reduce(step, segments)
-        elif isinstance(step, Copy):
+        else:
             source = _bytes(segments, step.source, step.nbytes)
             for target in step.targets:
                 np.copyto(_bytes(segments, target, step.nbytes), source)
-        else:
-            rows = _bytes(segments, step.source, step.num_rows * step.row_nbytes).reshape(
-                step.num_rows, step.row_nbytes
-            )
-            segment_id, offset = step.indices
-            indices = segments[segment_id].view(offset, (step.count,), np.dtype(np.int64))
-            out = _bytes(segments, step.target, step.count * step.row_nbytes).reshape(step.count, step.row_nbytes)
-            np.take(rows, indices, axis=0, out=out, mode="clip")  # the master has checked the range
 
 
 def _reduce(step: Reduce, segments: Mapping[int, Segment]) -> None:

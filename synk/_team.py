@@ -27,7 +27,7 @@ from synk._interrupts import deferred, held_back
 from synk._links import DONE, Link, Reply
 from synk._memory import Segment
 from synk._messages import IS_UNRECEIVED, Down, Extras, Kind, Status, Up, control_blocks, control_nbytes
-from synk._process import WorkerProcess, cpu_environment, setup_message
+from synk._process import WorkerProcess, cpu_environment, setup_message, startup_text
 from synk.errors import CallTimeout, ClosedError, SerializationError, StartupError, WorkerDied
 
 GRACE_S = 2.0
@@ -101,9 +101,10 @@ class Team:
         self._restarts: deque[float] = deque()
         self._poll = select.poll()
         self._fds: dict[int, tuple[str, int]] = {}
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake_fd = -1
         self._eventfds: list[int] = []
         try:
+            self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._control = Segment.create(control_nbytes(self.world_size))
             self.down, self.up = control_blocks(self._control.buffer, self.world_size)
             self.down[:, [Down.INTERRUPT, Down.COMMITTED]] = -1
@@ -114,6 +115,9 @@ class Team:
                 for rank in range(self.world_size):
                     self.links.append(Link(rank, self._start(rank, failpoints)))
                     self._watch_link(self.links[rank])
+        except OSError as error:
+            self.tear_down()
+            raise StartupError(startup_text("the runtime", error)) from error
         except BaseException:
             self.tear_down()
             raise
@@ -642,7 +646,7 @@ class Team:
 
     def tear_down(self) -> None:
         """Kill what still runs and release every descriptor. Never waits long; safe to repeat."""
-        if self._wake_fd < 0:
+        if self.is_closed:
             return
         self.is_closed = True
         alive = [link for link in self.links if not link.is_dead]
@@ -654,7 +658,8 @@ class Team:
             link.is_dead = True
         self._unwatch(self._wake_fd)
         for fd in (self._wake_fd, *self._eventfds):
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
         self._wake_fd = -1
         self._eventfds = []
         self.down = self.up = np.empty((0, 0), np.int64)

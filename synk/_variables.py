@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from synk._arrays import as_plain_array
 from synk._memory import Segment
 from synk._messages import Down, Input
 from synk._ops import Accumulator
@@ -99,10 +100,10 @@ def flatten_value(value: Any, expected: Any = None) -> tuple[list[Any], Any]:
     ``expected`` is the structure of the variable, where it is known.
     """
     if expected == "leaf" and isinstance(value, (list, tuple)):
-        return [np.asarray(value)], "leaf"
+        return [value], "leaf"
     leaves, structure = flatten(value)
     if isinstance(value, list) and leaves and all(type(leaf) in (bool, int, float, complex) for leaf in leaves):
-        return [np.asarray(value)], "leaf"
+        return [value], "leaf"
     return leaves, structure
 
 
@@ -118,8 +119,8 @@ def check_value(
     """
     arrays = []
     for position, (leaf, dtype, shape) in enumerate(zip(leaves, dtypes, shapes)):
-        array = np.asarray(leaf)
         where = f"variable {name!r}" + (f" (leaf {position})" if len(dtypes) > 1 else "")
+        array = as_plain_array(leaf, where)
         # A Python number has no width of its own, only a kind: 1.5 fits a float32 variable and no integer one.
         if not np.can_cast(array.dtype, dtype, "safe" if hasattr(leaf, "dtype") else "same_kind"):
             raise TypeError(
@@ -247,6 +248,10 @@ class Replica:
         self._front = 1 - self._front
         self._views = None
 
+    def close(self) -> None:
+        """Let go of the shared memory, though functions may still refer to the variable."""
+        self._views = self._pending = None
+
     def drop_pending(self) -> None:
         self._pending = None
 
@@ -304,7 +309,9 @@ class VariableStore:
 
     def forget(self, variable_ids: Sequence[int]) -> None:
         for variable_id in variable_ids:
-            self._replicas.pop(variable_id, None)
+            replica = self._replicas.pop(variable_id, None)
+            if replica is not None:
+                replica.close()
 
     # -- one call -----------------------------------------------------------------------------------------------------
 
@@ -363,7 +370,7 @@ class VariableStore:
             leaves, structure = flatten(value)
             if is_first:
                 what = f"the update of {replica.name!r}"
-                self._sums.append([Accumulator(op, what, self.backend.xp) for _ in leaves])
+                self._sums.append([Accumulator(op, what, self.backend.xp, is_single=not self._is_sliced) for _ in leaves])
                 self._structures.append(structure)
             for accumulator, leaf in zip(self._sums[position], leaves):
                 accumulator.add(self.backend.as_array(self._from_user(leaf)), num_rows)

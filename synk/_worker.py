@@ -137,6 +137,9 @@ class Worker:
     def _take_in(self, extras: Extras) -> None:
         for plan_id in extras.dropped_plans:
             self.plans.pop(plan_id, None)
+        for function_id in extras.dropped_functions:
+            if self.functions.pop(function_id, None) is self._function:
+                self._function = None
         dropped = set(extras.dropped_segments)
         if dropped:
             for plan_id in [p for p, prepared in self.plans.items() if prepared.segment_ids & dropped]:

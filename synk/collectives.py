@@ -66,7 +66,7 @@ def _do(runtime: Runtime, variable: Shared, steps: dict[int, list[Step]], extra:
 def _step_nbytes(step: Step) -> int:
     if isinstance(step, Reduce):
         return step.count * step.dtype.itemsize * len(step.targets)
-    return step.nbytes * len(step.targets) if isinstance(step, Copy) else step.count * step.row_nbytes
+    return step.nbytes * len(step.targets)
 
 
 def _own_bytes(variable: Shared, rank: int) -> int:

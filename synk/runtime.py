@@ -24,7 +24,7 @@ import numpy as np
 
 from synk import _worker, collectives
 from synk._failures import rebuild
-from synk._interrupts import held_back
+from synk._interrupts import deferred
 from synk._links import Link
 from synk._memory import Segment
 from synk._messages import Down, Extras, Kind, Layout, Status
@@ -195,7 +195,10 @@ class Runtime:
         self._finish_commit()
         self._reclaim()
         while self._dropped_functions:
-            self._functions.pop(self._dropped_functions.popleft(), None)
+            function_id = self._dropped_functions.popleft()
+            self._functions.pop(function_id, None)
+            for link in self.team.links:
+                link.drop_function(function_id)
         while self._dropped_variables:
             variable_id = self._dropped_variables.popleft()
             for link in self.team.links:
@@ -569,7 +572,7 @@ class Runtime:
             team.kill()
             got_lock = self._lock.acquire(timeout=GRACE_S + 1)
         try:
-            with held_back(lambda count: team.kill()):
+            with deferred(lambda count: team.kill()):
                 team.say_goodbye()
                 team.tear_down()
                 self._release_memory()

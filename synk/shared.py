@@ -178,14 +178,11 @@ class Shared:
             raise ValueError(
                 f"cannot set variable {self.name!r}: got a value of structure {structure}, expected {self._structure}."
             )
-        arrays = [
-            as_plain_array(leaf, f"variable {self.name!r}") if hasattr(leaf, "dtype") else leaf for leaf in leaves
-        ]
         shapes = self.shapes[rank][self.front[rank]]
         return [
             np.asarray(array, dtype=dtype)
             for array, dtype in zip(
-                check_value(self.name, arrays, self._dtypes, shapes, is_sharded=self.is_sharded), self._dtypes
+                check_value(self.name, leaves, self._dtypes, shapes, is_sharded=self.is_sharded), self._dtypes
             )
         ]
 
