@@ -203,7 +203,8 @@ def assign(
     for other in shards[1:]:
         if other.value.lengths != lengths:
             raise ValueError(
-                f"cannot call {function_name!r}: got {shards[0].label} with {lengths} rows on the ranks and {other.label} with "
+                f"cannot call {function_name!r}: got {shards[0].label} with {lengths} rows on the ranks and "
+                f"{other.label} with "
                 f"{other.value.lengths}, expected equal shards."
             )
     if batch is not None and shard_batch is not None:
@@ -222,7 +223,8 @@ def assign(
         if (argument.num_rows < span) if is_mini else (argument.num_rows != expected):
             raise ValueError(
                 f"cannot scatter {argument.label} of {function_name!r}: got {argument.num_rows} rows, expected "
-                f"{span if is_mini else expected}, one for each {'selected ' if shard_batch is not None else ''}row of the "
+                f"{span if is_mini else expected}, one for each {'selected ' if shard_batch is not None else ''}row "
+                f"of the "
                 f"sharded variable {shards[0].label}."
             )
     return assignment

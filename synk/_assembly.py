@@ -1,4 +1,5 @@
-"""From the outputs of all ranks to the result of a call: agreement, reduction of small outputs, places of large ones."""
+"""From the outputs of all ranks to the result of a call: agreement, reduction of small outputs, places of large "
+"ones."""
 
 from __future__ import annotations
 

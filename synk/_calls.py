@@ -187,7 +187,8 @@ def _bind(
         for argument in shards:  # one rank cannot read another's shard: it gets the rows
             if argument.value.is_nested:
                 raise TypeError(
-                    f"cannot call {name!r} serially: {argument.label} is a nested sharded variable, whose rows would have to "
+                    f"cannot call {name!r} serially: {argument.label} is a nested sharded variable, whose rows would "
+                    f"have to "
                     "be passed as several inputs. Call it in parallel, or share its arrays one by one."
                 )
             argument.kind, argument.array = "rows", collectives.gather(runtime, argument.value, 0)

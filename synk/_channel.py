@@ -1,8 +1,8 @@
 """Framed messages between the master and one worker, over descriptors that the worker inherited.
 
 Two pipes carry doorbells of eight bytes (atomic by POSIX, so that they never tear); one SOCK_SEQPACKET pair carries
-bodies, each a single packet with a fixed header, or a sealed memory file where it is large. The header is checked before
-a byte of the body is looked at.
+bodies, each a single packet with a fixed header, or a sealed memory file where it is large. The header is checked
+before a byte of the body is looked at.
 """
 
 from __future__ import annotations

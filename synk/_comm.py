@@ -21,7 +21,8 @@ def _worker() -> Any:
 
     if module.current is None:
         raise ReentrancyError(
-            "synk.comm has a meaning only inside a function, on a worker. In the master use the collectives over Shared "
+            "synk.comm has a meaning only inside a function, on a worker. In the master use the collectives over "
+            "Shared "
             "variables, as synk.all_reduce."
         )
     return module.current
@@ -189,7 +190,8 @@ class HostCollectives:
         send = self._take(array)
         if send.ndim == 0 or len(send) % self._size:
             raise ValueError(
-                f"cannot reduce_scatter: got shape {send.shape}, expected a multiple of {self._size} rows (the ranks of "
+                f"cannot reduce_scatter: got shape {send.shape}, expected a multiple of {self._size} rows (the ranks "
+                f"of "
                 "the call)."
             )
         out = np.empty((len(send) // self._size, *send.shape[1:]), send.dtype)

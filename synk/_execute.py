@@ -225,10 +225,11 @@ class Executor:
     # -- outputs ------------------------------------------------------------------------------------------------------
 
     def publish(self, prepared: PreparedPlan, result: Any, variables: VariableStore) -> tuple[Status, Any]:
-        """Bring the outputs into the rank's slot, and new values of variables into their second buffers; return the status and the reply's body (None: nothing new).
+        """Bring the outputs into the rank's slot, and new values of variables into their second buffers; return the
+        status and the reply's body (None: nothing new).
 
-        The body is ``(layout or None, objects)``: the layout where it differs from that of the plan's last call, and the
-        outputs that are no arrays.
+        The body is ``(layout or None, objects)``: the layout where it differs from that of the plan's last call, and
+        the outputs that are no arrays.
         """
         function = prepared.function
         subset = prepared.plan.output_subset

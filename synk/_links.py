@@ -97,9 +97,7 @@ class Link:
             new_exchange = (exchange.id, slot_nbytes)
             if exchange.id not in self.segments:
                 missing.append(exchange)
-        dropped = (
-            self._dropped_segments or self._dropped_plans or self._dropped_functions or self._dropped_variables
-        )
+        dropped = self._dropped_segments or self._dropped_plans or self._dropped_functions or self._dropped_variables
         if content is None and not missing and not new_exchange and not dropped and not news:
             return None, missing
         return (

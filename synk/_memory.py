@@ -109,8 +109,10 @@ class Segment:
             self._mapping: mmap.mmap | None = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, access)
         except OSError as error:
             raise SharedMemoryError(
-                f"cannot map a shared segment of {nbytes} bytes: {os.strerror(error.errno or 0)}. Free some Data, or raise "
-                f"the limit of {'open files (ulimit -n)' if error.errno == errno.EMFILE else 'address space (ulimit -v)'}."
+                f"cannot map a shared segment of {nbytes} bytes: {os.strerror(error.errno or 0)}. Free some Data, or "
+                f"raise "
+                f"the limit of "
+                f"{'open files (ulimit -n)' if error.errno == errno.EMFILE else 'address space (ulimit -v)'}."
             ) from error
         self.buffer: npt.NDArray[np.uint8] = np.frombuffer(self._mapping, dtype=np.uint8)
         self.fd = fd  # last: whoever called owns it until here

@@ -1,9 +1,9 @@
 """What travels between master and workers: kinds, the layout of numbers in shared memory, and the message bodies.
 
-A repeated call is one doorbell of eight bytes down and one up for each rank; its numbers lie in the control segment, where
-each rank has two blocks of int64, one written by the master and one by the worker. Everything that is new (a function, a
-plan, a segment) travels as the pickled body of the message that needs it first, as names, shapes and bounds: array bytes
-never do.
+A repeated call is one doorbell of eight bytes down and one up for each rank; its numbers lie in the control segment,
+where each rank has two blocks of int64, one written by the master and one by the worker. Everything that is new (a
+function, a plan, a segment) travels as the pickled body of the message that needs it first, as names, shapes and
+bounds: array bytes never do.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class Input:
         ``"rows"`` (scattered array), ``"whole"`` (broadcast array), ``"object"`` (entry of the call's pickle),
         ``"shard"`` or ``"replica"`` (a shared variable, sharded or replicated).
     segment_id, offset : int
-        Where the array starts; for ``"object"`` ``offset`` is the position in the pickled tuple, and for shared variables
-        ``segment_id`` is the variable.
+        Where the array starts; for ``"object"`` ``offset`` is the position in the pickled tuple, and for shared
+        variables ``segment_id`` is the variable.
     shape, dtype
         Of the whole array, axis 0 being the rows.
     is_minibatch : bool
@@ -201,8 +201,8 @@ class Move:
     leaf : int
         Position among the rank's leaves.
     kind : str
-        ``"reduce"`` (this rank reduces elements ``start`` to ``stop`` of all ranks' values) or ``"copy"`` (the whole value
-        goes to ``offset``).
+        ``"reduce"`` (this rank reduces elements ``start`` to ``stop`` of all ranks' values) or ``"copy"`` (the whole
+        value goes to ``offset``).
     op : str
     offset : int
         Byte offset in the result segment of the output (``"reduce"``) or of this rank's part (``"copy"``).

@@ -1,4 +1,5 @@
-"""The reduction ops: their words, their dtype rules and their arithmetic. Pure NumPy, no process, no memory of its own."""
+"""The reduction ops: their words, their dtype rules and their arithmetic. Pure NumPy, no process, no memory of its "
+"own."""
 
 from __future__ import annotations
 
@@ -166,7 +167,8 @@ class Accumulator:
             self._sum = self._xp.array(self._term(op, first, self._rows[0]), order="C")
         if value.shape != first.shape or value.dtype != first.dtype:
             raise ValueError(
-                f"cannot accumulate {self.what} over slices: got shape {value.shape} and dtype {value.dtype} after shape "
+                f"cannot accumulate {self.what} over slices: got shape {value.shape} and dtype {value.dtype} after "
+                f"shape "
                 f"{first.shape} and dtype {first.dtype}, expected the same for every slice. "
                 "Use op 'gather' where the length follows the rows."
             )
@@ -204,7 +206,8 @@ def check_outputs(outputs: Any, what: str) -> None:
     if isinstance(outputs, str):
         if outputs not in OPS:
             raise ValueError(
-                f"cannot build {what}: got op {outputs!r}, expected one of {', '.join(map(repr, OPS))}, None or a callable."
+                f"cannot build {what}: got op {outputs!r}, expected one of {', '.join(map(repr, OPS))}, None or a "
+                f"callable."
             )
         return
     if isinstance(outputs, dict):

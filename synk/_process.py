@@ -139,7 +139,8 @@ class WorkerProcess:
     ----------
     rank : int
     setup : dict
-        What the first message carries beside the descriptors; JSON, because nothing is unpickled before the path is set.
+        What the first message carries beside the descriptors; JSON, because nothing is unpickled before the path is
+        set.
     environment : dict
     control_fd : int
         Descriptor of the control segment.
@@ -271,7 +272,8 @@ class WorkerProcess:
             return
 
     def reap(self, timeout_s: float = 5.0) -> str:
-        """Wait for the end of the process, release everything, and return how it ended (``"SIGKILL"``, ``"exit 3"``)."""
+        """Wait for the end of the process, release everything, and return how it ended (``"SIGKILL"``, ``"exit "
+        "3"``)."""
         popen = self._popen
         if popen is None:
             return self.exit_text

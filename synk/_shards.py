@@ -309,7 +309,8 @@ def assign_local(shard_batch: Any, lengths: Sequence[int], what: str) -> Assignm
     )
     if is_per_rank and len(shard_batch) != len(lengths):
         raise ValueError(
-            f"cannot select rows of {what}: got {len(shard_batch)} entries in shard_batch, expected one slice or list, or "
+            f"cannot select rows of {what}: got {len(shard_batch)} entries in shard_batch, expected one slice or "
+            f"list, or "
             f"one for each of the {len(lengths)} ranks."
         )
     entries = shard_batch if is_per_rank else [shard_batch] * len(lengths)

@@ -52,8 +52,8 @@ class Team:
     counters : dict of str to int
     token : bytes
     pack : callable
-        ``pack(link, content, segments)`` returns the body of a message for a rank (None if it needs none) and the segments
-        whose descriptors ride along.
+        ``pack(link, content, segments)`` returns the body of a message for a rank (None if it needs none) and the
+        segments whose descriptors ride along.
     on_idle : callable
         Called when workers were made idle after a failure, before anything else is sent.
 
@@ -177,7 +177,8 @@ class Team:
         except (WorkerDied, CallTimeout, ProtocolError, SerializationError) as error:
             died = getattr(error, "ranks", ()) or tuple(sorted(waiting))
             self.cause = failure = StartupError(
-                f"cannot start the workers: rank {', '.join(map(str, died))} of {self.world_size} did not come up. {error}"
+                f"cannot start the workers: rank {', '.join(map(str, died))} of {self.world_size} did not come up. "
+                f"{error}"
             )
             self.fail(failure)
             raise failure from error
@@ -246,7 +247,8 @@ class Team:
         return process.reap()
 
     def _revive(self) -> None:
-        """Start dead ranks again; they get their functions with the next load, segments and plans with the next call."""
+        """Start dead ranks again; they get their functions with the next load, segments and plans with the next "
+        "call."""
         dead = [link for link in self.links if link.is_dead]
         now = time.monotonic()
         while self._restarts and now - self._restarts[0] > RESTART_WINDOW_S:

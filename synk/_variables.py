@@ -1,8 +1,9 @@
 """Shared variables on a worker, and what both sides know of their layout.
 
-A call is a transaction on them. An assignment is kept aside while the function runs; when it has returned, the new value
-goes into the variable's second buffer; and the buffers change places when the master has committed the call, which the
-worker sees with its next message. So a call that fails on any rank, in any way, changes no variable on any rank.
+A call is a transaction on them. An assignment is kept aside while the function runs; when it has returned, the new
+value goes into the variable's second buffer; and the buffers change places when the master has committed the call,
+which the worker sees with its next message. So a call that fails on any rank, in any way, changes no variable on any
+rank.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ def check_value(
         # A Python number has no width of its own, only a kind: 1.5 fits a float32 variable and no integer one.
         if not np.can_cast(array.dtype, dtype, "safe" if hasattr(leaf, "dtype") else "same_kind"):
             raise TypeError(
-                f"cannot assign {where}: got dtype {array.dtype}, expected {dtype}. Convert it with astype({dtype.name!r})."
+                f"cannot assign {where}: got dtype {array.dtype}, expected {dtype}. Convert it with "
+                f"astype({dtype.name!r})."
             )
         if array.ndim != len(shape):
             raise ValueError(
@@ -132,7 +134,8 @@ def check_value(
             )
         if array.shape[1:] != shape[1:]:
             raise ValueError(
-                f"cannot assign {where}: got shape {array.shape}, expected (rows, {', '.join(map(str, shape[1:]))}): only "
+                f"cannot assign {where}: got shape {array.shape}, expected (rows, {', '.join(map(str, shape[1:]))}): "
+                f"only "
                 "axis 0 can change."
             )
         arrays.append(array)
@@ -210,7 +213,8 @@ class Replica:
         leaves, structure = flatten_value(value, self._structure)
         if structure != self._structure:
             raise ValueError(
-                f"cannot assign variable {self.name!r}: got a value of structure {structure}, expected {self._structure}."
+                f"cannot assign variable {self.name!r}: got a value of structure {structure}, expected "
+                f"{self._structure}."
             )
         if self._store.from_framework is not None:
             leaves = [self._store.from_framework(leaf) for leaf in leaves]
@@ -354,7 +358,8 @@ class VariableStore:
         """Split ``(outputs, new_values)``, take in the new values of one slice, and return the outputs."""
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(
-                f"cannot update the variables of {function.name!r}: got a result of type {type(result).__name__}, expected "
+                f"cannot update the variables of {function.name!r}: got a result of type {type(result).__name__}, "
+                f"expected "
                 "(outputs, new_values) because of updates=."
             )
         outputs, values = result
@@ -362,7 +367,8 @@ class VariableStore:
             values = (values,)
         if not isinstance(values, (tuple, list)) or len(values) != len(self._updates):
             raise ValueError(
-                f"cannot update the variables of {function.name!r}: got {type(values).__name__} of new values, expected "
+                f"cannot update the variables of {function.name!r}: got {type(values).__name__} of new values, "
+                f"expected "
                 f"one for each of the {len(self._updates)} updates."
             )
         is_first = not self._sums
@@ -370,7 +376,9 @@ class VariableStore:
             leaves, structure = flatten(value)
             if is_first:
                 what = f"the update of {replica.name!r}"
-                self._sums.append([Accumulator(op, what, self.backend.xp, is_single=not self._is_sliced) for _ in leaves])
+                self._sums.append(
+                    [Accumulator(op, what, self.backend.xp, is_single=not self._is_sliced) for _ in leaves]
+                )
                 self._structures.append(structure)
             for accumulator, leaf in zip(self._sums[position], leaves):
                 accumulator.add(self.backend.as_array(self._from_user(leaf)), num_rows)

@@ -1,12 +1,14 @@
 """A worker process: one loop that receives a message, acts on it and replies. All of its state is in one object.
 
-The path of a call here: doorbell -> (body: new segments, the plan) -> ``Executor.run`` -> ``Executor.publish`` -> doorbell.
-A worker learns everything from its messages; it never asks. It ends when the master says so, and when the master ends.
+The path of a call here: doorbell -> (body: new segments, the plan) -> ``Executor.run`` -> ``Executor.publish`` ->
+doorbell. A worker learns everything from its messages; it never asks. It ends when the master says so, and when the
+master ends.
 """
 
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pickle
 import select
@@ -472,7 +474,7 @@ def _tie_to_master(lifeline: int) -> None:
     no interpreter lock: it works while a function is stuck in C code.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)  # type: ignore[attr-defined]
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
     try:
         is_closed = os.read(lifeline, 1) == b""
@@ -509,7 +511,8 @@ def refuse_inside_worker(verb: str) -> None:
     """Raise ReentrancyError where synk's verbs are used inside a function."""
     if current is not None:
         raise ReentrancyError(
-            f"cannot {verb} inside worker rank {current.rank}: a function runs on one device and cannot use the runtime. "
+            f"cannot {verb} inside worker rank {current.rank}: a function runs on one device and cannot use the "
+            f"runtime. "
             "Use synk.comm for collectives inside a function."
         )
 
@@ -520,6 +523,7 @@ def main(sock: socket.socket, setup: dict[str, Any]) -> None:
 
     faulthandler.enable()
     for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, io.TextIOWrapper)
         stream.reconfigure(line_buffering=True, errors="backslashreplace")
     loop = WorkerLoop(sock, setup)
     loop.start()

@@ -39,7 +39,9 @@ def pair(variables: Any, listed: Sequence[Shared], values: Any) -> list[tuple[Sh
     if variables is listed[0]:
         pairs = [(listed[0], values)]
     elif not isinstance(values, (list, tuple)) or len(values) != len(listed):
-        raise ValueError(f"cannot set {len(listed)} variables: got {type(values).__name__}, expected one value for each.")
+        raise ValueError(
+            f"cannot set {len(listed)} variables: got {type(values).__name__}, expected one value for each."
+        )
     else:
         pairs = list(zip(listed, values))
     for variable, value in pairs:
@@ -150,7 +152,8 @@ def scatter(runtime: Runtime, variable: Shared, value: Any, batch: Any) -> None:
     arrays = variable.check(value)
     if any(array.ndim == 0 for array in arrays) or len({len(array) for array in arrays}) > 1:
         raise ValueError(
-            f"cannot scatter to variable {variable.name!r}: got shapes {[array.shape for array in arrays]}, expected equal "
+            f"cannot scatter to variable {variable.name!r}: got shapes {[array.shape for array in arrays]}, expected "
+            f"equal "
             "axis-0 lengths."
         )
     selection = select_rows(batch, len(arrays[0]), f"the value of {variable.name!r}")
@@ -174,7 +177,8 @@ def gather(runtime: Runtime, variable: Shared, nd_up: int) -> Any:
         parts = [variable.leaves(rank)[leaf] for rank in range(runtime.world_size)]
         if nd_up == 1 and len({part.shape for part in parts}) > 1:
             raise ValueError(
-                f"cannot stack variable {variable.name!r}: got shapes {[part.shape for part in parts]}, expected equal ones. "
+                f"cannot stack variable {variable.name!r}: got shapes {[part.shape for part in parts]}, expected "
+                f"equal ones. "
                 "Use nd_up=0 to concatenate shards of different length."
             )
         if nd_up == 0 and parts[0].ndim == 0:
@@ -221,7 +225,8 @@ def _check_reduction(runtime: Runtime, variable: Shared, op: str) -> Shapes:
     """Return the common shapes of all ranks."""
     if op not in REDUCE_OPS:
         raise ValueError(
-            f"cannot reduce variable {variable.name!r}: got op {op!r}, expected one of {', '.join(map(repr, REDUCE_OPS))}."
+            f"cannot reduce variable {variable.name!r}: got op {op!r}, expected one of "
+            f"{', '.join(map(repr, REDUCE_OPS))}."
         )
     for dtype in variable._dtypes:
         check_op(op, dtype, f"variable {variable.name!r}")

@@ -1,8 +1,8 @@
 """All exceptions of synk: one class per cause.
 
-Mistakes of the caller (a wrong shape, an unknown name) are plain ``TypeError``, ``ValueError`` or ``IndexError``, raised
-in the master before anything is sent. Everything here is about the runtime: it imports nothing and every class survives
-pickling, because errors travel between processes.
+Mistakes of the caller (a wrong shape, an unknown name) are plain ``TypeError``, ``ValueError`` or ``IndexError``,
+raised in the master before anything is sent. Everything here is about the runtime: it imports nothing and every class
+survives pickling, because errors travel between processes.
 """
 
 from __future__ import annotations

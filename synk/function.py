@@ -126,7 +126,8 @@ class Function:
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the whole input on one worker: what a plain call of the function gives, and the oracle for the parallel one."""
+        """Run the whole input on one worker: what a plain call of the function gives, and the oracle for the "
+        "parallel one."""
         options = CallOptions(
             batch, None, _check_slices(num_slices), _subset(output_subset), check_timeout(timeout), is_serial=True
         )
@@ -230,7 +231,8 @@ def _dumps(value: Any) -> tuple[bytes, set[Shared]]:
 
 
 def _check_picklable(function: Function) -> set[Shared]:
-    """Return the variables that a function refers to; raise SerializationError, naming the culprit, if it cannot be sent."""
+    """Return the variables that a function refers to; raise SerializationError, naming the culprit, if it cannot be "
+    "sent."""
     try:
         return _dumps(function.options)[1]
     except Exception as error:
@@ -309,8 +311,9 @@ def function(
     bcast_inputs : str or sequence of str
         Parameters that every rank gets whole; all others are scattered along axis 0.
     outputs : op, or nesting of ops
-        ``"avg"`` (weighted by rows), ``"sum"``, ``"prod"``, ``"min"``, ``"max"``, ``"gather"``, ``"first"``, None (a list
-        with one entry per rank) or a callable ``op(a, b)``. One for all outputs, or a structure like that of the result.
+        ``"avg"`` (weighted by rows), ``"sum"``, ``"prod"``, ``"min"``, ``"max"``, ``"gather"``, ``"first"``, None (a
+        list with one entry per rank) or a callable ``op(a, b)``. One for all outputs, or a structure like that of the
+        result.
     updates : sequence of Shared, or of (Shared, op)
         Variables that the function updates; it then returns ``(outputs, new_values)``.
     framework : {None, "torch", "jax"}
@@ -350,8 +353,8 @@ def function(
 def distribute() -> None:
     """Send all functions that are not yet on the workers of the current runtime, in one go.
 
-    Optional: the first call of a function does it. A program that builds many functions saves round trips, and functions
-    that are pickled together keep what they share in common.
+    Optional: the first call of a function does it. A program that builds many functions saves round trips, and
+    functions that are pickled together keep what they share in common.
 
     Raises
     ------

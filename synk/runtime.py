@@ -267,7 +267,8 @@ class Runtime:
         return self.staging
 
     def grow_exchange(self, slot_nbytes: int, published: Sequence[int]) -> None:
-        """Make room for ``slot_nbytes`` bytes of outputs per rank; what the ranks ``published`` wrote is carried over."""
+        """Make room for ``slot_nbytes`` bytes of outputs per rank; what the ranks ``published`` wrote is carried "
+        "over."""
         slot_nbytes = -(-slot_nbytes // 4096) * 4096
         larger = Segment.create(self.world_size * slot_nbytes, is_worker_writable=True)
         for rank in published:
@@ -389,7 +390,8 @@ class Runtime:
         for variable_id, _ in layouts[0].assigned if absent else ():
             variable = self._variables[variable_id]
             if not variable.is_sharded:
-                # Ranks without rows did not run: they get the value of the lowest rank that did, or replicas would drift.
+                # Ranks without rows did not run: they get the value of the lowest rank that did, or replicas would
+                # drift.
                 variable.copy_back(ranks[0], absent)
                 flips += [(variable, rank, 1 - variable.front[rank]) for rank in absent]
         self._flip_call = self._num_calls
@@ -731,7 +733,8 @@ def fork(
 
 
 def close() -> None:
-    """Close the current runtime, if there is one. Data, functions and variables of it raise ``ClosedError`` from then."""
+    """Close the current runtime, if there is one. Data, functions and variables of it raise ``ClosedError`` from "
+    "then."""
     if _cell.runtime is not None:
         _cell.runtime.close()
 

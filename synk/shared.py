@@ -38,12 +38,14 @@ pickled = _Pickled()
 
 
 class Shared:
-    """A variable on every rank: an array, or a nesting of arrays (the parameters of a model). Made by :func:`synk.shared`.
+    """A variable on every rank: an array, or a nesting of arrays (the parameters of a model). Made by
+    :func:`synk.shared`.
 
-    Inside a function ``w.value`` reads and assigns this rank's value; functions refer to the variable by closing over it.
-    A call is a transaction: its assignments take effect on all ranks when it succeeds, and on none if it fails.
+    Inside a function ``w.value`` reads and assigns this rank's value; functions refer to the variable by closing over
+    it. A call is a transaction: its assignments take effect on all ranks when it succeeds, and on none if it fails.
 
-    In the master ``w.value`` is a copy of rank 0's replica, or the gathered shards; assigning it broadcasts, or scatters.
+    In the master ``w.value`` is a copy of rank 0's replica, or the gathered shards; assigning it broadcasts, or
+    scatters.
 
     Attributes
     ----------
@@ -93,7 +95,8 @@ class Shared:
             raise ValueError(f"cannot scatter variable {self.name!r}: got a single value, expected rows on axis 0.")
         if len({shape[0] for shape in shapes}) > 1:
             raise ValueError(
-                f"cannot scatter variable {self.name!r}: got shapes {shapes}, expected one axis-0 length for all its arrays."
+                f"cannot scatter variable {self.name!r}: got shapes {shapes}, expected one axis-0 length for all its "
+                f"arrays."
             )
         length = shapes[0][0]
         return [[array[low:high] for array in arrays] for low, high in shard_bounds(length, self._runtime.world_size)]
@@ -261,7 +264,8 @@ class Shared:
     def __reduce__(self) -> Any:
         if pickled.met is None:
             raise TypeError(
-                f"cannot pickle variable {self.name!r}: it lives on the workers. Pass it as an argument, or close over it."
+                f"cannot pickle variable {self.name!r}: it lives on the workers. Pass it as an argument, or close "
+                f"over it."
             )
         pickled.met.add(self)
         return resolve_variable, (self._id,)
