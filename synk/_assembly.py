@@ -1,5 +1,4 @@
-"""From the outputs of all ranks to the result of a call: agreement, reduction of small outputs, places of large "
-"ones."""
+"""From the outputs of all ranks to the result of a call: agreement, small reductions, places of large outputs."""
 
 from __future__ import annotations
 

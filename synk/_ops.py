@@ -1,5 +1,4 @@
-"""The reduction ops: their words, their dtype rules and their arithmetic. Pure NumPy, no process, no memory of its "
-"own."""
+"""The reduction ops: their words, their dtype rules and their arithmetic. Pure NumPy, no process."""
 
 from __future__ import annotations
 

@@ -272,8 +272,7 @@ class WorkerProcess:
             return
 
     def reap(self, timeout_s: float = 5.0) -> str:
-        """Wait for the end of the process, release everything, and return how it ended (``"SIGKILL"``, ``"exit "
-        "3"``)."""
+        """Wait for the end of the process, release everything, and return how it ended (as ``"exit 3"``)."""
         popen = self._popen
         if popen is None:
             return self.exit_text

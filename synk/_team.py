@@ -247,8 +247,7 @@ class Team:
         return process.reap()
 
     def _revive(self) -> None:
-        """Start dead ranks again; they get their functions with the next load, segments and plans with the next "
-        "call."""
+        """Start dead ranks again; they get functions with the next load, segments and plans with the next call."""
         dead = [link for link in self.links if link.is_dead]
         now = time.monotonic()
         while self._restarts and now - self._restarts[0] > RESTART_WINDOW_S:

@@ -126,8 +126,7 @@ class Function:
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the whole input on one worker: what a plain call of the function gives, and the oracle for the "
-        "parallel one."""
+        """Run the whole input on one worker: the oracle for the parallel call."""
         options = CallOptions(
             batch, None, _check_slices(num_slices), _subset(output_subset), check_timeout(timeout), is_serial=True
         )
@@ -231,8 +230,7 @@ def _dumps(value: Any) -> tuple[bytes, set[Shared]]:
 
 
 def _check_picklable(function: Function) -> set[Shared]:
-    """Return the variables that a function refers to; raise SerializationError, naming the culprit, if it cannot be "
-    "sent."""
+    """Return the variables that a function refers to; raise SerializationError if it cannot be sent."""
     try:
         return _dumps(function.options)[1]
     except Exception as error:

@@ -267,8 +267,7 @@ class Runtime:
         return self.staging
 
     def grow_exchange(self, slot_nbytes: int, published: Sequence[int]) -> None:
-        """Make room for ``slot_nbytes`` bytes of outputs per rank; what the ranks ``published`` wrote is carried "
-        "over."""
+        """Make room for ``slot_nbytes`` bytes of outputs per rank; what ``published`` ranks wrote is carried over."""
         slot_nbytes = -(-slot_nbytes // 4096) * 4096
         larger = Segment.create(self.world_size * slot_nbytes, is_worker_writable=True)
         for rank in published:
@@ -733,8 +732,7 @@ def fork(
 
 
 def close() -> None:
-    """Close the current runtime, if there is one. Data, functions and variables of it raise ``ClosedError`` from "
-    "then."""
+    """Close the current runtime, if there is one; its data, functions and variables raise ``ClosedError`` then."""
     if _cell.runtime is not None:
         _cell.runtime.close()
 
