@@ -40,8 +40,9 @@ def reduced(op: str, parts: Sequence[np.ndarray], weights: Sequence[float] | Non
     with np.errstate(all="ignore"):
         if op == "avg":
             wide = np.complex256 if dtype.kind == "c" else np.longdouble
-            stacked = np.stack([part.astype(wide) for part in parts])
-            return np.asarray(np.average(stacked, axis=0, weights=weights)).astype(dtype)
+            shares = [1] * len(parts) if weights is None else weights
+            total = sum(part.astype(wide) * wide(share) for part, share in zip(parts, shares, strict=True))
+            return np.asarray(total / wide(sum(shares))).astype(dtype)
         wide = np.float32 if dtype == np.float16 else dtype
         total = parts[0].astype(wide)
         for part in parts[1:]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from rank_arrays import REDUCIBLE, assert_same, reduced
 
 from synk._memory import Segment
 from synk._ops import BLOCK_NBYTES
-from synk._steps import Copy, Reduce, Take, run_steps
+from synk._steps import Copy, Reduce, run_steps
 
 
 def made(nbytes: int, fill: int = 0) -> Segment:
@@ -29,22 +27,6 @@ def test_a_copy_reaches_all_its_targets_and_nothing_else(nbytes: int) -> None:
         expected = np.full(8192, fill, np.uint8)
         expected[at : at + nbytes] = source.buffer[5 : 5 + nbytes]
         np.testing.assert_array_equal(target.buffer, expected)
-
-
-@given(indices=st.lists(st.integers(0, 9), max_size=20), row_nbytes=st.sampled_from([1, 3, 8, 24]))
-@settings(max_examples=50, deadline=None)
-def test_rows_are_taken_in_the_order_of_the_indices(indices: list[int], row_nbytes: int) -> None:
-    source, places, target = made(4096), made(4096), made(4096, 9)
-    rows = source.buffer[16 : 16 + 10 * row_nbytes].reshape(10, row_nbytes)
-    rows[:] = np.random.default_rng(0).integers(0, 255, rows.shape)
-    places.buffer[8 : 8 + 8 * len(indices)].view(np.int64)[:] = indices
-    by_id = {segment.id: segment for segment in (source, places, target)}
-    step = Take((source.id, 16), 10, row_nbytes, (places.id, 8), len(indices), (target.id, 32))
-    run_steps([step], by_id)
-    end = 32 + len(indices) * row_nbytes
-    np.testing.assert_array_equal(target.buffer[32:end].reshape(-1, row_nbytes), rows[indices])
-    assert (target.buffer[:32] == 9).all()
-    assert (target.buffer[end:] == 9).all()
 
 
 @pytest.mark.parametrize(("op", "dtype"), REDUCIBLE)
