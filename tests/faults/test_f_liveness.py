@@ -107,7 +107,7 @@ FLOODS = {
 @pytest.mark.parametrize("kind", FLOODS)
 def test_F4_workers_flood_their_output(kind: str, target: str) -> None:
     """Neither side waits for the other; the lines of one rank are whole."""
-    number, repeats = (1, 2)[target == "stderr"], 40_000
+    number, repeats = (1, 2)[target == "stderr"], 20_000
     result = script(
         f"""
         chunk = {FLOODS[kind]!r}
