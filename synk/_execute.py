@@ -107,6 +107,7 @@ class Executor:
         self._outputs: list[Any] = []
         self._objects: list[Any] = []
         self._result: Any = None
+        self.output_nbytes = 0  # of the last call
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -260,6 +261,7 @@ class Executor:
                 leaves.append(Leaf((), None))
                 objects.append(array.value if isinstance(array, _Sliced) else array)
         layout = prepared.layout
+        self.output_nbytes = sum(leaf.nbytes for leaf in leaves)
         assigned = variables.assignments() if variables.assigned else ()
         is_new = layout is None or layout.leaves != tuple(leaves) or layout.assigned != assigned
         if is_new:

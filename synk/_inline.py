@@ -60,6 +60,10 @@ class InlineProcess:
         reply, self._reply = self._reply, None
         return reply
 
+    def stacks(self, timeout_s: float) -> str:
+        """The rank runs in the caller's own thread: its debugger sees the stack."""
+        return "inline: see the master's own stack"
+
     def disown(self) -> None:
         """There is no process to disown."""
 

@@ -83,10 +83,19 @@ class Up(IntEnum):
 
     FUNCTION_NS = 0  # time in the user's function
     WORKER_NS = 1  # time from doorbell to reply
-    RSS = 2  # resident bytes at the last reply that measured it
-    H2D_NBYTES = 3
-    D2H_NBYTES = 4
-    PHASE = 5
+    RSS = 2  # resident bytes when they were last measured
+    PHASE = 3  # what the worker is doing: a Phase
+    OUTPUT_NBYTES = 4  # bytes of outputs that it has published since it started
+
+
+class Phase(IntEnum):
+    """What a worker is doing; the value in ``Up.PHASE``."""
+
+    IDLE = 0
+    FUNCTION = 1
+    PUBLISHING = 2
+    REDUCING = 3
+    LOADING = 4
 
 
 BLOCK_LENGTH = 16

@@ -165,13 +165,14 @@ class WorkerProcess:
         self._popen: subprocess.Popen[bytes] | None = None
         self._outputs: list[_Output] = []
         self._lifeline = -1
+        self._stacks = -1
         self._worker_down = -1
         opened: list[int] = []
         try:
             mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 try:
-                    for _ in range(5):
+                    for _ in range(6):
                         opened += os.pipe()
                     self._start(rank, setup, environment, control_fd, token, extra_fds, opened, mine, theirs)
                 except BaseException:
@@ -195,10 +196,10 @@ class WorkerProcess:
         mine: socket.socket,
         theirs: socket.socket,
     ) -> None:
-        down_read, down_write, up_read, up_write, life_read, life_write, out_read, out_write, err_read, err_write = (
-            opened
-        )
-        theirs_fds = {"down": down_read, "up": up_write, "lifeline": life_read, "control": control_fd, **extra_fds}
+        down_read, down_write, up_read, up_write, life_read, life_write, *others = opened
+        out_read, out_write, err_read, err_write, stacks_read, stacks_write = others
+        theirs_fds = {"down": down_read, "up": up_write, "lifeline": life_read, "control": control_fd}
+        theirs_fds |= {"stacks": stacks_write, **extra_fds}
         message = {**setup, "rank": rank, "fds": theirs_fds, "token": token.hex()}
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         if sys.version_info >= (3, 11) and "-P" not in flags and "-I" not in flags:
@@ -221,11 +222,13 @@ class WorkerProcess:
             popen.kill()
             popen.wait()
             raise
-        for fd in (up_write, life_read, out_write, err_write):
+        for fd in (up_write, life_read, out_write, err_write, stacks_write):
             os.close(fd)
         # The master keeps the worker's end of the down pipe open: ringing a dead worker must not raise SIGPIPE.
         self._worker_down = down_read
         self._lifeline = life_write
+        self._stacks = stacks_read
+        os.set_blocking(stacks_read, False)
         self._outputs = [_Output(out_read, rank, "stdout"), _Output(err_read, rank, "stderr")]
         self.channel = Channel(mine, up_read, down_write, token)
         opened.clear()
@@ -255,6 +258,28 @@ class WorkerProcess:
                 signal.pidfd_send_signal(self.pidfd, number)
             except ProcessLookupError:
                 return
+
+    def stacks(self, timeout_s: float) -> str:
+        """Return the Python stacks of the worker's threads, innermost frame first, or why there are none."""
+        try:
+            with open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
+                state = file.read().rsplit(")", 1)[1].split()[0]
+        except (OSError, IndexError):
+            return "the process is gone"
+        if state in "TtZ":
+            return "the process is stopped (SIGSTOP)" if state in "Tt" else "the process has ended"
+        self.signal(signal.SIGUSR2)
+        poll = select.poll()
+        poll.register(self._stacks, select.POLLIN)
+        text = b""
+        wait_ms = timeout_s * 1000
+        while poll.poll(wait_ms):  # the dump has no end mark: it is over when nothing comes for a while
+            data = os.read(self._stacks, 1 << 16)
+            if not data:
+                break
+            text += data
+            wait_ms = 50
+        return text.decode("utf-8", "replace") or "it does not answer (it may still be starting)"
 
     def kill(self) -> None:
         """End the worker and what it started, at once."""
@@ -313,10 +338,10 @@ class WorkerProcess:
         """Close every descriptor; closing the lifeline ends the process if it still runs."""
         if self._popen is None:
             return
-        for fd in (self._lifeline, self._worker_down, self.pidfd):
+        for fd in (self._lifeline, self._worker_down, self.pidfd, self._stacks):
             if fd >= 0:
                 os.close(fd)
-        self._lifeline = self._worker_down = self.pidfd = -1
+        self._lifeline = self._worker_down = self.pidfd = self._stacks = -1
         for output in self._outputs:
             output.close()
         self.channel.close()

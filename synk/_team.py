@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import math
 import os
 import pickle
@@ -26,7 +27,7 @@ from synk._inline import InlineProcess
 from synk._interrupts import deferred, held_back
 from synk._links import DONE, Link, Reply
 from synk._memory import Segment
-from synk._messages import IS_UNRECEIVED, Down, Extras, Kind, Status, Up, control_blocks, control_nbytes
+from synk._messages import IS_UNRECEIVED, Down, Extras, Kind, Phase, Status, Up, control_blocks, control_nbytes
 from synk._process import WorkerProcess, cpu_environment, setup_message, startup_text
 from synk.errors import CallTimeout, ClosedError, SerializationError, StartupError, WorkerDied
 
@@ -35,6 +36,25 @@ GRACE_S = 2.0
 
 RESTART_WINDOW_S = 60.0
 START_TIMEOUT_S = 120.0
+
+_logger = logging.getLogger("synk")
+
+
+def stuck_after_s() -> float:
+    """Seconds after which a running call is explained in the log: ``SYNK_STUCK_AFTER``, 60 by default.
+
+    Raises
+    ------
+    ValueError
+        If it is no number.
+    """
+    text = os.environ.get("SYNK_STUCK_AFTER", "60")
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise ValueError(f"cannot read SYNK_STUCK_AFTER: got {text!r}, expected seconds, or 0 for never.") from None
+    return seconds if seconds > 0 else math.inf
+
 
 Pack = Callable[[Link, Any, Sequence[Segment]], tuple["Extras | None", list[Segment]]]
 
@@ -98,6 +118,7 @@ class Team:
         self._on_idle = on_idle
         self._unsettled: list[int] = []
         self._unreported_deaths: dict[int, str] = {}
+        self._oom_kills = oom_kills()
         self._restarts: deque[float] = deque()
         self._poll = select.poll()
         self._fds: dict[int, tuple[str, int]] = {}
@@ -391,13 +412,16 @@ class Team:
             self.counters["messages_up"] += 1
             self.counters["bytes_up"] += 8
             return {0: process.reply()}
+        report_at = time.monotonic() + stuck_after_s()
         while pending:
-            timeout_ms = None
-            if deadline is not None:
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    self._on_timeout(pending, phase, what)
-                timeout_ms = math.ceil(remaining * 1000)
+            now = time.monotonic()
+            if deadline is not None and now >= deadline:
+                self._on_timeout(pending, phase, what)
+            if now >= report_at:
+                report_at = math.inf
+                _logger.warning("%s has run for more than %g s:\n%s", what or phase, stuck_after_s(), self.where())
+            next_event = report_at if deadline is None else min(report_at, deadline)
+            timeout_ms = None if next_event == math.inf else math.ceil((next_event - now) * 1000)
             # What a function printed lies in its pipe before the doorbell rings, so one poll reports both, and the
             # lines are shown before the call returns.
             for fd, _ in self._poll.poll(timeout_ms):
@@ -417,6 +441,22 @@ class Team:
                 self._on_deaths(dead, pending, replies, sequence, phase, what)
                 dead = []
         return replies
+
+    def where(self) -> str:
+        """Return what each rank is doing: phase, bytes published, Python stacks. For any thread, also during a call."""
+        parts = []
+        for link in self.links:
+            if link.is_dead:
+                parts.append(f"rank {link.rank}: ended with {link.process.exit_text}")
+                continue
+            phase = Phase(int(self.up[link.rank, Up.PHASE])).name.lower() if len(self.up) else "closed"
+            nbytes = int(self.up[link.rank, Up.OUTPUT_NBYTES]) if len(self.up) else 0
+            stacks = link.process.stacks(1.0).strip().replace("\n", "\n    ")
+            parts.append(
+                f"rank {link.rank} (pid {link.process.pid}, {self.devices[link.rank]}): {phase}, {nbytes} bytes of outputs "
+                f"published so far\n    {stacks}"
+            )
+        return "\n".join(parts)
 
     def _forward(self, link: Link, fd: int) -> None:
         if isinstance(link.process, WorkerProcess) and not link.process.forward_output(fd):
@@ -511,7 +551,14 @@ class Team:
                 f"ended with {how}"
             )
             if how == "SIGKILL":
-                text += f". Likely the system's memory limit, or somebody killed it{self._rss_text(link.rank)}"
+                is_memory = oom_kills() > self._oom_kills
+                self._oom_kills = oom_kills()
+                why = (
+                    "The kernel's out-of-memory killer was at work"
+                    if is_memory
+                    else ("Likely out of memory, or somebody killed it")
+                )
+                text += f". {why}{self._rss_text(link.rank)}"
             parts.append(text)
         tails = [f"stderr of rank {link.rank}: " + "\n  ".join(link.process.stderr_tail) for link in links
                  if link.process.stderr_tail]  # fmt: skip
@@ -677,6 +724,15 @@ class Team:
             os.close(fd)
         self._wake_fd = -1
         self._eventfds = []
+
+
+def oom_kills() -> int:
+    """How often the kernel's out-of-memory killer has struck on this machine."""
+    try:
+        with open("/proc/vmstat", encoding="ascii") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
+    except OSError:  # /proc is hidden: the signal alone has to do
+        return 0
 
 
 def own_versions() -> dict[str, str]:

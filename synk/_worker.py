@@ -11,6 +11,7 @@ import fcntl
 import io
 import os
 import pickle
+import resource
 import select
 import signal
 import socket
@@ -34,6 +35,7 @@ from synk._messages import (
     Down,
     Extras,
     Kind,
+    Phase,
     Plan,
     Status,
     Up,
@@ -47,6 +49,9 @@ from synk.communicators._shm import Aborted, ShmCommunicator
 from synk.errors import CollectiveMismatch, ReentrancyError, SerializationError, SharedMemoryError, SynkError
 
 _Reply = tuple[Status, int, Any]
+
+
+_RSS_INTERVAL_NS = 1_000_000_000
 
 
 class Interrupted(KeyboardInterrupt):
@@ -98,6 +103,8 @@ class Worker:
         self.is_interruptible = False
         self.variables = VariableStore(rank, self.segments, self.down, self.backend)
         self._eventfds = eventfds
+        self._own_up = memoryview(self.up[rank])  # stores through it cost a third of NumPy's
+        self._rss_measured = 0
         self._communicator: ShmCommunicator | None = None
         self._is_communicating = False
         self._function: LoadedFunction | None = None
@@ -198,6 +205,7 @@ class Worker:
 
         def load() -> None:
             self.failpoint("distribute.loading")
+            self._own_up[Up.PHASE] = Phase.LOADING
             loaded = pickle.loads(extras.content)
             for function_id, options in loaded:
                 self.functions[function_id] = LoadedFunction(**options, backend=self.backend)
@@ -213,6 +221,7 @@ class Worker:
         prepared = self.plans[plan_id]
         self._function = prepared.function
         executor = self.executor
+        up = self._own_up
         function_ns = 0
         self.is_interruptible = True
         try:
@@ -221,9 +230,11 @@ class Worker:
                     raise Interrupted  # the signal came before this call could take it
                 self.failpoint("call.before_function")
                 with self.backend.running():
+                    up[Up.PHASE] = Phase.FUNCTION
                     function_started = time.monotonic_ns()
                     result = executor.run(prepared, self.variables)
                     function_ns = time.monotonic_ns() - function_started
+                    up[Up.PHASE] = Phase.PUBLISHING
                     self.failpoint("call.after_function")
                     status, body = executor.publish(prepared, result, self.variables)
                 self.failpoint("call.published")
@@ -244,9 +255,14 @@ class Worker:
                 self._communicator.end()
             else:
                 self._communicator.skip(int(self.down[0, Down.CALL]))
-        up = self.up[self.rank]
+        ended = time.monotonic_ns()
+        up[Up.PHASE] = Phase.IDLE
+        up[Up.OUTPUT_NBYTES] += executor.output_nbytes
         up[Up.FUNCTION_NS] = function_ns
-        up[Up.WORKER_NS] = time.monotonic_ns() - started
+        up[Up.WORKER_NS] = ended - started
+        if ended - self._rss_measured > _RSS_INTERVAL_NS:
+            self._rss_measured = ended
+            up[Up.RSS] = _resident_nbytes()
         return reply
 
     def collectives(self) -> HostCollectives:
@@ -484,6 +500,12 @@ def _tie_to_master(lifeline: int) -> None:
         os._exit(1)
 
 
+def _resident_nbytes() -> int:
+    """Resident memory of this process, for the report of one that is killed."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
 def _prefer_for_oom() -> None:
     """When memory runs out the kernel should take a worker, which comes back, not the user's session."""
     try:
@@ -522,6 +544,8 @@ def main(sock: socket.socket, setup: dict[str, Any]) -> None:
     import faulthandler
 
     faulthandler.enable()
+    # Answers from C code too, whoever holds the interpreter: where() must explain a worker that is stuck.
+    faulthandler.register(signal.SIGUSR2, file=setup["fds"]["stacks"], all_threads=True)
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, io.TextIOWrapper)
         stream.reconfigure(line_buffering=True, errors="backslashreplace")

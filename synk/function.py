@@ -16,7 +16,7 @@ from synk._arguments import Signature
 from synk._calls import CallOptions, PlanCache, run_call
 from synk._ops import REDUCE_OPS, check_outputs
 from synk.data import Data
-from synk.errors import ClosedError, SerializationError, SynkError
+from synk.errors import ClosedError, SerializationError, SynkError, WorkerDied
 from synk.runtime import Runtime, check_timeout, current, fork, has_current
 from synk.shared import Shared, check_owner, pickled
 
@@ -66,6 +66,7 @@ class Function:
         updates: Any = (),
         framework: str | None = None,
         name: str | None = None,
+        retry: int = 0,
         runtime: Runtime | None = None,
     ) -> None:
         if not callable(fn):
@@ -82,6 +83,7 @@ class Function:
         self.framework = framework
         self.id = next(_function_ids)
         self._verb = f"call {self.name!r}"
+        self._retry = _check_retry(retry, self.updates, self.name)
         self._fixed_runtime = runtime
         self._runtime: Runtime | None = None
         self.plans = PlanCache()
@@ -134,9 +136,16 @@ class Function:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         runtime = self._bound_runtime()
-        with runtime.entered(self._verb):
-            runtime.begin(self._verb)
-            return run_call(runtime, self, args, kwargs, options, runtime.deadline(options.timeout))
+        deadline = runtime.deadline(options.timeout)
+        for attempts_left in range(self._retry, -1, -1):
+            with runtime.entered(self._verb):
+                runtime.begin(self._verb)
+                try:
+                    return run_call(runtime, self, args, kwargs, options, deadline)
+                except WorkerDied:
+                    if not attempts_left:
+                        raise
+        raise AssertionError("the last attempt returns or raises")
 
     def load(self, runtime: Runtime) -> None:
         """See that the workers of ``runtime`` have this function."""
@@ -185,6 +194,16 @@ class Function:
 
     def __repr__(self) -> str:
         return f"<synk.Function {self.name!r} outputs={self.outputs!r}>"
+
+
+def _check_retry(retry: Any, updates: Any, name: str) -> int:
+    if isinstance(retry, bool) or not isinstance(retry, (int, np.integer)) or retry < 0:
+        raise ValueError(f"cannot build {name!r}: got retry={retry!r}, expected an integer of 0 or more.")
+    if retry and updates:
+        raise ValueError(
+            f"cannot build {name!r}: got retry={retry} with updates=, expected a function that changes nothing."
+        )
+    return int(retry)
 
 
 def check_updates(updates: Any, name: str) -> None:
@@ -298,6 +317,7 @@ def function(
     updates: Any = (),
     framework: str | None = None,
     name: str | None = None,
+    retry: int = 0,
 ) -> Any:
     """Build a :class:`synk.Function` from a plain Python function; also a decorator, with or without arguments.
 
@@ -318,6 +338,9 @@ def function(
         Library whose arrays the function gets and returns.
     name : str, optional
         For errors and profiles.
+    retry : int
+        How often a call is run again after a worker died in it (never after an exception, an interrupt or a timeout).
+        0: a call runs at most once. Not with ``updates``.
 
     Returns
     -------
@@ -344,6 +367,7 @@ def function(
         "updates": updates,
         "framework": framework,
         "name": name,
+        "retry": retry,
     }
     return build_function(fn, options, None)
 
@@ -370,6 +394,7 @@ def wrap(
     updates: Any = (),
     framework: str | None = None,
     name: str | None = None,
+    retry: int = 0,
 ) -> Any:
     """Make one function of an existing program parallel, without any other change.
 
@@ -389,6 +414,7 @@ def wrap(
         "updates": updates,
         "framework": framework,
         "name": name,
+        "retry": retry,
     }
     if fn is None:
         return lambda target: WrappedFunction(target, **options)

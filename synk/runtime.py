@@ -538,6 +538,17 @@ class Runtime:
             results = [collectives.shapes(variable) for variable in listed]
         return results[0] if isinstance(variables, Shared) else results
 
+    def where(self) -> str:
+        """Return what each rank is doing right now: its phase, the bytes it has published, its Python stacks.
+
+        For another thread, or a signal handler, while a call seems stuck. A call that runs for more than
+        ``SYNK_STUCK_AFTER`` seconds (an environment variable; 60 by default, 0 for never) is explained so in the log,
+        once.
+        """
+        if self.is_closed:
+            raise ClosedError("cannot look at the workers: the runtime is closed.") from self.cause
+        return self.team.where()
+
     def info(self) -> str:
         """Return a description of the runtime, one line per rank."""
         title = f"runtime: {self.world_size} x {self.backend}{' inline' if self.team.is_inline else ''}"

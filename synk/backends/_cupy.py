@@ -167,7 +167,8 @@ class CupyBackend:
         if framework == "torch":
             import torch
 
-            self._torch_stream = torch.cuda.ExternalStream(self.stream.ptr, device=self._ordinal)
+            if torch.cuda.is_available():  # without CUDA torch computes on the host, as the function says
+                self._torch_stream = torch.cuda.ExternalStream(self.stream.ptr, device=self._ordinal)
         return device_converters(framework)
 
     @contextlib.contextmanager
