@@ -112,6 +112,12 @@ class PlanCache:
             _, old = self._plans.popitem(last=False)
             runtime.drop_plan(old.plan.plan_id)
 
+    def drop_all(self, runtime: Runtime) -> None:
+        """Forget everything, here and on the workers: the function is gone."""
+        for cached in self._plans.values():
+            runtime.drop_plan(cached.plan.plan_id)
+        self._plans.clear()
+
     def forget(self) -> None:
         """Drop everything; the runtime is closed."""
         self._plans.clear()

@@ -544,26 +544,17 @@ class Team:
     def _worker_died(self, ranks: list[int], phase: str, what: str) -> WorkerDied:
         links = [self.links[rank] for rank in ranks]
         exits = tuple(link.process.exit_text for link in links)
-        parts = []
-        for link, how in zip(links, exits):
-            text = (
-                f"rank {link.rank} of {self.world_size} (pid {link.process.pid}, {self.devices[link.rank]}) "
-                f"ended with {how}"
-            )
-            if how == "SIGKILL":
-                is_memory = oom_kills() > self._oom_kills
-                self._oom_kills = oom_kills()
-                why = (
-                    "The kernel's out-of-memory killer was at work"
-                    if is_memory
-                    else ("Likely out of memory, or somebody killed it")
-                )
-                text += f". {why}{self._rss_text(link.rank)}"
-            parts.append(text)
-        tails = [f"stderr of rank {link.rank}: " + "\n  ".join(link.process.stderr_tail) for link in links
-                 if link.process.stderr_tail]  # fmt: skip
-        during = f" during {what}" if what else f" during {phase}"
-        message = f"{'; '.join(parts)}{during}. The next call starts dead workers again."
+        ended = "; ".join(
+            f"rank {link.rank} of {self.world_size} (pid {link.process.pid}, {self.devices[link.rank]}) ended with {how}"
+            for link, how in zip(links, exits)
+        )
+        hints = "".join(self._kill_hint(link.rank) for link, how in zip(links, exits) if how == "SIGKILL")
+        tails = [
+            f"stderr of rank {link.rank}: " + "\n  ".join(link.process.stderr_tail)
+            for link in links
+            if link.process.stderr_tail
+        ]
+        message = f"{ended} during {what or phase}.{hints} The next call starts dead workers again."
         return WorkerDied(
             "\n".join([message, *tails]),
             ranks=tuple(ranks),
@@ -572,9 +563,16 @@ class Team:
             phase=phase,
         )
 
-    def _rss_text(self, rank: int) -> str:
+    def _kill_hint(self, rank: int) -> str:
+        """Return what is known of a SIGKILL."""
+        kills, self._oom_kills = self._oom_kills, oom_kills()
+        why = (
+            "The kernel's out-of-memory killer was at work"
+            if self._oom_kills > kills
+            else ("Likely out of memory, or somebody killed it")
+        )
         rss = int(self.up[rank, Up.RSS])
-        return f" (it held {rss >> 20} MiB at its last report)" if rss else ""
+        return f" {why}{f' (it held {rss >> 20} MiB at its last report)' if rss else ''}."
 
     def _on_timeout(self, pending: set[int], phase: str, what: str) -> None:
         ranks = sorted(pending)

@@ -18,7 +18,7 @@ from synk._failures import raise_failures
 from synk._memory import Segment
 from synk._messages import LARGE_NBYTES, Kind, chunk_bounds
 from synk._ops import REDUCE_OPS, check_op
-from synk._shards import select_rows, shard_bounds
+from synk._shards import Selection, select_rows, shard_bounds
 from synk._steps import Copy, Reduce, Step, run_steps
 from synk._trees import unflatten
 from synk._variables import Shapes, dtype_runs, flatten_value, leaf_offsets
@@ -145,24 +145,26 @@ def _copy(leaf: np.ndarray) -> np.ndarray:
     return out
 
 
-def scatter(runtime: Runtime, variable: Shared, value: Any, batch: Any) -> None:
-    """Give each rank its part of the rows of ``value``, of those that ``batch`` picks."""
-    if isinstance(value, Data):
-        value = value.data
-    arrays = variable.check(value)
+def check_scatter(variable: Shared, value: Any, batch: Any) -> tuple[list[np.ndarray], Selection]:
+    """Return the arrays to scatter and the rows that ``batch`` picks of them."""
+    arrays = variable.check(value.data if isinstance(value, Data) else value)
     if any(array.ndim == 0 for array in arrays) or len({len(array) for array in arrays}) > 1:
         raise ValueError(
-            f"cannot scatter to variable {variable.name!r}: got shapes {[array.shape for array in arrays]}, expected "
-            f"equal "
-            "axis-0 lengths."
+            f"cannot scatter to variable {variable.name!r}: got shapes {[array.shape for array in arrays]}, "
+            "expected equal axis-0 lengths."
         )
-    selection = select_rows(batch, len(arrays[0]), f"the value of {variable.name!r}")
-    rows = None if batch is None else selection.positions()
+    return arrays, select_rows(batch, len(arrays[0]), f"the value of {variable.name!r}")
+
+
+def scatter(runtime: Runtime, variable: Shared, arrays: Sequence[np.ndarray], selection: Selection) -> None:
+    """Give each rank its part of the selected rows of ``arrays``."""
+    is_range = selection.indices is None and selection.step == 1
+    rows = None if is_range else selection.positions()
     for rank, (low, high) in enumerate(shard_bounds(selection.count, runtime.world_size)):
         shapes = tuple((high - low, *array.shape[1:]) for array in arrays)
         for target, source in zip(variable.back(rank, shapes), arrays):
             if rows is None:
-                copy_into(target, source[low:high])
+                copy_into(target, source[selection.start + low : selection.start + high])
             elif high > low:
                 np.take(source, rows[low:high], axis=0, out=target, mode="clip")  # the range was checked
     variable.flip(range(runtime.world_size))
@@ -194,12 +196,16 @@ def gather(runtime: Runtime, variable: Shared, nd_up: int) -> Any:
     return variable.build(results)
 
 
+def check_rows(variable: Shared) -> None:
+    """Raise where a variable has no axis 0."""
+    if any(not shape for shape in variable.shapes[0][variable.front[0]]):
+        raise ValueError(f"cannot concatenate variable {variable.name!r}: it has no axis 0.")
+
+
 def all_gather(runtime: Runtime, variable: Shared) -> None:
     """Make every rank's value the concatenation of the values of all ranks, along axis 0."""
     world_size = runtime.world_size
     fronts = [variable.shapes[rank][variable.front[rank]] for rank in range(world_size)]
-    if any(not shape for shape in fronts[0]):
-        raise ValueError(f"cannot concatenate variable {variable.name!r}: it has no axis 0.")
     shapes: Shapes = tuple(
         (sum(front[leaf][0] for front in fronts), *fronts[0][leaf][1:]) for leaf in range(len(fronts[0]))
     )
@@ -221,7 +227,7 @@ def all_gather(runtime: Runtime, variable: Shared) -> None:
     variable.flip(range(world_size))
 
 
-def _check_reduction(runtime: Runtime, variable: Shared, op: str) -> Shapes:
+def check_reduction(runtime: Runtime, variable: Shared, op: str) -> Shapes:
     """Return the common shapes of all ranks."""
     if op not in REDUCE_OPS:
         raise ValueError(
@@ -259,7 +265,7 @@ def _reduce_steps(
 
 def all_reduce(runtime: Runtime, variable: Shared, op: str) -> None:
     """Reduce the values of all ranks into every rank."""
-    common = _check_reduction(runtime, variable, op)
+    common = check_reduction(runtime, variable, op)
     targets = [variable.reserve(rank, common).id for rank in range(runtime.world_size)]
     for rank in range(runtime.world_size):
         variable.back(rank, common)
@@ -269,7 +275,7 @@ def all_reduce(runtime: Runtime, variable: Shared, op: str) -> None:
 
 def reduce(runtime: Runtime, variable: Shared, op: str, in_place: bool) -> Any:
     """Reduce the values of all ranks into rank 0's, or into new arrays for the caller."""
-    common = _check_reduction(runtime, variable, op)
+    common = check_reduction(runtime, variable, op)
     if in_place:
         variable.back(0, common)
         target = variable.reserve(0, common)

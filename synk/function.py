@@ -298,7 +298,7 @@ def distribute_functions(runtime: Runtime, only: Sequence[Function] | None = Non
     for function in functions:
         function._bind_to(runtime)
         function.variables |= variables  # a global may have been bound anew since the function was built
-        weakref.finalize(function, runtime._dropped_functions.append, function.id)
+        weakref.finalize(function, runtime._dropped_functions.append, (function.id, function.plans))
 
 
 def build_function(fn: Any, options: dict[str, Any], runtime: Runtime | None) -> Any:

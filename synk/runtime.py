@@ -109,7 +109,7 @@ class Runtime:
         self._last_error: BaseException | None = None
         # Filled by finalizers, at any time and in any thread; emptied when an operation begins.
         self._released: deque[Segment] = deque()
-        self._dropped_functions: deque[int] = deque()
+        self._dropped_functions: deque[tuple[int, Any]] = deque()
         self._dropped_variables: deque[int] = deque()
         self._functions: dict[int, bytes] = {}
         self._variables: weakref.WeakValueDictionary[int, Shared] = weakref.WeakValueDictionary()
@@ -195,8 +195,9 @@ class Runtime:
         self._finish_commit()
         self._reclaim()
         while self._dropped_functions:
-            function_id = self._dropped_functions.popleft()
+            function_id, plans = self._dropped_functions.popleft()
             self._functions.pop(function_id, None)
+            plans.drop_all(self)
             for link in self.team.links:
                 link.drop_function(function_id)
         while self._dropped_variables:
@@ -463,9 +464,12 @@ class Runtime:
         listed = self._list("scatter", variables)
         with self.entered("scatter"):
             self.begin("scatter")
-            pairs = collectives.pair(variables, listed, values)
-            for variable, value in pairs:
-                collectives.scatter(self, variable, value, batch)
+            parts = [
+                (variable, *collectives.check_scatter(variable, value, batch))
+                for variable, value in collectives.pair(variables, listed, values)
+            ]
+            for variable, arrays, selection in parts:
+                collectives.scatter(self, variable, arrays, selection)
 
     def gather(self, variables: Any, nd_up: int = 1) -> Any:
         """Return the values of all ranks, stacked or concatenated; see :func:`synk.gather`."""
@@ -481,6 +485,8 @@ class Runtime:
         with self.entered("all_gather"):
             self.begin("all_gather")
             for variable in listed:
+                collectives.check_rows(variable)
+            for variable in listed:
                 collectives.all_gather(self, variable)
 
     def reduce(self, variables: Any, op: str = "avg", in_place: bool = True) -> Any:
@@ -488,6 +494,8 @@ class Runtime:
         listed = self._list("reduce", variables)
         with self.entered("reduce"):
             self.begin("reduce")
+            for variable in listed:
+                collectives.check_reduction(self, variable, op)
             results = [collectives.reduce(self, variable, op, in_place) for variable in listed]
         return results[0] if isinstance(variables, Shared) else results
 
@@ -496,6 +504,8 @@ class Runtime:
         listed = self._list("all_reduce", variables)
         with self.entered("all_reduce"):
             self.begin("all_reduce")
+            for variable in listed:
+                collectives.check_reduction(self, variable, op)
             for variable in listed:
                 collectives.all_reduce(self, variable, op)
 
