@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import pickle
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from synk._assembly import Assembly
 from synk._failures import raise_failures
 from synk._links import DONE, Reply
 from synk._memory import Segment
-from synk._messages import BLOCK_LENGTH, Down, Kind, Layout, Plan, Status, slot_offsets
+from synk._messages import BLOCK_LENGTH, Down, Kind, Layout, Plan, Status, Up, slot_offsets
 from synk._ops import match_ops
 from synk._shards import Assignment, Selection, shard_bounds
 from synk._trees import flatten
@@ -82,6 +83,7 @@ class CachedPlan:
         self.places = places
         self.layouts: dict[int, Layout] = {}
         self.assemblies: dict[Any, Assembly] = {}
+        self.output_nbytes = 0  # of all ranks together, in the last call
 
 
 @dataclass
@@ -149,6 +151,9 @@ def run_call(
     deadline: float | None,
 ) -> Any:
     """Run one call and return its result."""
+    started = time.monotonic_ns()
+    counters = runtime.counters
+    staged, pickled = counters["bytes_staged"], counters["bytes_pickled"]
     call = _bind(runtime, function, args, kwargs, options)
     function.load(runtime)
     while runtime.team.has_dead:  # one that died after it had loaded the function
@@ -168,11 +173,19 @@ def run_call(
         replies = runtime.team.exchange(
             Kind.CALL, call.ranks, plan_id, contents, cached.segments, deadline, "call", repr(function.name)
         )
-        return _collect(runtime, function, cached, call, rows, replies, options, deadline)
+        result = _collect(runtime, function, cached, call, rows, replies, options, deadline)
     except BaseException:
         # A worker may have told of a layout that was not taken in: the next call agrees on everything anew.
         function.plans.discard(cached, runtime)
         raise
+    record = runtime.profile.record(function.name)
+    record.num_calls += 1
+    record.function_ns += max([runtime.team.up_words[rank][Up.FUNCTION_NS] for rank in call.ranks])
+    record.output_nbytes += cached.output_nbytes
+    record.staged_nbytes += counters["bytes_staged"] - staged
+    record.pickled_nbytes += counters["bytes_pickled"] - pickled
+    record.wall_ns += time.monotonic_ns() - started
+    return result
 
 
 # -- arguments and rows -----------------------------------------------------------------------------------------------
@@ -414,6 +427,7 @@ def _collect(
             name, outputs, options.output_subset, call.ranks, layouts,
             runtime.exchange_segment, runtime.slot_nbytes, runtime.world_size,
         )  # fmt: skip
+        cached.output_nbytes = sum(leaf.nbytes for layout in layouts for leaf in layout.leaves)
         cached.assemblies = {key: assembly}  # it keeps the layouts alive, so that their ids stay theirs
     root = _assemble_large(runtime, name, assembly, deadline) if assembly.result_nbytes else None
     result = assembly.build(rows, objects, root, call.owned.order if call.owned is not None else None)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from synk._profile import Profile
 from synk.data import Data
 from synk.runtime import current, has_current
 from synk.shared import Shared
@@ -196,6 +197,21 @@ def get_lengths(variables: Any) -> Any:
 def get_shapes(variables: Any) -> Any:
     """Return the shape on each rank: a list per variable."""
     return current().get_shapes(variables)
+
+
+def profile() -> Profile:
+    """Return time and bytes of all calls of the current runtime so far, by function; prints as a table.
+
+    Examples
+    --------
+    >>> import numpy as np, synk
+    >>> with synk.fork(2):
+    ...     total = synk.function(lambda x: x.sum(), outputs="sum", name="total")
+    ...     _ = total(np.ones(1000))
+    ...     synk.profile().records["total"].staged_nbytes
+    8000
+    """
+    return current().profile
 
 
 def info() -> str:

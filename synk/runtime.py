@@ -29,6 +29,7 @@ from synk._links import Link
 from synk._memory import Segment
 from synk._messages import Down, Extras, Kind, Layout, Status
 from synk._placement import place
+from synk._profile import Profile
 from synk._results import ResultPool
 from synk._team import GRACE_S, Team
 from synk.communicators._shm import required_nbytes, reset, set_abort
@@ -67,6 +68,8 @@ class Runtime:
     world_size : int
     backend : str
     devices : tuple of str
+    profile : Profile
+        Time and bytes of the calls so far, by function.
     counters : dict of str to int
         Messages and bytes between master and workers since the start: ``messages_down``, ``messages_up``,
         ``bytes_down``, ``bytes_up`` (doorbells and bodies), ``bytes_pickled`` (arguments), ``bytes_staged`` (plain
@@ -113,10 +116,12 @@ class Runtime:
         self._dropped_variables: deque[int] = deque()
         self._functions: dict[int, bytes] = {}
         self._variables: weakref.WeakValueDictionary[int, Shared] = weakref.WeakValueDictionary()
-        self._to_flip: list[tuple[Shared, int, int]] = []
+        self._to_flip: list[tuple[Shared, int, int, bool]] = []
+        self._has_devices = self.backend != "numpy"
         self._flip_call = -1
         self.bound: weakref.WeakSet[Any] = weakref.WeakSet()  # functions that are on the workers
         self.last_numbers: Any = None
+        self.profile = Profile()
         self._num_calls = 0
         self._num_changes = 0
         self.results = ResultPool()
@@ -385,7 +390,7 @@ class Runtime:
                 variable = self._variables[variable_id]
                 back = 1 - variable.front[rank]
                 variable.shapes[rank][back] = shapes
-                flips.append((variable, rank, back))
+                flips.append((variable, rank, back, False))
         absent = sorted(set(range(self.world_size)) - set(ranks))
         for variable_id, _ in layouts[0].assigned if absent else ():
             variable = self._variables[variable_id]
@@ -393,7 +398,7 @@ class Runtime:
                 # Ranks without rows did not run: they get the value of the lowest rank that did, or replicas would
                 # drift.
                 variable.copy_back(ranks[0], absent)
-                flips += [(variable, rank, 1 - variable.front[rank]) for rank in absent]
+                flips += [(variable, rank, 1 - variable.front[rank], True) for rank in absent]
         self._flip_call = self._num_calls
         self._to_flip = flips
         self.team.down[list(ranks), Down.COMMITTED] = self._num_calls
@@ -404,8 +409,12 @@ class Runtime:
         if not flips:
             return
         if int(self.team.down[flips[0][1], Down.COMMITTED]) == self._flip_call:
-            for variable, rank, front in flips:
+            for variable, rank, front, is_followed in flips:
                 variable.front[rank] = front
+                if is_followed:
+                    variable.note_written(rank)
+                elif self._has_devices:
+                    variable.is_stale[rank] = True
         self._to_flip = []
 
     # -- verbs --------------------------------------------------------------------------------------------------------
