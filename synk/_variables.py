@@ -9,7 +9,7 @@ rank.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,8 @@ class Declaration:
         Which buffer holds the value.
     version : int
         Rises with each change from the master's side.
+    content : int
+        Rises when the master has written this rank's value: copies of it elsewhere are out of date.
     """
 
     variable_id: int
@@ -54,6 +56,7 @@ class Declaration:
     shapes: tuple[Shapes, Shapes]
     front: int
     version: int
+    content: int = 0
 
 
 def leaf_offsets(dtypes: Sequence[np.dtype], shapes: Shapes) -> tuple[list[int], int]:
@@ -109,8 +112,14 @@ def flatten_value(value: Any, expected: Any = None) -> tuple[list[Any], Any]:
 
 
 def check_value(
-    name: str, leaves: Sequence[Any], dtypes: Sequence[np.dtype], shapes: Shapes, *, is_sharded: bool = False
-) -> list[np.ndarray]:
+    name: str,
+    leaves: Sequence[Any],
+    dtypes: Sequence[np.dtype],
+    shapes: Shapes,
+    *,
+    is_sharded: bool = False,
+    as_array: Callable[[Any, str], Any] = as_plain_array,
+) -> list[Any]:
     """Return ``leaves`` as arrays fit for a variable: same number, axes and trailing shape, a dtype that casts safely.
 
     Raises
@@ -121,7 +130,7 @@ def check_value(
     arrays = []
     for position, (leaf, dtype, shape) in enumerate(zip(leaves, dtypes, shapes)):
         where = f"variable {name!r}" + (f" (leaf {position})" if len(dtypes) > 1 else "")
-        array = as_plain_array(leaf, where)
+        array = as_array(leaf, where)
         # A Python number has no width of its own, only a kind: 1.5 fits a float32 variable and no integer one.
         if not np.can_cast(array.dtype, dtype, "safe" if hasattr(leaf, "dtype") else "same_kind"):
             raise TypeError(
@@ -220,14 +229,18 @@ class Replica:
             leaves = [self._store.from_framework(leaf) for leaf in leaves]
         declaration = self._known
         shapes = self._shapes[self._front]
-        arrays = check_value(self.name, leaves, declaration.dtypes, shapes, is_sharded=declaration.is_sharded)
-        pending = []
-        for array, dtype in zip(arrays, declaration.dtypes):
-            array = np.asarray(array, dtype=dtype, order="C").view()  # ascontiguousarray would add an axis to 0-d
-            array.flags.writeable = False
-            pending.append(array)
-        self._pending = pending
+        as_array = self._store.backend.as_array
+        arrays = check_value(
+            self.name, leaves, declaration.dtypes, shapes, is_sharded=declaration.is_sharded, as_array=as_array
+        )
+        self._pending = [self._keep(array, dtype) for array, dtype in zip(arrays, declaration.dtypes)]
         self._store.assigned[declaration.variable_id] = self
+
+    def _keep(self, array: Any, dtype: np.dtype) -> Any:
+        """Return an assigned array as it is kept until the call ends."""
+        array = np.asarray(array, dtype=dtype, order="C").view()  # ascontiguousarray would add an axis to 0-d
+        array.flags.writeable = False
+        return array
 
     def pending_shapes(self) -> Shapes:
         assert self._pending is not None
@@ -245,8 +258,11 @@ class Replica:
         self._shapes[back] = shapes
         assert self._pending is not None
         for target, source in zip(self._arrays(back), self._pending):
-            np.copyto(target, source)
+            self._store.backend.to_host(source, target)
         return True
+
+    def fetch(self) -> None:
+        """The value is in shared memory already."""
 
     def flip(self) -> None:
         self._front = 1 - self._front
@@ -290,7 +306,7 @@ class VariableStore:
         self.rank = rank
         self.segments = segments
         self.backend = backend
-        self._down = down
+        self.down = down
         self._replicas: dict[int, Replica] = {}
         self.assigned: dict[int, Replica] = {}
         self._stored: list[Replica] = []
@@ -305,7 +321,17 @@ class VariableStore:
 
     def get(self, variable_id: int) -> Replica:
         """Return a variable, which a function may refer to before it is declared."""
-        return self._replicas.setdefault(variable_id, Replica(self))
+        replica = self._replicas.get(variable_id)
+        if replica is None:
+            replica = self._replicas[variable_id] = self._new_replica()
+        return replica
+
+    def _new_replica(self) -> Replica:
+        if not self.backend.is_device:
+            return Replica(self)
+        from synk._device_variables import DeviceReplica
+
+        return DeviceReplica(self)
 
     def declare(self, declarations: Sequence[Declaration]) -> None:
         for declaration in declarations:
@@ -317,11 +343,17 @@ class VariableStore:
             if replica is not None:
                 replica.close()
 
+    def fetch(self, variable_id: int) -> None:
+        """Copy a value that lives on a device into its buffer in shared memory."""
+        with self.backend.running():
+            self.get(variable_id).fetch()
+            self.backend.synchronize()
+
     # -- one call -----------------------------------------------------------------------------------------------------
 
     def resolve(self) -> None:
         """Settle the call before: its assignments hold if the master committed it, and never happened otherwise."""
-        if self._stored and int(self._down[self.rank, Down.COMMITTED]) == self._stored_call:
+        if self._stored and int(self.down[self.rank, Down.COMMITTED]) == self._stored_call:
             for replica in self._stored:
                 replica.flip()
         self._stored = []
@@ -381,7 +413,7 @@ class VariableStore:
                 )
                 self._structures.append(structure)
             for accumulator, leaf in zip(self._sums[position], leaves):
-                accumulator.add(self.backend.as_array(self._from_user(leaf)), num_rows)
+                accumulator.add(self.backend.as_array(self._from_user(leaf), f"the update of {replica.name!r}"), num_rows)
         return outputs
 
     def _from_user(self, leaf: Any) -> Any:
@@ -405,7 +437,7 @@ class VariableStore:
         if False in has_room:
             return False
         self._stored = list(self.assigned.values())
-        self._stored_call = int(self._down[0, Down.CALL])
+        self._stored_call = int(self.down[0, Down.CALL])
         self.abandon()
         return True
 
@@ -417,7 +449,7 @@ class VariableStore:
         replica = self._replicas[item.segment_id]
         leaves: list[Any] = list(replica.leaves())
         if item.kind == "shard":
-            numbers = self._down[self.rank]
+            numbers = self.down[self.rank]
             if local_indices is not None:
                 leaves = [self.backend.take(leaf, local_indices[low:high]) for leaf in leaves]
             else:

@@ -25,6 +25,7 @@ import numpy as np
 from synk import _failpoints
 from synk._channel import Channel
 from synk._comm import HostCollectives
+from synk._device_variables import Fetch
 from synk._execute import Executor, LoadedFunction, PreparedPlan
 from synk._failures import Failure, pack_failure
 from synk._memory import Segment
@@ -285,7 +286,10 @@ class Worker:
 
         def move() -> None:
             self.failpoint("collective.before")
-            run_steps(extras.content, self.segments)
+            if isinstance(extras.content, Fetch):
+                self.variables.fetch(extras.content.variable_id)
+            else:
+                run_steps(extras.content, self.segments)
             self.failpoint("collective.after")
 
         return self._guarded(move)

@@ -71,6 +71,9 @@ class Shared:
         self.buffers: list[list[Segment | None]] = [[None, None] for _ in range(world_size)]
         self.shapes: list[list[Shapes]] = [[shapes, shapes] for _ in range(world_size)]
         self.front = [0] * world_size
+        # Of each rank: how often the master has written the value, and whether a newer one lies on the rank's device.
+        self.content = [0] * world_size
+        self.is_stale = [False] * world_size
         self.version = 0
         parts = self.split(arrays) if self.is_sharded else [arrays] * world_size
         for rank, part in enumerate(parts):
@@ -114,7 +117,13 @@ class Shared:
 
     def reserve(self, rank: int, shapes: Shapes) -> Segment:
         """Give the second buffer of ``rank`` room for ``shapes``."""
-        index = 1 - self.front[rank]
+        return self._reserve(rank, 1 - self.front[rank], shapes)
+
+    def reserve_front(self, rank: int) -> Segment:
+        """Give the first buffer of ``rank`` room for the value on its device."""
+        return self._reserve(rank, self.front[rank], self.shapes[rank][self.front[rank]])
+
+    def _reserve(self, rank: int, index: int, shapes: Shapes) -> Segment:
         _, nbytes = leaf_offsets(self._dtypes, shapes)
         segment = self.buffers[rank][index]
         if segment is None or segment.nbytes < nbytes:
@@ -145,6 +154,13 @@ class Shared:
         """Make the second buffers of ``ranks`` the values, from the master's side: workers are told."""
         self._note_change()
         self.front = [1 - front if rank in ranks else front for rank, front in enumerate(self.front)]
+        for rank in ranks:
+            self.note_written(rank)
+
+    def note_written(self, rank: int) -> None:
+        """The value of ``rank`` is now what lies in shared memory: a copy on its device is out of date."""
+        self.content[rank] += 1
+        self.is_stale[rank] = False
 
     def _note_change(self) -> None:
         self.version += 1
@@ -167,6 +183,7 @@ class Shared:
             shapes,
             self.front[rank],
             self.version,
+            self.content[rank],
         )
 
     def segments(self, rank: int) -> list[Segment]:

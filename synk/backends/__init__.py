@@ -52,8 +52,14 @@ class Backend(Protocol):
         A number may stay a NumPy array on any backend.
         """
 
-    def as_array(self, value: Any) -> Any:
-        """Return ``value`` (an array of any library, a number, a list) as an array of the backend."""
+    def as_array(self, value: Any, what: str) -> Any:
+        """Return ``value`` (an array of any library, a number, a list) as an array of the backend.
+
+        Raises
+        ------
+        TypeError
+            Naming ``what``, if it is none.
+        """
 
     def flat(self, array: Any) -> Any:
         """Return the elements in C order with one axis; a view where possible."""

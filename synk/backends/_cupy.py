@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from synk._arrays import as_plain_array
 from synk._memory import Segment
 from synk._trees import flatten, unflatten
 from synk.backends._frameworks import Converter, device_converters
@@ -130,10 +131,10 @@ class CupyBackend:
             return self.xp.asarray(value)
         return self._host.as_output(value)
 
-    def as_array(self, value: Any) -> Any:
+    def as_array(self, value: Any, what: str) -> Any:
         array = self.as_output(value)
         if array is None:
-            array = np.asarray(value)
+            array = as_plain_array(value, what)
         return self.from_host(array) if isinstance(array, np.ndarray) else array
 
     def flat(self, array: Any) -> Any:

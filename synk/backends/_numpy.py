@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._arrays import is_masked
+from synk._arrays import as_plain_array, is_masked
 from synk._memory import Segment
 from synk.backends._frameworks import Converter, host_converters
 
@@ -55,8 +55,8 @@ class NumpyBackend:
             return None if array.dtype.hasobject else array
         return None
 
-    def as_array(self, value: Any) -> np.ndarray:
-        return np.asarray(value)
+    def as_array(self, value: Any, what: str) -> np.ndarray:
+        return as_plain_array(value, what)
 
     def flat(self, array: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(array).reshape(-1)

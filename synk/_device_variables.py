@@ -1,0 +1,81 @@
+"""Shared variables on a device: replicas and shards as device arrays, which reach the host only when the master asks.
+
+The buffers in shared memory, which are everything on a CPU worker, are the way in and out here. What the master writes
+there is brought to the device at the next use (the master counts such changes: ``Declaration.content``); what functions
+assign stays on the device until a ``Fetch``. The transaction is the same: the new value goes to a second set of arrays,
+which takes the first one's place when the master has committed the call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from synk._messages import Down
+from synk._variables import Declaration, Replica, VariableStore
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Have a rank copy the value of a variable into its buffer in shared memory."""
+
+    variable_id: int
+
+
+class DeviceReplica(Replica):
+    """One variable on one rank with a device."""
+
+    def __init__(self, store: VariableStore) -> None:
+        super().__init__(store)
+        self._device: list[list[Any] | None] = [None, None]
+        self._content = -1
+
+    def declare(self, declaration: Declaration) -> None:
+        super().declare(declaration)
+        if declaration.content != self._content:
+            self._device = [None, None]
+            self._content = declaration.content
+
+    def leaves(self) -> list[Any]:
+        """The arrays of the value as this call sees it. Nothing keeps a function from writing into them; it must not."""
+        if self._pending is not None:
+            return self._pending
+        front = self._device[self._front]
+        if front is None:
+            backend = self._store.backend
+            front = self._device[self._front] = [backend.from_host(host) for host in self._arrays(self._front)]
+        return front
+
+    def _keep(self, array: Any, dtype: Any) -> Any:
+        return self._store.backend.xp.ascontiguousarray(array, dtype)
+
+    def store(self) -> bool:
+        """Copy the pending value to the second arrays; return False if it must be shown too and has no room there."""
+        if self._is_shown() and not super().store():
+            return False
+        back = 1 - self._front
+        self._shapes[back] = self.pending_shapes()
+        xp = self._store.backend.xp
+        assert self._pending is not None
+        targets = self._device[back]
+        if targets is None or any(target.shape != source.shape for target, source in zip(targets, self._pending)):
+            targets = self._device[back] = [xp.empty(source.shape, source.dtype) for source in self._pending]
+        for target, source in zip(targets, self._pending):
+            target[...] = source
+        return True
+
+    def _is_shown(self) -> bool:
+        """Whether ranks that do not take part in the call follow this one: the lowest that does."""
+        participates = self._store.down[:, Down.PARTICIPATES]
+        if self._known.is_sharded or participates.all():
+            return False
+        return int(participates.argmax()) == self._store.rank
+
+    def fetch(self) -> None:
+        """Copy the value into the buffer in shared memory."""
+        for host, array in zip(self._arrays(self._front), self.leaves()):
+            self._store.backend.to_host(array, host)
+
+    def close(self) -> None:
+        super().close()
+        self._device = [None, None]
