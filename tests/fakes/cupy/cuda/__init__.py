@@ -1,0 +1,84 @@
+"""Devices, streams and memory of the stand-in."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from . import memory, runtime
+
+if os.environ.get("SYNK_FAKE_NCCL"):
+    import fake_nccl
+
+    fake_nccl.install()
+
+_num_streams = 0
+
+
+class MemoryPointer:
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+
+class Pool:
+    def free_all_blocks(self) -> None:
+        runtime.check()
+
+
+class Device:
+    def __init__(self, device: int = 0) -> None:
+        assert device == 0, "a worker must see one device"
+        self.id = device
+
+    def use(self) -> None:
+        runtime.check()
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+
+class Stream:
+    def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
+        global _num_streams
+        _num_streams += 1
+        self.ptr = 4096 + _num_streams
+
+    def synchronize(self) -> None:
+        runtime.finish(self.ptr)
+
+    @property
+    def done(self) -> bool:
+        runtime.finish(self.ptr)
+        return True
+
+    def use(self) -> None:
+        pass
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+
+class Event:
+    def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
+        self._time = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._time = time.perf_counter()
+
+    def synchronize(self) -> None:
+        runtime.check()
+
+    @property
+    def done(self) -> bool:
+        return True
+
+
+def alloc_pinned_memory(size: int) -> Any:
+    return bytearray(size)

@@ -1,0 +1,119 @@
+"""The CUDA runtime of the stand-in: copies, registered memory, errors that stay.
+
+``REFUSE_REGISTRATION`` (environment: ``SYNK_FAKE_REFUSE``) makes registering fail.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from typing import Any
+
+memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice = 1, 2, 3
+cudaDevAttrHostRegisterReadOnlySupported = 113
+
+_sticky = 0
+_pending: dict[int, list[tuple[int, bytes]]] = {}
+_registered: dict[int, int] = {}
+_lock = threading.Lock()
+
+
+class CUDARuntimeError(RuntimeError):
+    def __init__(self, status: int) -> None:
+        self.status = status
+        super().__init__(f"cudaError {status}")
+
+
+def check() -> None:
+    if _sticky:
+        raise CUDARuntimeError(_sticky)
+
+
+def fail_launch() -> None:
+    """Do what a kernel with an illegal address does: every later call reports it."""
+    global _sticky
+    _sticky = 719
+
+
+def finish(stream: int) -> None:
+    check()
+    for target, data in _pending.pop(stream, []):
+        ctypes.memmove(target, data, len(data))
+
+
+def registered() -> dict[int, int]:
+    return dict(_registered)
+
+
+def _check_registration(start: int, nbytes: int) -> None:
+    with _lock:
+        for low, size in _registered.items():
+            inside = max(start, low) < min(start + nbytes, low + size)
+            if inside and not (low <= start and start + nbytes <= low + size):
+                raise CUDARuntimeError(1)
+
+
+def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
+    check()
+    assert stream > 4096, "the legacy stream waits for all others"
+    if kind == memcpyDeviceToHost:
+        _check_registration(dst, size)
+        _pending.setdefault(stream, []).append((dst, ctypes.string_at(src, size)))
+    else:
+        if kind == memcpyHostToDevice:
+            _check_registration(src, size)
+        ctypes.memmove(dst, src, size)
+
+
+def hostRegister(ptr: int, size: int, flags: int) -> None:
+    if os.environ.get("SYNK_FAKE_REFUSE"):
+        raise CUDARuntimeError(801)
+    if ptr % mmap.PAGESIZE or size % mmap.PAGESIZE:
+        raise CUDARuntimeError(1)
+    with _lock:
+        if any(max(ptr, low) < min(ptr + size, low + length) for low, length in _registered.items()):
+            raise CUDARuntimeError(712)
+        _registered[ptr] = size
+
+
+def hostUnregister(ptr: int) -> None:
+    with _lock:
+        if ptr not in _registered:
+            raise CUDARuntimeError(713)
+        del _registered[ptr]
+
+
+def getDeviceCount() -> int:
+    return 1
+
+
+def setDevice(device: int) -> None:
+    check()
+
+
+def deviceGetAttribute(attribute: int, device: int) -> int:
+    return 1
+
+
+def getDeviceProperties(device: int) -> dict[str, Any]:
+    return {"name": b"Fake GPU", "totalGlobalMem": 1 << 34}
+
+
+def driverGetVersion() -> int:
+    return 13000
+
+
+def runtimeGetVersion() -> int:
+    return 12090
+
+
+def memGetInfo() -> tuple[int, int]:
+    check()
+    return 1 << 20, 1 << 34
+
+
+def streamQuery(stream: int) -> int:
+    finish(stream)
+    return 0
