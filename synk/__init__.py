@@ -4,6 +4,7 @@ __version__ = "0.1.0"
 
 from synk import errors
 from synk._comm import comm
+from synk._current import close, current, fork
 from synk._verbs import (
     all_gather,
     all_reduce,
@@ -22,7 +23,7 @@ from synk._verbs import (
 )
 from synk.data import Data
 from synk.function import Function, distribute, function, wrap
-from synk.runtime import Runtime, close, current, fork
+from synk.runtime import Runtime
 from synk.shared import Shared
 
 __all__ = [

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import pickle
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,6 @@ from synk.errors import SerializationError
 
 _ALIGNMENT = 64
 _PAGE = 4096
-_PARALLEL_NBYTES = 1 << 22
 _PLAIN_TYPES = (int, float, complex, bool, str, bytes, type(None))
 
 
@@ -276,20 +274,6 @@ def aligned(offset: int, nbytes: int) -> int:
 def capacity_for(nbytes: int) -> int:
     """Return the room for a pickle of ``nbytes`` bytes: powers of two, so that small changes keep the plan."""
     return 256 if nbytes <= 256 else 1 << (nbytes - 1).bit_length()
-
-
-def copy_into(target: np.ndarray, source: np.ndarray) -> None:
-    """Copy ``source`` into ``target`` of the same shape, by two threads where it is large (the copy frees the GIL)."""
-    if target.nbytes < _PARALLEL_NBYTES or target.ndim == 0 or len(target) < 2:
-        np.copyto(target, source, casting="unsafe")  # native byte order is the only cast that occurs
-        return
-    half = len(target) // 2
-    thread = threading.Thread(target=np.copyto, args=(target[half:], source[half:]), kwargs={"casting": "unsafe"})
-    thread.start()
-    try:
-        np.copyto(target[:half], source[:half], casting="unsafe")
-    finally:
-        thread.join()
 
 
 def input_of(argument: Argument, segment_id: int, offset: int) -> Input:

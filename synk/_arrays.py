@@ -1,11 +1,14 @@
-"""What may lie in shared memory: checks of values and dtypes. Pure NumPy."""
+"""What may lie in shared memory, and how it gets there: checks of values and dtypes, large copies. Pure NumPy."""
 
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 
 import numpy as np
+
+_PARALLEL_NBYTES = 1 << 22
 
 
 def check_shareable(dtype: np.dtype, what: str) -> np.dtype:
@@ -52,3 +55,17 @@ def as_plain_array(value: Any, what: str) -> np.ndarray:
             "Ragged lists and generators have no shape; pass such a value as a broadcast input."
         )
     return array
+
+
+def copy_into(target: np.ndarray, source: np.ndarray) -> None:
+    """Copy ``source`` into ``target`` of the same shape, by two threads where it is large (the copy frees the GIL)."""
+    if target.nbytes < _PARALLEL_NBYTES or target.ndim == 0 or len(target) < 2:
+        np.copyto(target, source, casting="unsafe")  # native byte order is the only cast that occurs
+        return
+    half = len(target) // 2
+    thread = threading.Thread(target=np.copyto, args=(target[half:], source[half:]), kwargs={"casting": "unsafe"})
+    thread.start()
+    try:
+        np.copyto(target[:half], source[:half], casting="unsafe")
+    finally:
+        thread.join()

@@ -24,11 +24,11 @@ from synk._arguments import (
     assign,
     capacity_for,
     check_argument,
-    copy_into,
     input_of,
     pickle_objects,
     select,
 )
+from synk._arrays import copy_into
 from synk._assembly import Assembly
 from synk._failures import raise_failures
 from synk._links import DONE, Reply

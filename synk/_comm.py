@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from synk._cell import cell
 from synk._messages import Down
 from synk._ops import REDUCE_OPS
 from synk.communicators import Communicator
@@ -17,15 +18,13 @@ from synk.errors import ReentrancyError
 
 
 def _worker() -> Any:
-    from synk import _worker as module
-
-    if module.current is None:
+    if cell.worker is None:
         raise ReentrancyError(
             "synk.comm has a meaning only inside a function, on a worker. In the master use the collectives over "
             "Shared "
             "variables, as synk.all_reduce."
         )
-    return module.current
+    return cell.worker
 
 
 class Comm:

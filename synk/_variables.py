@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from synk._arrays import as_plain_array
+from synk._cell import cell
 from synk._memory import Segment
 from synk._messages import Down, Input
 from synk._ops import Accumulator
@@ -466,8 +467,6 @@ class VariableStore:
 
 def resolve_variable(variable_id: int) -> Replica:
     """Return this worker's replica; what a pickled ``Shared`` becomes."""
-    from synk import _worker
-
-    if _worker.current is None:
+    if cell.worker is None:
         raise pickle.UnpicklingError("a shared variable has meaning only on a worker of its runtime")
-    return _worker.current.variables.get(variable_id)
+    return cell.worker.variables.get(variable_id)

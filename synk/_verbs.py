@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from synk._cell import cell
+from synk._current import current
 from synk._profile import Profile
 from synk.data import Data
-from synk.runtime import current, has_current
 from synk.shared import Shared
 
 
@@ -222,7 +223,7 @@ def info() -> str:
         f"synk {synk.__version__}, Python {platform.python_version()}, numpy {np.__version__}, {platform.platform()}",
         f"CPU: {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable",
     ]
-    if has_current():
+    if cell.runtime is not None:
         lines.append(current().info())
     else:
         lines.append("runtime: none (synk.fork() starts one)")

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from synk import _failpoints
+from synk._cell import cell
 from synk._channel import Channel
 from synk._comm import HostCollectives
 from synk._device_variables import Fetch
@@ -47,7 +48,7 @@ from synk._steps import run_steps
 from synk._variables import VariableStore
 from synk.backends import open_backend
 from synk.communicators._shm import Aborted, ShmCommunicator
-from synk.errors import CollectiveMismatch, ReentrancyError, SerializationError, SharedMemoryError, SynkError
+from synk.errors import CollectiveMismatch, SerializationError, SharedMemoryError, SynkError
 
 _Reply = tuple[Status, int, Any]
 
@@ -62,9 +63,6 @@ class Interrupted(KeyboardInterrupt):
 class DeviceLost(SynkError):
     """The device failed in a way that only a new process can get over."""
 
-
-current: Worker | None = None
-"""The worker that this process is (or, inline, plays while a call runs); None in a master."""
 
 
 class Worker:
@@ -119,9 +117,8 @@ class Worker:
 
     def handle(self, kind: int, sequence: int, value: int, extras: Extras | None) -> _Reply:
         """Act on one message; return ``(status, flags, body)`` of the reply. Never raises but what ends the process."""
-        global current
         self.sequence = sequence
-        outer, current = current, self
+        outer, cell.worker = cell.worker, self
         try:
             if kind not in (Kind.PUBLISH, Kind.ASSEMBLE):  # those belong to the call before
                 self.variables.resolve()
@@ -142,7 +139,7 @@ class Worker:
                 return Status.PONG, 0, None
             return Status.BYE, 0, None
         finally:
-            current = outer
+            cell.worker = outer
 
     def _take_in(self, extras: Extras) -> None:
         for plan_id in extras.dropped_plans:
@@ -528,21 +525,6 @@ def _flush_output() -> None:
             continue
 
 
-def inside_worker() -> bool:
-    """Whether this process is a worker (or plays one, inline, right now)."""
-    return current is not None
-
-
-def refuse_inside_worker(verb: str) -> None:
-    """Raise ReentrancyError where synk's verbs are used inside a function."""
-    if current is not None:
-        raise ReentrancyError(
-            f"cannot {verb} inside worker rank {current.rank}: a function runs on one device and cannot use the "
-            f"runtime. "
-            "Use synk.comm for collectives inside a function."
-        )
-
-
 def main(sock: socket.socket, setup: dict[str, Any]) -> None:
     """Run a worker; the bootstrap calls it when ``sys.path`` is set."""
     import faulthandler
@@ -561,4 +543,4 @@ def main(sock: socket.socket, setup: dict[str, Any]) -> None:
     loop.close()
 
 
-__all__ = ["Interrupted", "Worker", "WorkerLoop", "inside_worker", "main", "refuse_inside_worker"]
+__all__ = ["Interrupted", "Worker", "WorkerLoop", "main"]

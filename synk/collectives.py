@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from synk._arguments import copy_into
+from synk._arrays import copy_into
 from synk._device_variables import Fetch
 from synk._failures import raise_failures
 from synk._memory import Segment

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from synk import _worker
 from synk._arguments import Signature
 from synk._calls import CallOptions, PlanCache, run_call
+from synk._cell import cell, refuse_inside_worker
+from synk._current import current, fork
 from synk._ops import REDUCE_OPS, check_outputs
 from synk.data import Data
 from synk.errors import ClosedError, SerializationError, SynkError, WorkerDied
-from synk.runtime import Runtime, check_timeout, current, fork, has_current
+from synk.runtime import Runtime, check_timeout
 from synk.shared import Shared, check_owner, pickled
 
 FRAMEWORKS = (None, "torch", "jax")
@@ -158,7 +159,7 @@ class Function:
         """Return the runtime to use: the one the function was made with, else the current one."""
         if self._fixed_runtime is not None:
             return self._fixed_runtime
-        _worker.refuse_inside_worker(f"call {self.name!r}")
+        refuse_inside_worker(f"call {self.name!r}")
         if self._runtime is not None and not self._runtime.is_closed:
             return self._runtime
         return current()
@@ -303,7 +304,7 @@ def distribute_functions(runtime: Runtime, only: Sequence[Function] | None = Non
 
 def build_function(fn: Any, options: dict[str, Any], runtime: Runtime | None) -> Any:
     """Return a Function, or a decorator where ``fn`` is None."""
-    _worker.refuse_inside_worker("build a function")
+    refuse_inside_worker("build a function")
     if fn is None:
         return lambda target: Function(target, runtime=runtime, **options)
     return Function(fn, runtime=runtime, **options)
@@ -425,8 +426,8 @@ class WrappedFunction(Function):
     """A function that brings its own runtime where there is none; made by :func:`synk.wrap`."""
 
     def _bound_runtime(self) -> Runtime:
-        _worker.refuse_inside_worker(f"call {self.name!r}")
-        if not has_current() and (self._runtime is None or self._runtime.is_closed):
+        refuse_inside_worker(f"call {self.name!r}")
+        if cell.runtime is None and (self._runtime is None or self._runtime.is_closed):
             fork()
         return super()._bound_runtime()
 

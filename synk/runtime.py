@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from synk import _worker, collectives
+from synk import collectives
+from synk._cell import cell, refuse_inside_worker
 from synk._failures import rebuild
 from synk._interrupts import deferred
 from synk._links import Link
@@ -34,7 +35,7 @@ from synk._results import ResultPool
 from synk._team import GRACE_S, Team
 from synk.communicators._shm import required_nbytes, reset, set_abort
 from synk.data import Data
-from synk.errors import ClosedError, NotForkedError, ReentrancyError, SerializationError, SynkError
+from synk.errors import ClosedError, ReentrancyError, SerializationError, SynkError
 from synk.shared import Shared, check_owner
 
 _SLOT_NBYTES = 1 << 19
@@ -94,7 +95,7 @@ class Runtime:
         max_restarts: int = 3,
         _failpoints: Sequence[Sequence[Any]] = (),
     ) -> None:
-        _worker.refuse_inside_worker("fork")
+        refuse_inside_worker("fork")
         self.timeout = check_timeout(timeout)
         placement = place(num_workers, backend, devices, inline)
         self.backend = placement.backend
@@ -177,7 +178,7 @@ class Runtime:
             Inside a worker, in a forked copy, or from a signal handler or finalizer during another operation.
         ClosedError
         """
-        _worker.refuse_inside_worker(verb)
+        refuse_inside_worker(verb)
         self.check_open(verb)
         if self._is_mine():
             raise ReentrancyError(
@@ -421,14 +422,14 @@ class Runtime:
 
     def data(self, value: Any = None, **options: Any) -> Data:
         """Make a :class:`synk.Data` of this runtime; see :func:`synk.data`."""
-        _worker.refuse_inside_worker("make Data")
+        refuse_inside_worker("make Data")
         self.check_open("make Data")
         self.reclaim()
         return Data(self, value, **options)
 
     def shared(self, value: Any, *, sharded: bool = False, name: str | None = None) -> Shared:
         """Make a :class:`synk.Shared` of this runtime; see :func:`synk.shared`."""
-        _worker.refuse_inside_worker("make a shared variable")
+        refuse_inside_worker("make a shared variable")
         self.check_open("make a shared variable")
         self.reclaim()
         return Shared(self, value, sharded=sharded, name=name)
@@ -594,7 +595,7 @@ class Runtime:
         if team.is_closed:
             self._release_memory()
             return
-        _worker.refuse_inside_worker("close")
+        refuse_inside_worker("close")
         if self._is_mine():
             raise ReentrancyError("cannot close the runtime while this thread is in a call.")
         team.wake()
@@ -623,7 +624,8 @@ class Runtime:
             function.plans.forget()
         self.results.close()
         _open_runtimes.discard(self)
-        forget_current(self)
+        if cell.runtime is self:
+            cell.runtime = None
 
     def __enter__(self) -> Runtime:
         self.check_open("enter the runtime")
@@ -644,127 +646,6 @@ class Runtime:
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else "inline" if self.team.is_inline else "open"
         return f"<synk.Runtime {self.world_size} x {self.backend}, {state}>"
-
-
-# -- the current runtime ----------------------------------------------------------------------------------------------
-
-
-class _Current:
-    """The one process-wide cell: which runtime the module-level verbs work on."""
-
-    runtime: Runtime | None = None
-    last: Runtime | None = None
-
-
-_cell = _Current()
-
-
-def set_current(runtime: Runtime) -> None:
-    """Make ``runtime`` the one that module-level verbs use."""
-    _cell.runtime = _cell.last = runtime
-
-
-def forget_current(runtime: Runtime) -> None:
-    if _cell.runtime is runtime:
-        _cell.runtime = None
-
-
-def has_current() -> bool:
-    """Whether there is an open current runtime."""
-    return _cell.runtime is not None
-
-
-def current() -> Runtime:
-    """Return the runtime that ``synk.fork()`` made.
-
-    Raises
-    ------
-    NotForkedError
-        If there is none.
-    ClosedError
-        If it was closed.
-    """
-    _worker.refuse_inside_worker("use the runtime")
-    if _cell.runtime is None:
-        if _cell.last is not None:
-            raise ClosedError("the runtime is closed. Call synk.fork() again.") from _cell.last.cause
-        raise NotForkedError("there is no runtime yet. Call synk.fork() first.")
-    return _cell.runtime
-
-
-def fork(
-    num_workers: int | None = None,
-    *,
-    backend: str = "auto",
-    devices: Sequence[Any] | None = None,
-    inline: bool = False,
-    timeout: float | None = None,
-    max_restarts: int = 3,
-    _failpoints: Sequence[Sequence[Any]] = (),
-) -> Runtime:
-    """Start one worker process per device and make their runtime the current one.
-
-    Returns at once: the workers come up while the program goes on, and the first verb that needs them waits.
-
-    Parameters
-    ----------
-    num_workers : int or None
-        None: one per visible GPU, else one per usable CPU core.
-    backend : str
-        ``"auto"`` (cupy where a GPU is visible and CuPy is installed, else numpy), ``"numpy"`` or ``"cupy"``.
-    devices : sequence or None
-        Which GPUs, by index or UUID; one may appear more than once.
-    inline : bool
-        Run the one rank in this process, on the same path, for a debugger.
-    timeout : float or None
-        Default for all calls, in seconds; None: no limit.
-    max_restarts : int
-        How many dead workers are started again within 60 s before the runtime closes.
-
-    Returns
-    -------
-    Runtime
-
-    Raises
-    ------
-    SynkError
-        If a runtime made by ``fork`` is still running.
-    StartupError
-        If a worker process cannot be started.
-    ValueError, TypeError
-        For arguments that make no sense.
-
-    Examples
-    --------
-    >>> import synk
-    >>> runtime = synk.fork(2)
-    >>> runtime.world_size
-    2
-    >>> synk.close()
-    """
-    _worker.refuse_inside_worker("fork")
-    if _cell.runtime is not None and _cell.runtime._pid == os.getpid():
-        raise SynkError(
-            f"cannot fork: {_cell.runtime!r} is already running. Call synk.close() first, or make a second one with "
-            "synk.Runtime(...)."
-        )
-    runtime = Runtime(
-        num_workers,
-        backend=backend,
-        devices=devices,
-        inline=inline,
-        timeout=timeout,
-        max_restarts=max_restarts,
-        _failpoints=_failpoints,
-    )
-    set_current(runtime)
-    return runtime
-
-
-def close() -> None:
-    """Close the current runtime, if there is one; its data, functions and variables raise ``ClosedError`` then."""
-    if _cell.runtime is not None:
-        _cell.runtime.close()
 
 
 def check_timeout(timeout: float | None) -> float | None:

@@ -1,0 +1,37 @@
+"""The one process-wide cell: the current runtime of a master, and the worker that a process is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from synk.errors import ReentrancyError
+
+
+class _Cell:
+    """What module-level verbs work on.
+
+    Attributes
+    ----------
+    runtime : Runtime or None
+        The one that ``synk.fork()`` made, while it is open.
+    last_runtime : Runtime or None
+        Likewise, also when it is closed: to tell why.
+    worker : Worker or None
+        What this process is; inline, what it plays while a call runs. None in a master.
+    """
+
+    runtime: Any = None
+    last_runtime: Any = None
+    worker: Any = None
+
+
+cell = _Cell()
+
+
+def refuse_inside_worker(verb: str) -> None:
+    """Raise ReentrancyError where synk's verbs are used inside a function."""
+    if cell.worker is not None:
+        raise ReentrancyError(
+            f"cannot {verb} inside worker rank {cell.worker.rank}: a function runs on one device and cannot use the "
+            "runtime. Use synk.comm for collectives inside a function."
+        )
