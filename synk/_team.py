@@ -451,6 +451,9 @@ class Team:
             if link.is_dead:
                 parts.append(f"rank {link.rank}: ended with {link.process.exit_text}")
                 continue
+            if not link.is_ready:  # it has no handler yet: the signal would end it
+                parts.append(f"rank {link.rank} (pid {link.process.pid}, {self.devices[link.rank]}): still starting")
+                continue
             phase = Phase(int(self.up[link.rank, Up.PHASE])).name.lower() if len(self.up) else "closed"
             nbytes = int(self.up[link.rank, Up.OUTPUT_NBYTES]) if len(self.up) else 0
             stacks = link.process.stacks(1.0).strip().replace("\n", "\n    ")

@@ -618,6 +618,7 @@ class Runtime:
                 segment.close()
         while self._released:
             self._released.popleft().close()
+        self._dropped_functions.clear()  # their plans hold views of the staging segment
         for variable in list(self._variables.values()):
             variable.close()
         for function in list(self.bound):

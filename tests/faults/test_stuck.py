@@ -1,0 +1,191 @@
+"""A stuck worker is explained: ``Runtime.where()``, the log after ``SYNK_STUCK_AFTER`` seconds, and ``retry=``."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+import pytest
+
+import synk
+from synk import _team
+from synk.errors import ClosedError, WorkerDied
+
+Fork = Callable[..., Any]
+
+
+def wait_for_file(path: str) -> None:
+    """Block until somebody writes the file: a function that is stuck as long as the test wants."""
+    while not os.path.exists(path):
+        time.sleep(0.01)
+
+
+def stuck_call(rt: Any, path: Path, target: Callable[..., Any]) -> threading.Thread:
+    """Start a call of ``target`` in a thread; it ends when ``path`` exists."""
+    function = rt.function(target, bcast_inputs="path", outputs="sum")
+    thread = threading.Thread(target=function, args=(np.ones(2), str(path)))
+    thread.start()
+    return thread
+
+
+def explained(rt: Any, word: str) -> str:
+    """Ask until every rank's answer holds ``word``."""
+    deadline = time.monotonic() + 30
+    while True:
+        text = rt.where()
+        if text.count(word) == rt.world_size:
+            return str(text)
+        assert time.monotonic() < deadline, text
+
+
+def test_where_shows_phase_and_stack_of_each_rank(runtime: Fork, tmp_path: Path) -> None:
+    rt = runtime(2)
+    path = tmp_path / "go"
+
+    def stuck_here(x: Any, path: str) -> float:
+        wait_for_file(path)
+        return float(x.sum())
+
+    thread = stuck_call(rt, path, stuck_here)
+    text = explained(rt, "in stuck_here")
+    assert text.count("function, ") == 2
+    for link in rt.team.links:
+        assert f"rank {link.rank} (pid {link.process.pid}" in text
+    path.touch()
+    thread.join()
+    assert rt.where().count("idle, ") == 2
+
+
+def test_where_answers_while_c_code_holds_the_interpreter(runtime: Fork, tmp_path: Path) -> None:
+    rt = runtime(1)
+
+    def held_here(x: Any, path: str) -> float:
+        ctypes.PyDLL(None).usleep(1_500_000)  # PyDLL keeps the interpreter's lock
+        return float(x.sum())
+
+    thread = stuck_call(rt, tmp_path / "unused", held_here)
+    explained(rt, "in held_here")
+    thread.join()
+
+
+def test_where_tells_of_stopped_and_dead_workers(runtime: Fork) -> None:
+    rt = runtime(2)
+    pids = harness.pids(rt)
+    os.kill(pids[0], signal.SIGSTOP)
+    harness.wait_for(lambda: "stopped (SIGSTOP)" in rt.where())
+    os.kill(pids[0], signal.SIGCONT)
+    rt.close()
+    with pytest.raises(ClosedError):
+        rt.where()
+
+
+def test_a_long_call_is_explained_once_in_the_log(
+    runtime: Fork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SYNK_STUCK_AFTER", "0.5")
+    rt = runtime(2)
+    path = tmp_path / "go"
+
+    def long_call(x: Any, path: str) -> float:
+        wait_for_file(path)
+        return float(x.sum())
+
+    with caplog.at_level(logging.WARNING, "synk"):
+        harness.pids(rt)  # starting and loading may take that long, too
+        caplog.clear()
+        thread = stuck_call(rt, path, long_call)
+        assert harness.wait_for(lambda: any("in long_call" in record.getMessage() for record in caplog.records))
+        path.touch()
+        thread.join()
+    messages = [record.getMessage() for record in caplog.records if "long_call' has run" in record.getMessage()]
+    assert len(messages) == 1
+    assert "rank 0" in messages[0] and "rank 1" in messages[0]
+
+
+@pytest.mark.parametrize("text, seconds", [("2.5", 2.5), ("0", float("inf"))])
+def test_the_environment_says_when(monkeypatch: pytest.MonkeyPatch, text: str, seconds: float) -> None:
+    monkeypatch.setenv("SYNK_STUCK_AFTER", text)
+    assert _team.stuck_after_s() == seconds
+
+
+def test_a_bad_number_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYNK_STUCK_AFTER", "soon")
+    with pytest.raises(ValueError, match="SYNK_STUCK_AFTER.*'soon'"):
+        _team.stuck_after_s()
+
+
+def die_once(x: Any, path: str) -> float:
+    """End this worker if it is the first to come here."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return float(x.sum())
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+def test_retry_runs_a_call_again_after_a_death(runtime: Fork, tmp_path: Path) -> None:
+    rt = runtime(2)
+    again = rt.function(die_once, bcast_inputs="path", outputs="sum", retry=1)
+    assert again(np.arange(6.0), str(tmp_path / "died")) == 15.0
+
+
+def test_retries_are_counted(runtime: Fork, tmp_path: Path) -> None:
+    rt = runtime(2)
+
+    def die(x: Any, path: str) -> float:
+        with open(path, "a") as file:
+            file.write(".")
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0.0
+
+    path = tmp_path / "deaths"
+    with pytest.raises(WorkerDied):
+        rt.function(die, bcast_inputs="path", outputs="sum", retry=1)(np.ones(1), str(path))
+    assert path.read_text() == ".."
+
+
+def test_an_exception_is_not_retried(runtime: Fork, tmp_path: Path) -> None:
+    rt = runtime(1)
+
+    def fail(x: Any, path: str) -> float:
+        with open(path, "a") as file:
+            file.write(".")
+        raise KeyError("no")
+
+    path = tmp_path / "calls"
+    with pytest.raises(KeyError):
+        rt.function(fail, bcast_inputs="path", outputs="sum", retry=3)(np.ones(1), str(path))
+    assert path.read_text() == "."
+
+
+def test_retry_is_refused_where_it_has_no_meaning(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[1]
+    w = rt.shared(np.zeros(2))
+    with pytest.raises(ValueError, match="retry=1 with updates="):
+        rt.function(lambda x: (x.sum(), w.value), updates=w, retry=1)
+    with pytest.raises(ValueError, match="got retry=-1"):
+        synk.function(lambda x: x, retry=-1)
+
+
+def test_A10_an_out_of_memory_kill_is_named(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+    rt = runtime(2)
+    kills = iter(range(1, 100))
+    monkeypatch.setattr(_team, "oom_kills", lambda: next(kills))
+
+    def killed(x: Any) -> float:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0.0
+
+    rt.function(lambda x: x.sum(), outputs="sum")(np.ones(4))  # its reply reports the resident memory
+    with pytest.raises(WorkerDied, match=r"out-of-memory killer was at work \(it held \d+ MiB"):
+        rt.function(killed, outputs="sum")(np.ones(2))
