@@ -27,7 +27,9 @@ from synk._cell import cell
 from synk._channel import Channel
 from synk._comm import HostCollectives
 from synk._device_variables import Fetch
+from synk._device_comm import DeviceCollectives
 from synk._execute import Executor, LoadedFunction, PreparedPlan
+from synk._group import JoinOrder, WorkerGroup, device_collectives, is_lost_peer, open_group
 from synk._failures import Failure, pack_failure
 from synk._memory import Segment
 from synk._messages import (
@@ -104,6 +106,7 @@ class Worker:
         self._eventfds = eventfds
         self._own_up = memoryview(self.up[rank])  # stores through it cost a third of NumPy's
         self._rss_measured = 0
+        self.group: WorkerGroup | None = None
         self._communicator: ShmCommunicator | None = None
         self._is_communicating = False
         self._function: LoadedFunction | None = None
@@ -129,11 +132,13 @@ class Worker:
             if kind == Kind.LOAD:
                 return self._load(extras)
             if kind == Kind.PUBLISH:
-                return self.executor.republish(self.variables), 0, None
+                return self._publish_again()
             if kind == Kind.ASSEMBLE:
                 return self._assemble(value, extras)
             if kind == Kind.VARIABLE:
                 return self._move(extras)
+            if kind == Kind.GROUP:
+                return self._join(extras)
             if kind == Kind.PING:
                 self._recover("")
                 return Status.PONG, 0, None
@@ -185,7 +190,9 @@ class Worker:
 
     def _failed(self, error: BaseException) -> _Reply:
         # A rank that waits for one that failed fails too; only if nobody failed otherwise is it the cause.
-        is_collateral = isinstance(error, (Aborted, CollectiveMismatch))
+        is_collateral = isinstance(error, (Aborted, CollectiveMismatch)) or is_lost_peer(error)
+        if self.group is not None:
+            self.group.give_up_if_waited_for(error)
         error = self.backend.explain(error, repr(self.function_name))
         failure = pack_failure(error, self.rank, self.device, is_collateral=is_collateral)
         _drop_frames(error)
@@ -213,11 +220,6 @@ class Worker:
     def _call(self, plan_id: int, sequence: int, extras: Extras | None) -> _Reply:
         started = time.monotonic_ns()
         self.failpoint("call.received")
-        if extras is not None and isinstance(extras.content, Plan):
-            plan = extras.content
-            self.plans[plan_id] = PreparedPlan(plan, self.functions[plan.function_id], self.segments)
-        prepared = self.plans[plan_id]
-        self._function = prepared.function
         executor = self.executor
         up = self._own_up
         function_ns = 0
@@ -226,6 +228,7 @@ class Worker:
             try:
                 if int(self.down[self.rank, Down.INTERRUPT]) == sequence:
                     raise Interrupted  # the signal came before this call could take it
+                prepared = self._prepared(plan_id, extras)
                 self.failpoint("call.before_function")
                 with self.backend.running():
                     up[Up.PHASE] = Phase.FUNCTION
@@ -235,6 +238,7 @@ class Worker:
                     up[Up.PHASE] = Phase.PUBLISHING
                     self.failpoint("call.after_function")
                     status, body = executor.publish(prepared, result, self.variables)
+                    self._check_group()
                 self.failpoint("call.published")
                 reply: _Reply = (status, 0, body)
             except Interrupted:
@@ -263,7 +267,16 @@ class Worker:
             up[Up.RSS] = _resident_nbytes()
         return reply
 
-    def collectives(self) -> HostCollectives:
+    def _prepared(self, plan_id: int, extras: Extras | None) -> PreparedPlan:
+        """Return the plan of a call, which its first message brings."""
+        if extras is not None and isinstance(extras.content, Plan):
+            plan = extras.content
+            self.plans[plan_id] = PreparedPlan(plan, self.functions[plan.function_id], self.segments)
+        prepared = self.plans[plan_id]
+        self._function = prepared.function
+        return prepared
+
+    def collectives(self) -> HostCollectives | DeviceCollectives:
         """Return the collectives of the call under way; the first use in a call joins its group."""
         function = self._function
         assert self._communicator is not None and function is not None
@@ -271,7 +284,11 @@ class Worker:
         if not self._is_communicating:
             self._communicator.begin(ranks, int(self.down[0, Down.CALL]))
             self._is_communicating = True
-        return HostCollectives(self._communicator, len(ranks), (function.to_framework, function.from_framework))
+        framework = (function.to_framework, function.from_framework)
+        if self.backend.is_device:
+            has_group = self.executor.has_group
+            return device_collectives(self.backend, self._communicator, self.group if has_group else None, framework)
+        return HostCollectives(self._communicator, len(ranks), framework)
 
     @property
     def function_name(self) -> str:
@@ -295,9 +312,45 @@ class Worker:
         self.failpoint("reduce.before")
         if extras is not None and extras.content is not None:
             self._moves = extras.content
-        self.executor.assemble(self._moves, self.segments[result_id])
-        self.failpoint("reduce.after")
-        return Status.DONE, 0, None
+
+        def assemble() -> None:
+            with self.backend.running():
+                self.executor.assemble(self._moves, self.segments[result_id])
+            self._check_group()
+            self.failpoint("reduce.after")
+
+        return self._guarded(assemble)
+
+    def _publish_again(self) -> _Reply:
+        def publish() -> Status:
+            with self.backend.running():
+                return self.executor.republish(self.variables)
+
+        status, flags, body = self._guarded(publish)
+        return (body, 0, None) if status == Status.DONE else (status, flags, body)
+
+    # -- NCCL ---------------------------------------------------------------------------------------------------------
+
+    def _join(self, extras: Extras | None) -> _Reply:
+        """Make the id of a group, or join one."""
+        assert extras is not None
+        order: JoinOrder = extras.content
+
+        def join() -> dict[str, Any]:
+            if self.group is None:
+                self.group = open_group(self.rank, self.world_size, self.down, self.up, self.backend)
+            if order.unique_id is None:
+                return {"unique_id": self.group.new_id()}
+            with self.backend.running():
+                library = self.group.join(order.number, order.unique_id)
+            self.executor.collectives = self.group.collectives()
+            return {"library": library}
+
+        return self._guarded(join)
+
+    def _check_group(self) -> None:
+        if self.group is not None and int(self.down[self.rank, Down.GROUP]):
+            self.group.check()
 
     _moves: Sequence[Any] = ()
 

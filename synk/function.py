@@ -299,7 +299,8 @@ def distribute_functions(runtime: Runtime, only: Sequence[Function] | None = Non
     for function in functions:
         function._bind_to(runtime)
         function.variables |= variables  # a global may have been bound anew since the function was built
-        weakref.finalize(function, runtime._dropped_functions.append, (function.id, function.plans))
+        dropped = weakref.finalize(function, runtime._dropped_functions.append, (function.id, function.plans))
+        dropped.atexit = False  # the user's own exit handlers may still call it
 
 
 def build_function(fn: Any, options: dict[str, Any], runtime: Runtime | None) -> Any:
