@@ -372,7 +372,7 @@ def test_A17_killed_while_closing(runtime: Fork) -> None:
 
 def test_A17_killed_at_a_random_time_of_close(runtime: Fork, storm_count: Callable[[int], int]) -> None:
     rng = random.Random(17)
-    for _ in range(storm_count(6)):
+    for _ in range(storm_count(4)):
         rt = runtime(2)
         victim = rng.choice(pids(rt))
         timer = threading.Timer(rng.uniform(0, 0.005), lambda pid=victim: process_stat(pid) and os.kill(pid, 9))
@@ -383,7 +383,7 @@ def test_A17_killed_at_a_random_time_of_close(runtime: Fork, storm_count: Callab
 
 def test_A17_killed_at_a_random_time_of_fork(runtime: Fork, storm_count: Callable[[int], int]) -> None:
     rng = random.Random(18)
-    for _ in range(storm_count(6)):
+    for _ in range(storm_count(4)):
         before = set(worker_pids())
         rt = runtime(2)
         victim = rng.choice(sorted(set(worker_pids()) - before))

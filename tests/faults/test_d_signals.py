@@ -262,7 +262,7 @@ def test_D5_ctrl_c_inside_the_life_cycle(where: str, storm_count: Count) -> None
     synk.close()
     gc.collect()
     baseline = census()
-    for _ in range({storm_count(6)}):
+    for _ in range({storm_count(4)}):
         rt = None
         timer = None
         try:

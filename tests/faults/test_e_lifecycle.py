@@ -399,7 +399,7 @@ def test_E13_fork_and_close_many_times(storm_count: Count) -> None:
         from harness import assert_right, census, settled_census
         import gc
         baseline = None
-        for number in range({storm_count(8)}):
+        for number in range({storm_count(6)}):
             with synk.fork(1 + number % 2, backend="numpy") as rt:
                 data = rt.data(np.ones(1000))
                 assert rt.function(lambda x: x.sum(), outputs="sum")(data) == 1000

@@ -116,7 +116,7 @@ def test_chaos_never_mixes_old_and_new(runtime: Fork, storm_count: Callable[[int
     count = 1.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        for _ in range(storm_count(25)):
+        for _ in range(storm_count(12)):
             victim = rng.choice(pids(rt))
             timer = threading.Timer(rng.uniform(0, 0.002), kill_and_wait, (victim,))
             timer.start()
