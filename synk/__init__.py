@@ -1,7 +1,5 @@
 """synk: run a plain Python function on all GPUs of a machine, or on all its CPU cores, as if it were one call."""
 
-__version__ = "0.1.0"
-
 from synk import errors
 from synk._comm import comm
 from synk._current import close, current, fork
@@ -21,6 +19,7 @@ from synk._verbs import (
     set_value,
     shared,
 )
+from synk._version import __version__
 from synk.data import Data
 from synk.function import Function, distribute, function, wrap
 from synk.runtime import Runtime
@@ -31,6 +30,7 @@ __all__ = [
     "Function",
     "Runtime",
     "Shared",
+    "__version__",
     "all_gather",
     "all_reduce",
     "broadcast",

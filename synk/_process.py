@@ -23,14 +23,25 @@ from synk._channel import Channel
 from synk.errors import StartupError
 
 # The bootstrap may import nothing before the path is the master's: a pickle.py in the current directory must not run.
-# Only absolute entries are used for our own imports; the worker sets the path exactly before it loads a function.
+# Only absolute entries are used for our own imports; the worker sets the path exactly before it loads a function. The
+# package's own file, which imports the master's half, is run at the first use of a public name: most functions use
+# none, and it would double what a worker imports beside NumPy.
 _BOOTSTRAP = """\
 import sys
 if sys.path and sys.path[0] == "": del sys.path[0]
-import json, socket
+import importlib.util, json, socket
 sock = socket.socket(fileno=int(sys.argv[1]))
 setup = json.loads(sock.recv(1 << 17))
 sys.path[:] = setup["import_path"]
+spec = importlib.util.find_spec("synk")
+package = importlib.util.module_from_spec(spec)
+def complete(name):
+    if name.startswith("_") and name != "__version__": raise AttributeError(name)
+    del package.__getattr__
+    spec.loader.exec_module(package)
+    return getattr(package, name)
+package.__getattr__ = complete
+sys.modules["synk"] = package
 from synk._worker import main
 main(sock, setup)
 """
