@@ -11,7 +11,6 @@ import fcntl
 import itertools
 import mmap
 import os
-import tempfile
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +62,8 @@ def _create_fd(nbytes: int) -> int:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             raise
         # memfd missing or blocked (old kernel, seccomp): an unlinked file has no name either.
+        import tempfile
+
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         with tempfile.TemporaryFile(dir=folder) as file:
             fd = fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
