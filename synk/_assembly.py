@@ -10,7 +10,17 @@ import numpy as np
 
 from synk._execute import wanted_leaves
 from synk._memory import Segment
-from synk._messages import LARGE_NBYTES, SLOT_ALIGNMENT, Layout, Leaf, Move, chunk_bounds, slot_offsets
+from synk._messages import (
+    LARGE_NBYTES,
+    SLOT_ALIGNMENT,
+    Layout,
+    Leaf,
+    Move,
+    block_bounds,
+    chunk_bounds,
+    is_reduced_on_devices,
+    slot_offsets,
+)
 from synk._ops import Op, is_reducible, match_ops, reduce_into
 from synk._trees import flatten, unflatten
 from synk.errors import CollectiveMismatch
@@ -35,6 +45,8 @@ class Assembly:
     exchange : Segment
     slot_nbytes : int
     world_size : int
+    has_group : bool
+        Whether the voters reduce large outputs by NCCL.
     """
 
     def __init__(
@@ -47,8 +59,10 @@ class Assembly:
         exchange: Segment,
         slot_nbytes: int,
         world_size: int,
+        has_group: bool = False,
     ) -> None:
         self.name = name
+        self._has_group = has_group
         self.voters = voters
         self.has_assignments = any(layout.assigned for layout in layouts)
         self.layouts = layouts
@@ -63,7 +77,7 @@ class Assembly:
         self._wanted = range(self._num_leaves) if wanted is None else sorted(wanted)
         self._views: list[list[np.ndarray | None]] = []
         for rank, layout in zip(voters, layouts):
-            offsets, _ = slot_offsets(layout.leaves, self._ops, len(voters))
+            offsets, _ = slot_offsets(layout.leaves, self._ops, len(voters), has_group)
             base = rank * slot_nbytes
             self._views.append(
                 [
@@ -127,9 +141,12 @@ class Assembly:
         if is_reducible(op):
             offset = self._reserve(leaf, -1, items[0].nbytes)
             itemsize = items[0].dtype.itemsize
-            bounds = chunk_bounds(items[0].nbytes // itemsize, itemsize, len(self.voters))
+            count = items[0].nbytes // itemsize
+            kind, bounds = "reduce", chunk_bounds(count, itemsize, len(self.voters))
+            if is_reduced_on_devices(items[0], op, self._has_group):
+                kind, bounds = "device", block_bounds(count, len(self.voters))
             for rank, (start, stop) in zip(self.voters, bounds):
-                self.moves[rank].append(Move(leaf, "reduce", str(op), offset, start, stop))
+                self.moves[rank].append(Move(leaf, kind, str(op), offset, start, stop))
         elif op == "gather":
             offset = self._reserve(leaf, -1, sum(item.nbytes for item in items))
             for rank, item in zip(self.voters, items):

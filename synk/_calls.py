@@ -164,6 +164,7 @@ def run_call(
     rows = _write_numbers(runtime, call)
     runtime.counters["calls"] += 1
     runtime.next_call()
+    runtime.group.announce(runtime.team, len(call.ranks))
     plan_id = cached.plan.plan_id
     links = runtime.team.links
     contents = {rank: cached.plan for rank in call.ranks if plan_id not in links[rank].plans}
@@ -420,12 +421,12 @@ def _collect(
     if not is_plain and any(reply.status == Status.UNPUBLISHED for reply in replies.values()):
         waiting = [rank for rank in call.ranks if replies[rank].status == Status.UNPUBLISHED]
         _republish(runtime, name, outputs, call.ranks, layouts, waiting, deadline)
-    key = (tuple(map(id, layouts)), tuple(call.ranks), runtime.exchange_segment.id)
+    key = (tuple(map(id, layouts)), tuple(call.ranks), runtime.exchange_segment.id, runtime.group.is_in_use)
     assembly = cached.assemblies.get(key)
     if assembly is None:
         assembly = Assembly(
             name, outputs, options.output_subset, call.ranks, layouts,
-            runtime.exchange_segment, runtime.slot_nbytes, runtime.world_size,
+            runtime.exchange_segment, runtime.slot_nbytes, runtime.world_size, runtime.group.is_in_use,
         )  # fmt: skip
         cached.output_nbytes = sum(leaf.nbytes for layout in layouts for leaf in layout.leaves)
         cached.assemblies = {key: assembly}  # it keeps the layouts alive, so that their ids stay theirs
@@ -482,7 +483,7 @@ def _republish(
     for layout in layouts:
         leaves, _ = flatten(layout.skeleton)
         ops = match_ops(outputs, layout.skeleton, len(leaves), repr(name))
-        needed = max(needed, slot_offsets(layout.leaves, ops, len(ranks))[1])
+        needed = max(needed, slot_offsets(layout.leaves, ops, len(ranks), runtime.group.is_in_use)[1])
     if needed > runtime.slot_nbytes:
         runtime.grow_exchange(needed, [rank for rank in ranks if rank not in waiting])
     replies = runtime.team.exchange(Kind.PUBLISH, waiting, 0, {}, [], deadline, "publish", repr(name))

@@ -37,7 +37,7 @@ class DeviceReplica(Replica):
             self._content = declaration.content
 
     def leaves(self) -> list[Any]:
-        """The arrays of the value as this call sees it. Nothing keeps a function from writing into them; it must not."""
+        """The arrays of the value as this call sees it. A function must not write into them."""
         if self._pending is not None:
             return self._pending
         front = self._device[self._front]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from synk._messages import (
     Plan,
     Status,
     chunk_bounds,
+    is_in_slot,
     slot_offsets,
 )
 from synk._ops import Accumulator, Op, check_op, is_reducible, match_ops, reduce_into
@@ -30,6 +31,9 @@ from synk._trees import flatten, skeleton_of, unflatten
 from synk._variables import VariableStore
 from synk.backends import Backend
 from synk.errors import SerializationError, SharedMemoryError
+
+if TYPE_CHECKING:
+    from synk._device_comm import DeviceCollectives
 
 
 class LoadedFunction:
@@ -103,6 +107,7 @@ class Executor:
         self._down = down
         self.exchange: Segment | None = None
         self.slot_nbytes = 0
+        self.collectives: DeviceCollectives | None = None
         self._prepared: PreparedPlan | None = None
         self._outputs: list[Any] = []
         self._objects: list[Any] = []
@@ -300,16 +305,16 @@ class Executor:
         layout = prepared.layout
         assert layout is not None
         participants = self._participants()
-        offsets, total = slot_offsets(layout.leaves, prepared.ops, len(participants))
+        has_group = self.has_group
+        offsets, total = slot_offsets(layout.leaves, prepared.ops, len(participants), has_group)
         if total > self.slot_nbytes or self.exchange is None:
             return Status.UNPUBLISHED
-        key = (self.exchange.id, id(layout), len(participants))
+        key = (self.exchange.id, id(layout), len(participants), has_group)
         if prepared.slot_key != key:
             base = self.rank * self.slot_nbytes
             prepared.slot_views = [
                 self.exchange.view(base + offset, leaf.shape, leaf.dtype)
-                if leaf.dtype is not None
-                and (leaf.nbytes < LARGE_NBYTES or (is_reducible(op) and len(participants) > 1))
+                if leaf.dtype is not None and is_in_slot(leaf, op, len(participants), has_group)
                 else _NO_VIEW
                 for offset, leaf, op in zip(offsets, layout.leaves, prepared.ops)
             ]
@@ -328,9 +333,11 @@ class Executor:
 
     def _publish_chunks(self, array: Any, view: np.ndarray, position: int, participants: list[int]) -> None:
         """Copy the chunks that other ranks reduce; the rank's own one is read from private memory at assembly."""
+        if view is _NO_VIEW and len(participants) > 1:  # the devices reduce it
+            array = self.backend.as_array(array, "a large output")
         flat = self.backend.flat(array)
         self._outputs[position] = flat
-        if len(participants) == 1:
+        if len(participants) == 1 or view is _NO_VIEW:
             return
         flat_view = view.reshape(-1)
         bounds = chunk_bounds(flat.size, flat.itemsize, len(participants))
@@ -360,11 +367,14 @@ class Executor:
         assert prepared is not None and self.exchange is not None and prepared.layout is not None
         participants = self._participants()
         rows = [int(self._down[rank, Down.ROWS]) for rank in participants]
-        offsets, _ = slot_offsets(prepared.layout.leaves, prepared.ops, len(participants))
+        offsets, _ = slot_offsets(prepared.layout.leaves, prepared.ops, len(participants), self.has_group)
+        self._reduce_on_devices([move for move in moves if move.kind == "device"], rows, result)
         for move in moves:
             leaf = prepared.layout.leaves[move.leaf]
             if move.kind == "copy":
                 self.backend.to_host(self._outputs[move.leaf], result.view(move.offset, leaf.shape, leaf.dtype))
+                continue
+            if move.kind == "device":
                 continue
             start, stop = move.start, move.stop
             count = stop - start
@@ -382,6 +392,28 @@ class Executor:
             with np.errstate(all="ignore"):
                 reduce_into(move.op, values, rows if move.op == "avg" else None, out)
         self.backend.synchronize()
+
+    @property
+    def has_group(self) -> bool:
+        """Whether the call under way reduces its large outputs by NCCL."""
+        return bool(self._down[self.rank, Down.GROUP])
+
+    def _reduce_on_devices(self, moves: Sequence[Move], rows: list[int], result: Segment) -> None:
+        """Reduce large outputs by NCCL, all in one launch, and bring this rank's block of each to the result."""
+        if not moves:
+            return
+        assert self.collectives is not None and self._prepared is not None and self._prepared.layout is not None
+        share = rows[self.rank] / sum(rows) if len(set(rows)) > 1 else None
+        leaves = self._prepared.layout.leaves
+        with self.collectives.guard():
+            items = [
+                (self._outputs[move.leaf].reshape(-1), move.op, share if move.op == "avg" else None) for move in moves
+            ]
+            blocks = self.collectives.reduce_blocks(items)
+        for move, block in zip(moves, blocks):
+            dtype = leaves[move.leaf].dtype
+            out = result.view(move.offset + move.start * dtype.itemsize, (move.stop - move.start,), dtype)
+            self.backend.to_host(block[: out.size], out)
 
     def forget(self) -> None:
         """Drop the outputs of the last call."""

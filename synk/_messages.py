@@ -32,6 +32,14 @@ IS_UNRECEIVED = 4
 """Flag of an error reply: the rank could not take in what the message brought."""
 
 SLOT_ALIGNMENT = 64
+DEVICE_DTYPES = frozenset(
+    (
+        "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+        "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
+    )
+)  # fmt: skip
+"""What NCCL can reduce between devices, if not directly then in another dtype."""
+
 LARGE_NBYTES = 1 << 18
 """Outputs from this size on are reduced by the workers, each its own chunk; smaller ones by the master."""
 
@@ -46,6 +54,7 @@ class Kind(IntEnum):
     VARIABLE = 5  # an operation on shared variables
     PING = 6
     CLOSE = 7
+    GROUP = 8  # join NCCL
 
 
 class Status(IntEnum):
@@ -76,6 +85,8 @@ class Down(IntEnum):
     LOCAL_STEP = 10
     CALL = 11  # number of the call; rank 0's entry counts for all
     COMMITTED = 12  # number of the last call whose assignments hold on this rank
+    GROUP = 13  # number of the NCCL group by which the devices reduce the call's large outputs; 0: through the host
+    BROKEN = 14  # number of the last NCCL group that is given up
 
 
 class Up(IntEnum):
@@ -86,6 +97,7 @@ class Up(IntEnum):
     RSS = 2  # resident bytes when they were last measured
     PHASE = 3  # what the worker is doing: a Phase
     OUTPUT_NBYTES = 4  # bytes of outputs that it has published since it started
+    BROKEN = 5  # number of the last NCCL group that this rank has given up
 
 
 class Phase(IntEnum):
@@ -210,8 +222,8 @@ class Move:
     leaf : int
         Position among the rank's leaves.
     kind : str
-        ``"reduce"`` (this rank reduces elements ``start`` to ``stop`` of all ranks' values) or ``"copy"`` (the whole
-        value goes to ``offset``).
+        ``"reduce"`` (this rank reduces elements ``start`` to ``stop`` of all ranks' values), ``"device"`` (likewise, by
+        NCCL) or ``"copy"`` (the whole value goes to ``offset``).
     op : str
     offset : int
         Byte offset in the result segment of the output (``"reduce"``) or of this rank's part (``"copy"``).
@@ -224,6 +236,14 @@ class Move:
     offset: int
     start: int = 0
     stop: int = 0
+
+
+@dataclass(frozen=True)
+class JoinOrder:
+    """Have a rank join the NCCL group ``number``; without an id it makes one."""
+
+    number: int
+    unique_id: bytes | None
 
 
 @dataclass
@@ -253,7 +273,19 @@ class Extras:
     content: Any = None
 
 
-def slot_offsets(leaves: Sequence[Leaf], ops: Sequence[Op], num_voters: int) -> tuple[list[int], int]:
+def is_reduced_on_devices(leaf: Leaf, op: Op, has_group: bool) -> bool:
+    """Whether the devices reduce an output of all ranks among themselves."""
+    return has_group and leaf.nbytes >= LARGE_NBYTES and is_reducible(op) and leaf.dtype.name in DEVICE_DTYPES
+
+
+def is_in_slot(leaf: Leaf, op: Op, num_voters: int, has_group: bool) -> bool:
+    """Whether an output, or what other ranks need of it, lies in the rank's slot."""
+    if leaf.nbytes < LARGE_NBYTES:
+        return True
+    return is_reducible(op) and num_voters > 1 and not is_reduced_on_devices(leaf, op, has_group)
+
+
+def slot_offsets(leaves: Sequence[Leaf], ops: Sequence[Op], num_voters: int, has_group: bool) -> tuple[list[int], int]:
     """Return the byte offset of each leaf in a rank's slot, and the bytes needed. Both sides compute the same.
 
     Large outputs take room only where the ranks have to read one another's values: reduced ones with several voters.
@@ -262,9 +294,21 @@ def slot_offsets(leaves: Sequence[Leaf], ops: Sequence[Op], num_voters: int) -> 
     offset = 0
     for leaf, op in zip(leaves, ops):
         offsets.append(offset)
-        if leaf.nbytes < LARGE_NBYTES or (is_reducible(op) and num_voters > 1):
+        if is_in_slot(leaf, op, num_voters, has_group):
             offset += -(-leaf.nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
     return offsets, offset
+
+
+def block_bounds(count: int, num_blocks: int) -> list[tuple[int, int]]:
+    """Split ``count`` elements into blocks of equal length, but for the last ones, as the devices divide them.
+
+    Examples
+    --------
+    >>> block_bounds(7, 3)
+    [(0, 3), (3, 6), (6, 7)]
+    """
+    length = -(-count // num_blocks)
+    return [(min(k * length, count), min((k + 1) * length, count)) for k in range(num_blocks)]
 
 
 def chunk_bounds(count: int, itemsize: int, num_chunks: int) -> list[tuple[int, int]]:

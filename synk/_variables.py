@@ -414,7 +414,8 @@ class VariableStore:
                 )
                 self._structures.append(structure)
             for accumulator, leaf in zip(self._sums[position], leaves):
-                accumulator.add(self.backend.as_array(self._from_user(leaf), f"the update of {replica.name!r}"), num_rows)
+                array = self.backend.as_array(self._from_user(leaf), f"the update of {replica.name!r}")
+                accumulator.add(array, num_rows)
         return outputs
 
     def _from_user(self, leaf: Any) -> Any:

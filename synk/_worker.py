@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -27,9 +27,7 @@ from synk._cell import cell
 from synk._channel import Channel
 from synk._comm import HostCollectives
 from synk._device_variables import Fetch
-from synk._device_comm import DeviceCollectives
 from synk._execute import Executor, LoadedFunction, PreparedPlan
-from synk._group import JoinOrder, WorkerGroup, device_collectives, is_lost_peer, open_group
 from synk._failures import Failure, pack_failure
 from synk._memory import Segment
 from synk._messages import (
@@ -38,6 +36,7 @@ from synk._messages import (
     IS_UNRECEIVED,
     Down,
     Extras,
+    JoinOrder,
     Kind,
     Phase,
     Plan,
@@ -48,9 +47,14 @@ from synk._messages import (
 )
 from synk._steps import run_steps
 from synk._variables import VariableStore
-from synk.backends import open_backend
+from synk._version import __version__
+from synk.backends import DeviceBackend, open_backend
 from synk.communicators._shm import Aborted, ShmCommunicator
 from synk.errors import CollectiveMismatch, SerializationError, SharedMemoryError, SynkError
+
+if TYPE_CHECKING:
+    from synk._device_comm import DeviceCollectives
+    from synk._group import WorkerGroup
 
 _Reply = tuple[Status, int, Any]
 
@@ -64,7 +68,6 @@ class Interrupted(KeyboardInterrupt):
 
 class DeviceLost(SynkError):
     """The device failed in a way that only a new process can get over."""
-
 
 
 class Worker:
@@ -190,9 +193,9 @@ class Worker:
 
     def _failed(self, error: BaseException) -> _Reply:
         # A rank that waits for one that failed fails too; only if nobody failed otherwise is it the cause.
-        is_collateral = isinstance(error, (Aborted, CollectiveMismatch)) or is_lost_peer(error)
+        is_collateral = isinstance(error, (Aborted, CollectiveMismatch))
         if self.group is not None:
-            self.group.give_up_if_waited_for(error)
+            is_collateral = is_collateral or self.group.is_lost_peer(error)
         error = self.backend.explain(error, repr(self.function_name))
         failure = pack_failure(error, self.rank, self.device, is_collateral=is_collateral)
         _drop_frames(error)
@@ -286,6 +289,8 @@ class Worker:
             self._is_communicating = True
         framework = (function.to_framework, function.from_framework)
         if self.backend.is_device:
+            from synk._group import device_collectives
+
             has_group = self.executor.has_group
             return device_collectives(self.backend, self._communicator, self.group if has_group else None, framework)
         return HostCollectives(self._communicator, len(ranks), framework)
@@ -338,7 +343,10 @@ class Worker:
 
         def join() -> dict[str, Any]:
             if self.group is None:
-                self.group = open_group(self.rank, self.world_size, self.down, self.up, self.backend)
+                from synk._group import WorkerGroup  # CPU workers need none of it
+
+                backend = cast(DeviceBackend, self.backend)
+                self.group = WorkerGroup(self.rank, self.world_size, self.down, self.up, backend)
             if order.unique_id is None:
                 return {"unique_id": self.group.new_id()}
             with self.backend.running():
@@ -406,9 +414,7 @@ class WorkerLoop:
         failpoint("start.ready")
         import platform
 
-        import synk
-
-        versions = {"python": platform.python_version(), "numpy": np.__version__, "synk": synk.__version__}
+        versions = {"python": platform.python_version(), "numpy": np.__version__, "synk": __version__}
         hello = {"versions": versions, "device": self._worker.backend.describe()}
         self._reply(Status.HELLO, 0, 0, hello)
 

@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import os
 import pickle
-import secrets
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ import numpy as np
 from synk import collectives
 from synk._cell import cell, refuse_inside_worker
 from synk._failures import rebuild
+from synk._groups import Group
 from synk._interrupts import deferred
 from synk._links import Link
 from synk._memory import Segment
@@ -130,6 +130,7 @@ class Runtime:
         self.slot_nbytes = _SLOT_NBYTES
         self.exchange_segment = Segment.create(self.world_size * _SLOT_NBYTES, is_worker_writable=True)
         self._collective_segment: Segment | None = None
+        self.group = Group(placement.can_use_nccl)
         try:
             self.team = Team(
                 placement,
@@ -137,7 +138,7 @@ class Runtime:
                 max_restarts=max_restarts,
                 failpoints=_failpoints,
                 counters=self.counters,
-                token=secrets.token_bytes(32),
+                token=os.urandom(32),
                 pack=self._pack,
                 on_trouble=self._abort_collectives,
                 on_idle=self._reset_collectives,
@@ -211,6 +212,7 @@ class Runtime:
             for link in self.team.links:
                 link.drop_variable(variable_id)
         self.team.prepare()
+        self.group.prepare(self.team)
 
     def deadline(self, timeout: float | None) -> float | None:
         """Return the monotonic time at which an operation that begins now must end."""
@@ -354,6 +356,7 @@ class Runtime:
         return self._collective_segment
 
     def _abort_collectives(self) -> None:
+        self.group.break_up(self.team)
         if self._collective_segment is not None:
             set_abort(self._collective_segment, self.team.eventfds)
 
@@ -580,6 +583,8 @@ class Runtime:
                 f"  rank {link.rank}: {self.devices[link.rank]}, pid {link.process.pid}, {link.description}"
                 for link in self.team.links
             ]
+        lines += [f"  NCCL: {self.group.library}"] if self.group.library else []
+        lines += [f"  NCCL is not used: {self.group.problem}"] if self.group.problem else []
         return "\n".join([title, *lines])
 
     # -- ending -------------------------------------------------------------------------------------------------------

@@ -92,6 +92,22 @@ class Backend(Protocol):
         """Release the device."""
 
 
+class DeviceBackend(Backend, Protocol):
+    """A backend whose arrays lie in a memory of their own; addresses are plain integers."""
+
+    stream_handle: int
+    """The stream on which all work of this process is queued."""
+
+    def is_idle(self) -> bool:
+        """Whether everything queued is done; does not wait."""
+
+    def scratch_address(self) -> int:
+        """Return the address of a few bytes of device memory that stay allocated."""
+
+    def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy between host and device memory, in either direction, ordered on the stream."""
+
+
 def open_backend(name: str, device: str) -> Backend:
     """Open ``device`` with the backend ``name``; imports its array library."""
     if name == "numpy":

@@ -49,6 +49,8 @@ class CupyBackend:
         self._cuda_device = cupy.cuda.Device(ordinal)
         self._cuda_device.use()
         self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.stream_handle = int(self.stream.ptr)
+        self._scratch: Any = None
         has_read_only = bool(runtime.deviceGetAttribute(runtime.cudaDevAttrHostRegisterReadOnlySupported, ordinal))
         self._segments = PinnedSegments(runtime, ordinal, has_read_only)
         self._ring = PinnedRing(cupy.cuda)
@@ -185,6 +187,17 @@ class CupyBackend:
 
     def synchronize(self) -> None:
         self.stream.synchronize()
+
+    def is_idle(self) -> bool:
+        return bool(self.stream.done)
+
+    def scratch_address(self) -> int:
+        if self._scratch is None:
+            self._scratch = self.xp.empty(8, np.uint8)
+        return int(self._scratch.data.ptr)
+
+    def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        self._runtime.memcpyAsync(destination, source, nbytes, self._runtime.memcpyDefault, stream)
 
     def explain(self, error: BaseException, what: str) -> BaseException:
         """Return the error to report: out of device memory becomes a MemoryError that says what to do."""

@@ -110,6 +110,21 @@ class ShmCommunicator:
         """Go through a call without ``begin`` and ``end``. Peers that wait for this rank are told."""
         self._rendezvous.skip(sequence)
 
+    def agree(
+        self, kind: str, dtype: str, count: int, op: str = "", peer: int = -1, *, weight: float | None = None
+    ) -> None:
+        """Return when every rank of the call asks for this same collective; nothing is moved.
+
+        For a library beside this one that does not compare what the ranks ask for (NCCL).
+
+        Raises
+        ------
+        CollectiveMismatch
+        """
+        self._start(kind, dtype, count, op, peer=peer, weight=weight)
+        self._meet()
+        self._finish()
+
     def barrier(self) -> None:
         """Return when every rank of the call is here."""
         self._start("barrier")

@@ -11,7 +11,7 @@ import os
 import threading
 from typing import Any
 
-memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice = 1, 2, 3
+memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice, memcpyDefault = 1, 2, 3, 4
 cudaDevAttrHostRegisterReadOnlySupported = 113
 
 _sticky = 0
