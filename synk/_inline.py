@@ -79,4 +79,6 @@ class InlineProcess:
         self._worker.executor.forget()
         self._worker.plans.clear()
         self._worker.down = self._worker.up = np.empty((0, 0), np.int64)
+        self._worker.variables.close()
+        self._worker.functions.clear()
         self._worker.segments.clear()
