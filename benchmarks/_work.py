@@ -70,7 +70,7 @@ def output(w: Array, x: Array, y: Array, nbytes: int) -> Array:
     return array
 
 
-def function_of(job: str, **params: int) -> Callable[..., Any]:
+def function_of(job: str, **params: Any) -> Callable[..., Any]:
     """Return the function ``(w, x, y)`` that ``job`` runs on each shard, as one that can be pickled by name."""
     if job == "output":
         return functools.partial(output, **params)

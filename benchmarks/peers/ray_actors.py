@@ -33,7 +33,7 @@ def main() -> None:
     """Serve with a local ray."""
     start = time.perf_counter()
     ray.init(num_cpus=WORLD_SIZE, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
-    actors = [Actor.remote(rank) for rank in range(WORLD_SIZE)]
+    actors: list[Any] = [Actor.remote(rank) for rank in range(WORLD_SIZE)]  # type: ignore[attr-defined]
 
     def prepare(job: str, **params: int) -> Call:
         function, rows = _work.function_of(job, **params), _work.rows_of(job)

@@ -29,6 +29,8 @@ def parameters(way: str, nbytes: int) -> Call:
 def rows(way: str) -> Call:
     """Call ``loss_and_grad`` on rows that are ``passed``, in ``Data`` (``data``) or in a variable (``sharded``)."""
     function = synk.function(_work.loss_and_grad, bcast_inputs="w", outputs=("avg", "avg", "max"))
+    x: Any
+    y: Any
     x, y = _work.inputs(_work.ROWS["linear"])
     if way == "data":
         x, y = function.build_inputs(x, y)
