@@ -30,6 +30,7 @@ from synk._arguments import (
 )
 from synk._arrays import copy_into
 from synk._assembly import Assembly
+from synk._device_values import check_not_lost
 from synk._failures import raise_failures
 from synk._links import DONE, Reply
 from synk._memory import Segment
@@ -41,6 +42,7 @@ from synk.errors import SerializationError
 
 if TYPE_CHECKING:
     from synk.runtime import Runtime
+    from synk.shared import Shared
 
 _even_bounds = functools.lru_cache(maxsize=256)(shard_bounds)
 
@@ -68,6 +70,7 @@ class Callee(Protocol):
     signature: Signature
     outputs: Any
     plans: PlanCache
+    variables: set[Shared]
 
     def load(self, runtime: Runtime) -> None:
         """See that the workers have it."""
@@ -201,6 +204,8 @@ def _bind(
         check_argument(label, keyword, is_broadcast, value, name, runtime)
         for label, keyword, is_broadcast, value in function.signature.bind(args, kwargs)
     ]
+    used = [*function.variables, *(argument.value for argument in arguments if argument.kind in ("shard", "replica"))]
+    check_not_lost(used, None, f"call {name!r}")
     world_size = runtime.world_size
     shards = [argument for argument in arguments if argument.kind == "shard"]
     if shards and options.is_serial:

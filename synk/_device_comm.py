@@ -126,11 +126,11 @@ class DeviceCollectives:
         return self._give(result) if self._communicator.rank == root else None
 
     def broadcast(self, array: Any, root: int) -> Any:
-        out = self._take(array).copy()
-        self._agree("broadcast", out.dtype.name, out.size, peer=root)
+        send = self._take(array)
+        self._agree("broadcast", send.dtype.name, send.size, peer=root)
         with self.guard():
-            self._communicator.broadcast(self._buffer(out), root, stream=self._stream)
-        return self._give(out)
+            result = self.broadcast_all([send], root)[0]
+        return self._give(result)
 
     def all_gather(self, array: Any) -> Any:
         send = self._take(array)
@@ -222,6 +222,14 @@ class DeviceCollectives:
         with self._communicator.group():
             for array, out in zip(arrays, outs):
                 self._communicator.all_gather(self._buffer(array), self._buffer(out), stream=self._stream)
+        return outs
+
+    def broadcast_all(self, arrays: Sequence[Any], root: int) -> list[Any]:
+        """Return contiguous arrays of rank ``root``, as new ones."""
+        outs = [array.copy() for array in arrays]
+        with self._communicator.group():
+            for out in outs:
+                self._communicator.broadcast(self._buffer(out), root, stream=self._stream)
         return outs
 
     def _pad(self, array: Any) -> Any:

@@ -8,18 +8,11 @@ which takes the first one's place when the master has committed the call.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from synk._device_comm import DeviceCollectives
 from synk._messages import Down
 from synk._variables import Declaration, Replica, VariableStore
-
-
-@dataclass(frozen=True)
-class Fetch:
-    """Have a rank copy the value of a variable into its buffer in shared memory."""
-
-    variable_id: int
 
 
 class DeviceReplica(Replica):
@@ -53,6 +46,11 @@ class DeviceReplica(Replica):
         """Copy the pending value to the second arrays; return False if it must be shown too and has no room there."""
         if self._is_shown() and not super().store():
             return False
+        self.store_on_device()
+        return True
+
+    def store_on_device(self) -> None:
+        """Copy the pending value to the second arrays."""
         back = 1 - self._front
         self._shapes[back] = self.pending_shapes()
         xp = self._store.backend.xp
@@ -62,7 +60,18 @@ class DeviceReplica(Replica):
             targets = self._device[back] = [xp.empty(source.shape, source.dtype) for source in self._pending]
         for target, source in zip(targets, self._pending):
             target[...] = source
-        return True
+
+    def exchange(self, kind: str, op: str, collectives: DeviceCollectives) -> None:
+        """Do this rank's part of a collective; the result is pending then."""
+        leaves = [self._keep(leaf, leaf.dtype) for leaf in self.leaves()]
+        with collectives.guard():
+            if kind == "all_reduce":
+                self._pending = collectives.reduce_all([(leaf, op, None) for leaf in leaves])
+            elif kind == "broadcast":
+                self._pending = collectives.broadcast_all(leaves, 0)
+            else:
+                stacks = collectives.gather_all(leaves)
+                self._pending = [stack.reshape(-1, *stack.shape[2:]) for stack in stacks]
 
     def _is_shown(self) -> bool:
         """Whether ranks that do not take part in the call follow this one: the lowest that does."""

@@ -239,6 +239,29 @@ class Move:
 
 
 @dataclass(frozen=True)
+class Fetch:
+    """Have a rank copy the value of a variable into its buffer in shared memory."""
+
+    variable_id: int
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Have all ranks do a collective over a variable on their devices.
+
+    Attributes
+    ----------
+    kind : {"all_reduce", "broadcast", "all_gather"}
+        ``"broadcast"`` is from rank 0; ``"all_gather"`` concatenates values of one shape along axis 0.
+    op : str
+    """
+
+    variable_id: int
+    kind: str
+    op: str = ""
+
+
+@dataclass(frozen=True)
 class JoinOrder:
     """Have a rank join the NCCL group ``number``; without an id it makes one."""
 

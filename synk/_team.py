@@ -81,6 +81,8 @@ class Team:
     ----------
     down, up : ndarray of int64, shape (world_size, BLOCK_LENGTH)
         The numbers in shared memory; see ``synk._messages``.
+    restarted : list of int
+        Ranks that were started anew; whoever has seen to them takes them out.
     cause : BaseException or None
         The first fault that may have closed the team.
     """
@@ -120,6 +122,7 @@ class Team:
         self._unreported_deaths: dict[int, str] = {}
         self._oom_kills = oom_kills()
         self._restarts: deque[float] = deque()
+        self.restarted: list[int] = []
         self._poll = select.poll()
         self._fds: dict[int, tuple[str, int]] = {}
         self._wake_fd = -1
@@ -296,6 +299,7 @@ class Team:
             for link in dead:
                 self.counters["restarts"] += 1
                 link.restart(self._start(link.rank, lasting))
+                self.restarted.append(link.rank)
                 self._watch_link(link)
         self.await_ready()
         if reports:

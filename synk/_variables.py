@@ -350,6 +350,22 @@ class VariableStore:
             self.get(variable_id).fetch()
             self.backend.synchronize()
 
+    def close(self) -> None:
+        """Let go of the shared memory of all variables, which functions' closures may outlive."""
+        for replica in self._replicas.values():
+            replica.close()
+
+    def exchange(self, variable_id: int, kind: str, op: str, collectives: Any) -> None:
+        """Do this rank's part of a collective over values on devices; it holds when the master commits it."""
+        replica: Any = self.get(variable_id)
+        with self.backend.running():
+            replica.exchange(kind, op, collectives)
+            replica.store_on_device()
+            self.backend.synchronize()
+        replica.drop_pending()
+        self._stored = [replica]
+        self._stored_call = int(self.down[0, Down.CALL])
+
     # -- one call -----------------------------------------------------------------------------------------------------
 
     def resolve(self) -> None:

@@ -26,7 +26,6 @@ from synk import _failpoints
 from synk._cell import cell
 from synk._channel import Channel
 from synk._comm import HostCollectives
-from synk._device_variables import Fetch
 from synk._execute import Executor, LoadedFunction, PreparedPlan
 from synk._failures import Failure, pack_failure
 from synk._memory import Segment
@@ -35,7 +34,9 @@ from synk._messages import (
     IS_COLLATERAL,
     IS_UNRECEIVED,
     Down,
+    Exchange,
     Extras,
+    Fetch,
     JoinOrder,
     Kind,
     Phase,
@@ -305,10 +306,15 @@ class Worker:
 
         def move() -> None:
             self.failpoint("collective.before")
-            if isinstance(extras.content, Fetch):
-                self.variables.fetch(extras.content.variable_id)
+            content = extras.content
+            if isinstance(content, Fetch):
+                self.variables.fetch(content.variable_id)
+            elif isinstance(content, Exchange):
+                self.variables.exchange(content.variable_id, content.kind, content.op, self.executor.collectives)
+                assert self.group is not None
+                self.group.check()
             else:
-                run_steps(extras.content, self.segments)
+                run_steps(content, self.segments)
             self.failpoint("collective.after")
 
         return self._guarded(move)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from synk import _device_values
 from synk._arrays import copy_into
-from synk._device_variables import Fetch
 from synk._failures import raise_failures
 from synk._memory import Segment
 from synk._messages import LARGE_NBYTES, Kind, chunk_bounds
@@ -66,21 +66,6 @@ def _do(runtime: Runtime, variable: Shared, steps: dict[int, list[Step]], extra:
     raise_failures(replies, runtime.world_size, variable.name)
 
 
-def refresh(runtime: Runtime, variable: Shared, ranks: Sequence[int] | range | None = None) -> None:
-    """Have values that live on devices copied into shared memory, where what follows reads them."""
-    stale = [rank for rank in ranks or range(runtime.world_size) if variable.is_stale[rank]]
-    if not stale:
-        return
-    segments = [variable.reserve_front(rank) for rank in stale]
-    contents = dict.fromkeys(stale, Fetch(variable._id))
-    replies = runtime.team.exchange(
-        Kind.VARIABLE, stale, 0, contents, segments, runtime.deadline(None), "read", f"variable {variable.name!r}"
-    )
-    raise_failures(replies, runtime.world_size, variable.name)
-    for rank in stale:
-        variable.is_stale[rank] = False
-
-
 def _step_nbytes(step: Step) -> int:
     if isinstance(step, Reduce):
         return step.count * step.dtype.itemsize * len(step.targets)
@@ -108,8 +93,10 @@ def broadcast(runtime: Runtime, variable: Shared, value: Any = None) -> None:
         source_id = variable.reserve(0, shapes).id
         changed = list(range(runtime.world_size))
     else:
-        refresh(runtime, variable, [0])
         shapes = variable.shapes[0][variable.front[0]]
+        if _device_values.exchange(runtime, variable, "broadcast", shapes):
+            return
+        _device_values.refresh(runtime, variable, [0])
         source_id = _front(variable, 0)
         changed = list(range(1, runtime.world_size))
     _, nbytes = leaf_offsets(variable._dtypes, shapes)
@@ -153,7 +140,7 @@ def _check_rank(runtime: Runtime, rank: int) -> None:
 def get_value(runtime: Runtime, variable: Shared, rank: int) -> Any:
     """Return a copy of the value of ``rank``."""
     _check_rank(runtime, rank)
-    refresh(runtime, variable, [rank])
+    _device_values.refresh(runtime, variable, [rank])
     return variable.build([_copy(leaf) for leaf in variable.leaves(rank)])
 
 
@@ -192,7 +179,7 @@ def gather(runtime: Runtime, variable: Shared, nd_up: int) -> Any:
     """Return the values of all ranks: concatenated along axis 0 (``nd_up=0``), or stacked on a new one (1)."""
     if nd_up not in (0, 1):
         raise ValueError(f"cannot gather variable {variable.name!r}: got nd_up={nd_up!r}, expected 0 or 1.")
-    refresh(runtime, variable)
+    _device_values.refresh(runtime, variable)
     results = []
     for leaf in range(len(variable._dtypes)):
         parts = [variable.leaves(rank)[leaf] for rank in range(runtime.world_size)]
@@ -228,7 +215,9 @@ def all_gather(runtime: Runtime, variable: Shared) -> None:
     shapes: Shapes = tuple(
         (sum(front[leaf][0] for front in fronts), *fronts[0][leaf][1:]) for leaf in range(len(fronts[0]))
     )
-    refresh(runtime, variable)
+    if _device_values.exchange(runtime, variable, "all_gather", shapes):
+        return
+    _device_values.refresh(runtime, variable)
     source_offsets = [leaf_offsets(variable._dtypes, front)[0] for front in fronts]
     target_offsets, _ = leaf_offsets(variable._dtypes, shapes)
     steps: dict[int, list[Step]] = {}
@@ -286,7 +275,9 @@ def _reduce_steps(
 def all_reduce(runtime: Runtime, variable: Shared, op: str) -> None:
     """Reduce the values of all ranks into every rank."""
     common = check_reduction(runtime, variable, op)
-    refresh(runtime, variable)
+    if _device_values.exchange(runtime, variable, "all_reduce", common, op):
+        return
+    _device_values.refresh(runtime, variable)
     targets = [variable.reserve(rank, common).id for rank in range(runtime.world_size)]
     for rank in range(runtime.world_size):
         variable.back(rank, common)
@@ -297,7 +288,7 @@ def all_reduce(runtime: Runtime, variable: Shared, op: str) -> None:
 def reduce(runtime: Runtime, variable: Shared, op: str, in_place: bool) -> Any:
     """Reduce the values of all ranks into rank 0's, or into new arrays for the caller."""
     common = check_reduction(runtime, variable, op)
-    refresh(runtime, variable)
+    _device_values.refresh(runtime, variable)
     if in_place:
         variable.back(0, common)
         target = variable.reserve(0, common)

@@ -23,6 +23,7 @@ import numpy as np
 
 from synk import collectives
 from synk._cell import cell, refuse_inside_worker
+from synk._device_values import restore
 from synk._failures import rebuild
 from synk._groups import Group
 from synk._interrupts import deferred
@@ -213,6 +214,9 @@ class Runtime:
                 link.drop_variable(variable_id)
         self.team.prepare()
         self.group.prepare(self.team)
+        if self.team.restarted:
+            restore(self, list(self._variables.values()), self.team.restarted)
+            self.team.restarted.clear()
 
     def deadline(self, timeout: float | None) -> float | None:
         """Return the monotonic time at which an operation that begins now must end."""
@@ -419,6 +423,7 @@ class Runtime:
                     variable.note_written(rank)
                 elif self._has_devices:
                     variable.is_stale[rank] = True
+                    variable.lost.discard(rank)
         self._to_flip = []
 
     # -- verbs --------------------------------------------------------------------------------------------------------

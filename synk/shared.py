@@ -74,6 +74,7 @@ class Shared:
         # Of each rank: how often the master has written the value, and whether a newer one lies on the rank's device.
         self.content = [0] * world_size
         self.is_stale = [False] * world_size
+        self.lost: set[int] = set()
         self.version = 0
         parts = self.split(arrays) if self.is_sharded else [arrays] * world_size
         for rank, part in enumerate(parts):
@@ -161,6 +162,7 @@ class Shared:
         """The value of ``rank`` is now what lies in shared memory: a copy on its device is out of date."""
         self.content[rank] += 1
         self.is_stale[rank] = False
+        self.lost.discard(rank)
 
     def _note_change(self) -> None:
         self.version += 1
