@@ -21,7 +21,7 @@ from synk._messages import (
     is_reduced_on_devices,
     slot_offsets,
 )
-from synk._ops import Op, is_reducible, match_ops, reduce_into
+from synk._ops import UFUNCS, Op, accumulator_dtype, is_reducible, match_ops, reduce_into
 from synk._trees import flatten, unflatten
 from synk.errors import CollectiveMismatch
 
@@ -93,6 +93,7 @@ class Assembly:
         for leaf in self._wanted:
             self._check_leaf(leaf)
             self._place(leaf)
+        self._small = self._short_way()
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 
@@ -182,12 +183,39 @@ class Assembly:
             Row k of gathered outputs goes to position ``order[k]``; None: they are in order.
         """
         weights = None if len(set(rows)) <= 1 else rows
+        if self._small is not None and weights is None:
+            return self._build_small(self._small)
         parts = self._parts(objects)
         values: list[Any] = [None] * self._num_leaves
         with np.errstate(all="ignore"):  # overflow and NaN are the caller's numbers, as in a NumPy reduction
             for leaf in self._wanted:
                 values[leaf] = self._value(leaf, parts.get(leaf, []), weights, root, order)
         return self._select(values)
+
+    def _short_way(self) -> list[tuple[Any, list[np.ndarray], bool]] | None:
+        """Return ``(ufunc, slots, is_average)`` of each output where all are small, reduced, and of full precision."""
+        if self._subset is not None or self.result_nbytes:
+            return None
+        outputs = []
+        for leaf, op in enumerate(self._ops):
+            slots = [view for row in self._views if (view := row[leaf]) is not None]
+            if not is_reducible(op) or any(slot.dtype != accumulator_dtype(slot.dtype) for slot in slots):
+                return None
+            outputs.append((UFUNCS[str(op)], slots, op == "avg"))
+        return outputs
+
+    def _build_small(self, outputs: list[tuple[Any, list[np.ndarray], bool]]) -> Any:
+        """Reduce the slots as ``reduce_into`` does, to the same bits, with nothing else on the way."""
+        values = []
+        with np.errstate(all="ignore"):
+            for ufunc, slots, is_average in outputs:
+                value = ufunc(slots[0], slots[1]) if len(slots) > 1 else _own(slots[0])
+                for slot in slots[2:]:
+                    value = ufunc(value, slot)
+                if is_average and len(slots) > 1:
+                    value = value / len(slots)
+                values.append(value)
+        return unflatten(self._structure, values)
 
     def _parts(self, objects: list[list[Any]] | None) -> dict[int, list[Any]]:
         """Return for each leaf the voters' outputs that are no arrays (None where one is)."""

@@ -52,6 +52,37 @@ class LoadedFunction:
             self.to_framework, self.from_framework = backend.converters(framework)
 
 
+_FIXED_TYPES = (float, complex, bool)  # Python's numbers whose dtype does not depend on their value
+
+
+class Repeat:
+    """The short way to publish: where the outputs go as long as they look like those of the last call.
+
+    Only for a value or a tuple of them that are all small arrays or numbers, which is what most functions return.
+    """
+
+    def __init__(self, exchange: Segment, result: Any, values: Sequence[Any], views: Sequence[np.ndarray]) -> None:
+        self._exchange = exchange
+        self._kind = type(result)
+        self._slots = [(type(value), view.dtype, view.shape, view) for value, view in zip(values, views)]
+        self.nbytes = sum(view.nbytes for view in views)
+
+    def publish(self, exchange: Segment | None, result: Any) -> bool:
+        """Write ``result`` into the slot; return False where it looks different, nothing having been told."""
+        if exchange is not self._exchange or type(result) is not self._kind:
+            return False
+        values = result if self._kind is tuple else (result,)
+        if len(values) != len(self._slots):
+            return False
+        for value, (kind, dtype, shape, view) in zip(values, self._slots):
+            if type(value) is not kind:
+                return False
+            if kind not in _FIXED_TYPES and (value.dtype != dtype or value.shape != shape):
+                return False
+            view[...] = value
+        return True
+
+
 class PreparedPlan:
     """A plan with its segments mapped: full-length array views, ready to be cut into rows."""
 
@@ -76,6 +107,7 @@ class PreparedPlan:
         self.structure: Any = None
         self.slot_views: list[np.ndarray] = []
         self.slot_key: Any = None
+        self.repeat: Repeat | None = None
 
     @staticmethod
     def _array_view(item: Input, segments: dict[int, Segment]) -> np.ndarray:
@@ -237,6 +269,10 @@ class Executor:
         The body is ``(layout or None, objects)``: the layout where it differs from that of the plan's last call, and
         the outputs that are no arrays.
         """
+        repeat = prepared.repeat
+        if repeat is not None and not variables.assigned and repeat.publish(self.exchange, result):
+            self.output_nbytes = repeat.nbytes
+            return Status.DONE, None
         function = prepared.function
         subset = prepared.plan.output_subset
         values, structure = flatten(result)
@@ -276,7 +312,18 @@ class Executor:
         if assigned and not variables.store():
             status = Status.UNPUBLISHED
         self.backend.synchronize()
+        is_complete = status == Status.DONE and not assigned and not objects and subset is None
+        prepared.repeat = self._repeat(prepared, result, values) if is_complete else None
         return status, (layout if is_new else None, objects) if is_new or objects else None
+
+    def _repeat(self, prepared: PreparedPlan, result: Any, values: Sequence[Any]) -> Repeat | None:
+        """Return the short way for the next call, where there is one."""
+        is_flat = type(result) is tuple or (len(values) == 1 and values[0] is result)
+        is_plain = all(isinstance(value, (np.ndarray, np.generic, *_FIXED_TYPES)) for value in values)
+        is_small = all(view is not _NO_VIEW and view.nbytes < LARGE_NBYTES for view in prepared.slot_views)
+        if not (is_flat and is_plain and is_small) or self.backend.name != "numpy" or self.exchange is None:
+            return None
+        return Repeat(self.exchange, result, values, prepared.slot_views)
 
     def _array_or_object(self, value: Any, op: Op, position: int, function: LoadedFunction) -> Any:
         """Return an output as an array of the backend where it is one, checked against its op."""

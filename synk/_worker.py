@@ -108,6 +108,7 @@ class Worker:
         self.is_interruptible = False
         self.variables = VariableStore(rank, self.segments, self.down, self.backend)
         self._eventfds = eventfds
+        self._own_down = memoryview(self.down[rank])
         self._own_up = memoryview(self.up[rank])  # stores through it cost a third of NumPy's
         self._rss_measured = 0
         self.group: WorkerGroup | None = None
@@ -230,7 +231,7 @@ class Worker:
         self.is_interruptible = True
         try:
             try:
-                if int(self.down[self.rank, Down.INTERRUPT]) == sequence:
+                if self._own_down[Down.INTERRUPT] == sequence:
                     raise Interrupted  # the signal came before this call could take it
                 prepared = self._prepared(plan_id, extras)
                 self.failpoint("call.before_function")
