@@ -100,10 +100,15 @@ def broadcast(runtime: Runtime, variable: Shared, value: Any = None) -> None:
         source_id = _front(variable, 0)
         changed = list(range(1, runtime.world_size))
     _, nbytes = leaf_offsets(variable._dtypes, shapes)
-    steps: dict[int, list[Step]] = {}
     for rank in range(1, runtime.world_size):
         variable.back(rank, shapes)
-        steps[rank] = [Copy((source_id, 0), ((variable.reserve(rank, shapes).id, 0),), nbytes)]
+    targets = [variable.reserve(rank, shapes).id for rank in range(1, runtime.world_size)]
+    # Every rank copies its part of the bytes to all targets, rank 0 too: all cores work, and a part is read once.
+    steps: dict[int, list[Step]] = {
+        rank: [Copy((source_id, start), tuple((target, start) for target in targets), stop - start)]
+        for rank, (start, stop) in enumerate(chunk_bounds(nbytes, 1, runtime.world_size))
+        if targets and stop > start
+    }
     _do(runtime, variable, steps)
     variable.flip(changed)
 
@@ -186,8 +191,7 @@ def gather(runtime: Runtime, variable: Shared, nd_up: int) -> Any:
         if nd_up == 1 and len({part.shape for part in parts}) > 1:
             raise ValueError(
                 f"cannot stack variable {variable.name!r}: got shapes {[part.shape for part in parts]}, expected "
-                f"equal ones. "
-                "Use nd_up=0 to concatenate shards of different length."
+                "equal ones. Use nd_up=0 to concatenate shards of different length."
             )
         if nd_up == 0 and parts[0].ndim == 0:
             raise ValueError(f"cannot concatenate variable {variable.name!r}: it has no axis 0. Use nd_up=1.")
@@ -196,7 +200,7 @@ def gather(runtime: Runtime, variable: Shared, nd_up: int) -> Any:
         start = 0
         for part in parts:
             length = 1 if nd_up == 1 else len(part)
-            copy_into(out[start : start + length], part[None] if nd_up == 1 else part)
+            copy_into(out[start] if nd_up == 1 and part.ndim else out[start : start + length], part)
             start += length
         results.append(out)
     return variable.build(results)
