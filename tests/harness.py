@@ -134,8 +134,8 @@ def descriptors(pid: int | str = "self") -> Counter[str]:
 
 
 def shm_files() -> frozenset[str]:
-    """Return the paths of the named shared memory of the machine."""
-    return frozenset(str(path) for path in Path("/dev/shm").glob("*"))
+    """Return the paths of the named shared memory of the machine, but for semaphores: no runtime has one."""
+    return frozenset(str(path) for path in Path("/dev/shm").glob("*") if not path.name.startswith("sem."))
 
 
 def mapped_memfds(pid: int | str = "self") -> frozenset[int]:

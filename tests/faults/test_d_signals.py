@@ -19,17 +19,21 @@ INTERRUPT = """
     def interrupt_after(seconds):
         timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
         timer.daemon = True
-        timer.start()
         return timer
 
-    def interrupted(call, *args):
-        '''Whether the call ended by KeyboardInterrupt; the signal is always consumed here.'''
-        sent = time.monotonic()
+    def interrupted(seconds, call, *args):
+        '''Return how long the call ran on after a signal at ``seconds``, which is always consumed here.'''
+        timer = interrupt_after(seconds)
         try:
+            timer.start()
+            began = time.monotonic()
             call(*args)
-            time.sleep(20)  # the call was faster than the signal
+            time.sleep(20)
+            raise AssertionError("the signal was swallowed")
         except KeyboardInterrupt:
-            return time.monotonic() - sent
+            took = time.monotonic() - began - seconds
+        timer.join()
+        return took
 """
 
 
@@ -47,10 +51,8 @@ def test_D1_ctrl_c_in_a_loop_of_python(storm_count: Count) -> None:
         slow = rt.function(work, outputs="sum")
         before = pids(rt)
         for _ in range({storm_count(15)}):
-            timer = interrupt_after(rng.uniform(0.002, 0.05))
-            took = interrupted(slow, np.ones(4))
-            assert took < 1.05, took
-            timer.join()
+            took = interrupted(rng.uniform(0.01, 0.05), slow, np.ones(4))
+            assert took < 1.0, took
             assert_right(rt)
         assert pids(rt) == before
     """,
@@ -69,7 +71,7 @@ def test_D1_ctrl_c_in_a_short_call(storm_count: Count) -> None:
         x = np.arange(100.0)
         double(x)
         for number in range({storm_count(40)}):
-            timer = threading.Timer(rng.uniform(0.001, 0.005), os.kill, (os.getpid(), signal.SIGINT))
+            timer = interrupt_after(rng.uniform(0.001, 0.005))
             try:
                 timer.start()
                 for step in range(10**9):
@@ -94,8 +96,7 @@ def test_D1_ctrl_c_in_code_that_ignores_it() -> None:
     with synk.fork(2, backend="numpy") as rt:
         before = pids(rt)
         stuck = rt.function(lambda row: saboteurs.loop_in_c() if row[0] else None, outputs=None)
-        interrupt_after(0.2)
-        took = interrupted(stuck, np.arange(2))
+        took = interrupted(0.2, stuck, np.arange(2))
         assert took < 4, took
         assert_right(rt)
         after = pids(rt)
@@ -118,9 +119,7 @@ def test_D1_ctrl_c_in_a_collective(storm_count: Count) -> None:
         total = rt.function(lambda x: synk.comm.all_reduce(np.full(1000, x[0]), "sum"), outputs="first")
         before = pids(rt)
         for number in range({storm_count(10)}):
-            timer = interrupt_after(rng.uniform(0.002, 0.05))
-            took = interrupted(endless, np.ones(2))
-            timer.join()
+            took = interrupted(rng.uniform(0.01, 0.05), endless, np.ones(2))
             assert (total(np.full(2, float(number))) == 2.0 * number).all()
         assert pids(rt) == before
         assert_right(rt)
@@ -177,8 +176,8 @@ def test_D3_second_ctrl_c_while_the_first_is_handled() -> None:
     stuck = rt.function(lambda row: saboteurs.loop_in_c(), outputs=None)
     rt.distribute()
     began = time.monotonic()
-    interrupt_after(0.5)
-    interrupt_after(0.55)
+    for seconds in (0.5, 0.55):
+        interrupt_after(seconds).start()
     try:
         stuck(np.arange(2))
     except KeyboardInterrupt:
@@ -224,7 +223,7 @@ def test_D4_storm_of_interrupts(seconds: float) -> None:
                 time.sleep(rng.uniform(0, 0.003))
                 os.kill(os.getpid(), signal.SIGINT)
 
-        thread = threading.Thread(target=storm)
+        thread = threading.Thread(target=storm, daemon=True)
         started = False
         while thread.is_alive() or not started:
             try:
@@ -270,7 +269,8 @@ def test_D5_ctrl_c_inside_the_life_cycle(where: str, storm_count: Count) -> None
                 if where != "fork":
                     rt = synk.fork(2, backend="numpy")
                     assert_right(rt)
-                timer = interrupt_after(rng.uniform(0, 0.3 if where == "fork" else 0.01))
+                timer = interrupt_after(rng.uniform(0.001, 0.3 if where == "fork" else 0.01))
+                timer.start()
                 if where == "fork":
                     rt = synk.fork(2, backend="numpy")
                     assert_right(rt)

@@ -6,9 +6,11 @@ values that differ between ranks.
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,12 +19,13 @@ from typing import Any
 import numpy as np
 import pytest
 import saboteurs
-from harness import failpoint, kill_and_wait, pids, same_workers, wait_until_dead
+from harness import PACKAGE_FOLDER, failpoint, kill_and_wait, pids, same_workers, wait_until_dead
 from rank_arrays import assert_same, everywhere, from_all_ranks, numbers
 
 import synk
+from synk._memory import Segment
 from synk._messages import Down
-from synk.errors import CallTimeout, CollectiveMismatch, SerializationError, WorkerDied
+from synk.errors import CallTimeout, CollectiveMismatch, SerializationError, SharedMemoryError, WorkerDied
 
 Fork = Callable[..., Any]
 BIG = 700_000
@@ -411,6 +414,147 @@ def test_ctrl_c_during_a_large_collective_leaves_all_old_or_all_new(runtime: For
     assert_same(everywhere(rt, w), values)
     rt.all_reduce(w, "sum")
     assert_same(everywhere(rt, w), [np.full(BIG, 3.0)] * 2)
+
+
+class InterruptAt:
+    """Ctrl-C at the n-th point inside the package where the interpreter looks for signals: calls and their ends."""
+
+    def __init__(self, nth: int) -> None:
+        self.nth = nth
+        self.count = 0
+
+    def __enter__(self) -> InterruptAt:
+        sys.setprofile(self._look)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        sys.setprofile(None)
+
+    def _look(self, frame: Any, event: str, argument: Any) -> None:
+        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(str(PACKAGE_FOLDER / "synk")):
+            self.count += not is_finalizing(frame)
+            if self.count == self.nth:
+                sys.setprofile(None)
+                signal.raise_signal(signal.SIGINT)
+
+
+def is_finalizing(frame: Any) -> bool:
+    """Whether a finalizer runs, or a generator, which may be closing: what they raise is printed and lost."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__" or frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return True
+        frame = frame.f_back
+    return False
+
+
+OPERATIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "call": lambda rt, w, f: f(np.ones(4)),
+    "call of one rank": lambda rt, w, f: f(np.ones(1)),
+    "set_value": lambda rt, w, f: rt.set_value(w, np.full(4, 7.0)),
+    "broadcast": lambda rt, w, f: rt.broadcast(w),
+    "scatter": lambda rt, w, f: rt.scatter(w, np.arange(5.0), batch=[4, 0, 1]),
+    "all_gather": lambda rt, w, f: rt.all_gather(w),
+    "all_reduce": lambda rt, w, f: rt.all_reduce(w, "sum"),
+}
+
+
+def interrupt_everywhere(rt: Any, name: str, points: Callable[[int], list[int]]) -> None:
+    """Interrupt an operation at some of its points: all ranks must hold the old values, or all the new ones."""
+    old = [np.zeros(3), np.full(3, 10.0)]
+    new = {
+        "call": [np.array([0.0, 0, 0, 2]), np.array([10.0, 10, 10, 2])],
+        "call of one rank": [np.array([0.0, 0, 0, 1])] * 2,
+        "set_value": [np.full(4, 7.0)] * 2,
+        "broadcast": [old[0]] * 2,
+        "scatter": [np.array([4.0, 0]), np.array([1.0])],
+        "all_gather": [np.concatenate(old)] * 2,
+        "all_reduce": [old[0] + old[1]] * 2,
+    }[name]
+
+    def prepare() -> tuple[Any, Any]:
+        w = rt.shared(old[0])
+        rt.set_value(w, old[1], rank=1)
+
+        def append(x: np.ndarray) -> float:
+            w.value = np.concatenate([w.value, [x.sum()]])
+            return 0.0
+
+        f = rt.function(append)
+        f(np.ones(2))  # the function is there; new buffers are handed out in the call itself
+        rt.set_value(w, old[0], rank=0)
+        rt.set_value(w, old[1], rank=1)
+        assert_same(everywhere(rt, w), old)
+        return w, f
+
+    w, f = prepare()
+    with InterruptAt(0) as counting:
+        OPERATIONS[name](rt, w, f)
+    assert_same(everywhere(rt, w), new)
+    for nth in points(counting.count):
+        w, f = prepare()
+        was_interrupted = False
+        try:
+            with InterruptAt(nth):
+                OPERATIONS[name](rt, w, f)
+        except KeyboardInterrupt:
+            was_interrupted = True
+        values = everywhere(rt, w)
+        is_new = [np.array_equal(got, value) for got, value in zip(values, new, strict=True)]
+        is_old = [np.array_equal(got, value) for got, value in zip(values, old, strict=True)]
+        assert all(is_new) or (was_interrupted and all(is_old)), f"{name} interrupted at {nth}: {values}"
+        for rank, value in enumerate(old):
+            rt.set_value(w, value, rank=rank)
+        OPERATIONS[name](rt, w, f)
+        assert_same(everywhere(rt, w), new)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_ctrl_c_at_any_point_of_an_operation_leaves_all_ranks_old_or_all_new(shared_runtimes: Any, name: str) -> None:
+    rt = shared_runtimes[2]
+    interrupt_everywhere(rt, name, lambda count: random.Random(name).sample(range(1, count + 1), 8))
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_ctrl_c_at_every_point_of_an_operation(runtime: Fork, name: str) -> None:
+    interrupt_everywhere(runtime(2), name, lambda count: list(range(1, count + 1)))
+
+
+@pytest.mark.parametrize("name", ["call", "call of one rank", "set_value", "scatter", "all_gather"])
+@pytest.mark.parametrize("nth", [0, 1])
+def test_no_memory_for_a_new_value_changes_nothing(
+    shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch, name: str, nth: int
+) -> None:
+    """The second buffer of the first rank cannot be had, or that of the next."""
+    rt = shared_runtimes[2]
+    values = [np.full(600, 1.0), np.full(600, 2.0)]
+    w = rt.shared(values[0])
+    rt.set_value(w, values[1], rank=1)
+
+    def grow(x: np.ndarray) -> float:
+        w.value = np.full(5000, x.sum())
+        return 0.0
+
+    f = rt.function(grow)
+    operations = {
+        **OPERATIONS,
+        "set_value": lambda rt, w, f: rt.set_value(w, np.zeros(5000)),
+        "scatter": lambda rt, w, f: rt.scatter(w, np.zeros(9000)),
+    }
+    create, large = Segment.create, iter(range(100))
+
+    def refuse(nbytes: int, **options: Any) -> Segment:
+        if nbytes > 9000 and next(large) == nth:
+            raise SharedMemoryError("no memory is left")
+        return create(nbytes, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Segment, "create", refuse)
+        with pytest.raises(SharedMemoryError, match="no memory is left"):
+            operations[name](rt, w, f)
+    assert_same(everywhere(rt, w), values)
+    operations[name](rt, w, f)
+    assert min(rt.get_lengths(w)) > 1000
 
 
 def test_message_numbers_that_come_round_again_decide_nothing(runtime: Fork) -> None:
