@@ -510,6 +510,9 @@ def _collect(
         raise_failures(replies, runtime.world_size, name)
     objects = None if is_plain else _take_layouts(name, cached, call.ranks, replies)
     layouts = [cached.layouts[rank] for rank in call.ranks]
+    for rank, layout in zip(call.ranks, layouts):
+        for variable_id, shapes in layout.assigned:  # what later messages of this call declare must say so
+            runtime.variable(variable_id).note_back(rank, shapes)
     if not is_plain and any(reply.status == Status.UNPUBLISHED for reply in replies.values()):
         waiting = [rank for rank in call.ranks if replies[rank].status == Status.UNPUBLISHED]
         _republish(runtime, name, outputs, call.ranks, layouts, waiting, deadline)

@@ -40,7 +40,7 @@ class DeviceReplica(Replica):
         return front
 
     def _keep(self, array: Any, dtype: Any) -> Any:
-        return self._store.backend.xp.ascontiguousarray(array, dtype)
+        return self._store.backend.xp.asarray(array, dtype=dtype, order="C")
 
     def store(self) -> bool:
         """Copy the pending value to the second arrays; return False if it must be shown too and has no room there."""

@@ -15,6 +15,7 @@ import os
 import numpy as np
 import numpy.typing as npt
 
+from synk._interrupts import deferred
 from synk.errors import SharedMemoryError
 
 PAGE_NBYTES = mmap.PAGESIZE
@@ -129,7 +130,11 @@ class Segment:
         SharedMemoryError
             If the memory, the file size limit or the number of descriptors does not suffice.
         """
-        nbytes = round_up(max(nbytes, 1), PAGE_NBYTES)
+        with deferred():  # between two calls of the system the descriptor has no owner
+            return cls._create(round_up(max(nbytes, 1), PAGE_NBYTES), is_worker_writable)
+
+    @classmethod
+    def _create(cls, nbytes: int, is_worker_writable: bool) -> Segment:
         free = available_nbytes() if nbytes > (1 << 24) else nbytes  # the check costs a file read: large ones only
         try:
             if nbytes > free:
@@ -185,6 +190,10 @@ class Segment:
 
     def discard(self) -> None:
         """Close, and where no view is left give the pages back at once, though workers still map them."""
+        with deferred():
+            self._discard()
+
+    def _discard(self) -> None:
         fd = os.dup(self.fd) if self.fd >= 0 and self._mapping is not None else -1
         mapping = self._mapping
         self.close()

@@ -38,7 +38,11 @@ package = importlib.util.module_from_spec(spec)
 def complete(name):
     if name.startswith("_") and name != "__version__": raise AttributeError(name)
     del package.__getattr__
-    spec.loader.exec_module(package)
+    try:
+        spec.loader.exec_module(package)
+    except BaseException:
+        package.__getattr__ = complete
+        raise
     return getattr(package, name)
 package.__getattr__ = complete
 sys.modules["synk"] = package

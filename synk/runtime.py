@@ -261,9 +261,10 @@ class Runtime:
 
     def forget_segment(self, segment: Segment) -> None:
         """Free a segment here; workers forget it with their next message."""
-        for link in self.team.links:
-            link.drop_segment(segment.id)
-        segment.discard()
+        with deferred():  # all of them, or an interrupt would leave some that hold what is gone
+            for link in self.team.links:
+                link.drop_segment(segment.id)
+            segment.discard()
 
     def drop_plan(self, plan_id: int) -> None:
         """Have the workers forget a plan with their next message."""
@@ -273,10 +274,10 @@ class Runtime:
     def reserve_staging(self, nbytes: int) -> Segment:
         """Return the staging segment, grown to at least ``nbytes`` bytes."""
         if self.staging is None or self.staging.nbytes < nbytes:
-            larger = Segment.create(max(int(nbytes * 1.25), 1 << 16))
-            if self.staging is not None:
-                self.forget_segment(self.staging)
-            self.staging = larger
+            with deferred():
+                old, self.staging = self.staging, Segment.create(max(int(nbytes * 1.25), 1 << 16))
+                if old is not None:
+                    self.forget_segment(old)
         return self.staging
 
     def grow_exchange(self, slot_nbytes: int, published: Sequence[int]) -> None:
@@ -287,8 +288,10 @@ class Runtime:
             start = rank * self.slot_nbytes
             slot = self.exchange_segment.buffer[start : start + self.slot_nbytes]
             larger.buffer[rank * slot_nbytes : rank * slot_nbytes + self.slot_nbytes] = slot
-        self.forget_segment(self.exchange_segment)
-        self.exchange_segment, self.slot_nbytes = larger, slot_nbytes
+        with deferred():
+            old = self.exchange_segment
+            self.exchange_segment, self.slot_nbytes = larger, slot_nbytes
+            self.forget_segment(old)
 
     def lease_result(self, nbytes: int) -> tuple[Segment, np.ndarray]:
         """Lease a buffer for large results."""

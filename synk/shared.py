@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from synk._arrays import as_plain_array, check_shareable
+from synk._interrupts import deferred
 from synk._memory import Segment
 from synk._messages import Input
 from synk._shards import shard_bounds
@@ -142,6 +143,10 @@ class Shared:
         self.shapes[rank][1 - self.front[rank]] = shapes
         return self._views(rank, 1 - self.front[rank])
 
+    def note_back(self, rank: int, shapes: Shapes) -> None:
+        """A call has stored a value of ``shapes`` in the second buffer of ``rank``, or is about to."""
+        self.shapes[rank][1 - self.front[rank]] = shapes
+
     def copy_back(self, source: int, ranks: Sequence[int]) -> None:
         """Copy the second buffer of ``source`` to those of ``ranks``."""
         shapes = self.shapes[source][1 - self.front[source]]
@@ -153,10 +158,11 @@ class Shared:
 
     def flip(self, ranks: Sequence[int] | range) -> None:
         """Make the second buffers of ``ranks`` the values, from the master's side: workers are told."""
-        self._note_change()
-        self.front = [1 - front if rank in ranks else front for rank, front in enumerate(self.front)]
-        for rank in ranks:
-            self.note_written(rank)
+        with deferred():
+            self._note_change()
+            self.front = [1 - front if rank in ranks else front for rank, front in enumerate(self.front)]
+            for rank in ranks:
+                self.note_written(rank)
 
     def note_written(self, rank: int) -> None:
         """The value of ``rank`` is now what lies in shared memory: a copy on its device is out of date."""

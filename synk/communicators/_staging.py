@@ -15,6 +15,7 @@ import numpy as np
 
 from synk.communicators import Buffer, Capabilities, Communicator
 from synk.communicators._buffers import as_buffer, named_dtype
+from synk.communicators._checks import check_buffers
 
 
 class StagingCommunicator:
@@ -53,6 +54,7 @@ class StagingCommunicator:
             self._synchronize(stream)
 
     def all_reduce(self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0) -> None:
+        check_buffers("all_reduce", send, recv, send_count=send.count, recv_count=send.count)
         array = self._fetch(send, stream)
         self._host.all_reduce(as_buffer(array), as_buffer(array), op, weight=weight)
         self._give(array, recv, stream)
@@ -60,6 +62,7 @@ class StagingCommunicator:
     def reduce(
         self, send: Buffer, recv: Buffer, op: str, root: int, *, weight: float | None = None, stream: int = 0
     ) -> None:
+        check_buffers("reduce", send, recv, send_count=send.count, recv_count=send.count)
         array = self._fetch(send, stream)
         self._host.reduce(as_buffer(array), as_buffer(array), op, root, weight=weight)
         if self.rank == root:
@@ -73,19 +76,22 @@ class StagingCommunicator:
             self._give(array, buffer, stream)
 
     def all_gather(self, send: Buffer, recv: Buffer, *, stream: int = 0) -> None:
+        mine = self._fetch(send, stream)
         everything = np.empty(recv.count, named_dtype(recv.dtype))
-        self._host.all_gather(as_buffer(self._fetch(send, stream)), as_buffer(everything))
+        self._host.all_gather(as_buffer(mine), as_buffer(everything))
         self._give(everything, recv, stream)
 
     def reduce_scatter(
         self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0
     ) -> None:
+        whole = self._fetch(send, stream)
         block = np.empty(recv.count, named_dtype(recv.dtype))
-        self._host.reduce_scatter(as_buffer(self._fetch(send, stream)), as_buffer(block), op, weight=weight)
+        self._host.reduce_scatter(as_buffer(whole), as_buffer(block), op, weight=weight)
         self._give(block, recv, stream)
 
     def send(self, buffer: Buffer, peer: int, tag: int = 0, *, stream: int = 0) -> None:
-        self._host.send(as_buffer(self._fetch(buffer, stream)), peer, tag)
+        array = self._fetch(buffer, stream)
+        self._host.send(as_buffer(array), peer, tag)
 
     def recv(self, buffer: Buffer, peer: int, tag: int = 0, *, stream: int = 0) -> None:
         array = np.empty(buffer.count, named_dtype(buffer.dtype))
