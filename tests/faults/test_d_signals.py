@@ -194,7 +194,7 @@ def test_D3_second_ctrl_c_while_the_first_is_handled() -> None:
 @pytest.mark.parametrize("seconds", [1.5, pytest.param(10.0, marks=pytest.mark.storm)])
 def test_D4_storm_of_interrupts(seconds: float) -> None:
     """An interrupt every few milliseconds, between the bytes of messages too; then every call is right."""
-    script(
+    result = script(
         f"""
         from harness import assert_right
         rt = synk.fork(2, backend="numpy")
@@ -231,8 +231,11 @@ def test_D4_storm_of_interrupts(seconds: float) -> None:
                     started = True
                     thread.start()
                 is_armed.set()
+                quiet_since = time.monotonic()
                 while thread.is_alive():
                     calls()
+                    if time.monotonic() > quiet_since + 1.0:
+                        break  # Python drops an interrupt that falls into a finalizer
             except KeyboardInterrupt:
                 continue
         assert not wrong, wrong
@@ -244,7 +247,8 @@ def test_D4_storm_of_interrupts(seconds: float) -> None:
         rt.close()
         """,
         timeout=seconds + 40,
-    ).check()
+    ).check(stderr=None)
+    assert "Error" not in result.stderr, result.stderr
 
 
 @pytest.mark.parametrize("where", ["fork", "data", "close"])
