@@ -226,6 +226,33 @@ def test_axis_0_may_change_in_functions_on_each_rank_by_its_own(
     assert rt.get_lengths(w) == [1, 2, 3, 4][: rt.world_size]
 
 
+@pytest.mark.parametrize("where", EVERYWHERE)
+@pytest.mark.parametrize("output", [1, 30_000, 70_000])
+@pytest.mark.parametrize("num_outputs", [1, 4])
+def test_a_second_exchange_keeps_what_was_stored_before_it(
+    shared_runtimes: Any, where: Any, output: int, num_outputs: int
+) -> None:
+    """Ranks whose buffers have room have stored their value when others ask for more room, or the outputs do."""
+    rt = shared_runtimes[where]
+    x = rt.shared(np.arange(3.0), sharded=True)
+    rt.broadcast(x)  # rank 0 has one buffer, the others two, of other lengths
+
+    def body(rows: np.ndarray) -> Any:
+        x.value = np.concatenate([x.value[::-1], rows])
+        return (np.full(output, rows.sum()),) * num_outputs
+
+    f = rt.function(body, outputs="sum")
+    expected = everywhere(rt, x)
+    for num_rows in (rt.world_size, 3 * rt.world_size, 1):
+        rows = np.arange(float(num_rows))
+        assert_same(f(rows), (np.full(output, rows.sum()),) * num_outputs)
+        expected = [
+            np.concatenate([value[::-1], part]) if len(part) else value
+            for value, part in zip(expected, rows_of(rt, rows), strict=True)
+        ]
+        assert_same(everywhere(rt, x), expected)
+
+
 @pytest.mark.parametrize("where", [1, 2, "inline"])
 def test_values_without_axes_keep_none(shared_runtimes: Any, where: Any) -> None:
     rt = shared_runtimes[where]

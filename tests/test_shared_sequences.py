@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -308,6 +308,10 @@ def test_any_sequence_of_operations_equals_numpy(shared_runtimes: Any, where: An
     run_state_machine_as_test(
         OnThis,
         settings=settings(
-            max_examples=12, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=12,
+            stateful_step_count=15,
+            deadline=None,
+            phases=[Phase.reuse, Phase.generate],  # a sequence is short: shrinking it takes minutes and shows no more
+            suppress_health_check=list(HealthCheck),
         ),
     )
