@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from synk import collectives
+import synk.collectives as collectives  # finds the bound submodule where a worker has not run the package yet
 from synk._arguments import (
     Argument,
     Signature,

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from synk import collectives
+import synk.collectives as collectives  # finds the bound submodule where a worker has not run the package yet
 from synk._cell import cell, refuse_inside_worker
 from synk._device_values import restore
 from synk._failures import rebuild
