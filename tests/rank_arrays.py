@@ -109,3 +109,13 @@ def everywhere(rt: Any, variable: Any) -> list[Any]:
     values = [rt.get_value(variable, rank) for rank in range(rt.world_size)]
     assert_same(from_all_ranks(rt, variable), values)
     return values
+
+
+def assigner(rt: Any, w: Any, new: Callable[[Any, Any], Any], **options: Any) -> Any:
+    """Return a function that assigns ``new(old value, its rows)``."""
+
+    def assign(x: Any) -> float:
+        w.value = new(w.value, x)
+        return 0.0
+
+    return rt.function(assign, **options)

@@ -1,0 +1,110 @@
+"""Memory of shared variables and of functions: given back when they are dropped, flat over a thousand steps."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import saboteurs
+from harness import descriptors, mapped_memfds, pids
+from rank_arrays import assert_same
+
+import synk
+
+
+def test_dropping_a_variable_gives_its_memory_back_after_the_next_call(runtime: Callable[..., Any]) -> None:
+    rt = runtime(2)
+    workers = pids(rt)
+
+    def held() -> tuple[int, int, list[int]]:
+        return len(mapped_memfds()), sum(descriptors().values()), [len(mapped_memfds(pid)) for pid in workers]
+
+    def use(nbytes: int) -> None:
+        w = rt.shared(np.zeros(nbytes // 8))
+        x = rt.shared(np.zeros(nbytes // 8), sharded=True)
+
+        def touch(rows: np.ndarray) -> float:
+            w.value = w.value + 1
+            return rows.sum() + x.value.sum()
+
+        f = rt.function(touch)
+        f(np.ones(4))
+        w.value = np.zeros(nbytes // 4)
+        f(np.ones(4))
+        x.value = np.zeros(nbytes // 4)
+
+    ping = rt.function(lambda rows: rows.sum(), outputs="sum")
+    use(1 << 20)
+    gc.collect()
+    ping(np.ones(2))
+    before = held()
+    use(1 << 20)
+    gc.collect()
+    ping(np.ones(2))
+    assert held() == before
+
+
+def test_dropping_a_function_gives_back_what_it_closes_over(runtime: Callable[..., Any]) -> None:
+    """A notebook cell that is run again and again."""
+    rt = runtime(2)
+    memory = rt.function(saboteurs.anonymous_kb, outputs=None)
+
+    def define() -> None:
+        big = np.ones(1 << 19)  # 4 MB
+        assert rt.function(lambda x: x.sum() * big[0], outputs="sum")(np.ones(2)) == 2
+
+    define()
+    gc.collect()
+    before = memory()
+    for _ in range(5):
+        define()
+    gc.collect()
+    memory()
+    assert max(np.subtract(memory(), before)) < 3 * 4096
+
+
+def test_variables_that_no_call_ever_saw_give_their_memory_back(runtime: Callable[..., Any]) -> None:
+    rt = runtime(1)
+    before = sum(descriptors().values())
+    for _ in range(20):
+        rt.shared(np.zeros(1 << 16))
+    gc.collect()
+    assert sum(descriptors().values()) <= before + 8
+
+
+def test_a_thousand_steps_hold_no_more_than_ten(runtime: Callable[..., Any]) -> None:
+    """Descriptors, mappings and private memory, in the master and in the workers."""
+    rt = runtime(2)
+    params = rt.shared({"w": np.zeros((64, 8)), "b": np.zeros(8)})
+    total = rt.shared(0.0)
+    x = rt.shared(np.ones((32, 64)), sharded=True)
+    workers = pids(rt)
+
+    def step(x: np.ndarray) -> Any:
+        old = params.value
+        total.value = total.value + 1
+        grown = np.zeros((1 + int(total.value) % 3, 4))
+        gradient = synk.comm.all_reduce(x.mean(axis=0)[:, None] * np.ones(8))
+        params.value = {"w": old["w"] - gradient, "b": old["b"] + grown.sum()}
+        return old["w"].sum(), x
+
+    f = rt.function(step, outputs=("avg", "gather"))
+
+    def run(count: int) -> tuple[Any, ...]:
+        for k in range(count):
+            f(x, batch=slice(k % 7, None))
+            rt.all_reduce(params)
+            total.value = total.value
+        memory = rt.function(saboteurs.anonymous_kb, outputs=None)()
+        places = [(sum(descriptors(pid).values()), len(mapped_memfds(pid))) for pid in ("self", *workers)]
+        return memory, saboteurs.anonymous_kb(), places
+
+    run(20)
+    before, mine_before, places_before = run(10)
+    after, mine_after, places_after = run(1000)
+    assert places_after == places_before
+    assert max(np.subtract(after, before)) < 1024
+    assert mine_after - mine_before < 2048
+    assert_same(params.value["w"], np.full((64, 8), -1030.0), is_rounded=True)
