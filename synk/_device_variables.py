@@ -63,15 +63,23 @@ class DeviceReplica(Replica):
 
     def exchange(self, kind: str, op: str, collectives: DeviceCollectives) -> None:
         """Do this rank's part of a collective; the result is pending then."""
-        leaves = [self._keep(leaf, leaf.dtype) for leaf in self.leaves()]
         with collectives.guard():
+            if kind == "broadcast":
+                self._pending = collectives.broadcast_all(self._broadcast_leaves(), 0)
+                return
+            leaves = [self._keep(leaf, leaf.dtype) for leaf in self.leaves()]
             if kind == "all_reduce":
                 self._pending = collectives.reduce_all([(leaf, op, None) for leaf in leaves])
-            elif kind == "broadcast":
-                self._pending = collectives.broadcast_all(leaves, 0)
             else:
                 stacks = collectives.gather_all(leaves)
                 self._pending = [stack.reshape(-1, *stack.shape[2:]) for stack in stacks]
+
+    def _broadcast_leaves(self) -> list[Any]:
+        """Return rank 0's value, and elsewhere arrays for it: the own value may be lost."""
+        if self._store.rank == 0:
+            return [self._keep(leaf, leaf.dtype) for leaf in self.leaves()]
+        empty = self._store.backend.xp.empty
+        return [empty(shape, dtype) for shape, dtype in zip(self._shapes[self._front], self._known.dtypes)]
 
     def _is_shown(self) -> bool:
         """Whether ranks that do not take part in the call follow this one: the lowest that does."""

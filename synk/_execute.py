@@ -257,8 +257,15 @@ class Executor:
                 )
             for position, (accumulator, value) in enumerate(zip(accumulators, values)):
                 accumulator.add(self._array_or_object(value, ops[position], position, function), stop - start)
-        totals = [_Sliced(a.result()) if op is None else a.result() for a, op in zip(accumulators, ops)]
+        totals = [
+            _Sliced([self._as_object(part) for part in a.result()]) if op is None else a.result()
+            for a, op in zip(accumulators, ops)
+        ]
         return unflatten(structure, totals)
+
+    def _as_object(self, value: Any) -> Any:
+        """Return a value as it can travel in a pickle: the master must not touch a device."""
+        return self.backend.fetch(value) if isinstance(value, self.backend.xp.ndarray) else value
 
     # -- outputs ------------------------------------------------------------------------------------------------------
 

@@ -374,6 +374,7 @@ class VariableStore:
             for replica in self._stored:
                 replica.flip()
         self._stored = []
+        self.abandon()
 
     def begin(self, function: Any, is_sliced: bool) -> None:
         """Prepare for a call of ``function``."""

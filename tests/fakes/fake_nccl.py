@@ -126,9 +126,7 @@ class FakeBinding:
         view(recv, count, dtype)[:] = total
         return 0
 
-    def reduce(
-        self, comm: Comm, send: int, recv: int, count: int, dtype: int, op: int, root: int, stream: int
-    ) -> int:
+    def reduce(self, comm: Comm, send: int, recv: int, count: int, dtype: int, op: int, root: int, stream: int) -> int:
         total = self._reduced(comm, view(send, count, dtype), op)
         if total is None:
             return REMOTE_ERROR

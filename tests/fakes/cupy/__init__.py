@@ -18,10 +18,12 @@ __version__ = "14.0.fake"
 LIMIT_NBYTES = 1 << 30
 float16, float32, float64, int64, bool_, uint8 = np.float16, np.float32, np.float64, np.int64, np.bool_, np.uint8
 
-_METHODS = (
-    "all any argmax argmin astype clip conj copy cumsum diagonal dot max mean min nonzero prod ravel repeat reshape round "
-    "squeeze std sum swapaxes take trace transpose var view"
-).split()
+_METHODS = frozenset(
+    """
+    all any argmax argmin astype clip conj copy cumsum diagonal dot max mean min nonzero prod ravel repeat reshape round
+    squeeze std sum swapaxes take trace transpose var view
+    """.split()  # noqa: SIM905
+)
 
 
 class _Flags:
@@ -69,7 +71,7 @@ class ndarray(NDArrayOperatorsMixin):
 
     def __getitem__(self, key: Any) -> Any:
         key = _unwrap(key)
-        return _wrap(self._a[key] if isinstance(key, tuple) and Ellipsis in key else self._a[key])
+        return _wrap(self._a[key])
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._a[_unwrap(key)] = _unwrap(value)
@@ -151,7 +153,7 @@ def _unwrap(value: Any) -> Any:
 
 def array(obj: Any, dtype: Any = None, copy: bool = True, order: str = "K") -> ndarray:
     value = obj._a if isinstance(obj, ndarray) else np.asarray(obj)
-    if value.dtype.kind not in "biufcV" or value.dtype.kind == "V" and value.dtype.name != "bfloat16":
+    if value.dtype.kind not in "biufc" and value.dtype.name != "bfloat16":
         raise ValueError(f"Unsupported dtype {value.dtype}")
     return _wrap(np.array(value, dtype=dtype, order=order))
 

@@ -1,0 +1,545 @@
+"""The whole path of a call with GPU workers, on a machine without a GPU.
+
+Real worker processes run the backend ``cupy`` over a stand-in for CuPy whose arrays refuse implicit conversion to
+NumPy, so that no hidden assumption about host memory survives. Reductions go by a stand-in for NCCL, or through the
+host. What a GPU does with it is in ``tests/gpu``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import fake_gpus
+import numpy as np
+import pytest
+
+import synk
+
+LARGE = 70_000
+"""Elements that are a large output in every dtype."""
+
+DTYPES = (
+    "int8",
+    "int16",
+    "uint16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    "bool",
+)
+NUMPY = {
+    "sum": lambda parts: parts.sum(axis=0, dtype=parts.dtype),
+    "prod": lambda parts: parts.prod(axis=0, dtype=parts.dtype),
+    "min": lambda parts: parts.min(axis=0),
+    "max": lambda parts: parts.max(axis=0),
+}
+
+
+class Gpus:
+    """Runtimes on GPUs that do not exist."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, has_nccl: bool) -> None:
+        fake_gpus.install(monkeypatch, 3, has_nccl=has_nccl)
+        if not has_nccl:
+            monkeypatch.setenv("SYNK_FAKE_NCCL", "refuse")
+        self.has_nccl = has_nccl
+        self.opened: list[synk.Runtime] = []
+
+    def __call__(self, num_workers: int | None = 3, **options: Any) -> synk.Runtime:
+        self.opened.append(synk.Runtime(num_workers, **options))
+        return self.opened[-1]
+
+
+@pytest.fixture(params=["nccl", "host"])
+def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
+    made = Gpus(monkeypatch, request.param == "nccl")
+    yield made
+    while made.opened:
+        made.opened.pop().close()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., synk.Runtime]]:
+    """Return a maker of runtimes where it does not matter how the ranks communicate."""
+    made = Gpus(monkeypatch, True)
+    yield made
+    while made.opened:
+        made.opened.pop().close()
+
+
+# -- calls -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_a_call_equals_numpy(gpu: Any, num_workers: int) -> None:
+    rt = gpu(num_workers)
+    rng = np.random.default_rng(0)
+    rows, targets, w = rng.standard_normal((101, 5)), rng.standard_normal(101), rng.standard_normal(5)
+
+    def loss_and_grad(w: Any, x: Any, y: Any) -> Any:
+        assert type(x).__module__ == type(w).__module__ == "cupy"
+        r = x @ w - y
+        return 0.5 * (r @ r) / len(x), r @ x / len(x)
+
+    f = rt.function(loss_and_grad, bcast_inputs="w", outputs="avg")
+    x, y = rt.data(rows), rt.data(targets)
+    for batch in (None, 50, slice(3, 90, 7), slice(None, None, -1), [5, 3, 3, 99, 0], rows[:, 0] > 0):
+        index = slice(batch) if isinstance(batch, int) else slice(None) if batch is None else batch
+        r = rows[index] @ w - targets[index]
+        expected = 0.5 * (r @ r) / len(r), r @ rows[index] / len(r)
+        for arguments in ((w, x, y), (w, rows, targets)):
+            for num_slices in (1, 4):
+                got = f(*arguments, batch=batch, num_slices=num_slices)
+                np.testing.assert_allclose(got[0], expected[0], rtol=1e-12)
+                np.testing.assert_allclose(got[1], expected[1], rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(f.serial(w, x, y, batch=batch)[1], expected[1], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_every_op_and_dtype_equals_numpy(gpus: Gpus, num_workers: int) -> None:
+    """Small and large outputs, of a length that is no multiple of the ranks."""
+    rt = gpus(num_workers)
+
+    def outputs(rank: int) -> dict[str, np.ndarray]:
+        made = {}
+        for dtype in DTYPES:
+            for op in NUMPY:
+                if (dtype == "bool" and op in ("sum", "prod")) or (dtype.startswith("c") and op in ("min", "max")):
+                    continue
+                for count in (5, (1 << 18) // np.dtype(dtype).itemsize + 1):
+                    array = (np.arange(count) % 5 + rank).astype(dtype)
+                    if array.dtype.kind == "f":
+                        array[count // 2 + rank :: 1000] = np.nan
+                    made[f"{dtype} {op} {count}"] = array
+        return made
+
+    def body(row: Any) -> dict[str, Any]:
+        import cupy
+
+        return {name: cupy.asarray(array) for name, array in outputs(int(row[0])).items()}
+
+    names = outputs(0)
+    f = rt.function(body, outputs={name: name.split()[1] for name in names})
+    got = f(np.arange(num_workers))
+    for name in names:
+        parts = np.stack([outputs(rank)[name] for rank in range(num_workers)])
+        with np.errstate(all="ignore"):
+            expected = NUMPY[name.split()[1]](parts)
+        assert got[name].dtype == expected.dtype, name
+        np.testing.assert_array_equal(got[name], expected, err_msg=name)
+
+
+def test_averages_are_weighted_by_rows(gpus: Gpus) -> None:
+    rt = gpus(3)
+    x = np.random.default_rng(1).standard_normal(100)
+
+    def body(x: Any) -> Any:
+        import cupy
+
+        return cupy.full(5, float(x.mean())), cupy.full(LARGE * 4 + 1, float(x.mean()), "f4"), x.mean()
+
+    for rows in (100, 2):  # with two rows one rank does not run
+        small, large, number = rt.function(body, outputs="avg")(x[:rows])
+        np.testing.assert_allclose(small, x[:rows].mean(), rtol=1e-12)
+        np.testing.assert_allclose(large, x[:rows].mean(), rtol=1e-5)
+        np.testing.assert_allclose(number, x[:rows].mean(), rtol=1e-12)
+
+
+def test_other_ops_and_results(gpus: Gpus) -> None:
+    rt = gpus(3)
+    rows = np.arange(3 * LARGE * 4.0).reshape(-1, 4)
+
+    def body(x: Any, scale: Any) -> dict[str, Any]:
+        return {
+            "gather": x * scale["by"][0],
+            "first": x[0],
+            "each": (len(x), "words", x[:1]),
+            "folded": x[:2],
+            "host": np.full(LARGE * 4, scale["k"]),
+        }
+
+    outputs = {"gather": "gather", "first": "first", "each": None, "folded": np.subtract, "host": "max"}
+    f = rt.function(body, bcast_inputs="scale", outputs=outputs)
+    got = f(rows, {"by": np.array([2.0]), "k": 3.0})
+    np.testing.assert_array_equal(got["gather"], rows * 2)
+    np.testing.assert_array_equal(got["first"], rows[0])
+    starts = [0, LARGE, 2 * LARGE]
+    assert got["each"][:2] == ([LARGE] * 3, ["words"] * 3)
+    for start, part in zip(starts, got["each"][2], strict=True):
+        np.testing.assert_array_equal(part, rows[start : start + 1])
+    np.testing.assert_array_equal(got["folded"], rows[0:2] - rows[LARGE : LARGE + 2] - rows[2 * LARGE : 2 * LARGE + 2])
+    assert (got["host"] == 3.0).all()
+    np.testing.assert_array_equal(f(rows, {"by": np.array([2.0]), "k": 3.0}, num_slices=3)["gather"], rows * 2)
+
+
+def test_text_cannot_go_to_a_device(gpu: Any) -> None:
+    rt = gpu(2)
+    with pytest.raises(TypeError, match="<U1 to cuda:0"):
+        rt.function(lambda x: 1.0)(np.array(["a", "b"]))
+    assert (
+        rt.function(lambda x, names: len(names["a"]), bcast_inputs="names", outputs="first")(np.ones(2), {"a": "abc"})
+        == 3
+    )
+
+
+def test_a_torch_function(gpu: Any) -> None:
+    pytest.importorskip("torch")
+    rt = gpu(2)
+    x = np.arange(12.0).reshape(6, 2)
+
+    def body(x: Any) -> Any:
+        import torch
+
+        assert isinstance(x, torch.Tensor)
+        return x.sum(0), x.requires_grad_(True).clone()
+
+    total, same = rt.function(body, outputs=("sum", "gather"), framework="torch")(x)
+    np.testing.assert_array_equal(total, x.sum(0))
+    np.testing.assert_array_equal(same, x)
+
+
+def test_where_registering_is_refused_calls_work(gpu: Any, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setenv("SYNK_FAKE_REFUSE", "1")
+    rt = gpu(2)
+    x = rt.data(np.arange(10.0))
+    f = rt.function(lambda x: x.sum(), outputs="sum")
+    assert [f(x) for _ in range(3)] == [45.0] * 3
+
+
+def test_data_that_is_freed_is_unregistered(gpu: Any) -> None:
+    rt = gpu(2)
+    f = rt.function(lambda x: x.sum(), outputs="sum")
+    for size in (10, 100_000, 10):
+        x = rt.data(np.ones(size))
+        assert f(x) == size
+        x.free_memory()
+        del x
+
+    def registered(row: Any) -> int:
+        import cupy
+
+        return len(cupy.cuda.runtime.registered())
+
+    assert max(rt.function(registered, outputs=None)(np.ones(2))) <= 4  # slots, staging, results
+
+
+# -- devices ---------------------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_the_gpus(gpu: Any) -> None:
+    rt = gpu(None)
+    assert (rt.backend, rt.devices) == ("cupy", ("cuda:0", "cuda:1", "cuda:2"))
+
+    def body(row: Any) -> Any:
+        return os.environ["CUDA_VISIBLE_DEVICES"], os.environ["NCCL_SOCKET_IFNAME"], synk.comm.device
+
+    uuids, interfaces, devices = rt.function(body, outputs=None)(np.ones(3))
+    assert [uuid[:12] for uuid in uuids] == ["GPU-00000000", "GPU-00000001", "GPU-00000002"]
+    assert (interfaces, devices) == (["lo"] * 3, ["cuda:0", "cuda:1", "cuda:2"])
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    text = rt.info()
+    assert text.count("Fake GPU") == 3
+    assert "NCCL: nccl by fake 2.32.3" in text
+
+
+def test_workers_that_share_a_gpu_go_without_nccl(gpu: Any) -> None:
+    rt = gpu(None, devices=[1, 1])
+    assert rt.devices == ("cuda:1", "cuda:1")
+    got = rt.function(lambda x: np.full(LARGE * 4, 1.0), outputs="sum")(np.ones(2))
+    assert (got == 2.0).all()
+    assert "NCCL" not in rt.info()
+
+
+def test_the_master_imports_no_cupy(gpu: Any) -> None:
+    import sys
+
+    before = set(sys.modules)
+    rt = gpu(2)
+    rt.function(lambda x: x.sum())(np.ones(4))
+    assert not {name.partition(".")[0] for name in set(sys.modules) - before} & {"cupy", "pynccl", "numba", "torch"}
+
+
+def test_without_cupy_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    from synk.backends import _nvml
+
+    monkeypatch.setattr(_nvml, "read_snapshot", lambda: fake_gpus.snapshot(2))
+    with pytest.raises(synk.errors.UnsupportedError, match=r'pip install "synk\[cuda13\]"'):
+        synk.Runtime(backend="cupy")
+    with synk.Runtime(1) as rt:
+        assert rt.backend == "numpy"
+
+
+def test_where_nccl_cannot_start_it_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    made = Gpus(monkeypatch, False)
+    with made(2) as rt:
+        for _ in range(2):
+            rt.function(lambda x: x.sum(), outputs="sum")(np.ones(4))
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "NCCL is not used: cannot join an NCCL group" in rt.info()
+
+
+# -- failures --------------------------------------------------------------------------------------------------------
+
+
+def test_out_of_device_memory_is_an_exception_of_the_call(gpu: Any) -> None:
+    rt = gpu(2)
+
+    def body(x: Any) -> Any:
+        import cupy
+
+        return cupy.empty(1 << 40)
+
+    with pytest.raises(MemoryError, match=r"out of device memory, 1048576 of 17179869184 bytes are free.*num_slices"):
+        rt.function(body)(np.ones(2))
+    pids = rt.function(lambda row: os.getpid(), outputs=None)(np.ones(2))
+    assert rt.counters["restarts"] == 0
+    assert len(set(pids)) == 2
+
+
+def test_a_poisoned_device_gets_a_new_worker(gpu: Any, capfd: Any) -> None:
+    rt = gpu(2)
+
+    def body(x: Any) -> Any:
+        import cupy
+
+        if synk.comm.rank == 1:
+            cupy.cuda.fail_launch()
+        return x.sum()
+
+    with pytest.raises(synk.errors.WorkerDied, match="reports errors to every call from now on") as caught:
+        rt.function(body, outputs="sum")(np.ones(4))
+    assert caught.value.ranks == (1,)
+    assert rt.function(lambda x: x.sum(), outputs="sum")(np.ones(4)) == 4.0
+    assert rt.counters["restarts"] == 1
+
+
+def test_a_death_while_the_others_are_in_nccl(gpu: Any) -> None:
+    rt = gpu(3)
+
+    def body(x: Any) -> Any:
+        from synk._cell import cell
+        from synk.communicators import Buffer
+
+        if synk.comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        group = cell.worker.group  # type: ignore[union-attr]
+        buffer = Buffer(x.data.ptr, 1, "float64")
+        group.communicator.all_reduce(buffer, buffer, "sum", stream=5000)  # without the agreement before it
+        return 1.0
+
+    started = time.monotonic()
+    with pytest.raises(synk.errors.WorkerDied) as caught:
+        rt.function(body)(np.ones(3))
+    assert caught.value.ranks == (1,)
+    assert time.monotonic() - started < 10
+    got = rt.function(lambda x: np.full(LARGE * 4, 1.0), outputs="sum")(np.ones(3))
+    assert (got == 3.0).all()
+    assert rt.group.is_in_use
+
+
+def test_a_rank_that_fails_before_a_reduction_frees_the_others(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rt = gpu(2)
+
+    def sabotage(row: Any) -> None:
+        from synk._cell import cell
+
+        if synk.comm.rank == 1:
+            collectives = cell.worker.executor.collectives  # type: ignore[union-attr]
+
+            def fail(items: Any) -> Any:
+                raise MemoryError("no room for a block")
+
+            collectives.reduce_blocks = fail
+
+    rt.function(sabotage, outputs=None)(np.ones(2))
+    f = rt.function(lambda x: np.full(LARGE * 4, 1.0), outputs="sum")
+    with pytest.raises(MemoryError, match="no room for a block"):
+        f(np.ones(2))
+    assert (f(np.ones(2)) == 2.0).all()  # in a group of its own
+    assert rt.counters["restarts"] == 0
+
+
+# -- comm ------------------------------------------------------------------------------------------------------------
+
+
+def test_collectives_inside_functions(gpus: Gpus) -> None:
+    rt = gpus(3)
+    x = np.arange(18.0).reshape(9, 2)
+
+    def body(x: Any) -> dict[str, Any]:
+        comm = synk.comm
+        after, before = (comm.rank + 1) % 3, (comm.rank - 1) % 3
+        comm.send(x, after)
+        received = comm.recv(x, before)
+        comm.barrier()
+        return {
+            "sum": comm.all_reduce(x.sum(axis=0), "sum"),
+            "avg": comm.all_reduce(x.mean(axis=0)),
+            "nan": comm.all_reduce(x[0] * (float("nan") if comm.rank == 1 else 1.0), "max"),
+            "stack": comm.all_gather(x),
+            "root": comm.broadcast(x, 1),
+            "block": comm.reduce_scatter(x),
+            "received": received,
+            "reduced": -1.0 if (total := comm.reduce(x[0], "sum", 2)) is None else total.sum(),
+        }
+
+    got = rt.function(body, outputs=None)(x)
+    thirds = x.reshape(3, 3, 2)
+    for rank in range(3):
+        np.testing.assert_array_equal(got["sum"][rank], x.sum(axis=0))
+        np.testing.assert_allclose(got["avg"][rank], x.mean(axis=0), rtol=1e-12)
+        assert np.isnan(got["nan"][rank]).all()
+        np.testing.assert_array_equal(got["stack"][rank], thirds)
+        np.testing.assert_array_equal(got["root"][rank], thirds[1])
+        np.testing.assert_array_equal(got["block"][rank], thirds.sum(axis=0)[rank : rank + 1])
+        np.testing.assert_array_equal(got["received"][rank], thirds[rank - 1])
+    assert got["reduced"][:2] == [-1.0, -1.0]
+    assert float(got["reduced"][2]) == thirds[:, 0].sum()
+
+
+def test_ranks_that_disagree_are_told(gpus: Gpus) -> None:
+    rt = gpus(3)
+
+    def body(x: Any) -> Any:
+        return synk.comm.all_reduce(x if synk.comm.rank else x[:1], "sum")
+
+    with pytest.raises(synk.errors.CollectiveMismatch):
+        rt.function(body, outputs=None)(np.ones(9))
+    assert rt.function(lambda x: synk.comm.all_reduce(x.sum(), "sum"), outputs="first")(np.ones(9)) == 9.0
+
+
+# -- shared variables ------------------------------------------------------------------------------------------------
+
+
+def scaler(rt: synk.Runtime, variable: Any) -> Any:
+    """Return a function that multiplies the variable by rank + 1."""
+
+    def body(x: Any) -> Any:
+        assert type(variable.value).__module__ == "cupy"
+        variable.value = variable.value * (synk.comm.rank + 1)
+        return x.sum()
+
+    return rt.function(body, outputs="sum")
+
+
+@pytest.mark.parametrize("count", [4, LARGE])
+def test_variables_are_on_the_device_until_they_are_read(gpus: Gpus, count: int) -> None:
+    rt = gpus(3)
+    start = np.arange(1.0, count + 1)
+    w = rt.shared(start, name="w")
+    scale = scaler(rt, w)
+    scale(np.ones(3))
+    scale(np.ones(3))
+    assert w.is_stale == [True] * 3
+    np.testing.assert_array_equal(rt.gather(w), start * np.array([[1], [4], [9]]))
+    assert w.is_stale == [False] * 3
+    scale(np.ones(3))
+    rt.all_reduce(w, "sum")
+    assert w.is_stale == [gpus.has_nccl] * 3
+    np.testing.assert_array_equal(rt.gather(w), np.stack([start * 36] * 3))
+    scale(np.ones(3))
+    rt.broadcast(w)
+    np.testing.assert_array_equal(rt.get_value(w, 2), start * 36)
+    rt.set_value(w, start)
+    scale(np.ones(3))
+    rt.all_gather(w)
+    assert rt.get_lengths(w) == [3 * count] * 3
+    np.testing.assert_array_equal(rt.get_value(w, 1), np.concatenate([start, start * 2, start * 3]))
+    scale(np.ones(3))
+    np.testing.assert_array_equal(rt.reduce(w, "max", in_place=False)[:count], start * 3)
+
+
+def test_a_failed_call_changes_no_variable(gpus: Gpus) -> None:
+    rt = gpus(3)
+    w = rt.shared(np.ones(4), name="w")
+    scaler(rt, w)(np.ones(3))
+
+    def body(x: Any) -> Any:
+        w.value = w.value + 100
+        if synk.comm.rank == 1:
+            raise KeyError("no")
+        return x.sum()
+
+    with pytest.raises(KeyError):
+        rt.function(body)(np.ones(3))
+    np.testing.assert_array_equal(rt.gather(w)[:, 0], [1, 2, 3])
+
+
+def test_idle_ranks_follow(gpus: Gpus) -> None:
+    rt = gpus(3)
+    w = rt.shared(np.ones(LARGE), name="w")
+    scaler(rt, w)(np.ones(3))
+
+    def body(x: Any) -> Any:
+        w.value = w.value + 10
+        return x.sum()
+
+    rt.function(body, outputs="sum")(np.ones(1))
+    np.testing.assert_array_equal(rt.gather(w)[:, 0], [11, 11, 11])
+
+
+def test_shards_and_updates(gpus: Gpus) -> None:
+    rt = gpus(3)
+    rows = np.arange(20.0).reshape(10, 2)
+    x = rt.shared(rows, sharded=True, name="x")
+    total = rt.shared({"sum": np.zeros(2), "count": np.zeros((), np.int64)}, name="total")
+    scaler(rt, x)(np.ones(3))
+    value = rows * np.repeat([1, 2, 3], [4, 3, 3])[:, None]
+    np.testing.assert_array_equal(x.value, value)
+
+    def body(x: Any) -> Any:
+        return x * 1.0, {"sum": x.sum(axis=0), "count": total.value["count"] + len(x)}
+
+    f = rt.function(body, outputs="gather", updates=[(total, "sum")])
+    for batch in (None, [9, 0, 4, 4], slice(8, 1, -3)):
+        np.testing.assert_array_equal(f(x, batch=batch, num_slices=2), value if batch is None else value[batch])
+    assert total.value["sum"].shape == (2,)
+
+
+def first_refusal(call: Callable[[], Any]) -> synk.errors.WorkerDied:
+    """Return the error of the first call after a death that finds values missing; one before it may meet the death."""
+    while True:
+        try:
+            call()
+        except synk.errors.WorkerDied as error:
+            if error.phase == "recover":
+                return error
+
+
+def test_replicas_that_agree_come_back_and_others_are_lost(gpus: Gpus) -> None:
+    rt = gpus(3)
+    alike, own, shard = rt.shared(np.ones(5), name="alike"), rt.shared(np.ones(5), name="own"), None
+    shard = rt.shared(np.arange(6.0), sharded=True, name="shard")
+    untouched = rt.shared(np.arange(3.0), name="untouched")
+
+    def body(x: Any) -> Any:
+        alike.value = alike.value + 1
+        own.value = own.value * (synk.comm.rank + 1)
+        shard.value = shard.value * 2
+        return x.sum()
+
+    f = rt.function(body, outputs="sum")
+    f(np.ones(3))
+    pids = rt.function(lambda row: os.getpid(), outputs=None)(np.ones(3))
+    os.kill(pids[1], signal.SIGKILL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        error = first_refusal(lambda: f(np.ones(3)))
+    assert "the value of 'own' of rank 1; 'shard' of rank 1" in str(error)
+    np.testing.assert_array_equal(rt.gather(untouched), np.stack([np.arange(3.0)] * 3))
+    assert len({value.tobytes() for value in rt.gather(alike)}) == 1
+    with pytest.raises(synk.errors.WorkerDied, match="cannot read variable 'own'"):
+        rt.gather(own)
+    rt.broadcast(own)
+    rt.scatter(shard, np.arange(6.0))
+    f(np.ones(3))
+    np.testing.assert_array_equal(shard.value, np.arange(6.0) * 2)
