@@ -6,8 +6,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from synk import _failpoints
 from synk._links import Reply
 from synk._memory import Segment
@@ -33,26 +31,28 @@ class InlineProcess:
     ) -> None:
         self.rank = rank
         self.pid = os.getpid()
-        self._worker = Worker(rank, world_size, backend, device, control, eventfds)
-        self._worker.failpoint = _failpoints.arm(failpoints, rank)
-        self.description = self._worker.backend.describe()
+        worker = Worker(rank, world_size, backend, device, control, eventfds)
+        worker.failpoint = _failpoints.arm(failpoints, rank)
+        self._worker: Worker | None = worker
+        self.description = worker.backend.describe()
         self._reply: Reply | None = None
 
     def give(self, segment: Segment) -> None:
         """Share a segment: inline, the very same mapping, seen read-only where a worker would map it so."""
+        assert self._worker is not None
         self._worker.add_segment(segment.shared_view())
 
     def handle(self, kind: Kind, sequence: int, value: int, extras: Extras | None) -> None:
         """Act on a message at once; the reply waits for :meth:`reply`."""
-        status, flags, body = self._worker.handle(kind, sequence, value, extras)
+        worker = self._worker
+        assert worker is not None
+        status, flags, body = worker.handle(kind, sequence, value, extras)
         data = b""
         if body is not None:
-            status, flags, data = pickle_reply(self._worker, status, flags, body)
+            status, flags, data = pickle_reply(worker, status, flags, body)
             flags |= HAS_BODY
-        if kind == Kind.ASSEMBLE or (
-            kind == Kind.CALL and status == Status.DONE and not self._worker.executor.is_waiting
-        ):
-            self._worker.executor.forget()
+        if kind == Kind.ASSEMBLE or (kind == Kind.CALL and status == Status.DONE and not worker.executor.is_waiting):
+            worker.executor.forget()
         self._reply = Reply(status, flags, data)
 
     def reply(self) -> Reply:
@@ -76,9 +76,8 @@ class InlineProcess:
         return ""
 
     def close(self) -> None:
-        self._worker.executor.forget()
-        self._worker.plans.clear()
-        self._worker.down = self._worker.up = np.empty((0, 0), np.int64)
-        self._worker.variables.close()
-        self._worker.functions.clear()
-        self._worker.segments.clear()
+        """Let go of the worker; what functions' closures still hold of it maps no memory."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.variables.close()
+            worker.segments.clear()
