@@ -12,7 +12,9 @@ import numpy.typing as npt
 
 from synk._cell import cell
 from synk._current import current
+from synk._placement import has_cupy
 from synk._profile import Profile
+from synk.backends._report import gpu_lines
 from synk.data import Data
 from synk.shared import Shared
 
@@ -222,6 +224,7 @@ def info() -> str:
     lines = [
         f"synk {synk.__version__}, Python {platform.python_version()}, numpy {np.__version__}, {platform.platform()}",
         f"CPU: {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable",
+        *gpu_lines(has_cupy=has_cupy()),
     ]
     if cell.runtime is not None:
         lines.append(current().info())

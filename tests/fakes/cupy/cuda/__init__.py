@@ -81,6 +81,10 @@ class Event:
         return True
 
 
+def get_current_stream() -> Stream:
+    return Stream()
+
+
 def alloc_pinned_memory(size: int) -> Any:
     return bytearray(size)
 

@@ -117,3 +117,7 @@ def memGetInfo() -> tuple[int, int]:
 def streamQuery(stream: int) -> int:
     finish(stream)
     return 0
+
+
+def pointerGetAttributes(ptr: int) -> Any:
+    raise CUDARuntimeError(801)

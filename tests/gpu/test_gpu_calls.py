@@ -1,0 +1,197 @@
+"""Calls, collectives and variables on real GPUs: the tests of ``test_gpu_path``, and what only a GPU shows.
+
+Never run so far: written on a machine without a GPU; the same bodies run there over a stand-in for CuPy. Ranks that
+share one GPU take turns on it, so nothing here says anything about speed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from test_gpu_path import (  # noqa: F401  (collected here, with the fixtures below)
+    LARGE,
+    scaler,
+    test_a_call_equals_numpy,
+    test_a_failed_call_changes_no_variable,
+    test_a_torch_function,
+    test_averages_are_weighted_by_rows,
+    test_collectives_inside_functions,
+    test_every_op_and_dtype_equals_numpy,
+    test_idle_ranks_follow,
+    test_other_ops_and_results,
+    test_ranks_that_disagree_are_told,
+    test_replicas_that_agree_come_back_and_others_are_lost,
+    test_shards_and_updates,
+    test_text_cannot_go_to_a_device,
+    test_the_master_imports_no_cupy,
+    test_variables_are_on_the_device_until_they_are_read,
+)
+
+import synk
+
+pytestmark = pytest.mark.gpu
+
+
+class RealGpus:
+    """Runtimes whose ranks share the first GPU, or have one each."""
+
+    def __init__(self, has_nccl: bool, is_shared: bool = True) -> None:
+        self.has_nccl = has_nccl
+        self._is_shared = is_shared
+        self.opened: list[synk.Runtime] = []
+
+    def __call__(self, num_workers: int | None = 3, **options: Any) -> synk.Runtime:
+        if self._is_shared:
+            options.setdefault("devices", [0] * (num_workers or 1))
+            num_workers = None
+        self.opened.append(synk.Runtime(num_workers, backend="cupy", **options))
+        return self.opened[-1]
+
+
+def closing(made: RealGpus) -> Iterator[RealGpus]:
+    yield made
+    while made.opened:
+        made.opened.pop().close()
+
+
+@pytest.fixture(
+    params=["host, one GPU", "nccl, one GPU", pytest.param("nccl, one each", marks=pytest.mark.multi_gpu)],
+)
+def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealGpus]:
+    has_nccl, is_shared = request.param.startswith("nccl"), request.param.endswith("one GPU")
+    if has_nccl and is_shared:
+        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")  # NCCL 2.30.3 and later
+    else:
+        monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    yield from closing(RealGpus(has_nccl, is_shared))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[RealGpus]:
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    yield from closing(RealGpus(False))
+
+
+def test_a_segment_is_registered_and_read_only_memory_too(gpu: Any) -> None:
+    """Whether the driver takes a memfd mapping, writable and read-only: copies at link speed depend on it."""
+    rt = gpu(1)
+    x = rt.data(np.ones(1 << 24))
+    f = rt.function(lambda x: x.sum(), outputs="sum")
+    assert f(x) == 1 << 24
+
+    def registered(row: Any) -> Any:
+        from synk._cell import cell
+
+        segments = cell.worker.backend._segments  # type: ignore[union-attr]
+        for _ in range(3000):
+            if segments.refusal or segments.registered_nbytes >= 1 << 27:
+                break
+            threading.Event().wait(0.01)
+        return segments.registered_nbytes, segments.refusal
+
+    ((nbytes,), (refusal,)) = rt.function(registered, outputs=None)(np.ones(1))
+    assert (nbytes >= 1 << 27, refusal) == (True, "")
+    assert f(x) == 1 << 24
+
+
+def test_out_of_device_memory_and_on(gpu: Any) -> None:
+    rt = gpu(1)
+
+    def body(x: Any) -> Any:
+        import cupy
+
+        return cupy.empty(1 << 50, "u1")
+
+    with pytest.raises(MemoryError, match=r"out of device memory, \d+ of \d+ bytes are free.*num_slices"):
+        rt.function(body)(np.ones(2))
+    assert rt.function(lambda x: x.sum(), outputs="sum")(np.ones(4)) == 4.0
+    assert rt.counters["restarts"] == 0
+
+
+def test_an_illegal_address_gets_a_new_worker(gpu: Any) -> None:
+    rt = gpu(2)
+
+    def body(x: Any) -> Any:
+        import cupy
+
+        if synk.comm.rank == 1:
+            source = 'extern "C" __global__ void stray() { *(volatile int*)8 = 1; }'
+            cupy.RawKernel(source, "stray")((1,), (1,), ())
+        return x.sum()
+
+    with pytest.raises(synk.errors.WorkerDied) as caught:
+        rt.function(body, outputs="sum")(np.ones(4))
+    assert caught.value.ranks == (1,)
+    assert rt.function(lambda x: x.sum(), outputs="sum")(np.ones(4)) == 4.0
+
+
+def test_a_death_in_a_collective_frees_the_others(gpus: RealGpus) -> None:
+    rt = gpus(2)
+
+    def body(x: Any) -> Any:
+        from synk._cell import cell
+        from synk.communicators import Buffer
+
+        if synk.comm.rank == 1:
+            time.sleep(1.0)  # the other one waits on the device by then
+            os.kill(os.getpid(), signal.SIGKILL)
+        group = cell.worker.group  # type: ignore[union-attr]
+        if group is None:
+            return synk.comm.all_reduce(x.sum(), "sum")
+        buffer = Buffer(x.data.ptr, 1, "float64")
+        group.communicator.all_reduce(buffer, buffer, "sum", stream=cell.worker.backend.stream_handle)  # type: ignore[union-attr]
+        return float(x[0])  # waits in the driver, where only the watch can free it
+
+    started = time.monotonic()
+    with pytest.raises(synk.errors.WorkerDied) as caught:
+        rt.function(body)(np.ones(2))
+    assert 1 in caught.value.ranks
+    assert time.monotonic() - started < 15
+    got = rt.function(lambda x: x[:1].repeat(LARGE * 4), outputs="sum")(np.ones(2))
+    assert (got == 2.0).all()
+
+
+def test_more_than_two_to_the_31_bytes(gpu: Any) -> None:
+    rt = gpu(1)
+    count = (1 << 31) + 5
+    x = rt.data(np.ones(count, np.uint8))
+    assert rt.function(lambda x: x.sum(dtype="i8"), outputs="sum")(x) == count
+    same = rt.function(lambda x: x, outputs="gather")(x)
+    assert same.shape == (count,)
+    assert same[-1] == 1
+
+
+def test_inline_runs_on_the_gpu(gpu: Any) -> None:
+    with synk.Runtime(inline=True, backend="cupy", devices=[0]) as rt:
+        w = rt.shared(np.ones(4))
+        assert scaler(rt, w)(np.ones(3)) == 3.0
+        assert rt.function(lambda x: x.mean())(np.arange(5.0)) == 2.0
+
+
+def test_jax_functions(gpu: Any) -> None:
+    pytest.importorskip("jax")
+    rt = gpu(1)
+
+    def body(x: Any) -> Any:
+        import jax.numpy as jnp
+
+        return jnp.sum(x * 2)
+
+    assert rt.function(body, outputs="sum", framework="jax")(np.arange(5.0, dtype="f4")) == 20.0
+
+
+def test_demos_run_unchanged(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    folder = Path(__file__).resolve().parents[2] / "demos"
+    for demo in sorted(folder.glob("[0-9]*.py")):
+        subprocess.run([sys.executable, str(demo)], check=True, timeout=300, cwd=folder.parent)
