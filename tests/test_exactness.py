@@ -135,7 +135,7 @@ calls = {
     "num_slices": st.sampled_from([1, 1, 2, 3, 7]),
     "as_data": st.booleans(),
 }
-thorough = settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+thorough = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize("where", [*WORKERS, "inline"])
