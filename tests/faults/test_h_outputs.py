@@ -1,0 +1,192 @@
+"""H: odd outputs, and what becomes of results and of ``Data`` afterwards. The reference is NumPy, written here."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import assert_right, same_workers
+
+from synk.errors import SerializationError, WorkerDied
+
+PLAIN = np.random.default_rng(7).integers(-9, 9, size=(7, 4)).astype(np.float64)
+
+
+def test_H18_the_same_bits_every_time(shared_runtimes: Any) -> None:
+    x = np.random.default_rng(18).normal(size=(1001, 7)).astype(np.float32)
+    for num_workers in (2, 3, 4):
+        f = shared_runtimes[num_workers].function(
+            lambda x: (x.mean(axis=0), np.tile(x.sum(axis=0), 20_000)), outputs=("avg", "sum")
+        )
+        seen = {tuple(part.tobytes() for part in f(x)) for _ in range(100 if num_workers == 2 else 20)}
+        assert len(seen) == 1
+
+
+DISAGREEMENTS: dict[str, tuple[Any, Callable[[int], Any]]] = {
+    "shapes": ("sum", lambda rank: np.ones(2 + rank)),
+    "dimensions": ("sum", lambda rank: np.ones((2,) * (1 + rank))),
+    "dtypes": ("sum", lambda rank: np.ones(2, np.float32 if rank else np.float64)),
+    "trailing shapes": ("gather", lambda rank: np.ones((2, 2 + rank))),
+    "counts": ("sum", lambda rank: (1.0,) * (1 + rank)),
+    "keys": ("sum", lambda rank: {("a", "b")[rank]: 1.0}),
+    "containers": ("sum", lambda rank: [1.0, 2.0] if rank else {"a": 1.0, "b": 2.0}),
+    "None": ("sum", lambda rank: None if rank else 1.0),
+}
+
+
+@pytest.mark.parametrize("kind", DISAGREEMENTS)
+def test_H19_outputs_that_differ_between_ranks(shared_runtimes: Any, kind: str) -> None:
+    rt = shared_runtimes[3]
+    op, output = DISAGREEMENTS[kind]
+    odd = rt.function(lambda row: output(int(row[0] == 1)), outputs=op, name="odd")
+    with same_workers(rt):
+        with pytest.raises((ValueError, TypeError), match="'odd'") as caught:
+            odd(np.arange(3))
+        for rank in range(3):
+            assert str(rank) in str(caught.value)
+
+
+def test_H20_dicts_match_by_key_in_the_order_of_rank_0(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+
+    def either(row: np.ndarray) -> dict[str, Any]:
+        pairs = [("b", row[0] + 1.0), ("a", row[0] + 10.0)]
+        return dict(pairs if row[0] == 0 else pairs[::-1])
+
+    result = rt.function(either, outputs={"a": "sum", "b": "max"})(np.arange(2))
+    assert result == {"a": 21.0, "b": 2.0}
+    assert list(result) == ["b", "a"]
+
+
+@pytest.mark.parametrize("where", ["inline", 1, 2])
+def test_H21_outputs_that_are_no_arrays(shared_runtimes: Any, where: Any) -> None:
+    rt = shared_runtimes[where]
+    ranks = np.arange(rt.world_size)
+    with same_workers(rt):
+        assert rt.function(lambda row: None)(ranks) is None
+        mixed = rt.function(lambda row: (None, 2.0, {"x": None}), outputs="sum")(ranks)
+        assert mixed == (None, 2.0 * len(ranks), {"x": None})
+        assert rt.function(lambda row: 3, outputs="sum")(ranks) == 3 * len(ranks)
+        assert rt.function(lambda row: True, outputs="max")(ranks)
+        assert rt.function(lambda row: {"a", "b"}, outputs=None)(ranks) == [{"a", "b"}] * len(ranks)
+        for bad in ("text", b"bytes", object(), {1, 2}, print, np.array(["text"]), np.array([object()], dtype=object)):
+            for op in ("sum", "avg", "max"):
+                with pytest.raises((TypeError, SerializationError)):
+                    rt.function(lambda row, bad=bad: bad, outputs=op)(ranks)
+
+
+def test_H22_generator_functions(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+
+    def lazy(row: np.ndarray) -> Iterator[float]:
+        yield 1.0
+
+    with same_workers(rt):
+        for op in (None, "sum"):
+            with pytest.raises((SerializationError, TypeError), match=r"generator|yield"):
+                rt.function(lazy, outputs=op)(np.arange(2))
+
+
+def test_H23_the_same_data_twice_and_an_output_that_is_the_input(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    data = rt.data(PLAIN)
+    np.testing.assert_array_equal(rt.function(lambda x, y: x + y, outputs="gather")(data, data), 2 * PLAIN)
+    identity = rt.function(lambda x: x, outputs="gather")
+    result = identity(data)
+    data[:] = 0.0
+    np.testing.assert_array_equal(result, PLAIN)
+    result[0] = 99.0
+    np.testing.assert_array_equal(data[:], 0.0)
+    np.testing.assert_array_equal(identity(PLAIN), PLAIN)
+
+
+def test_H24_a_function_that_writes_into_its_input(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    data = rt.data(PLAIN)
+
+    def scribble(x: np.ndarray) -> float:
+        x += 1
+        return 0.0
+
+    with same_workers(rt):
+        for rows in (data, PLAIN):
+            with pytest.raises(ValueError, match="read-only"):
+                rt.function(scribble)(rows)
+        with pytest.raises(ValueError, match="read-only"):
+            rt.function(lambda w, x: w.fill(1), bcast_inputs="w")(data, PLAIN)
+        with pytest.raises(ValueError, match="read-only"):
+            rt.function(scribble)(data, batch=[5, 1, 0])
+    np.testing.assert_array_equal(data[:], PLAIN)
+
+
+def test_H24_c_code_that_writes_into_its_input(runtime: Callable[..., Any]) -> None:
+    """The rows are mapped read-only: the writer dies, the data does not change. A peer may be told before it writes."""
+    rt = runtime(2)
+    data = rt.data(PLAIN)
+
+    def scribble(x: np.ndarray) -> None:
+        ctypes.memset(x.ctypes.data, 1, x.nbytes)
+
+    with pytest.raises(WorkerDied) as died:
+        rt.function(scribble, outputs=None)(data)
+    assert set(died.value.exits) == {"SIGSEGV"}
+    np.testing.assert_array_equal(data[:], PLAIN)
+    assert_right(rt)
+
+
+@pytest.mark.parametrize("size", [3, 50_000])
+def test_H25_results_stay_as_they_are(shared_runtimes: Any, size: int) -> None:
+    """Buffers are used again only when nobody holds them."""
+    rt = shared_runtimes[2]
+    outputs = ("sum", "gather", "first", None)
+    f = rt.function(lambda k, x: (np.full(size, k * len(x)), np.tile(x, (1, size // 2)) * k, x * k, x * k),
+                    bcast_inputs="k", outputs=outputs)  # fmt: skip
+    x = np.arange(6.0).reshape(6, 1)
+    kept = [(k, f(float(k), x)) for k in range(12)]
+    for k, (total, tiled, first, parts) in kept:
+        np.testing.assert_array_equal(total, np.full(size, 6.0 * k))
+        np.testing.assert_array_equal(tiled, np.tile(x, (1, size // 2)) * k)
+        np.testing.assert_array_equal(first, x[:3] * k)
+        np.testing.assert_array_equal(np.concatenate(parts), x * k)
+
+
+def test_H25_a_view_of_a_result_keeps_it(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    f = rt.function(lambda k, x: np.full(50_000, k), bcast_inputs="k", outputs="max")
+    view = f(1.0, np.ones(2))[7:9]
+    reshaped = f(2.0, np.ones(2)).reshape(500, 100).T
+    for k in range(3, 9):
+        f(float(k), np.ones(2))
+    assert view.tolist() == [1.0, 1.0]
+    assert (reshaped == 2.0).all()
+
+
+def test_H26_data_freed_while_a_call_uses_it(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    slow = rt.function(lambda x: (time.sleep(0.2), x.sum())[1], outputs="sum")
+    data = rt.data(np.ones(1 << 16))
+    slow(np.ones(2))
+    timer = threading.Timer(0.05, data.free_memory)
+    timer.start()
+    with same_workers(rt):
+        assert slow(data) == 1 << 16
+    timer.join()
+
+
+def test_H26_a_view_outlives_its_data(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    data = rt.data(np.arange(1000.0))
+    view = data.data
+    data.free_memory()
+    data.free_memory()
+    assert view[999] == 999.0
+    del data
+    gc.collect()
+    assert view.sum() == 499500
+    assert_right(rt)
