@@ -83,7 +83,7 @@ class Group:
         replies = team.exchange(Kind.GROUP, list(ranks), 0, contents, [], None, "join NCCL", "the start of NCCL")
         for reply in replies.values():
             if reply.status != Status.DONE:
-                failure = pickle.loads(reply.body)
+                failure = pickle.loads(reply.body) if reply.body else None  # None: it was interrupted
                 self.problem = failure.message if failure is not None else "the start was interrupted"
                 self._is_wanted = failure is None
                 self.break_up(team)
