@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -64,6 +65,7 @@ def _jax_converters() -> tuple[Converter, Converter]:
     return jax.device_put, from_jax
 
 
+@functools.cache
 def device_converters(framework: str) -> tuple[Converter, Converter]:
     """Return ``(to_framework, from_framework)`` between CuPy arrays and those of ``framework``, by DLPack.
 
