@@ -305,13 +305,16 @@ def test_any_sequence_of_operations_equals_numpy(shared_runtimes: Any, where: An
         pass
 
     OnThis.runtime = runtime
-    run_state_machine_as_test(
-        OnThis,
-        settings=settings(
-            max_examples=12,
-            stateful_step_count=15,
-            deadline=None,
-            phases=[Phase.reuse, Phase.generate],  # a sequence is short: shrinking it takes minutes and shows no more
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    try:
+        run_state_machine_as_test(
+            OnThis,
+            settings=settings(
+                max_examples=12,
+                stateful_step_count=15,
+                deadline=None,
+                phases=[Phase.reuse, Phase.generate],  # a sequence is short: shrinking it takes minutes
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+    finally:
+        del OnThis.runtime  # hypothesis keeps the class
