@@ -632,6 +632,8 @@ class Runtime:
         while self._released:
             self._released.popleft().close()
         self._dropped_functions.clear()  # their plans hold views of the staging segment
+        for link in self.team.links:
+            link.assembly = None  # it views the exchange segment
         for variable in list(self._variables.values()):
             variable.close()
         for function in list(self.bound):
