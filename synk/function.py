@@ -107,6 +107,7 @@ class Function:
 
     def __call__(
         self,
+        /,
         *args: Any,
         batch: Any = None,
         shard_batch: Any = None,
@@ -122,6 +123,7 @@ class Function:
 
     def serial(
         self,
+        /,
         *args: Any,
         batch: Any = None,
         num_slices: int = 1,
