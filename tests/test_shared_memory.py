@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +65,43 @@ def test_dropping_a_function_gives_back_what_it_closes_over(runtime: Callable[..
     gc.collect()
     memory()
     assert max(np.subtract(memory(), before)) < 3 * 4096
+
+
+def test_variables_come_and_go_in_another_thread_while_calls_run(
+    runtime: Callable[..., Any],
+) -> None:
+    rt = runtime(2)
+    count = rt.shared(0)
+
+    def add(x: np.ndarray) -> float:
+        count.value = count.value + 1
+        return x.sum()
+
+    f = rt.function(add, outputs="sum")
+    failures: list[BaseException] = []
+
+    def make() -> None:
+        try:
+            for k in range(60):
+                kept = [rt.shared(np.full(3, k)) for _ in range(3)]
+                np.testing.assert_array_equal(kept[k % 3].value, np.full(3, k))
+        except BaseException as error:
+            failures.append(error)
+
+    maker = threading.Thread(target=make)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        maker.start()
+        calls = 0
+        while maker.is_alive():
+            assert f(np.ones(4)) == 4
+            calls += 1
+    finally:
+        sys.setswitchinterval(interval)
+        maker.join()
+    assert not failures
+    assert_same(rt.gather(count), np.full(2, calls))
 
 
 def test_variables_that_no_call_ever_saw_give_their_memory_back(runtime: Callable[..., Any]) -> None:
