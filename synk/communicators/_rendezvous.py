@@ -237,7 +237,9 @@ class Rendezvous:
         return False
 
     def _has_arrived(self, rank: int) -> bool:
-        return self._ticks[rank] >= self.tick and self._sequences[rank] == self.sequence
+        # The sequence first: a rank that begins a call sets its tick back before it shows the call's number, so a tick
+        # read after that number is of this call. Read before it, it could be one of the call before.
+        return self._sequences[rank] == self.sequence and self._ticks[rank] >= self.tick
 
     # -- waiting and waking --------------------------------------------------------------------------------------
 
