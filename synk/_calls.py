@@ -227,7 +227,7 @@ def run_call(
     repeat = function.plans.repeat if options.is_plain and not kwargs else None
     if repeat is not None and repeat.stage(runtime, args):
         call, cached, rows = repeat.call, repeat.cached, repeat.rows
-        _load(runtime, function)
+        _load(runtime, function, call)
     else:
         call, cached, rows = _prepare(runtime, function, args, kwargs, options)
     runtime.counters["calls"] += 1
@@ -262,7 +262,7 @@ def _prepare(
 ) -> tuple[_Call, CachedPlan, list[int]]:
     """Check, plan and stage a call; return it with its plan and the rows of each rank that runs."""
     call = _bind(runtime, function, args, kwargs, options)
-    _load(runtime, function)
+    _load(runtime, function, call)
     cached = _plan(runtime, function, call, options)
     _stage(runtime, cached, call)
     rows = _write_numbers(runtime, call)
@@ -271,12 +271,15 @@ def _prepare(
     return call, cached, rows
 
 
-def _load(runtime: Runtime, function: Callee) -> None:
-    """See that all workers live and have the function."""
+def _load(runtime: Runtime, function: Callee, call: _Call) -> None:
+    """See that all workers live, have the function, and hold the values that it reads."""
     function.load(runtime)
     while runtime.team.has_dead:  # one that died after it had loaded the function
         runtime.begin(f"call {function.name!r}")
         function.load(runtime)
+    if runtime.has_devices:  # a value there ends with its worker
+        used = [argument.value for argument in call.arguments if argument.kind in ("shard", "replica")]
+        check_not_lost([*function.variables, *used], None, f"call {function.name!r}")
 
 
 # -- arguments and rows -----------------------------------------------------------------------------------------------
@@ -291,8 +294,6 @@ def _bind(
         check_argument(label, keyword, is_broadcast, value, name, runtime)
         for label, keyword, is_broadcast, value in function.signature.bind(args, kwargs)
     ]
-    used = [*function.variables, *(argument.value for argument in arguments if argument.kind in ("shard", "replica"))]
-    check_not_lost(used, None, f"call {name!r}")
     world_size = runtime.world_size
     shards = [argument for argument in arguments if argument.kind == "shard"]
     if shards and options.is_serial:

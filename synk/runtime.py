@@ -119,7 +119,7 @@ class Runtime:
         self._functions: dict[int, bytes] = {}
         self._variables: weakref.WeakValueDictionary[int, Shared] = weakref.WeakValueDictionary()
         self._to_flip: list[tuple[Shared, int, int, bool]] = []
-        self._has_devices = self.backend != "numpy"
+        self.has_devices = self.backend != "numpy"
         self._flip_call = -1
         self.bound: weakref.WeakSet[Any] = weakref.WeakSet()  # functions that are on the workers
         self.last_numbers: Any = None
@@ -424,7 +424,7 @@ class Runtime:
                 variable.front[rank] = front
                 if is_followed:
                     variable.note_written(rank)
-                elif self._has_devices:
+                elif self.has_devices:
                     variable.is_stale[rank] = True
                     variable.lost.discard(rank)
         self._to_flip = []

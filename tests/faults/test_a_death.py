@@ -453,14 +453,14 @@ SEEDS_PER_CALL = 3
 CALL_S = 0.004
 
 
-def chaos(call: Callable[[np.ndarray], np.ndarray], seeds: range) -> None:
+def chaos(rt: Any, call: Callable[[np.ndarray], np.ndarray], seeds: range) -> None:
     """Kill a random worker for each seed, at random times of one call, up to twice its length.
 
     The answer is right or ``WorkerDied`` names victims only; the next answer is right.
     """
     rng = random.Random(seeds[0])
     x = np.random.default_rng(seeds[0]).normal(size=(rng.randrange(2, 40), 4))
-    victims = rng.sample(sorted(worker_pids()), len(seeds))
+    victims = rng.sample([link.process.pid for link in rt.team.links], len(seeds))
     timers = [threading.Timer(rng.uniform(0, 2 * CALL_S), os.kill, (victim, signal.SIGKILL)) for victim in victims]
     for timer in timers:
         timer.start()
@@ -487,7 +487,7 @@ def run_chaos(runtime: Fork, seeds: range) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         for start in range(seeds.start, seeds.stop, SEEDS_PER_CALL):
-            chaos(call, range(start, start + SEEDS_PER_CALL))
+            chaos(rt, call, range(start, start + SEEDS_PER_CALL))
     assert_right(rt)
 
 
