@@ -215,7 +215,7 @@ class Runtime:
         self.team.prepare()
         self.group.prepare(self.team)
         if self.team.restarted:
-            restore(self, list(self._variables.values()), self.team.restarted)
+            restore(self, self._living_variables(), self.team.restarted)
             self.team.restarted.clear()
 
     def deadline(self, timeout: float | None) -> float | None:
@@ -228,10 +228,11 @@ class Runtime:
     def _pack(self, link: Link, content: Any, needed: Sequence[Segment]) -> tuple[Extras | None, list[Segment]]:
         """Return the body of a message: its content, and whatever the rank does not know yet."""
         news: list[Shared] = []
-        if link.num_changes != self._num_changes:
-            news = [v for v in self._variables.values() if link.variables.get(v._id) != v.version]
+        num_changes = self._num_changes  # read first: another thread may make a variable meanwhile
+        if link.num_changes != num_changes:
+            news = [v for v in self._living_variables() if link.variables.get(v._id) != v.version]
             if len(news) == 0:
-                link.num_changes = self._num_changes
+                link.num_changes = num_changes
         wanted = [*needed, *(segment for variable in news for segment in variable.segments(link.rank))]
         return link.extras(content, wanted, self.exchange_segment, self.slot_nbytes, news)
 
@@ -381,6 +382,10 @@ class Runtime:
     def add_variable(self, variable: Shared) -> None:
         self._variables[variable._id] = variable
         self.note_change()
+
+    def _living_variables(self) -> list[Shared]:
+        """Return all variables; the copy is one step of the interpreter, during which no thread adds another."""
+        return [variable for ref in self._variables.valuerefs() if (variable := ref()) is not None]
 
     def note_change(self) -> None:
         """A variable has changed from the master's side: look for news before the next message."""
@@ -634,7 +639,7 @@ class Runtime:
         self._dropped_functions.clear()  # their plans hold views of the staging segment
         for link in self.team.links:
             link.assembly = None  # it views the exchange segment
-        for variable in list(self._variables.values()):
+        for variable in self._living_variables():
             variable.close()
         for function in list(self.bound):
             function.plans.forget()
