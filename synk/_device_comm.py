@@ -101,7 +101,7 @@ class DeviceCollectives:
     def _take(self, array: Any) -> Any:
         if self._from_framework is not None:
             array = self._from_framework(array)
-        return self._xp.ascontiguousarray(self._backend.as_array(array, "the array of a collective"))
+        return self._xp.asarray(self._backend.as_array(array, "the array of a collective"), order="C")  # 0-d stays 0-d
 
     def _give(self, array: Any) -> Any:
         return array if self._to_framework is None else self._to_framework(array)

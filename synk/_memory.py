@@ -194,16 +194,19 @@ class Segment:
             self._discard()
 
     def _discard(self) -> None:
-        fd = os.dup(self.fd) if self.fd >= 0 and self._mapping is not None else -1
+        fd, self.fd = self.fd, -1
         mapping = self._mapping
         self.close()
-        if fd < 0 or mapping is None:
+        if fd < 0:
             return
         try:
-            mapping.close()
-            with mmap.mmap(fd, self.nbytes) as again:
-                again.madvise(mmap.MADV_REMOVE)
+            if mapping is not None:
+                mapping.close()
+                with mmap.mmap(fd, self.nbytes) as again:
+                    again.madvise(mmap.MADV_REMOVE)
         except BufferError:  # views exist: their memory returns with the last of them
+            pass
+        except OSError:  # no descriptor or address space is left: the pages return when the workers forget the segment
             pass
         finally:
             os.close(fd)

@@ -42,6 +42,8 @@ FAILPOINTS = (
     "call.before_reply",
     "call.after_header",
     "call.after_reply",
+    "collective.before",
+    "collective.after",
     "reduce.before",
     "reduce.after",
     "distribute.loading",

@@ -25,7 +25,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield cupy.cuda
     assert cupy.cuda.runtime.registered() == {}
     for name in [name for name in sys.modules if name.partition(".")[0] == "cupy"]:
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]  # not by monkeypatch, which would put it back
 
 
 @pytest.fixture
