@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import select
 import socket
 import struct
+import time
 from collections.abc import Sequence
 
 from synk._memory import Segment
@@ -55,6 +57,14 @@ def decode_header(packet: bytes, token: bytes) -> tuple[int, int, int]:
     if not flags and nbytes != len(packet) - HEADER.size:
         raise ProtocolError(f"cannot read a message: got {len(packet) - HEADER.size} bytes, its header says {nbytes}.")
     return flags, sequence, nbytes
+
+
+def poll_awake(poll: select.poll, seconds: float) -> list[tuple[int, int]]:
+    """Wait for ``seconds`` at most without going to sleep; the core goes to whoever wants it at every turn."""
+    end = time.monotonic() + seconds
+    while not (events := poll.poll(0)) and time.monotonic() < end:
+        os.sched_yield()
+    return events
 
 
 class Channel:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from synk._channel import MAX_FDS, ProtocolError
+from synk._environment import spin_s, stuck_after_s
 from synk._inline import InlineProcess
 from synk._interrupts import deferred, held_back
 from synk._links import DONE, Link, Reply
@@ -38,22 +39,6 @@ RESTART_WINDOW_S = 60.0
 START_TIMEOUT_S = 120.0
 
 _logger = logging.getLogger("synk")
-
-
-def stuck_after_s() -> float:
-    """Seconds after which a running call is explained in the log: ``SYNK_STUCK_AFTER``, 60 by default.
-
-    Raises
-    ------
-    ValueError
-        If it is no number.
-    """
-    text = os.environ.get("SYNK_STUCK_AFTER", "60")
-    try:
-        seconds = float(text)
-    except ValueError:
-        raise ValueError(f"cannot read SYNK_STUCK_AFTER: got {text!r}, expected seconds, or 0 for never.") from None
-    return seconds if seconds > 0 else math.inf
 
 
 Pack = Callable[[Link, Any, Sequence[Segment]], tuple["Extras | None", list[Segment]]]
@@ -121,6 +106,8 @@ class Team:
         self._unsettled: list[int] = []
         self._unreported_deaths: dict[int, str] = {}
         self._oom_kills = oom_kills()
+        self._spin_s = spin_s()
+        self._stuck_after_s = stuck_after_s()
         self._restarts: deque[float] = deque()
         self.restarted: list[int] = []
         self._poll = select.poll()
@@ -160,7 +147,7 @@ class Team:
         if self.is_inline:
             return InlineProcess(rank, self.world_size, self.backend, device, self._control, self._eventfds, failpoints)
         setup = setup_message(self.world_size, self.backend, device, self._placement.cpus_of(rank), failpoints)
-        setup["control_nbytes"] = self._control.nbytes
+        setup |= {"control_nbytes": self._control.nbytes, "spin_s": self._spin_s}
         events = {f"event{peer}": fd for peer, fd in enumerate(self._eventfds)}
         environment = self._placement.environment(rank) or cpu_environment(self.world_size)
         return WorkerProcess(rank, setup, environment, self._control.fd, self._token, events)
@@ -418,14 +405,14 @@ class Team:
             self.counters["messages_up"] += 1
             self.counters["bytes_up"] += 8
             return {0: process.reply()}
-        report_at = time.monotonic() + stuck_after_s()
+        report_at = time.monotonic() + self._stuck_after_s
         while pending:
             now = time.monotonic()
             if deadline is not None and now >= deadline:
                 self._on_timeout(pending, phase, what)
             if now >= report_at:
                 report_at = math.inf
-                _logger.warning("%s has run for more than %g s:\n%s", what or phase, stuck_after_s(), self.where())
+                _logger.warning("%s has run for more than %g s:\n%s", what or phase, self._stuck_after_s, self.where())
             next_event = report_at if deadline is None else min(report_at, deadline)
             timeout_ms = None if next_event == math.inf else math.ceil((next_event - now) * 1000)
             # What a function printed lies in its pipe before the doorbell rings, so one poll reports both, and the

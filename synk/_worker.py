@@ -24,7 +24,7 @@ import numpy as np
 
 from synk import _failpoints
 from synk._cell import cell
-from synk._channel import Channel
+from synk._channel import Channel, poll_awake
 from synk._comm import HostCollectives
 from synk._execute import Executor, LoadedFunction, PreparedPlan
 from synk._failures import Failure, pack_failure
@@ -433,8 +433,10 @@ class WorkerLoop:
         waiting = select.poll()
         waiting.register(channel.read_fd, select.POLLIN)
         waiting.register(self._master_fd, select.POLLIN)
+        # Messages follow each other closely, and it can take 50 us and more to wake a process whose core sleeps.
+        spin_s = self._setup["spin_s"]
         while True:
-            ready = [fd for fd, _ in waiting.poll()]
+            ready = [fd for fd, _ in poll_awake(waiting, spin_s) or waiting.poll()]
             if channel.read_fd not in ready:
                 os.killpg(0, signal.SIGKILL)  # only the master's pidfd is ready: it is gone
             message = channel.answer()

@@ -116,6 +116,7 @@ class Runtime:
         self._released: deque[Segment] = deque()
         self._dropped_functions: deque[tuple[int, Any]] = deque()
         self._dropped_variables: deque[int] = deque()
+        self._num_loaded_restarts = 0
         self._functions: dict[int, bytes] = {}
         self._variables: weakref.WeakValueDictionary[int, Shared] = weakref.WeakValueDictionary()
         self._to_flip: list[tuple[Shared, int, int, bool]] = []
@@ -324,8 +325,10 @@ class Runtime:
 
     def ensure_loaded(self) -> None:
         """Send each worker the functions that it misses: all of them after it was started again."""
-        if any(not self._functions.keys() <= link.functions for link in self.team.links):
+        restarts = self.team.counters["restarts"]
+        if restarts != self._num_loaded_restarts:
             self._load_missing("functions")
+            self._num_loaded_restarts = restarts
 
     def _load_missing(self, names: str) -> None:
         links = self.team.links

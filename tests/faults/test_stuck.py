@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import synk
-from synk import _team
+from synk import _environment, _team
 from synk.errors import ClosedError, WorkerDied
 
 Fork = Callable[..., Any]
@@ -114,13 +114,27 @@ def test_a_long_call_is_explained_once_in_the_log(
 @pytest.mark.parametrize("text, seconds", [("2.5", 2.5), ("0", float("inf"))])
 def test_the_environment_says_when(monkeypatch: pytest.MonkeyPatch, text: str, seconds: float) -> None:
     monkeypatch.setenv("SYNK_STUCK_AFTER", text)
-    assert _team.stuck_after_s() == seconds
+    assert _environment.stuck_after_s() == seconds
 
 
-def test_a_bad_number_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SYNK_STUCK_AFTER", "soon")
-    with pytest.raises(ValueError, match=r"SYNK_STUCK_AFTER.*'soon'"):
-        _team.stuck_after_s()
+@pytest.mark.parametrize("name", ["SYNK_STUCK_AFTER", "SYNK_SPIN_US"])
+@pytest.mark.parametrize("text", ["soon", "nan", ""])
+def test_a_bad_number_in_the_environment_is_named_by_fork(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ValueError, match=rf"{name}.*'{text}'"):
+        synk.Runtime(1, backend="numpy")
+
+
+@pytest.mark.parametrize("spin_us", ["0", "500", "-1"])
+def test_an_idle_worker_sleeps(runtime: Fork, monkeypatch: pytest.MonkeyPatch, spin_us: str) -> None:
+    monkeypatch.setenv("SYNK_SPIN_US", spin_us)
+    rt = runtime(1)
+    process_time = rt.function(lambda row: time.process_time(), outputs="max")
+    before = process_time(np.ones(1))
+    time.sleep(0.5)
+    assert process_time(np.ones(1)) - before < 0.1  # a worker that never sleeps would have used all of it
 
 
 def die_once(x: Any, path: str) -> float:
