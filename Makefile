@@ -22,7 +22,7 @@ GPU := $(VENV)/.gpu-$(VERSION)
 # The extra that matches the driver, for the gpu targets.
 CUDA ?= cuda13
 
-.PHONY: demo test bench gpu-test gpu-bench storm lint doctest docs smoke clean
+.PHONY: demo test bench gpu-test gpu-bench storm faults lint doctest docs smoke clean
 
 demo: $(DEMOS)
 	@$(PY) demos/10_digits_softmax.py
@@ -32,6 +32,9 @@ test: $(TEST)
 
 storm: $(TEST)
 	@$(PY) -m pytest -m storm $(ARGS)
+
+faults: $(TEST)
+	@$(PY) -m benchmarks.faults $(ARGS)
 
 bench: $(BENCH)
 	@$(PY) -m benchmarks $(ARGS)

@@ -32,7 +32,11 @@ def main() -> int:
     """Measure what was asked for, or print the tables of an earlier run."""
     options = _parser().parse_args()
     if options.tables is not None:
-        _print_or_fill(_report.report(json.loads(options.tables.read_text())), options.into)
+        text = _report.report(json.loads(options.tables.read_text()))
+        if options.into:
+            fill(options.into, text)
+        else:
+            print(text)
         return 0
     harness = Harness(
         world_size=options.workers,
@@ -85,10 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _print_or_fill(text: str, page: Path | None) -> None:
-    if page is None:
-        print(text)
-        return
+def fill(page: Path, text: str) -> None:
+    """Write ``text`` between the marks of a page."""
     before, rest = page.read_text().split(MARKS[0])
     page.write_text(f"{before}{MARKS[0]}\n\n{text}\n\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
 

@@ -70,13 +70,17 @@ class Argument:
         return len(self.data) if self.data is not None else len(self.array)  # type: ignore[arg-type]
 
 
+OPTION_NAMES = frozenset({"batch", "shard_batch", "num_slices", "output_subset", "timeout"})
+"""Keywords that a call takes for itself."""
+
+
 class Signature:
     """The parameters of a user's function, and which of them are broadcast.
 
     Raises
     ------
     ValueError
-        If ``bcast_inputs`` names a parameter that does not exist.
+        If ``bcast_inputs`` names a parameter that does not exist, or a keyword-only one has the name of an option.
     """
 
     def __init__(self, fn: Callable[..., Any], bcast_inputs: str | Sequence[str], name: str) -> None:
@@ -102,6 +106,12 @@ class Signature:
                 f"cannot build function {name!r}: got bcast_inputs {unknown}, expected names of its parameters "
                 f"{[p.name for p in parameters]}."
             )
+        hidden = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in OPTION_NAMES]
+        if hidden:
+            raise ValueError(
+                f"cannot build function {name!r}: its keyword-only parameter {hidden[0]!r} can never be given, because "
+                "that is an option of every call. Rename it."
+            )
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str, bool, Any]]:
         """Return ``(label, keyword, is_broadcast, value)`` of each argument given.
@@ -121,7 +131,13 @@ class Signature:
         try:
             self._signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{self.name}() {error}") from None
+            options = sorted(OPTION_NAMES.intersection(self._positional[len(args) :]))
+            hint = (
+                f". By keyword {options[0]!r} is an option of the call: give the parameter by position"
+                if options
+                else ""
+            )
+            raise TypeError(f"{self.name}() {error}{hint}") from None
         bound = []
         var_positional = next(
             (p.name for p in self._signature.parameters.values() if p.kind is p.VAR_POSITIONAL), "argument"

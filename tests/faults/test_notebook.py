@@ -1,0 +1,115 @@
+"""A real notebook kernel: run a cell, interrupt it, redefine a function, restart the kernel, shut it down."""
+
+from __future__ import annotations
+
+from harness import script
+
+DRIVER = '''
+import harness
+from jupyter_client.manager import KernelManager
+
+manager = KernelManager(transport="ipc")
+manager.start_kernel()
+client = manager.client()
+client.start_channels()
+client.wait_for_ready(timeout=60)
+
+
+def run(code, interrupt_at=None):
+    """Run a cell and return its status and what it printed; interrupt it once it printed ``interrupt_at``."""
+    message_id = client.execute(code)
+    printed = ""
+    while True:
+        message = client.get_iopub_msg(timeout=60)
+        if message["parent_header"].get("msg_id") != message_id:
+            continue
+        content = message["content"]
+        if message["msg_type"] == "stream":
+            printed += content["text"]
+            if interrupt_at is not None and interrupt_at in printed:
+                interrupt_at = None
+                manager.interrupt_kernel()
+        elif message["msg_type"] == "error":
+            printed += content["ename"]
+        elif message["msg_type"] == "status" and content["execution_state"] == "idle":
+            break
+    while True:
+        reply = client.get_shell_msg(timeout=60)
+        if reply["parent_header"].get("msg_id") == message_id:
+            return reply["content"]["status"], printed
+
+
+START = """
+import os, time, warnings
+import numpy as np, synk
+warnings.simplefilter("error")
+synk.fork(2, backend="numpy")
+pids = synk.function(lambda row: os.getpid(), outputs=None)
+print(*pids(np.ones(2)))
+"""
+DEFINE = """
+@synk.function(outputs="sum")
+def f(x):
+    return {body}
+print(f(np.arange(4.0)))
+"""
+
+
+def start():
+    status, printed = run(START)
+    assert status == "ok", printed
+    return [int(pid) for pid in printed.split()]
+
+
+def gone(pids):
+    return all(harness.wait_until_dead(pid, 10.0) for pid in pids)
+'''
+
+
+def drive(code: str) -> None:
+    """Run ``code`` against a kernel, and assert that nothing is left of it."""
+    ending = "\nclient.stop_channels()\nmanager.shutdown_kernel(now=False)\nassert gone(pids)\nprint('done')\n"
+    result = script(DRIVER + code + ending, timeout=120.0, flags=(), grace_s=10.0)
+    result.check("done\n", stderr=None)
+
+
+def test_E_notebook_cells_run_and_functions_are_redefined() -> None:
+    drive("""
+pids = start()
+assert run(DEFINE.format(body="x.sum()")) == ("ok", "6.0\\n")
+assert run(DEFINE.format(body="10 * x.sum()")) == ("ok", "60.0\\n")
+status, printed = run("print(synk.function(lambda x: print('hello') or x.sum(), outputs='sum')(np.arange(4.0)))")
+assert status == "ok" and printed.count("hello") == 2 and "[rank 1] hello" in printed and "6.0" in printed, printed
+status, printed = run("f(np.ones(4), no_such=1)")
+assert status == "error" and "TypeError" in printed, printed
+assert run("print(*pids(np.ones(2)))") == ("ok", f"{pids[0]} {pids[1]}\\n")
+""")
+
+
+def test_D1_notebook_interrupted_cell() -> None:
+    drive("""
+pids = start()
+assert run(DEFINE.format(body="x.sum()"))[0] == "ok"
+for body in ("time.sleep(100)", "any(False for _ in iter(int, 1))"):
+    code = f"synk.function(lambda x: print('here', flush=True) or {body})(np.ones(4))"
+    status, printed = run(code, interrupt_at="here")
+    assert status == "error" and printed.endswith("KeyboardInterrupt"), printed
+    assert run("print(f(np.arange(4.0)))") == ("ok", "6.0\\n")
+    assert run("print(*pids(np.ones(2)))") == ("ok", f"{pids[0]} {pids[1]}\\n")
+""")
+
+
+def test_E_notebook_restarted_kernel_leaves_no_orphan() -> None:
+    drive("""
+for now in (False, True):
+    pids = start()
+    manager.restart_kernel(now=now)
+    client.wait_for_ready(timeout=60)
+    assert gone(pids), now
+pids = start()
+manager.signal_kernel(signal.SIGKILL)
+assert gone(pids)
+manager.restart_kernel(now=True)
+client.wait_for_ready(timeout=60)
+pids = start()
+""")
