@@ -132,11 +132,7 @@ class Signature:
             self._signature.bind(*args, **kwargs)
         except TypeError as error:
             options = sorted(OPTION_NAMES.intersection(self._positional[len(args) :]))
-            hint = (
-                f". By keyword {options[0]!r} is an option of the call: give the parameter by position"
-                if options
-                else ""
-            )
+            hint = f". By keyword {options[0]!r} is an option of the call: give it by position" if options else ""
             raise TypeError(f"{self.name}() {error}{hint}") from None
         bound = []
         var_positional = next(
