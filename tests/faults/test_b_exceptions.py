@@ -266,12 +266,13 @@ def test_B11_a_traceback_pins_nothing(shared_runtimes: Any) -> None:
 def test_B12_warnings_of_workers_are_shown_once_with_their_rank(
     runtime: Fork, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
-        rt = runtime(2)
+    rt = runtime(2)
 
     def warn(row: np.ndarray) -> float:
-        warnings.warn("careful", RuntimeWarning, stacklevel=1)
+        with warnings.catch_warnings():
+            # Workers take over the -W options of this process, which may be "error".
+            warnings.simplefilter("default")
+            warnings.warn("careful", RuntimeWarning, stacklevel=1)
         logging.getLogger("mine").warning("logged")
         return 0.0
 
