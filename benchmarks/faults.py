@@ -16,6 +16,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -143,7 +144,7 @@ def interrupt(trials: Trials) -> Callable[[], None]:
 
 
 def freeze(trials: Trials) -> Callable[[], None]:
-    """A worker is stopped (SIGSTOP) in a call with ``timeout=0.05``."""
+    """A worker is stopped (SIGSTOP) in a call limited to 50 ms."""
     victim = trials.random.choice(trials.worker_pids())
     return lambda: os.kill(victim, signal.SIGSTOP)
 
@@ -179,10 +180,11 @@ def inject(trials: Trials, kind: str, outcome: Outcome) -> None:
     timer = threading.Timer(trials.random.uniform(0, 2 * CALL_S), fire)
     failures = (synk.errors.WorkerDied, synk.errors.CallTimeout, KeyboardInterrupt, Injected)
     outcome.num_injected += 1
-    is_calling = True
-    if fault:
-        timer.start()
+    is_calling = False
     try:
+        if fault:
+            timer.start()
+        is_calling = True
         outcome.num_wrong += not trials.call(**OPTIONS.get(kind, {}))
         is_calling = False
         while timer.is_alive():  # an interrupt comes in here
@@ -241,22 +243,24 @@ def supervise(kind: str, options: argparse.Namespace) -> Outcome:
     """Run a kind in a process of its own; one that gives no sign of life is ended and counted as a hang."""
     count = max(1, round(options.count * SHARES.get(kind, 1.0)))
     arguments = ["--kind", kind, "--count", str(count), "--workers", str(options.workers), "--seed", str(options.seed)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.faults", *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    last = ""
-    watchdog = _watch(process)
-    for line in process.stdout:
-        watchdog.cancel()
+    command = [sys.executable, "-X", "faulthandler", "-m", "benchmarks.faults", *arguments]
+    with tempfile.TemporaryFile("w+") as crashes:  # each SIGSEGV leaves a stack there: shown only if something is wrong
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=crashes, text=True)
+        assert process.stdout is not None
+        last = ""
         watchdog = _watch(process)
-        last = line
-    watchdog.cancel()
-    if process.wait() == -signal.SIGABRT:
+        for line in process.stdout:
+            watchdog.cancel()
+            watchdog = _watch(process)
+            last = line
+        watchdog.cancel()
+        if process.wait() == 0:
+            return Outcome(**json.loads(last))
+        crashes.seek(0)
+        sys.stderr.write(crashes.read())
+    if process.returncode == -signal.SIGABRT:
         return Outcome(num_injected=count, num_hangs=1)
-    if process.returncode:
-        raise RuntimeError(f"the trials of {kind!r} ended with exit status {process.returncode}")
-    return Outcome(**json.loads(last))
+    raise RuntimeError(f"the trials of {kind!r} ended with exit status {process.returncode}")
 
 
 def _watch(process: subprocess.Popen[str]) -> threading.Timer:

@@ -8,11 +8,12 @@ which takes the first one's place when the master has committed the call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from synk._device_comm import DeviceCollectives
 from synk._messages import Down
-from synk._variables import Declaration, Replica, VariableStore
+from synk._variables import Declaration, Replica, VariableStore, shapes_of
 
 
 class DeviceReplica(Replica):
@@ -31,8 +32,9 @@ class DeviceReplica(Replica):
 
     def leaves(self) -> list[Any]:
         """The arrays of the value as this call sees it. A function must not write into them."""
-        if self._pending is not None:
-            return self._pending
+        pending = self._store.assigned.get(self)
+        if pending is not None:
+            return pending
         front = self._device[self._front]
         if front is None:
             backend = self._store.backend
@@ -42,37 +44,33 @@ class DeviceReplica(Replica):
     def _keep(self, array: Any, dtype: Any) -> Any:
         return self._store.backend.xp.asarray(array, dtype=dtype, order="C")
 
-    def store(self) -> bool:
-        """Copy the pending value to the second arrays; return False if it must be shown too and has no room there."""
-        if self._is_shown() and not super().store():
+    def store(self, pending: Sequence[Any]) -> bool:
+        """Copy an assigned value to the second arrays; return False if it must be shown too and has no room there."""
+        if self._is_shown() and not super().store(pending):
             return False
-        self.store_on_device()
+        self.store_on_device(pending)
         return True
 
-    def store_on_device(self) -> None:
-        """Copy the pending value to the second arrays."""
+    def store_on_device(self, pending: Sequence[Any]) -> None:
+        """Copy a new value to the second arrays."""
         back = 1 - self._front
-        self._shapes[back] = self.pending_shapes()
+        self._shapes[back] = shapes_of(pending)
         xp = self._store.backend.xp
-        assert self._pending is not None
         targets = self._device[back]
-        if targets is None or any(target.shape != source.shape for target, source in zip(targets, self._pending)):
-            targets = self._device[back] = [xp.empty(source.shape, source.dtype) for source in self._pending]
-        for target, source in zip(targets, self._pending):
+        if targets is None or any(target.shape != source.shape for target, source in zip(targets, pending)):
+            targets = self._device[back] = [xp.empty(source.shape, source.dtype) for source in pending]
+        for target, source in zip(targets, pending):
             target[...] = source
 
-    def exchange(self, kind: str, op: str, collectives: DeviceCollectives) -> None:
-        """Do this rank's part of a collective; the result is pending then."""
+    def exchange(self, kind: str, op: str, collectives: DeviceCollectives) -> list[Any]:
+        """Do this rank's part of a collective and return the result."""
         with collectives.guard():
             if kind == "broadcast":
-                self._pending = collectives.broadcast_all(self._broadcast_leaves(), 0)
-                return
+                return collectives.broadcast_all(self._broadcast_leaves(), 0)
             leaves = [self._keep(leaf, leaf.dtype) for leaf in self.leaves()]
             if kind == "all_reduce":
-                self._pending = collectives.reduce_all([(leaf, op, None) for leaf in leaves])
-            else:
-                stacks = collectives.gather_all(leaves)
-                self._pending = [stack.reshape(-1, *stack.shape[2:]) for stack in stacks]
+                return collectives.reduce_all([(leaf, op, None) for leaf in leaves])
+            return [stack.reshape(-1, *stack.shape[2:]) for stack in collectives.gather_all(leaves)]
 
     def _broadcast_leaves(self) -> list[Any]:
         """Return rank 0's value, and elsewhere arrays for it: the own value may be lost."""

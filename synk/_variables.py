@@ -60,6 +60,10 @@ class Declaration:
     content: int = 0
 
 
+def shapes_of(leaves: Sequence[Any]) -> Shapes:
+    return tuple(leaf.shape for leaf in leaves)
+
+
 def leaf_offsets(dtypes: Sequence[np.dtype], shapes: Shapes) -> tuple[list[int], int]:
     """Return the byte offset of each leaf in a variable's buffer, and the buffer's size.
 
@@ -162,7 +166,6 @@ class Replica:
 
     def __init__(self, store: VariableStore) -> None:
         self._store = store
-        self._pending: list[np.ndarray] | None = None
         self._declaration: Declaration | None = None
         self._front = 0
         self._shapes: list[Shapes] = [(), ()]
@@ -197,12 +200,14 @@ class Replica:
 
     def leaves(self) -> list[np.ndarray]:
         """The arrays of the value as this call sees it, read-only."""
-        if self._pending is not None:
-            return self._pending
+        pending = self._store.assigned.get(self)
+        if pending is not None:
+            return pending
         if self._views is None:
-            self._views = self._arrays(self._front)
-            for view in self._views:
+            views = self._arrays(self._front)
+            for view in views:
                 view.flags.writeable = False
+            self._views = views
         return self._views
 
     @property
@@ -234,8 +239,7 @@ class Replica:
         arrays = check_value(
             self.name, leaves, declaration.dtypes, shapes, is_sharded=declaration.is_sharded, as_array=as_array
         )
-        self._pending = [self._keep(array, dtype) for array, dtype in zip(arrays, declaration.dtypes)]
-        self._store.assigned[declaration.variable_id] = self
+        self._store.assigned[self] = [self._keep(array, dtype) for array, dtype in zip(arrays, declaration.dtypes)]
 
     def _keep(self, array: Any, dtype: np.dtype) -> Any:
         """Return an assigned array as it is kept until the call ends."""
@@ -243,22 +247,21 @@ class Replica:
         array.flags.writeable = False
         return array
 
-    def pending_shapes(self) -> Shapes:
-        assert self._pending is not None
-        return tuple(array.shape for array in self._pending)
+    @property
+    def variable_id(self) -> int:
+        return self._known.variable_id
 
-    def store(self) -> bool:
-        """Write the pending value into the second buffer; return False if that has no room."""
+    def store(self, pending: Sequence[Any]) -> bool:
+        """Write an assigned value into the second buffer; return False if that has no room."""
         declaration = self._known
         back = 1 - self._front
-        shapes = self.pending_shapes()
+        shapes = shapes_of(pending)
         _, needed = leaf_offsets(declaration.dtypes, shapes)
         segment = self._store.segments.get(declaration.segment_ids[back])
         if segment is None or segment.nbytes < needed:
             return False
         self._shapes[back] = shapes
-        assert self._pending is not None
-        for target, source in zip(self._arrays(back), self._pending):
+        for target, source in zip(self._arrays(back), pending):
             self._store.backend.to_host(source, target)
         return True
 
@@ -271,10 +274,7 @@ class Replica:
 
     def close(self) -> None:
         """Let go of the shared memory, though functions may still refer to the variable."""
-        self._views = self._pending = None
-
-    def drop_pending(self) -> None:
-        self._pending = None
+        self._views = None
 
     @property
     def shape(self) -> Any:
@@ -293,6 +293,9 @@ class Replica:
 class VariableStore:
     """All variables of one rank, and the assignments of the call under way.
 
+    An interrupt can come between any two steps of a call, so what the next call looks at changes in one step each:
+    what is assigned (``assigned``), and what was stored by which call (``_stored``).
+
     Parameters
     ----------
     rank : int
@@ -309,10 +312,8 @@ class VariableStore:
         self.backend = backend
         self.down = down
         self._replicas: dict[int, Replica] = {}
-        self.assigned: dict[int, Replica] = {}
-        self._stored: list[Replica] = []
-        self._stored_call = -1
-        self._declared: frozenset[int] = frozenset()
+        self.assigned: dict[Replica, list[Any]] = {}
+        self._stored: tuple[int, list[Replica]] = (-1, [])
         self._is_sliced = False
         self._is_updating = False
         self._sums: list[list[Accumulator]] = []
@@ -352,6 +353,7 @@ class VariableStore:
 
     def close(self) -> None:
         """Let go of the shared memory of all variables, which functions' closures may outlive."""
+        self.abandon()
         for replica in self._replicas.values():
             replica.close()
 
@@ -359,21 +361,19 @@ class VariableStore:
         """Do this rank's part of a collective over values on devices; it holds when the master commits it."""
         replica: Any = self.get(variable_id)
         with self.backend.running():
-            replica.exchange(kind, op, collectives)
-            replica.store_on_device()
+            replica.store_on_device(replica.exchange(kind, op, collectives))
             self.backend.synchronize()
-        replica.drop_pending()
-        self._stored = [replica]
-        self._stored_call = int(self.down[0, Down.CALL])
+        self._stored = (int(self.down[0, Down.CALL]), [replica])
 
     # -- one call -----------------------------------------------------------------------------------------------------
 
     def resolve(self) -> None:
         """Settle the call before: its assignments hold if the master committed it, and never happened otherwise."""
-        if self._stored and int(self.down[self.rank, Down.COMMITTED]) == self._stored_call:
-            for replica in self._stored:
+        call, replicas = self._stored
+        if replicas and int(self.down[self.rank, Down.COMMITTED]) == call:
+            for replica in replicas:
                 replica.flip()
-        self._stored = []
+        self._stored = (-1, [])
         self.abandon()
 
     def begin(self, function: Any, is_sliced: bool) -> None:
@@ -387,8 +387,6 @@ class VariableStore:
 
     def abandon(self) -> None:
         """Drop what the call under way has assigned."""
-        for replica in self.assigned.values():
-            replica.drop_pending()
         self.assigned = {}
 
     def check_direct(self, replica: Replica) -> None:
@@ -448,15 +446,14 @@ class VariableStore:
 
     def assignments(self) -> tuple[tuple[int, Shapes], ...]:
         """What the call has assigned: variables and their new shapes."""
-        return tuple((variable_id, replica.pending_shapes()) for variable_id, replica in self.assigned.items())
+        return tuple((replica.variable_id, shapes_of(pending)) for replica, pending in self.assigned.items())
 
     def store(self) -> bool:
         """Write all assignments of the call under way into second buffers; return False if one has no room."""
-        has_room = [replica.store() for replica in self.assigned.values()]
+        has_room = [replica.store(pending) for replica, pending in self.assigned.items()]
         if False in has_room:
             return False
-        self._stored = list(self.assigned.values())
-        self._stored_call = int(self.down[0, Down.CALL])
+        self._stored = (int(self.down[0, Down.CALL]), list(self.assigned))
         self.abandon()
         return True
 

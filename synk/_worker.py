@@ -178,9 +178,9 @@ class Worker:
 
     def _guarded(self, action: Callable[[], Any]) -> _Reply:
         """Run code that may be the user's: an exception or an interrupt becomes a reply."""
-        self.is_interruptible = True
         try:
             try:
+                self.is_interruptible = True
                 body = action()
             except Interrupted:
                 raise
@@ -189,6 +189,7 @@ class Worker:
             finally:
                 self.is_interruptible = False
         except Interrupted:
+            self.is_interruptible = False
             self._recover("")
             return Status.INTERRUPTED, 0, None
         return Status.DONE, 0, body
@@ -228,9 +229,9 @@ class Worker:
         executor = self.executor
         up = self._own_up
         function_ns = 0
-        self.is_interruptible = True
         try:
             try:
+                self.is_interruptible = True
                 if self._own_down[Down.INTERRUPT] == sequence:
                     raise Interrupted  # the signal came before this call could take it
                 prepared = self._prepared(plan_id, extras)
@@ -254,6 +255,7 @@ class Worker:
             finally:
                 self.is_interruptible = False
         except Interrupted:
+            self.is_interruptible = False
             self._recover("")
             reply = (Status.INTERRUPTED, 0, None)
         if self._communicator is not None:
@@ -523,10 +525,11 @@ def pickle_reply(worker: Worker | None, status: Status, flags: int, body: Any) -
     """Pickle a reply's body; what of the user's cannot be pickled becomes an error reply."""
     if isinstance(body, (dict, Failure)) or worker is None:
         return status, flags, pickle.dumps(body, protocol=5)
-    worker.is_interruptible = True
     try:
         try:
             import cloudpickle
+
+            worker.is_interruptible = True
 
             layout, objects = body
             what = "the structure of its result"
@@ -539,6 +542,7 @@ def pickle_reply(worker: Worker | None, status: Status, flags: int, body: Any) -
         finally:
             worker.is_interruptible = False
     except Interrupted:
+        worker.is_interruptible = False
         return Status.INTERRUPTED, 0, pickle.dumps(None)
     except BaseException as error:  # __reduce__ of a result is the user's code
         worker.executor.forget()

@@ -61,13 +61,13 @@ class Mailbox:
     def clear(self) -> None:
         """Forget all messages. To be called before the rendezvous begins a call, so that no rank reads old counts."""
         if self._is_used:
-            self._is_used = False
             self._arriving.clear()
             self._waiting.clear()
             self._expected = None
             for rank in range(len(self._rings)):
                 self._rendezvous.written[self._rank][rank] = 0
                 self._rendezvous.read[self._rank][rank] = 0
+            self._is_used = False  # last: an interrupted call leaves the rest to the next one
 
     def close(self) -> None:
         """Let go of the shared memory."""

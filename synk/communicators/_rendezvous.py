@@ -310,8 +310,11 @@ class Rendezvous:
         Plain stores of one process may be seen late, or in another order, by the others. Releasing a lock and taking it
         again is a full memory barrier on every processor; the lock itself is private and never contended.
         """
-        self._fence_lock.release()
-        self._fence_lock.acquire()
+        lock = self._fence_lock
+        if not lock.locked():  # an interrupt has broken off the fence before, between the two lines below
+            lock.acquire()
+        lock.release()
+        lock.acquire()
 
     # -- nobody can go on ----------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import os
 import random
@@ -17,10 +18,13 @@ from rank_arrays import assert_same, everywhere
 
 import synk
 from synk._messages import Down
+from synk._worker import Interrupted
 
 Fork = Callable[..., Any]
 BIG = 700_000
 """Elements of a variable that workers move: 5.6 MB."""
+INSTRUCTIONS = 1 if "SYNK_STORM" in os.environ else 7
+"""Of how many instructions one is interrupted."""
 
 
 class Interrupting(np.ndarray):
@@ -218,3 +222,88 @@ def test_message_numbers_that_come_round_again_decide_nothing(shared_runtimes: A
     with pytest.raises(LookupError):
         f(True, np.ones(2))
     assert_same(everywhere(rt, w), [np.full(2, 2.0)] * 2)
+
+
+class InterruptWorkerAt:
+    """The signal of a call that is ended, at the n-th instruction of a worker (here, in this process) that it can hit."""
+
+    def __init__(self, worker: Any, nth: int) -> None:
+        self.worker = worker
+        self.nth = nth
+        self.count = 0
+
+    def __enter__(self) -> InterruptWorkerAt:
+        self._outer = sys.gettrace()
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        sys.settrace(self._outer)
+
+    def _enter(self, frame: Any, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith((str(PACKAGE_FOLDER / "synk"), __file__)):
+            return None
+        frame.f_trace_opcodes = True
+        return self._look
+
+    def _look(self, frame: Any, event: str, argument: Any) -> Any:
+        if event == "opcode" and self.worker.is_interruptible:
+            self.count += 1
+            # No signal is taken before a NOP, which stands for a line without code: a try may not cover it.
+            is_nop = frame.f_code.co_code[frame.f_lasti] == dis.opmap["NOP"]
+            if self.count >= self.nth and not is_nop and not is_finalizing(frame):
+                self.nth = sys.maxsize
+                raise Interrupted
+        return self._look
+
+
+def assigning(rt: Any, w: Any) -> Any:
+    """Return a function that shows the value it found and adds to it, by assignment."""
+
+    def add(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        before = w.value + 0
+        w.value = before + synk.comm.all_reduce(x.sum(axis=0), "sum")
+        return before, x.sum(axis=0)
+
+    return rt.function(add, outputs=("first", "sum"))
+
+
+def updating(rt: Any, w: Any) -> Any:
+    """Return the same with ``updates=``."""
+    return rt.function(
+        lambda x: ((w.value + 0, x.sum(axis=0)), w.value + x.sum(axis=0)),
+        outputs=("first", "sum"),
+        updates=[(w, "sum")],
+    )
+
+
+@pytest.mark.parametrize("size", [2, 40_000])
+@pytest.mark.parametrize("make", [assigning, updating])
+def test_D1_a_worker_that_is_interrupted_at_any_instruction_holds_the_old_values(
+    make: Callable[[Any, Any], Any], size: int
+) -> None:
+    """Small outputs lie in the slot, large ones are assembled; SYNK_STORM has every instruction tried."""
+    with synk.fork(1, backend="numpy", inline=True) as rt:
+        w = rt.shared(np.zeros(size))
+        f = make(rt, w)
+        x = np.ones((2, size))
+        f(x)
+        worker = rt.team.links[0].process._worker
+        expected, nth, was_interrupted = 2.0, 1, True
+        while was_interrupted:
+            was_interrupted = False
+            try:
+                with InterruptWorkerAt(worker, nth):
+                    f(x)
+            except synk.errors.RemoteError:
+                was_interrupted = True
+            except Interrupted as error:
+                raise AssertionError(f"the worker has lost an interrupt at instruction {nth}") from error
+            expected += 0 if was_interrupted else 2
+            for _ in range(2):
+                before, total = f(x)
+                assert_same([before, total], [np.full(size, expected), np.full(size, 2.0)])
+                expected += 2
+                assert_same([w.value], [np.full(size, expected)])
+            nth += INSTRUCTIONS
+        assert nth > 300
