@@ -225,7 +225,7 @@ def test_message_numbers_that_come_round_again_decide_nothing(shared_runtimes: A
 
 
 class InterruptWorkerAt:
-    """The signal of a call that is ended, at the n-th instruction of a worker (here, in this process) that it can hit."""
+    """The signal that ends a call, at the n-th instruction of a worker (here, in this process) that it can hit."""
 
     def __init__(self, worker: Any, nth: int) -> None:
         self.worker = worker
