@@ -31,7 +31,7 @@ test: $(TEST)
 	@$(PY) -m pytest $(ARGS)
 
 storm: $(TEST)
-	@$(PY) -m pytest -m storm $(ARGS)
+	@$(PY) -m pytest -m storm -o faulthandler_timeout=1800 $(ARGS)
 
 faults: $(TEST)
 	@$(PY) -m benchmarks.faults $(ARGS)
