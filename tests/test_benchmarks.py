@@ -1,0 +1,53 @@
+"""The programs behind the numbers of the documentation: they run, and they tell a miss from a pass."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from harness import PACKAGE_FOLDER
+
+from benchmarks._bars import Bar
+from benchmarks._report import table
+
+
+@pytest.mark.parametrize(
+    ("must", "aim", "at_least", "verdicts"),
+    [
+        (1.0, 0.5, False, {0.4: "aim", 0.5: "aim", 0.51: "pass", 1.0: "pass", 1.01: "MISS"}),
+        (0.93, 0.96, True, {0.97: "aim", 0.96: "aim", 0.95: "pass", 0.93: "pass", 0.92: "MISS"}),
+    ],
+)
+def test_a_bar_tells_a_miss_from_a_pass(must: float, aim: float, at_least: bool, verdicts: dict[float, str]) -> None:
+    bar = Bar("a quantity", must, aim, lambda results: ([], False), at_least=at_least)
+    assert {value: bar.verdict(value) for value in verdicts} == verdicts
+
+
+def test_a_table_has_a_column_for_each_heading() -> None:
+    lines = table(("fault", "hangs"), [["a death", "0"]]).splitlines()
+    assert [[cell.strip() for cell in line.strip("|").split("|")] for line in (lines[0], lines[2])] == [
+        ["fault", "hangs"],
+        ["a death", "0"],
+    ]
+
+
+def test_injected_faults_are_counted() -> None:
+    """``make faults``, small: no hang, no wrong answer, nothing left behind."""
+    kinds = ["kill-one", "kill-all", "segfault", "interrupt", "exception"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "benchmarks.faults", "--count", "3", "--only", *kinds],
+        cwd=PACKAGE_FOLDER,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in ran.stdout.splitlines() if "|" in line][2:]
+    assert len(rows) == len(kinds)
+    for row in rows:
+        assert row[1] == "3", row
+        assert row[3:6] == ["0", "0", "0"], row
