@@ -29,7 +29,7 @@ def worker_pids() -> list[str]:
     for path in Path("/proc").glob("[0-9]*"):
         try:
             parent = path.joinpath("stat").read_bytes().rpartition(b")")[2].split()[1]
-            if int(parent) == os.getpid() and b"synk._worker" in path.joinpath("cmdline").read_bytes():
+            if int(parent) == os.getpid() and b"synk-worker-" in path.joinpath("cmdline").read_bytes():
                 pids.append(path.name)
         except OSError:  # it has ended
             continue

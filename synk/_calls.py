@@ -9,17 +9,14 @@ import functools
 import itertools
 import pickle
 import time
-import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 import synk.collectives as collectives  # finds the bound submodule where a worker has not run the package yet
 from synk._arguments import (
-    Argument,
     Signature,
     aligned,
     assign,
@@ -34,9 +31,9 @@ from synk._assembly import Assembly
 from synk._device_values import check_not_lost
 from synk._failures import raise_failures
 from synk._links import DONE, Reply
-from synk._memory import Segment
 from synk._messages import BLOCK_LENGTH, Down, Kind, Layout, Plan, Status, Up, slot_offsets
 from synk._ops import match_ops
+from synk._plans import CachedPlan, Call, Places, PlanCache, RepeatedCall
 from synk._shards import Assignment, Selection, shard_bounds
 from synk._trees import flatten
 from synk.errors import SerializationError
@@ -47,7 +44,6 @@ if TYPE_CHECKING:
 
 _even_bounds = functools.lru_cache(maxsize=256)(shard_bounds)
 
-_MAX_PLANS = 64
 _plan_ids = itertools.count(1)
 
 
@@ -86,130 +82,6 @@ class Callee(Protocol):
 
     def load(self, runtime: Runtime) -> None:
         """See that the workers have it."""
-
-
-class CachedPlan:
-    """A plan with what the master learnt about its outputs."""
-
-    def __init__(self, plan: Plan, segments: list[Segment], staged: list[np.ndarray], places: _Places) -> None:
-        self.plan = plan
-        self.segments = segments
-        self.staged = staged
-        self.places = places
-        self.layouts: dict[int, Layout] = {}
-        self.assemblies: dict[Any, Assembly] = {}
-        self.output_nbytes = 0  # of all ranks together, in the last call
-
-
-@dataclass
-class _Places:
-    """Byte ranges of the staging segment that a plan uses."""
-
-    pickle: np.ndarray | None
-    buffers: list[np.ndarray]
-    indices: np.ndarray | None
-    local_indices: np.ndarray | None
-
-
-class PlanCache:
-    """The plans of one function on one runtime, least recently used first."""
-
-    def __init__(self) -> None:
-        self._plans: OrderedDict[Any, CachedPlan] = OrderedDict()
-        self.repeat: RepeatedCall | None = None
-
-    def get(self, key: Any) -> CachedPlan | None:
-        cached = self._plans.get(key)
-        if cached is not None:
-            self._plans.move_to_end(key)
-        return cached
-
-    def put(self, key: Any, cached: CachedPlan, runtime: Runtime) -> None:
-        self._plans[key] = cached
-        while len(self._plans) > _MAX_PLANS:
-            _, old = self._plans.popitem(last=False)
-            runtime.drop_plan(old.plan.plan_id)
-
-    def drop_all(self, runtime: Runtime) -> None:
-        """Forget everything, here and on the workers: the function is gone."""
-        for cached in self._plans.values():
-            runtime.drop_plan(cached.plan.plan_id)
-        self.repeat = None
-        self._plans.clear()
-
-    def forget(self) -> None:
-        """Drop everything; the runtime is closed."""
-        self.repeat = None
-        self._plans.clear()
-
-    def discard(self, cached: CachedPlan, runtime: Runtime) -> None:
-        """Forget one plan, here and on the workers."""
-        self.repeat = None
-        self._plans = OrderedDict((key, value) for key, value in self._plans.items() if value is not cached)
-        runtime.drop_plan(cached.plan.plan_id)
-
-
-@dataclass
-class _Call:
-    """One call on its way: what was bound, which rows, which ranks."""
-
-    arguments: list[Argument]
-    selection: Selection | None
-    bounds: list[tuple[int, int]]
-    ranks: list[int]
-    objects: tuple[bytes, list[memoryview]] | None
-    owned: Assignment | None = None
-
-
-class RepeatedCall:
-    """The short way for a call that looks like the last one of its function: the same rows, other numbers.
-
-    Only for arguments by position that are ``Data`` or arrays, all of their rows, in one slice. What it skips is the
-    checks, which the last call has passed. Holds no argument: what the user drops is freed.
-    """
-
-    def __init__(self, runtime: Runtime, cached: CachedPlan, call: _Call, rows: list[int]) -> None:
-        self.cached = cached
-        self.call = replace(call, arguments=[], selection=None)
-        self.rows = rows
-        self._staging = runtime.staging
-        self._numbers = runtime.last_numbers
-        self._block = runtime.team.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1].copy()
-        targets = iter(cached.staged)
-        self._arguments: list[tuple[Any, Any, np.ndarray | None]] = []
-        for argument in call.arguments:
-            if argument.data is not None:
-                self._arguments.append((weakref.ref(argument.data), weakref.ref(argument.data._array), None))
-            elif argument.array is not None:
-                self._arguments.append((argument.array.dtype, argument.array.shape, next(targets)))
-
-    @staticmethod
-    def fits(call: _Call) -> bool:
-        """Whether the next call can take the short way."""
-        return all(
-            not a.keyword and a.kind in ("rows", "whole") and (a.data is not None or type(a.array) is np.ndarray)
-            for a in call.arguments
-        )
-
-    def stage(self, runtime: Runtime, args: tuple[Any, ...]) -> bool:
-        """Bring the arguments of a new call into place; return False where it is another kind of call."""
-        if len(args) != len(self._arguments) or runtime.staging is not self._staging:
-            return False
-        for value, (first, second, target) in zip(args, self._arguments):
-            if target is None:
-                if value is not first() or value._array is not second():
-                    return False
-            elif type(value) is not np.ndarray or value.dtype != first or value.shape != second:
-                return False
-        for value, (_, _, target) in zip(args, self._arguments):
-            if target is not None:
-                copy_into(target, value)
-                runtime.counters["bytes_staged"] += target.nbytes
-        if runtime.last_numbers is not self._numbers:  # a call with other bounds came between
-            runtime.last_numbers = None  # until all of them are written
-            runtime.team.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1] = self._block
-            runtime.last_numbers = self._numbers
-        return True
 
 
 def run_call(
@@ -259,7 +131,7 @@ def run_call(
 
 def _prepare(
     runtime: Runtime, function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
-) -> tuple[_Call, CachedPlan, list[int]]:
+) -> tuple[Call, CachedPlan, list[int]]:
     """Check, plan and stage a call; return it with its plan and the rows of each rank that runs."""
     call = _bind(runtime, function, args, kwargs, options)
     _load(runtime, function, call)
@@ -271,7 +143,7 @@ def _prepare(
     return call, cached, rows
 
 
-def _load(runtime: Runtime, function: Callee, call: _Call) -> None:
+def _load(runtime: Runtime, function: Callee, call: Call) -> None:
     """See that all workers live, have the function, and hold the values that it reads."""
     function.load(runtime)
     while runtime.team.has_dead:  # one that died after it had loaded the function
@@ -287,7 +159,7 @@ def _load(runtime: Runtime, function: Callee, call: _Call) -> None:
 
 def _bind(
     runtime: Runtime, function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
-) -> _Call:
+) -> Call:
     """Check the arguments and decide which rank works on which rows. Nothing is sent before this is done."""
     name = function.name
     arguments = [
@@ -334,7 +206,7 @@ def _bind(
     if values:
         objects = pickle_objects([a.value for a in values], [a.label for a in values], name)
         runtime.counters["bytes_pickled"] += len(objects[0])
-    return _Call(arguments, selection, bounds, ranks, objects, owned)
+    return Call(arguments, selection, bounds, ranks, objects, owned)
 
 
 def _check_no_rows(outputs: Any, name: str) -> None:
@@ -357,7 +229,7 @@ def _check_no_rows(outputs: Any, name: str) -> None:
 # -- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def _plan(runtime: Runtime, function: Callee, call: _Call, options: CallOptions) -> CachedPlan:
+def _plan(runtime: Runtime, function: Callee, call: Call, options: CallOptions) -> CachedPlan:
     """Return the plan for this call's signature, from the cache where it was seen before."""
     plans = function.plans
     local_indices = call.owned.local_indices if call.owned is not None else None
@@ -421,7 +293,7 @@ def _plan(runtime: Runtime, function: Callee, call: _Call, options: CallOptions)
     segments = [a.data._segment for a in call.arguments if a.data is not None and a.data._segment is not None]
     if offset:
         segments.append(staging)
-    places = _Places(
+    places = Places(
         staging.buffer[pickle_at : pickle_at + capacity] if capacity else None,
         [staging.buffer[at : at + size] for at, size in zip(buffers_at, buffer_sizes)],
         staging.view(indices_at, (len(indices),), np.dtype(np.int64)) if indices is not None else None,
@@ -432,7 +304,7 @@ def _plan(runtime: Runtime, function: Callee, call: _Call, options: CallOptions)
     return cached
 
 
-def _stage(runtime: Runtime, cached: CachedPlan, call: _Call) -> None:
+def _stage(runtime: Runtime, cached: CachedPlan, call: Call) -> None:
     """Copy plain arrays, pickles and indices into shared memory: the one copy that the master makes."""
     nbytes = 0
     arrays = (argument.array for argument in call.arguments if argument.array is not None)
@@ -455,7 +327,7 @@ def _stage(runtime: Runtime, cached: CachedPlan, call: _Call) -> None:
     runtime.counters["bytes_staged"] += nbytes
 
 
-def _write_numbers(runtime: Runtime, call: _Call) -> list[int]:
+def _write_numbers(runtime: Runtime, call: Call) -> list[int]:
     """Write each rank's bounds into the control segment; return the rows of the ranks that run."""
     selection = call.selection
     is_rowless = selection is None
@@ -498,7 +370,7 @@ def _collect(
     runtime: Runtime,
     function: Callee,
     cached: CachedPlan,
-    call: _Call,
+    call: Call,
     rows: list[int],
     replies: dict[int, Reply],
     options: CallOptions,

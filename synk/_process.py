@@ -46,7 +46,7 @@ def complete(name):
     return getattr(package, name)
 package.__getattr__ = complete
 sys.modules["synk"] = package
-from synk._worker import main
+from synk._serve import main
 main(sock, setup)
 """
 

@@ -1,4 +1,4 @@
-"""A worker process: one loop that receives a message, acts on it and replies. All of its state is in one object.
+"""A rank: acts on one message after the other. All of its state is in one object.
 
 The path of a call here: doorbell -> (body: new segments, the plan) -> ``Executor.run`` -> ``Executor.publish`` ->
 doorbell. A worker learns everything from its messages; it never asks. It ends when the master says so, and when the
@@ -7,15 +7,8 @@ master ends.
 
 from __future__ import annotations
 
-import fcntl
-import io
-import os
 import pickle
 import resource
-import select
-import signal
-import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -24,15 +17,12 @@ import numpy as np
 
 from synk import _failpoints
 from synk._cell import cell
-from synk._channel import Channel, poll_awake
 from synk._comm import HostCollectives
 from synk._execute import Executor, LoadedFunction, PreparedPlan
 from synk._failures import Failure, pack_failure
 from synk._memory import Segment
 from synk._messages import (
-    HAS_BODY,
     IS_COLLATERAL,
-    IS_UNRECEIVED,
     Down,
     Exchange,
     Extras,
@@ -44,14 +34,12 @@ from synk._messages import (
     Status,
     Up,
     control_blocks,
-    control_nbytes,
 )
 from synk._steps import run_steps
 from synk._variables import VariableStore
-from synk._version import __version__
 from synk.backends import DeviceBackend, open_backend
 from synk.communicators._shm import Aborted, ShmCommunicator
-from synk.errors import CollectiveMismatch, SerializationError, SharedMemoryError, SynkError
+from synk.errors import CollectiveMismatch, SerializationError, SynkError
 
 if TYPE_CHECKING:
     from synk._device_comm import DeviceCollectives
@@ -385,142 +373,6 @@ def _drop_frames(error: BaseException) -> None:
         pending += [item.__cause__, item.__context__]
 
 
-class WorkerLoop:
-    """The life of a worker process around its :class:`Worker`: start, receive, reply, end."""
-
-    def __init__(self, sock: socket.socket, setup: dict[str, Any]) -> None:
-        self._setup = setup
-        fds = setup["fds"]
-        for fd in (*fds.values(), sock.fileno()):
-            os.set_inheritable(fd, False)  # programs that a function starts must not hold our ends
-        self._channel = Channel(sock, fds["down"], fds["up"], bytes.fromhex(setup["token"]))
-        self._lifeline = fds["lifeline"]
-        self._worker: Worker | None = None
-        self._master_fd = -1
-
-    def start(self) -> None:
-        """Tie this process to the master's life, take over the signals, say hello."""
-        setup = self._setup
-        _tie_to_master(self._lifeline)
-        self._master_fd = os.pidfd_open(setup["master_pid"])
-        if os.getppid() != setup["master_pid"]:
-            os._exit(1)  # the master ended before the descriptor was ours
-        signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        signal.signal(signal.SIGINT, self._on_interrupt)
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
-        _prefer_for_oom()
-        failpoint = _failpoints.arm(setup["failpoints"], setup["rank"])
-        failpoint("start.import")
-        control = Segment(setup["fds"]["control"], setup["control_nbytes"], is_writable=True, segment_id=0)
-        assert control.nbytes >= control_nbytes(setup["world_size"])
-        if setup["cpus"]:
-            os.sched_setaffinity(0, setup["cpus"])  # before the array library starts its threads
-        eventfds = [setup["fds"][f"event{rank}"] for rank in range(setup["world_size"])]
-        self._worker = Worker(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
-        self._worker.failpoint = failpoint
-        control.close_fd()
-        failpoint("start.ready")
-        import platform
-
-        versions = {"python": platform.python_version(), "numpy": np.__version__, "synk": __version__}
-        hello = {"versions": versions, "device": self._worker.backend.describe()}
-        self._reply(Status.HELLO, 0, 0, hello)
-
-    def serve(self) -> None:
-        """Answer messages until the master says goodbye or is gone."""
-        worker = self._worker
-        assert worker is not None
-        channel = self._channel
-        waiting = select.poll()
-        waiting.register(channel.read_fd, select.POLLIN)
-        waiting.register(self._master_fd, select.POLLIN)
-        # Messages follow each other closely, and it can take 50 us and more to wake a process whose core sleeps.
-        spin_s = self._setup["spin_s"]
-        while True:
-            ready = [fd for fd, _ in poll_awake(waiting, spin_s) or waiting.poll()]
-            if channel.read_fd not in ready:
-                os.killpg(0, signal.SIGKILL)  # only the master's pidfd is ready: it is gone
-            message = channel.answer()
-            if message is None:
-                os.killpg(0, signal.SIGKILL)
-                return
-            kind, flags, sequence, value = message
-            try:
-                extras = self._receive_extras(sequence) if flags & HAS_BODY else None
-            except SharedMemoryError as error:  # a limit of this process: the master sends all of it again
-                failure = pack_failure(error, worker.rank, worker.device)
-                self._reply(Status.ERROR, IS_UNRECEIVED, sequence, failure)
-                continue
-            try:
-                status, reply_flags, body = worker.handle(kind, sequence, value, extras)
-            except DeviceLost as error:
-                sys.stderr.write(f"{error}\n")
-                _flush_output()
-                os._exit(1)  # nothing of the array library may touch the device any more
-            if kind == Kind.CALL:
-                _flush_output()
-                worker.failpoint("call.before_reply")
-            elif kind == Kind.CLOSE:
-                worker.failpoint("close.received")
-                _flush_output()
-            self._reply(status, reply_flags, sequence, body)
-            if kind == Kind.CALL:
-                worker.failpoint("call.after_reply")
-                if status == Status.DONE and not worker.executor.is_waiting:
-                    worker.executor.forget()  # after the reply: finalizers of the user's objects run here
-            elif kind == Kind.CLOSE:
-                return
-            elif kind == Kind.ASSEMBLE:
-                worker.executor.forget()
-            del body, extras
-
-    def close(self) -> None:
-        """Release the connection; the end of the process follows."""
-        self._channel.close()
-        os.close(self._master_fd)
-
-    def _receive_extras(self, sequence: int) -> Extras:
-        assert self._worker is not None
-        body, fds = self._channel.receive_body(sequence)
-        extras = pickle.loads(body)
-        assert isinstance(extras, Extras)
-        arriving = iter(list(zip(extras.segments, fds)))
-        for (segment_id, nbytes, is_writable), fd in arriving:
-            if segment_id in self._worker.segments:  # sent twice after an interrupt
-                os.close(fd)
-                continue
-            try:
-                segment = Segment(fd, nbytes, is_writable=is_writable, segment_id=segment_id)
-            except SharedMemoryError:
-                for _, later in arriving:
-                    os.close(later)
-                os.close(fd)
-                raise
-            segment.close_fd()
-            self._worker.add_segment(segment)
-        return extras
-
-    def _reply(self, status: Status, flags: int, sequence: int, body: Any) -> None:
-        channel = self._channel
-        if body is not None:
-            status, flags, data = pickle_reply(self._worker, status, flags, body)
-            flags |= HAS_BODY
-            # The body first: whoever sees the doorbell can read it without waiting.
-            channel.send_body(sequence, data)
-            if self._worker is not None and status != Status.HELLO:
-                self._worker.failpoint("call.after_header")
-        channel.ring(status, flags, sequence, 0)
-
-    def _on_interrupt(self, signum: int, frame: Any) -> None:
-        worker = self._worker
-        # A late signal, meant for a call that has ended, must not hit the next one.
-        if worker is None or not worker.is_interruptible:
-            return
-        if int(worker.down[worker.rank, Down.INTERRUPT]) == worker.sequence:
-            raise Interrupted
-
-
 def pickle_reply(worker: Worker | None, status: Status, flags: int, body: Any) -> tuple[Status, int, bytes]:
     """Pickle a reply's body; what of the user's cannot be pickled becomes an error reply."""
     if isinstance(body, (dict, Failure)) or worker is None:
@@ -556,63 +408,7 @@ def pickle_reply(worker: Worker | None, status: Status, flags: int, body: Any) -
     return status, flags, data
 
 
-def _tie_to_master(lifeline: int) -> None:
-    """Have the kernel kill this process group when the master's end of the lifeline pipe closes.
-
-    Nothing is ever written to the pipe, so the only event on it is its end. SIGKILL from the kernel needs no thread and
-    no interpreter lock: it works while a function is stuck in C code.
-    """
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
-    try:
-        is_closed = os.read(lifeline, 1) == b""
-    except BlockingIOError:
-        is_closed = False
-    if is_closed:  # before the signal was armed
-        os._exit(1)
-
-
 def _resident_nbytes() -> int:
     """Resident memory of this process, for the report of one that is killed."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
-
-
-def _prefer_for_oom() -> None:
-    """When memory runs out the kernel should take a worker, which comes back, not the user's session."""
-    try:
-        with open("/proc/self/oom_score_adj", "r+", encoding="ascii") as file:
-            score = int(file.read())
-            file.write(str(min(score + 300, 1000)))
-    except OSError:  # /proc is read-only in some containers: the kernel's own choice stands
-        pass
-
-
-def _flush_output() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (AttributeError, OSError, ValueError):  # the user's function closed or replaced it
-            continue
-
-
-def main(sock: socket.socket, setup: dict[str, Any]) -> None:
-    """Run a worker; the bootstrap calls it when ``sys.path`` is set."""
-    import faulthandler
-
-    faulthandler.enable()
-    # Answers from C code too, whoever holds the interpreter: where() must explain a worker that is stuck.
-    faulthandler.register(signal.SIGUSR2, file=setup["fds"]["stacks"], all_threads=True)
-    for stream in (sys.stdout, sys.stderr):
-        assert isinstance(stream, io.TextIOWrapper)
-        stream.reconfigure(line_buffering=True, errors="backslashreplace")
-    loop = WorkerLoop(sock, setup)
-    loop.start()
-    sys.path[:] = setup["sys_path"]
-    sys.argv[:] = setup["argv"]
-    loop.serve()
-    loop.close()
-
-
-__all__ = ["Interrupted", "Worker", "WorkerLoop", "main"]

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from synk._arguments import Signature
-from synk._calls import CallOptions, PlanCache, run_call
+from synk._calls import CallOptions, run_call
 from synk._cell import cell, refuse_inside_worker
 from synk._current import current, fork
 from synk._ops import REDUCE_OPS, check_outputs
+from synk._plans import PlanCache
 from synk.data import Data
 from synk.errors import ClosedError, SerializationError, SynkError, WorkerDied
 from synk.runtime import Runtime, check_timeout

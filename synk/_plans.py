@@ -1,0 +1,149 @@
+"""What the master keeps of a function's calls: plans, by the look of the arguments, and the last call for the next one.
+
+A plan says all that does not change from one call to the next; the numbers that do lie in shared memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from synk._arguments import Argument
+from synk._arrays import copy_into
+from synk._assembly import Assembly
+from synk._memory import Segment
+from synk._messages import Down, Layout, Plan
+from synk._shards import Assignment, Selection
+
+if TYPE_CHECKING:
+    from synk.runtime import Runtime
+
+_MAX_PLANS = 64
+
+
+class CachedPlan:
+    """A plan with what the master learnt about its outputs."""
+
+    def __init__(self, plan: Plan, segments: list[Segment], staged: list[np.ndarray], places: Places) -> None:
+        self.plan = plan
+        self.segments = segments
+        self.staged = staged
+        self.places = places
+        self.layouts: dict[int, Layout] = {}
+        self.assemblies: dict[Any, Assembly] = {}
+        self.output_nbytes = 0  # of all ranks together, in the last call
+
+
+@dataclass
+class Places:
+    """Byte ranges of the staging segment that a plan uses."""
+
+    pickle: np.ndarray | None
+    buffers: list[np.ndarray]
+    indices: np.ndarray | None
+    local_indices: np.ndarray | None
+
+
+class PlanCache:
+    """The plans of one function on one runtime, least recently used first."""
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[Any, CachedPlan] = OrderedDict()
+        self.repeat: RepeatedCall | None = None
+
+    def get(self, key: Any) -> CachedPlan | None:
+        cached = self._plans.get(key)
+        if cached is not None:
+            self._plans.move_to_end(key)
+        return cached
+
+    def put(self, key: Any, cached: CachedPlan, runtime: Runtime) -> None:
+        self._plans[key] = cached
+        while len(self._plans) > _MAX_PLANS:
+            _, old = self._plans.popitem(last=False)
+            runtime.drop_plan(old.plan.plan_id)
+
+    def drop_all(self, runtime: Runtime) -> None:
+        """Forget everything, here and on the workers: the function is gone."""
+        for cached in self._plans.values():
+            runtime.drop_plan(cached.plan.plan_id)
+        self.repeat = None
+        self._plans.clear()
+
+    def forget(self) -> None:
+        """Drop everything; the runtime is closed."""
+        self.repeat = None
+        self._plans.clear()
+
+    def discard(self, cached: CachedPlan, runtime: Runtime) -> None:
+        """Forget one plan, here and on the workers."""
+        self.repeat = None
+        self._plans = OrderedDict((key, value) for key, value in self._plans.items() if value is not cached)
+        runtime.drop_plan(cached.plan.plan_id)
+
+
+@dataclass
+class Call:
+    """One call on its way: what was bound, which rows, which ranks."""
+
+    arguments: list[Argument]
+    selection: Selection | None
+    bounds: list[tuple[int, int]]
+    ranks: list[int]
+    objects: tuple[bytes, list[memoryview]] | None
+    owned: Assignment | None = None
+
+
+class RepeatedCall:
+    """The short way for a call that looks like the last one of its function: the same rows, other numbers.
+
+    Only for arguments by position that are ``Data`` or arrays, all of their rows, in one slice. What it skips is the
+    checks, which the last call has passed. Holds no argument: what the user drops is freed.
+    """
+
+    def __init__(self, runtime: Runtime, cached: CachedPlan, call: Call, rows: list[int]) -> None:
+        self.cached = cached
+        self.call = replace(call, arguments=[], selection=None)
+        self.rows = rows
+        self._staging = runtime.staging
+        self._numbers = runtime.last_numbers
+        self._block = runtime.team.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1].copy()
+        targets = iter(cached.staged)
+        self._arguments: list[tuple[Any, Any, np.ndarray | None]] = []
+        for argument in call.arguments:
+            if argument.data is not None:
+                self._arguments.append((weakref.ref(argument.data), weakref.ref(argument.data._array), None))
+            elif argument.array is not None:
+                self._arguments.append((argument.array.dtype, argument.array.shape, next(targets)))
+
+    @staticmethod
+    def fits(call: Call) -> bool:
+        """Whether the next call can take the short way."""
+        return all(
+            not a.keyword and a.kind in ("rows", "whole") and (a.data is not None or type(a.array) is np.ndarray)
+            for a in call.arguments
+        )
+
+    def stage(self, runtime: Runtime, args: tuple[Any, ...]) -> bool:
+        """Bring the arguments of a new call into place; return False where it is another kind of call."""
+        if len(args) != len(self._arguments) or runtime.staging is not self._staging:
+            return False
+        for value, (first, second, target) in zip(args, self._arguments):
+            if target is None:
+                if value is not first() or value._array is not second():
+                    return False
+            elif type(value) is not np.ndarray or value.dtype != first or value.shape != second:
+                return False
+        for value, (_, _, target) in zip(args, self._arguments):
+            if target is not None:
+                copy_into(target, value)
+                runtime.counters["bytes_staged"] += target.nbytes
+        if runtime.last_numbers is not self._numbers:  # a call with other bounds came between
+            runtime.last_numbers = None  # until all of them are written
+            runtime.team.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1] = self._block
+            runtime.last_numbers = self._numbers
+        return True
