@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from synk._memory import Segment
-from synk._ops import BLOCK_NBYTES, reduce_into
+from synk._ops import reduce_into
 
 Place = tuple[int, int]
 """``(segment_id, byte offset)``."""
@@ -20,22 +20,22 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Copy:
-    """Copy ``nbytes`` bytes from one place to several."""
+    """Copy ``nbytes`` bytes from one place to another."""
 
     source: Place
-    targets: tuple[Place, ...]
+    target: Place
     nbytes: int
 
 
 @dataclass(frozen=True)
 class Reduce:
-    """Reduce ``count`` elements of ``dtype`` at several places, in order, into several others."""
+    """Reduce ``count`` elements of ``dtype`` at several places, in order, into another."""
 
     op: str
     dtype: Any
     count: int
     sources: tuple[Place, ...]
-    targets: tuple[Place, ...]
+    target: Place
 
 
 Step = Copy | Reduce
@@ -48,23 +48,13 @@ def run_steps(steps: Sequence[Step], segments: Mapping[int, Segment]) -> None:
             with np.errstate(all="ignore"):
                 _reduce(step, segments)
         else:
-            source = _bytes(segments, step.source, step.nbytes)
-            for target in step.targets:
-                np.copyto(_bytes(segments, target, step.nbytes), source)
+            np.copyto(_bytes(segments, step.target, step.nbytes), _bytes(segments, step.source, step.nbytes))
 
 
 def _reduce(step: Reduce, segments: Mapping[int, Segment]) -> None:
-    """Reduce block by block: what was just computed is still in the cache when it is copied to the other targets."""
-    shape = (step.count,)
-    sources = [segments[segment_id].view(offset, shape, step.dtype) for segment_id, offset in step.sources]
-    targets = [segments[segment_id].view(offset, shape, step.dtype) for segment_id, offset in step.targets]
-    length = max(BLOCK_NBYTES // step.dtype.itemsize, 1)
-    for start in range(0, step.count, length):
-        stop = start + length
-        out = targets[0][start:stop]
-        reduce_into(step.op, [source[start:stop] for source in sources], None, out)
-        for target in targets[1:]:
-            np.copyto(target[start:stop], out)
+    places = (*step.sources, step.target)
+    *values, out = [segments[segment_id].view(at, (step.count,), step.dtype) for segment_id, at in places]
+    reduce_into(step.op, values, None, out)
 
 
 def _bytes(segments: Mapping[int, Segment], place: Place, nbytes: int) -> np.ndarray:

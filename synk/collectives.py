@@ -22,7 +22,7 @@ from synk._ops import REDUCE_OPS, check_op
 from synk._shards import Selection, select_rows, shard_bounds
 from synk._steps import Copy, Reduce, Step, run_steps
 from synk._trees import unflatten
-from synk._variables import Shapes, dtype_runs, flatten_value, leaf_offsets
+from synk._variables import Shapes, dtype_runs, flatten_value, leaf_offsets, shapes_of
 from synk.data import Data
 
 if TYPE_CHECKING:
@@ -67,9 +67,7 @@ def _do(runtime: Runtime, variable: Shared, steps: dict[int, list[Step]], extra:
 
 
 def _step_nbytes(step: Step) -> int:
-    if isinstance(step, Reduce):
-        return step.count * step.dtype.itemsize * len(step.targets)
-    return step.nbytes * len(step.targets)
+    return step.count * step.dtype.itemsize if isinstance(step, Reduce) else step.nbytes
 
 
 def _own_bytes(variable: Shared, rank: int) -> int:
@@ -87,30 +85,13 @@ def broadcast(runtime: Runtime, variable: Shared, value: Any = None) -> None:
     """Give every rank the value of rank 0, or ``value``."""
     if value is not None:
         arrays = variable.check(value)
-        shapes: Shapes = tuple(array.shape for array in arrays)
-        for target, source in zip(variable.back(0, shapes), arrays):
+        for target, source in zip(variable.back(0, shapes_of(arrays)), arrays):
             copy_into(target, source)
-        source_id = variable.reserve(0, shapes).id
-        changed = list(range(runtime.world_size))
     else:
-        shapes = variable.shapes[0][variable.front[0]]
-        if _device_values.exchange(runtime, variable, "broadcast", shapes):
+        if _device_values.exchange(runtime, variable, "broadcast", variable.shapes[0][variable.front[0]]):
             return
         _device_values.refresh(runtime, variable, [0])
-        source_id = _front(variable, 0)
-        changed = list(range(1, runtime.world_size))
-    _, nbytes = leaf_offsets(variable._dtypes, shapes)
-    for rank in range(1, runtime.world_size):
-        variable.back(rank, shapes)
-    targets = [variable.reserve(rank, shapes).id for rank in range(1, runtime.world_size)]
-    # Every rank copies its part of the bytes to all targets, rank 0 too: all cores work, and a part is read once.
-    steps: dict[int, list[Step]] = {
-        rank: [Copy((source_id, start), tuple((target, start) for target in targets), stop - start)]
-        for rank, (start, stop) in enumerate(chunk_bounds(nbytes, 1, runtime.world_size))
-        if targets and stop > start
-    }
-    _do(runtime, variable, steps)
-    variable.flip(changed)
+    variable.unite(is_new=value is not None)
 
 
 def set_value(runtime: Runtime, variable: Shared, value: Any, rank: int | None, batch: Any) -> None:
@@ -123,7 +104,7 @@ def set_value(runtime: Runtime, variable: Shared, value: Any, rank: int | None, 
     if rank is None:
         broadcast(runtime, variable, value)
         return
-    for target, source in zip(variable.back(rank, tuple(array.shape for array in arrays)), arrays):
+    for target, source in zip(variable.back(rank, shapes_of(arrays)), arrays):
         copy_into(target, source)
     variable.flip([rank])
 
@@ -224,20 +205,17 @@ def all_gather(runtime: Runtime, variable: Shared) -> None:
     _device_values.refresh(runtime, variable)
     source_offsets = [leaf_offsets(variable._dtypes, front)[0] for front in fronts]
     target_offsets, _ = leaf_offsets(variable._dtypes, shapes)
-    steps: dict[int, list[Step]] = {}
-    for rank in range(world_size):
-        variable.back(rank, shapes)
-        target_id = variable.reserve(rank, shapes).id
-        steps[rank] = []
-        for leaf, dtype in enumerate(variable._dtypes):
-            at = target_offsets[leaf]
-            for source in range(world_size):
-                nbytes = int(np.prod(fronts[source][leaf], dtype=np.int64)) * dtype.itemsize
-                place = (_front(variable, source), source_offsets[source][leaf])
-                steps[rank].append(Copy(place, ((target_id, at),), nbytes))
-                at += nbytes
+    variable.back(0, shapes)
+    target_id = variable.reserve(0, shapes).id
+    steps: dict[int, list[Step]] = {rank: [] for rank in range(world_size)}
+    for leaf, dtype in enumerate(variable._dtypes):
+        at = target_offsets[leaf]
+        for rank in range(world_size):
+            nbytes = int(np.prod(fronts[rank][leaf], dtype=np.int64)) * dtype.itemsize
+            steps[rank].append(Copy((_front(variable, rank), source_offsets[rank][leaf]), (target_id, at), nbytes))
+            at += nbytes
     _do(runtime, variable, steps)
-    variable.flip(range(world_size))
+    variable.unite(is_new=True)
 
 
 def check_reduction(runtime: Runtime, variable: Shared, op: str) -> Shapes:
@@ -258,9 +236,9 @@ def check_reduction(runtime: Runtime, variable: Shared, op: str) -> Shapes:
 
 
 def _reduce_steps(
-    runtime: Runtime, variable: Shared, op: str, common: Shapes, targets: Sequence[int]
+    runtime: Runtime, variable: Shared, op: str, common: Shapes, target: Segment
 ) -> dict[int, list[Step]]:
-    """Divide the elements among the ranks: each reduces its part of all values and writes it to all targets."""
+    """Divide the elements among the ranks: each reduces its part of all values."""
     world_size = runtime.world_size
     sources = [_front(variable, rank) for rank in range(world_size)]
     steps: dict[int, list[Step]] = {rank: [] for rank in range(world_size)}
@@ -269,10 +247,7 @@ def _reduce_steps(
         for rank, (low, high) in enumerate(bounds):
             if high > low:
                 at = start + low * dtype.itemsize
-                # The own target first: the others are then written from the cache.
-                order = sorted(range(len(targets)), key=lambda k: k != rank)
-                places = tuple((targets[k], at) for k in order)
-                steps[rank].append(Reduce(op, dtype, high - low, tuple((s, at) for s in sources), places))
+                steps[rank].append(Reduce(op, dtype, high - low, tuple((s, at) for s in sources), (target.id, at)))
     return steps
 
 
@@ -282,11 +257,10 @@ def all_reduce(runtime: Runtime, variable: Shared, op: str) -> None:
     if _device_values.exchange(runtime, variable, "all_reduce", common, op):
         return
     _device_values.refresh(runtime, variable)
-    targets = [variable.reserve(rank, common).id for rank in range(runtime.world_size)]
-    for rank in range(runtime.world_size):
-        variable.back(rank, common)
-    _do(runtime, variable, _reduce_steps(runtime, variable, op, common, targets))
-    variable.flip(range(runtime.world_size))
+    variable.back(0, common)
+    target = variable.reserve(0, common)
+    _do(runtime, variable, _reduce_steps(runtime, variable, op, common, target))
+    variable.unite(is_new=True)
 
 
 def reduce(runtime: Runtime, variable: Shared, op: str, in_place: bool) -> Any:
@@ -296,12 +270,12 @@ def reduce(runtime: Runtime, variable: Shared, op: str, in_place: bool) -> Any:
     if in_place:
         variable.back(0, common)
         target = variable.reserve(0, common)
-        _do(runtime, variable, _reduce_steps(runtime, variable, op, common, [target.id]))
+        _do(runtime, variable, _reduce_steps(runtime, variable, op, common, target))
         variable.flip([0])
         return None
     offsets, nbytes = leaf_offsets(variable._dtypes, common)
     segment, root = runtime.lease_result(max(nbytes, 1))
-    _do(runtime, variable, _reduce_steps(runtime, variable, op, common, [segment.id]), [segment])
+    _do(runtime, variable, _reduce_steps(runtime, variable, op, common, segment), [segment])
     arrays = []
     for at, shape, dtype in zip(offsets, common, variable._dtypes):
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize

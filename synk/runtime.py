@@ -435,6 +435,8 @@ class Runtime:
                 elif self.has_devices:
                     variable.is_stale[rank] = True
                     variable.lost.discard(rank)
+            for variable in {variable for variable, *_ in flips}:
+                variable.separate()
         self._to_flip = []
 
     # -- verbs --------------------------------------------------------------------------------------------------------

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from synk._arrays import as_plain_array, check_shareable
+from synk._arrays import as_plain_array, check_shareable, copy_into
 from synk._interrupts import deferred
 from synk._memory import Segment
 from synk._messages import Input
 from synk._shards import shard_bounds
 from synk._trees import skeleton_of, unflatten
-from synk._variables import Declaration, Shapes, check_value, flatten_value, leaf_offsets, resolve_variable
+from synk._variables import Declaration, Shapes, check_value, flatten_value, leaf_offsets, resolve_variable, shapes_of
 from synk.errors import ClosedError
 
 if TYPE_CHECKING:
@@ -77,12 +77,17 @@ class Shared:
         self.is_stale = [False] * world_size
         self.lost: set[int] = set()
         self.version = 0
-        parts = self.split(arrays) if self.is_sharded else [arrays] * world_size
+        self._spares: list[list[Segment]] = [[] for _ in range(world_size)]
+        self._has_common = False
+        parts = self.split(arrays) if self.is_sharded else [arrays]
         for rank, part in enumerate(parts):
-            targets = self.back(rank, tuple(array.shape for array in part))
+            targets = self.back(rank, shapes_of(part))
             for target, source in zip(targets, part):
-                np.copyto(target, source)
-        self.flip(range(world_size))
+                copy_into(target, source)
+        if self.is_sharded:
+            self.flip(range(world_size))
+        else:
+            self.unite(is_new=True)
         runtime.add_variable(self)
 
     # -- buffers ------------------------------------------------------------------------------------------------------
@@ -163,6 +168,48 @@ class Shared:
             self.front = [1 - front if rank in ranks else front for rank, front in enumerate(self.front)]
             for rank in ranks:
                 self.note_written(rank)
+            self.separate()
+
+    def unite(self, *, is_new: bool) -> None:
+        """Make one buffer of rank 0 the value of every rank: its second one if ``is_new``, else its first.
+
+        Equal values lie in memory once. Nobody writes into a first buffer, so nobody notices.
+        """
+        with deferred():
+            self._note_change()
+            if is_new:
+                self.front[0] = 1 - self.front[0]
+                self.note_written(0)
+            index = self.front[0]
+            for rank in range(1, len(self.front)):
+                back = 1 - self.front[rank]
+                own = self.buffers[rank][back]
+                if own is not None:
+                    self._spares[rank].append(own)
+                self.buffers[rank][back] = self.buffers[0][index]
+                self.shapes[rank][back] = self.shapes[0][index]
+                self.front[rank] = back
+                self.note_written(rank)
+            self._has_common = True
+            self.separate()
+
+    def separate(self) -> None:
+        """See that no rank's second buffer, into which it writes, is another rank's buffer; after each change of them.
+
+        Safe to repeat where an interrupt broke it off.
+        """
+        if not self._has_common:
+            return
+        with deferred():
+            firsts = [pair[front] for pair, front in zip(self.buffers, self.front)]
+            taken = {id(segment) for segment in firsts}
+            self._has_common = len(taken) < len(firsts)
+            for rank, pair in enumerate(self.buffers):
+                back = 1 - self.front[rank]
+                if pair[back] is not None and id(pair[back]) in taken:
+                    pair[back] = self._spares[rank].pop() if self._spares[rank] else None
+                    self._note_change()
+                taken.add(id(pair[back]))
 
     def note_written(self, rank: int) -> None:
         """The value of ``rank`` is now what lies in shared memory: a copy on its device is out of date."""
@@ -195,7 +242,12 @@ class Shared:
         )
 
     def segments(self, rank: int) -> list[Segment]:
+        """What the worker of ``rank`` works on."""
         return [segment for segment in self.buffers[rank] if segment is not None]
+
+    def _all_segments(self) -> list[Segment]:
+        held = [segment for rank in range(len(self.buffers)) for segment in (*self.segments(rank), *self._spares[rank])]
+        return list({segment.id: segment for segment in held}.values())
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -301,17 +353,15 @@ class Shared:
 
     def close(self) -> None:
         """Drop the memory; the runtime is closing."""
-        for pair in self.buffers:
-            for segment in pair:
-                if segment is not None:
-                    segment.close()
-        self.buffers = []
+        for segment in self._all_segments():
+            segment.close()
+        self.buffers, self._spares = [], []
 
     def __del__(self) -> None:
         runtime = getattr(self, "_runtime", None)
-        if runtime is not None and hasattr(self, "front") and not runtime.is_closed:
+        if runtime is not None and hasattr(self, "_spares") and not runtime.is_closed:
             runtime._dropped_variables.append(self._id)
-            runtime._released.extend(segment for pair in self.buffers for segment in pair if segment is not None)
+            runtime._released.extend(self._all_segments())
 
 
 def check_owner(variable: Shared, runtime: Runtime, what: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import saboteurs
 from harness import descriptors, mapped_memfds, pids
 from rank_arrays import assert_same
@@ -46,6 +47,53 @@ def test_dropping_a_variable_gives_its_memory_back_after_the_next_call(runtime: 
     gc.collect()
     ping(np.ones(2))
     assert held() == before
+
+
+EQUALISING: dict[str, Callable[[Any, Any], Any]] = {
+    "shared": lambda rt, w: None,
+    "set_value": lambda rt, w: rt.set_value(w, np.ones(8)),
+    "assignment": lambda rt, w: setattr(w, "value", np.ones(8)),
+    "broadcast": lambda rt, w: rt.broadcast(w),
+    "all_reduce": lambda rt, w: rt.all_reduce(w),
+    "all_gather": lambda rt, w: rt.all_gather(w),
+}
+
+
+@pytest.mark.parametrize("verb", EQUALISING)
+def test_a_value_that_is_equal_on_all_ranks_lies_in_memory_once(shared_runtimes: Any, verb: str) -> None:
+    rt = shared_runtimes[3]
+    w = rt.shared(np.zeros(8))
+    if verb != "shared":
+        rt.set_value(w, np.full(8, 5.0), rank=1)
+        assert len(firsts_of(w)) == 2, "ranks 0 and 2 still hold what they were given together"
+    EQUALISING[verb](rt, w)
+    assert len(firsts_of(w)) == 1
+
+    def differ(x: np.ndarray) -> float:
+        w.value = w.value + synk.comm.rank
+        return 0.0
+
+    before = rt.get_value(w)
+    f = rt.function(differ)
+    for count in range(1, 4):
+        f(np.ones(3))
+        assert len(firsts_of(w)) == 3
+        assert_same([rt.get_value(w, rank) for rank in range(3)], [before + count * rank for rank in range(3)])
+
+
+def firsts_of(w: Any) -> set[int]:
+    """Return the segments that hold the ranks' values."""
+    return {pair[front].id for pair, front in zip(w.buffers, w.front, strict=True)}
+
+
+def test_a_parameter_of_many_workers_costs_its_size_once(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[4]
+    nbytes = 1 << 24
+    w = rt.shared(np.ones(nbytes // 8))
+    assert [segment.nbytes for segment in w._all_segments()] == [nbytes]
+    rt.all_reduce(w, "sum")
+    assert [segment.nbytes for segment in w._all_segments()] == [nbytes] * 2
+    assert rt.function(lambda x: float(w.value[-1]), outputs="sum")(np.ones(4)) == 4 * 4
 
 
 def test_dropping_a_function_gives_back_what_it_closes_over(runtime: Callable[..., Any]) -> None:
