@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,11 @@ class Signature:
 
     def __init__(self, fn: Callable[..., Any], bcast_inputs: str | Sequence[str], name: str) -> None:
         self.name = name
+        if not isinstance(bcast_inputs, Iterable):
+            raise TypeError(
+                f"cannot build function {name!r}: got bcast_inputs={bcast_inputs!r}, expected the name of a parameter, "
+                "or several."
+            )
         self.broadcast = frozenset([bcast_inputs] if isinstance(bcast_inputs, str) else bcast_inputs)
         try:
             self._signature: inspect.Signature | None = inspect.signature(fn)
@@ -131,6 +136,12 @@ class Signature:
         try:
             self._signature.bind(*args, **kwargs)
         except TypeError as error:
+            names = self._signature.parameters
+            unknown = [key for key in kwargs if key not in names]
+            if unknown:  # not that the argument it was meant for is missing
+                raise TypeError(
+                    f"{self.name}() got an unexpected keyword argument {unknown[0]!r}, expected one of {list(names)}"
+                ) from None
             options = sorted(OPTION_NAMES.intersection(self._positional[len(args) :]))
             hint = f". By keyword {options[0]!r} is an option of the call: give it by position" if options else ""
             raise TypeError(f"{self.name}() {error}{hint}") from None

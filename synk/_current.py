@@ -101,5 +101,6 @@ def fork(
 
 def close() -> None:
     """Close the current runtime, if there is one; its data, functions and variables raise ``ClosedError`` then."""
+    refuse_inside_worker("close")
     if cell.runtime is not None:
         cell.runtime.close()

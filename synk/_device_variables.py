@@ -19,6 +19,8 @@ from synk._variables import Declaration, Replica, VariableStore, shapes_of
 class DeviceReplica(Replica):
     """One variable on one rank with a device."""
 
+    __slots__ = ("_content", "_device")
+
     def __init__(self, store: VariableStore) -> None:
         super().__init__(store)
         self._device: list[list[Any] | None] = [None, None]

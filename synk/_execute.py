@@ -25,7 +25,7 @@ from synk._messages import (
     is_in_slot,
     slot_offsets,
 )
-from synk._ops import Accumulator, Op, check_op, is_reducible, match_ops, reduce_into
+from synk._ops import Accumulator, Op, check_op, has_none, is_reducible, match_ops, reduce_into, seal
 from synk._shards import shard_bounds
 from synk._trees import flatten, skeleton_of, unflatten
 from synk._variables import VariableStore
@@ -46,6 +46,7 @@ class LoadedFunction:
         self.name = name
         self.outputs = outputs
         self.updates = updates
+        self.has_objects = has_none(outputs)
         self.to_framework: Callable[[Any], Any] | None = None
         self.from_framework: Callable[[Any], Any] | None = None
         if framework is not None:
@@ -209,7 +210,19 @@ class Executor:
             else:
                 args.append(value)
         result = function.fn(*args, **kwargs)
-        return variables.take_updates(function, result, high - low) if function.updates else result
+        if function.updates:
+            result = variables.take_updates(function, result, high - low)
+        if function.has_objects:
+            result = seal(function.outputs, result, lambda value: _Object(self._on_host(value, function)))
+        return result
+
+    def _on_host(self, value: Any, function: LoadedFunction) -> Any:
+        """Return a nesting as it can travel in a pickle: the master has no device, and need not have the framework."""
+        if function.from_framework is None and not self.backend.is_device:
+            return value
+        leaves, structure = flatten(value)
+        convert = function.from_framework or (lambda leaf: leaf)
+        return unflatten(structure, [self._as_object(convert(leaf)) for leaf in leaves])
 
     def _rows(
         self, prepared: PreparedPlan, item: Input, base: np.ndarray, numbers: list[int], low: int, high: int
@@ -256,15 +269,20 @@ class Executor:
                     f"expected {structure} as in the first slice."
                 )
             for position, (accumulator, value) in enumerate(zip(accumulators, values)):
-                accumulator.add(self._array_or_object(value, ops[position], position, function), stop - start)
+                value = self._array_or_object(value, ops[position], position, function)
+                if callable(ops[position]):
+                    value = self._as_object(value)
+                accumulator.add(value, stop - start)
         totals = [
-            _Sliced([self._as_object(part) for part in a.result()]) if op is None else a.result()
+            _Object([self._as_object(part) for part in a.result()]) if op is None else a.result()
             for a, op in zip(accumulators, ops)
         ]
         return unflatten(structure, totals)
 
     def _as_object(self, value: Any) -> Any:
         """Return a value as it can travel in a pickle: the master must not touch a device."""
+        if isinstance(value, _Object):
+            return value.value
         return self.backend.fetch(value) if isinstance(value, self.backend.xp.ndarray) else value
 
     # -- outputs ------------------------------------------------------------------------------------------------------
@@ -307,7 +325,7 @@ class Executor:
             else:
                 outputs.append(None)
                 leaves.append(Leaf((), None))
-                objects.append(array.value if isinstance(array, _Sliced) else array)
+                objects.append(array.value if isinstance(array, _Object) else array)
         layout = prepared.layout
         self.output_nbytes = sum(leaf.nbytes for leaf in leaves)
         assigned = variables.assignments() if variables.assigned else ()
@@ -334,7 +352,7 @@ class Executor:
 
     def _array_or_object(self, value: Any, op: Op, position: int, function: LoadedFunction) -> Any:
         """Return an output as an array of the backend where it is one, checked against its op."""
-        if isinstance(value, _Sliced):
+        if isinstance(value, _Object):
             return value
         if function.from_framework is not None:
             value = function.from_framework(value)
@@ -344,9 +362,9 @@ class Executor:
         what = f"output {position} of {function.name!r}"
         if array is None:
             if op is None or op == "first" or callable(op):
-                return value
+                return _Object(value) if isinstance(value, np.ndarray) else value
             raise TypeError(
-                f"cannot apply op {op!r} to {what}: got {type(value).__name__}, expected an array or a number. "
+                f"cannot apply op {op!r} to {what}: got {_kind_of(value)}, expected an array of numbers or a number. "
                 "Use op None to get one object per rank."
             )
         if is_reducible(op):
@@ -476,14 +494,20 @@ class Executor:
         self._objects = []
 
 
-class _Sliced:
-    """The values of an output with op None over the slices of a rank: one object, whatever they are."""
+class _Object:
+    """An output with op None that is one object, whatever it holds: a container, or the values over a rank's slices."""
 
-    def __init__(self, value: list[Any]) -> None:
+    def __init__(self, value: Any) -> None:
         self.value = value
 
 
 _NO_VIEW = np.empty(0, np.uint8)
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of dtype {value.dtype}, which holds Python objects"
+    return "an int of more than 64 bits" if isinstance(value, int) else type(value).__name__
 
 
 def wanted_leaves(skeleton: Any, subset: tuple[Any, ...] | None, name: str) -> set[int] | None:
@@ -501,12 +525,12 @@ def wanted_leaves(skeleton: Any, subset: tuple[Any, ...] | None, name: str) -> s
         if isinstance(skeleton, dict):
             if key not in skeleton:
                 raise KeyError(f"cannot select output {key!r} of {name!r}: expected one of {sorted(skeleton)}.")
-        elif (
-            not isinstance(skeleton, (tuple, list))
-            or not isinstance(key, int)
-            or not -len(skeleton) <= key < len(skeleton)
-        ):
-            count = len(skeleton) if isinstance(skeleton, (tuple, list)) else 1
-            raise IndexError(f"cannot select output {key!r} of {name!r}: it returns {count} outputs.")
+        elif not isinstance(skeleton, (tuple, list)):
+            raise IndexError(f"cannot select output {key!r} of {name!r}: it returns one value, and no tuple or dict.")
+        elif not isinstance(key, int) or not -len(skeleton) <= key < len(skeleton):
+            raise IndexError(
+                f"cannot select output {key!r} of {name!r}: expected an integer from {-len(skeleton)} to "
+                f"{len(skeleton) - 1}, for it returns {len(skeleton)} outputs."
+            )
         wanted.update(flatten(skeleton[key])[0])
     return wanted

@@ -35,6 +35,10 @@ setup = json.loads(sock.recv(1 << 17))
 sys.path[:] = setup["import_path"]
 spec = importlib.util.find_spec("synk")
 package = importlib.util.module_from_spec(spec)
+class Package(type(sys)):
+    def __setattr__(self, name, value):  # an import would put the module where the package puts the verb
+        if name not in ("data", "function", "shared"): super().__setattr__(name, value)
+package.__class__ = Package
 def complete(name):
     if name.startswith("_") and name != "__version__": raise AttributeError(name)
     del package.__getattr__

@@ -104,6 +104,7 @@ class Team:
         self._on_trouble = on_trouble
         self._on_idle = on_idle
         self._unsettled: list[int] = []
+        self._hellos: dict[int, Reply] = {}  # kept here: an interrupt in the wait must not lose one
         self._unreported_deaths: dict[int, str] = {}
         self._oom_kills = oom_kills()
         self._spin_s = spin_s()
@@ -172,22 +173,29 @@ class Team:
         for fd in [fd for fd, (_, rank) in self._fds.items() if rank == link.rank]:
             self._unwatch(fd)
 
-    def await_ready(self) -> None:
+    def await_ready(self, deadline: float | None = None) -> None:
         """Wait until every started worker has said hello.
 
         Raises
         ------
         StartupError
             Naming the ranks that did not, with the end of their stderr. The runtime is closed then.
+        CallTimeout
+            If they had not at ``deadline``; they go on starting.
         """
         waiting = {link.rank for link in self.links if not link.is_ready}
         if not waiting:
             return
+        limit = time.monotonic() + START_TIMEOUT_S
+        is_hurried = deadline is not None and deadline < limit
         try:
-            replies = self._wait(waiting, None, time.monotonic() + START_TIMEOUT_S, "start")
-            for rank, reply in replies.items():
-                self._greet(self.links[rank], reply)
+            pending = waiting - self._hellos.keys()
+            self._wait(pending, None, deadline if is_hurried else limit, "start", replies=self._hellos)
+            for rank in waiting:
+                self._greet(self.links[rank], self._hellos[rank])
         except (WorkerDied, CallTimeout, ProtocolError, SerializationError) as error:
+            if is_hurried and isinstance(error, CallTimeout):
+                raise
             died = getattr(error, "ranks", ()) or tuple(sorted(waiting))
             self.cause = failure = StartupError(
                 f"cannot start the workers: rank {', '.join(map(str, died))} of {self.world_size} did not come up. "
@@ -210,7 +218,7 @@ class Team:
 
     # -- between messages ---------------------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
+    def prepare(self, deadline: float | None = None) -> None:
         """Bring the workers to a known state: settle what an interrupt left, note deaths, start the dead again.
 
         Raises
@@ -224,8 +232,8 @@ class Team:
         if not self.is_inline:
             self._drain_events()
         if any(link.is_dead for link in self.links):
-            self._revive()
-        self.await_ready()
+            self._revive(deadline)
+        self.await_ready(deadline)
 
     @property
     def has_dead(self) -> bool:
@@ -259,7 +267,7 @@ class Team:
         link.is_dead = True
         return process.reap()
 
-    def _revive(self) -> None:
+    def _revive(self, deadline: float | None) -> None:
         """Start dead ranks again; they get functions with the next load, segments and plans with the next call."""
         dead = [link for link in self.links if link.is_dead]
         now = time.monotonic()
@@ -285,10 +293,11 @@ class Team:
         with deferred():
             for link in dead:
                 self.counters["restarts"] += 1
+                self._hellos.pop(link.rank, None)
                 link.restart(self._start(link.rank, lasting))
                 self.restarted.append(link.rank)
                 self._watch_link(link)
-        self.await_ready()
+        self.await_ready(deadline)
         if reports:
             warnings.warn(f"{'; '.join(reports)} and was started again.", RuntimeWarning, stacklevel=6)
 
@@ -391,13 +400,19 @@ class Team:
         return missing
 
     def _wait(
-        self, pending: set[int], sequence: int | None, deadline: float | None, phase: str, what: str = ""
+        self,
+        pending: set[int],
+        sequence: int | None,
+        deadline: float | None,
+        phase: str,
+        what: str = "",
+        replies: dict[int, Reply] | None = None,
     ) -> dict[int, Reply]:
         """Collect one reply from each pending rank; a death or the deadline ends the wait with an error.
 
         Replies are taken before deaths: a worker that answered and then died has answered.
         """
-        replies: dict[int, Reply] = {}
+        replies = {} if replies is None else replies
         dead: list[int] = []
         if self.is_inline:
             process = self.links[0].process
@@ -419,11 +434,11 @@ class Team:
             # lines are shown before the call returns.
             for fd, _ in self._poll.poll(timeout_ms):
                 kind, rank = self._fds.get(fd, ("", -1))
-                if kind == "up":
-                    reply = self._read_reply(self.links[rank], sequence)
-                    if reply is not None and rank in pending:
-                        replies[rank] = reply
-                        pending.discard(rank)
+                if kind == "up" and phase == "start":
+                    with deferred():  # a hello comes once
+                        self._take_reply(rank, sequence, pending, replies)
+                elif kind == "up":
+                    self._take_reply(rank, sequence, pending, replies)
                 elif kind == "death":
                     dead.append(rank)
                 elif kind == "output":
@@ -434,6 +449,12 @@ class Team:
                 self._on_deaths(dead, pending, replies, sequence, phase, what)
                 dead = []
         return replies
+
+    def _take_reply(self, rank: int, sequence: int | None, pending: set[int], replies: dict[int, Reply]) -> None:
+        reply = self._read_reply(self.links[rank], sequence)
+        if reply is not None and rank in pending:
+            replies[rank] = reply
+            pending.discard(rank)
 
     def where(self) -> str:
         """Return what each rank is doing: phase, bytes published, Python stacks. For any thread, also during a call."""

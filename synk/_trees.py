@@ -42,6 +42,20 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     return leaves, structure
 
 
+def is_container(value: Any) -> bool:
+    """Whether ``flatten`` would take ``value`` apart; so it does with None, which is structure."""
+    return _is_node(value)
+
+
+def describe(structure: Any) -> str:
+    """Return a structure as a user would write it."""
+    if structure == "leaf":
+        return "one array"
+    if isinstance(structure, tuple):
+        return f"a {structure[0].__name__} of {structure[1]}"
+    return str(structure).removeprefix("PyTreeSpec(").removesuffix(")")
+
+
 def skeleton_of(structure: Any, num_leaves: int) -> Any:
     """Return the nesting of ``structure`` with the position of each leaf in its place."""
     return unflatten(structure, list(range(num_leaves)))

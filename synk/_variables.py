@@ -20,7 +20,7 @@ from synk._cell import cell
 from synk._memory import Segment
 from synk._messages import Down, Input
 from synk._ops import Accumulator
-from synk._trees import flatten, unflatten
+from synk._trees import describe, flatten, unflatten
 from synk.backends import Backend
 
 _ALIGNMENT = 64
@@ -161,8 +161,21 @@ def check_value(
     return arrays
 
 
+def value_as_array(variable: Any, dtype: Any, copy: bool | None) -> np.ndarray:
+    """Return ``variable.value`` as NumPy asks for it by ``__array__``."""
+    if variable._structure != "leaf":
+        raise TypeError(
+            f"cannot make an array of variable {variable.name!r}, which is {describe(variable._structure)}. "
+            "Take one of the arrays of its value."
+        )
+    return np.array(variable.value, dtype=dtype) if copy else np.asarray(variable.value, dtype=dtype)
+
+
 class Replica:
     """One variable on one rank; what ``w`` is inside a function."""
+
+    # Without a dictionary a misspelt ``w.vlaue = ...`` is an error.
+    __slots__ = ("_declaration", "_front", "_shapes", "_store", "_structure", "_views")
 
     def __init__(self, store: VariableStore) -> None:
         self._store = store
@@ -228,8 +241,8 @@ class Replica:
         leaves, structure = flatten_value(value, self._structure)
         if structure != self._structure:
             raise ValueError(
-                f"cannot assign variable {self.name!r}: got a value of structure {structure}, expected "
-                f"{self._structure}."
+                f"cannot assign variable {self.name!r}: got {describe(structure)}, expected "
+                f"{describe(self._structure)}."
             )
         if self._store.from_framework is not None:
             leaves = [self._store.from_framework(leaf) for leaf in leaves]
@@ -276,6 +289,9 @@ class Replica:
         """Let go of the shared memory, though functions may still refer to the variable."""
         self._views = None
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return value_as_array(self, dtype, copy)
+
     @property
     def shape(self) -> Any:
         shapes = [leaf.shape for leaf in self.leaves()]
@@ -314,7 +330,7 @@ class VariableStore:
         self._replicas: dict[int, Replica] = {}
         self.assigned: dict[Replica, list[Any]] = {}
         self._stored: tuple[int, list[Replica]] = (-1, [])
-        self._is_sliced = False
+        self.is_sliced = False
         self._is_updating = False
         self._sums: list[list[Accumulator]] = []
         self._structures: list[Any] = []
@@ -378,7 +394,7 @@ class VariableStore:
 
     def begin(self, function: Any, is_sliced: bool) -> None:
         """Prepare for a call of ``function``."""
-        self._is_sliced = is_sliced
+        self.is_sliced = is_sliced
         self._updates = [update if isinstance(update, tuple) else (update, "avg") for update in function.updates]
         self._is_updating = bool(self._updates)
         self._sums, self._structures = [], []
@@ -396,7 +412,7 @@ class VariableStore:
                 f"cannot assign variable {replica.name!r} in a function with updates=: return its new value, as in "
                 "return outputs, (new_value,), and list it in updates."
             )
-        if self._is_sliced:
+        if self.is_sliced:
             raise ValueError(
                 f"cannot assign variable {replica.name!r} with num_slices above 1: the slices would see each other's "
                 "values. Use updates=, or num_slices=1."
@@ -415,9 +431,9 @@ class VariableStore:
             values = (values,)
         if not isinstance(values, (tuple, list)) or len(values) != len(self._updates):
             raise ValueError(
-                f"cannot update the variables of {function.name!r}: got {type(values).__name__} of new values, "
-                f"expected "
-                f"one for each of the {len(self._updates)} updates."
+                f"cannot update the variables of {function.name!r}: got "
+                f"{len(values) if isinstance(values, (tuple, list)) else 1} new values, expected one for each of the "
+                f"{len(self._updates)} updates."
             )
         is_first = not self._sums
         for position, ((replica, op), value) in enumerate(zip(self._updates, values)):
@@ -425,7 +441,7 @@ class VariableStore:
             if is_first:
                 what = f"the update of {replica.name!r}"
                 self._sums.append(
-                    [Accumulator(op, what, self.backend.xp, is_single=not self._is_sliced) for _ in leaves]
+                    [Accumulator(op, what, self.backend.xp, is_single=not self.is_sliced) for _ in leaves]
                 )
                 self._structures.append(structure)
             for accumulator, leaf in zip(self._sums[position], leaves):

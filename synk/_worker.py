@@ -274,6 +274,11 @@ class Worker:
     def collectives(self) -> HostCollectives | DeviceCollectives:
         """Return the collectives of the call under way; the first use in a call joins its group."""
         function = self._function
+        if self.variables.is_sliced:
+            raise ValueError(
+                f"cannot communicate in {self.function_name!r}: the call has num_slices above 1, so each rank runs the "
+                "function several times, and not all of them equally often. Call it with num_slices=1."
+            )
         assert self._communicator is not None and function is not None
         ranks = tuple(np.flatnonzero(self.down[:, Down.PARTICIPATES]).tolist())
         if not self._is_communicating:

@@ -5,6 +5,8 @@ Owns one segment at a time. Makes no message: workers learn of a segment with th
 
 from __future__ import annotations
 
+import numbers
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -60,9 +62,10 @@ class Data:
                 raise ValueError(f"cannot make {label}: got a value of shape {array.shape} and shape={shape}.")
             self._ndim = array.ndim if ndim is None else ndim
             self._array = np.empty((0,) * self._ndim, self._dtype)
-            # Whoever names a dtype for a list of Python numbers means the conversion.
-            is_given = isinstance(value, np.ndarray) or hasattr(value, "dtype")
-            self.set_value(array, force_cast=force_cast or not is_given, oversize=oversize)
+            if dtype is not None and not hasattr(value, "dtype"):
+                # Whoever names a dtype for a list of Python numbers means NumPy's conversion, with its errors.
+                array = np.array(value, dtype=self._dtype)
+            self.set_value(array, force_cast=force_cast, oversize=oversize)
             return
         if dtype is None or (shape is None and ndim is None):
             raise TypeError(f"cannot make {label}: got no value, expected dtype and one of shape and ndim.")
@@ -182,12 +185,13 @@ class Data:
         """Change the number of rows; the rows that fit are kept, new ones hold zeros or old contents."""
         if self._ndim == 0:
             raise ValueError(f"cannot set the length of {self._label}: it has no axes.")
-        self.set_shape((length, *self.shape[1:]), oversize=oversize)
+        self.set_shape((operator.index(length), *self.shape[1:]), oversize=oversize)
 
     def set_shape(self, shape: Sequence[int] | int, *, oversize: float = 1.0) -> None:
         """Change the shape; rows are kept where only axis 0 changes, otherwise the contents are undefined."""
         self._runtime.check_open(f"resize {self._label}")
-        shape = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(int(length) for length in shape)
+        shape = (shape,) if isinstance(shape, (int, np.integer)) else shape
+        shape = tuple(operator.index(length) for length in shape)
         if len(shape) != self._ndim:
             raise ValueError(f"cannot resize {self._label}: got shape {shape}, expected {self._ndim} axes.")
         if any(length < 0 for length in shape):
@@ -201,8 +205,7 @@ class Data:
         self._drop_segment()
 
     def _resize(self, shape: tuple[int, ...], oversize: float, *, keep: bool) -> None:
-        if not 1.0 <= oversize <= 2.0:
-            raise ValueError(f"cannot resize {self._label}: got oversize={oversize}, expected 1.0 to 2.0.")
+        _check_oversize(oversize, self._label)
         count = 1
         for length in shape:
             count *= length
@@ -232,6 +235,11 @@ class Data:
         segment = getattr(self, "_segment", None)
         if runtime is not None and segment is not None and not runtime.is_closed:
             runtime._released.append(segment)
+
+
+def _check_oversize(oversize: Any, label: str) -> None:
+    if not isinstance(oversize, numbers.Real) or not 1.0 <= float(oversize) <= 2.0:
+        raise ValueError(f"cannot resize {label}: got oversize={oversize!r}, expected 1.0 to 2.0.")
 
 
 def check_same_runtime(data: Data, runtime: Runtime, what: str) -> None:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -143,7 +143,7 @@ class Function:
         deadline = runtime.deadline(options.timeout)
         for attempts_left in range(self._retry, -1, -1):
             with runtime.entered(self._verb):
-                runtime.begin(self._verb)
+                runtime.begin(self._verb, deadline)
                 try:
                     return run_call(runtime, self, args, kwargs, options, deadline)
                 except WorkerDied:
@@ -236,9 +236,10 @@ def _check_slices(num_slices: Any) -> int:
 def _subset(output_subset: Any) -> tuple[Any, ...] | None:
     if output_subset is None:
         return None
-    if isinstance(output_subset, (str, int)):
-        return (output_subset,)
-    return tuple(output_subset)
+    keys = [output_subset] if isinstance(output_subset, (str, int, np.integer)) else output_subset
+    if not isinstance(keys, Iterable):
+        raise TypeError(f"cannot select outputs: got output_subset={output_subset!r}, expected positions or keys.")
+    return tuple(int(key) if isinstance(key, np.integer) else key for key in keys)
 
 
 def _dumps(value: Any) -> tuple[bytes, set[Shared]]:
@@ -259,7 +260,7 @@ def _check_picklable(function: Function) -> set[Shared]:
     except Exception as error:
         culprit = _find_culprit(function._fn)
         raise SerializationError(
-            f"cannot send {function.name!r} to the workers: {culprit}{type(error).__name__}: {error}. "
+            f"cannot send {function.name!r} to the workers: {culprit}{type(error).__name__}: {str(error).rstrip('.')}. "
             "Make such an object inside the function, or pass what it needs as an argument."
         ) from error
 
@@ -335,8 +336,8 @@ def function(
         Parameters that every rank gets whole; all others are scattered along axis 0.
     outputs : op, or nesting of ops
         ``"avg"`` (weighted by rows), ``"sum"``, ``"prod"``, ``"min"``, ``"max"``, ``"gather"``, ``"first"``, None (a
-        list with one entry per rank) or a callable ``op(a, b)``. One for all outputs, or a structure like that of the
-        result.
+        list with one entry per rank, whatever it returned) or a callable ``op(a, b)``. One for all outputs, or a
+        structure like that of the result.
     updates : sequence of Shared, or of (Shared, op)
         Variables that the function updates; it then returns ``(outputs, new_values)``.
     framework : {None, "torch", "jax"}

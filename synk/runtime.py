@@ -98,6 +98,8 @@ class Runtime:
     ) -> None:
         refuse_inside_worker("fork")
         self.timeout = check_timeout(timeout)
+        if isinstance(max_restarts, bool) or not isinstance(max_restarts, (int, np.integer)) or max_restarts < 0:
+            raise ValueError(f"cannot fork: got max_restarts={max_restarts!r}, expected an integer of 0 or more.")
         placement = place(num_workers, backend, devices, inline)
         self.backend = placement.backend
         self.devices: tuple[str, ...] = placement.devices
@@ -193,12 +195,14 @@ class Runtime:
         """Whether this thread is in an operation."""
         return self._lock._is_owned()  # type: ignore[attr-defined]
 
-    def begin(self, verb: str) -> None:
+    def begin(self, verb: str, deadline: float | None = None) -> None:
         """Free what finalizers dropped, settle what was broken off, and bring the dead back.
 
         Raises
         ------
         ClosedError, StartupError
+        CallTimeout
+            If the workers were not up at ``deadline`` (monotonic); they go on starting.
         """
         self.check_open(verb)  # it may have been closed while this thread waited for the lock
         self._finish_commit()
@@ -213,7 +217,7 @@ class Runtime:
             variable_id = self._dropped_variables.popleft()
             for link in self.team.links:
                 link.drop_variable(variable_id)
-        self.team.prepare()
+        self.team.prepare(deadline)
         self.group.prepare(self.team)
         if self.team.restarted:
             restore(self, self._living_variables(), self.team.restarted)

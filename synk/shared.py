@@ -18,8 +18,17 @@ from synk._interrupts import deferred
 from synk._memory import Segment
 from synk._messages import Input
 from synk._shards import shard_bounds
-from synk._trees import skeleton_of, unflatten
-from synk._variables import Declaration, Shapes, check_value, flatten_value, leaf_offsets, resolve_variable, shapes_of
+from synk._trees import describe, skeleton_of, unflatten
+from synk._variables import (
+    Declaration,
+    Shapes,
+    check_value,
+    flatten_value,
+    leaf_offsets,
+    resolve_variable,
+    shapes_of,
+    value_as_array,
+)
 from synk.errors import ClosedError
 
 if TYPE_CHECKING:
@@ -56,6 +65,10 @@ class Shared:
     """
 
     _synk_shared = True
+    __slots__ = (  # so that a misspelt ``w.vlaue = ...`` is an error
+        "__weakref__", "_dtypes", "_has_common", "_id", "_runtime", "_spares", "_structure", "buffers", "content",
+        "front", "is_sharded", "is_stale", "lost", "name", "shapes", "version",
+    )  # fmt: skip
 
     def __init__(self, runtime: Runtime, value: Any, *, sharded: bool = False, name: str | None = None) -> None:
         self._runtime = runtime
@@ -256,7 +269,7 @@ class Shared:
         leaves, structure = flatten_value(value, self._structure)
         if structure != self._structure:
             raise ValueError(
-                f"cannot set variable {self.name!r}: got a value of structure {structure}, expected {self._structure}."
+                f"cannot set variable {self.name!r}: got {describe(structure)}, expected {describe(self._structure)}."
             )
         shapes = self.shapes[rank][self.front[rank]]
         return [
@@ -281,6 +294,9 @@ class Shared:
             self._runtime.scatter(self, value)
         else:
             self._runtime.set_value(self, value)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return value_as_array(self, dtype, copy)
 
     @property
     def dtype(self) -> Any:

@@ -26,6 +26,17 @@ def host_converters(framework: str) -> tuple[Converter, Converter]:
     return _torch_converters() if framework == "torch" else _jax_converters()
 
 
+def bfloat16() -> np.dtype:
+    """Return NumPy's dtype of that name, which comes from ml_dtypes."""
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise TypeError(
+            "cannot return values of dtype bfloat16: NumPy has none of its own. Install ml_dtypes, or cast to float32."
+        ) from error
+    return np.dtype(ml_dtypes.bfloat16)
+
+
 def _torch_converters() -> tuple[Converter, Converter]:
     import torch
 
@@ -48,9 +59,7 @@ def _torch_converters() -> tuple[Converter, Converter]:
             return value
         value = value.detach().cpu().resolve_conj().resolve_neg()
         if value.dtype == torch.bfloat16:
-            import ml_dtypes
-
-            return value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+            return value.view(torch.int16).numpy().view(bfloat16())
         return value.numpy()
 
     return to_torch, from_torch
@@ -102,9 +111,7 @@ def _torch_device_converters() -> tuple[Converter, Converter]:
             return from_host_tensor(value)
         value = value.detach().resolve_conj().resolve_neg()
         if value.dtype == torch.bfloat16:
-            import ml_dtypes
-
-            return cupy.from_dlpack(value.view(torch.int16)).view(ml_dtypes.bfloat16)
+            return cupy.from_dlpack(value.view(torch.int16)).view(bfloat16())
         if value.dtype == torch.bool:
             return cupy.from_dlpack(value.view(torch.uint8)).view(np.bool_)
         return cupy.from_dlpack(value)

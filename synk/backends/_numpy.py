@@ -45,7 +45,7 @@ class NumpyBackend:
 
     def as_output(self, value: Any) -> np.ndarray | None:
         if type(value) is np.ndarray:
-            return value
+            return None if value.dtype.hasobject else value  # pointers mean nothing in another process
         if is_masked(value):
             raise TypeError(
                 "cannot return a masked array: the mask would be lost. Return value.filled(...), or data and mask."
