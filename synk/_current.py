@@ -53,9 +53,9 @@ def fork(
     devices : sequence or None
         Which GPUs, by index or UUID; one may appear more than once.
     inline : bool
-        Run the one rank in this process, on the same path, for a debugger.
+        Run the one rank in this process, on the same path, for a debugger. Time limits have no effect then.
     timeout : float or None
-        Default for all calls, in seconds; None: no limit.
+        Default for all calls, in seconds; None: no limit. Counts from the call on, the start of the workers included.
     max_restarts : int
         How many dead workers are started again within 60 s before the runtime closes.
 
