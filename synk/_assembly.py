@@ -104,7 +104,9 @@ class Assembly:
                 f"rank {rank}: {_describe(layout.skeleton)}" for rank, layout in zip(self.voters, self.layouts)
             )
             raise CollectiveMismatch(
-                f"cannot combine the outputs of {self.name!r}: got {got}, expected one structure on all ranks."
+                f"cannot combine the outputs of {self.name!r}: got {got}, expected one structure on all ranks. Tuples, "
+                "lists and dicts are taken apart, with op None as well: return what differs as one object of another "
+                "class, such as a deque or a dataclass."
             )
 
     def _check_leaf(self, leaf: int) -> None:

@@ -25,7 +25,7 @@ from synk._messages import (
     is_in_slot,
     slot_offsets,
 )
-from synk._ops import Accumulator, Op, check_op, has_none, is_reducible, match_ops, reduce_into, seal
+from synk._ops import Accumulator, Op, check_op, is_reducible, match_ops, reduce_into
 from synk._shards import shard_bounds
 from synk._trees import flatten, skeleton_of, unflatten
 from synk._variables import VariableStore
@@ -46,7 +46,6 @@ class LoadedFunction:
         self.name = name
         self.outputs = outputs
         self.updates = updates
-        self.has_objects = has_none(outputs)
         self.to_framework: Callable[[Any], Any] | None = None
         self.from_framework: Callable[[Any], Any] | None = None
         if framework is not None:
@@ -210,19 +209,7 @@ class Executor:
             else:
                 args.append(value)
         result = function.fn(*args, **kwargs)
-        if function.updates:
-            result = variables.take_updates(function, result, high - low)
-        if function.has_objects:
-            result = seal(function.outputs, result, lambda value: _Object(self._on_host(value, function)))
-        return result
-
-    def _on_host(self, value: Any, function: LoadedFunction) -> Any:
-        """Return a nesting as it can travel in a pickle: the master has no device, and need not have the framework."""
-        if function.from_framework is None and not self.backend.is_device:
-            return value
-        leaves, structure = flatten(value)
-        convert = function.from_framework or (lambda leaf: leaf)
-        return unflatten(structure, [self._as_object(convert(leaf)) for leaf in leaves])
+        return variables.take_updates(function, result, high - low) if function.updates else result
 
     def _rows(
         self, prepared: PreparedPlan, item: Input, base: np.ndarray, numbers: list[int], low: int, high: int
@@ -495,7 +482,7 @@ class Executor:
 
 
 class _Object:
-    """An output with op None that is one object, whatever it holds: a container, or the values over a rank's slices."""
+    """An output that is one object, whatever it holds: an array of objects, or the values over a rank's slices."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -92,6 +92,8 @@ class Link:
         """
         known = self.segments
         missing = [segment for segment in needed if segment.id not in known]
+        if len(missing) > 1:  # equal values of several ranks lie in one
+            missing = list({segment.id: segment for segment in missing}.values())
         new_exchange = None
         if self._exchange_id != exchange.id:
             new_exchange = (exchange.id, slot_nbytes)

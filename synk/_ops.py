@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-
-from synk._trees import is_container
 
 Op = str | Callable[[Any, Any], Any] | None
 
@@ -224,27 +221,6 @@ def check_outputs(outputs: Any, what: str) -> None:
         )
     for child in children:
         check_outputs(child, what)
-
-
-def has_none(outputs: Any) -> bool:
-    """Whether op None is among ``outputs``."""
-    if isinstance(outputs, dict):
-        return any(map(has_none, outputs.values()))
-    return any(map(has_none, outputs)) if isinstance(outputs, (tuple, list)) else outputs is None
-
-
-def seal(outputs: Any, result: Any, wrap: Callable[[Any], Any]) -> Any:
-    """Return ``result`` with every container that has op None wrapped: it is one object, and ranks may differ in it."""
-    if outputs is None:
-        return wrap(result) if is_container(result) else result
-    if isinstance(outputs, dict) and isinstance(result, dict):
-        sealed = copy.copy(result)
-        sealed.update({key: seal(outputs[key], value, wrap) for key, value in result.items() if key in outputs})
-        return sealed
-    if isinstance(outputs, (tuple, list)) and isinstance(result, (tuple, list)) and len(outputs) == len(result):
-        values = [seal(op, value, wrap) for op, value in zip(outputs, result)]
-        return type(result)._make(values) if hasattr(result, "_make") else type(result)(values)
-    return result
 
 
 def match_ops(outputs: Any, skeleton: Any, num_leaves: int, what: str) -> list[Op]:

@@ -42,11 +42,6 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     return leaves, structure
 
 
-def is_container(value: Any) -> bool:
-    """Whether ``flatten`` would take ``value`` apart; so it does with None, which is structure."""
-    return _is_node(value)
-
-
 def describe(structure: Any) -> str:
     """Return a structure as a user would write it."""
     if structure == "leaf":

@@ -241,7 +241,7 @@ class Replica:
         leaves, structure = flatten_value(value, self._structure)
         if structure != self._structure:
             raise ValueError(
-                f"cannot assign variable {self.name!r}: got {describe(structure)}, expected "
+                f"cannot assign variable {self.name!r}: got a value of structure {describe(structure)}, expected "
                 f"{describe(self._structure)}."
             )
         if self._store.from_framework is not None:

@@ -336,7 +336,7 @@ def function(
         Parameters that every rank gets whole; all others are scattered along axis 0.
     outputs : op, or nesting of ops
         ``"avg"`` (weighted by rows), ``"sum"``, ``"prod"``, ``"min"``, ``"max"``, ``"gather"``, ``"first"``, None (a
-        list with one entry per rank, whatever it returned) or a callable ``op(a, b)``. One for all outputs, or a
+        list with one entry per rank) or a callable ``op(a, b)``. One for all outputs, or a
         structure like that of the result.
     updates : sequence of Shared, or of (Shared, op)
         Variables that the function updates; it then returns ``(outputs, new_values)``.

@@ -269,7 +269,8 @@ class Shared:
         leaves, structure = flatten_value(value, self._structure)
         if structure != self._structure:
             raise ValueError(
-                f"cannot set variable {self.name!r}: got {describe(structure)}, expected {describe(self._structure)}."
+                f"cannot set variable {self.name!r}: got a value of structure {describe(structure)}, "
+                f"expected {describe(self._structure)}."
             )
         shapes = self.shapes[rank][self.front[rank]]
         return [

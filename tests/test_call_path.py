@@ -176,7 +176,7 @@ def test_a_rank_sees_only_its_own_rows_without_a_copy(shared_runtimes: Any) -> N
                     return "/memfd:synk" in line, " r--s " in line, x.flags.writeable, len(x)
         raise AssertionError("the rows lie nowhere")
 
-    f = rt.function(describe, outputs=(None,) * 4)
+    f = rt.function(describe, outputs=None)
     for rows in (data, BIG):
         assert f(rows) == ([True] * 2, [True] * 2, [False] * 2, [len(BIG) // 2] * 2)
     contiguous = f(data, batch=slice(1, 101))

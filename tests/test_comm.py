@@ -278,15 +278,6 @@ def test_only_the_ranks_with_rows_take_part(shared_runtimes: Any, where: Any) ->
             rt.function(lambda x: synk.comm.broadcast(x[:1], 0), outputs=None)(x, batch=[2 * size - 1])
 
 
-@pytest.mark.parametrize("where", EVERYWHERE)
-def test_with_slices_every_slice_is_a_collective_of_its_own(shared_runtimes: Any, where: Any) -> None:
-    rt = shared_runtimes[where]
-    f = rt.function(lambda x: synk.comm.all_reduce(x.sum(axis=0), "sum"), outputs="sum")
-    x = np.arange(12.0 * rt.world_size).reshape(-1, 2)
-    assert_same(f(x, num_slices=3), x.sum(axis=0) * rt.world_size)
-    assert_same(f(x, num_slices=1), x.sum(axis=0) * rt.world_size)
-
-
 def test_torch_tensors_stay_tensors(shared_runtimes: Any) -> None:
     rt = shared_runtimes["inline"]
 
@@ -366,11 +357,3 @@ def test_an_exception_on_one_rank_is_the_error_and_not_the_wait_of_its_peers(sha
 
     with same_workers(rt), pytest.raises(LookupError, match="rank 1 has no data"):
         rt.function(body)(np.zeros(3))
-
-
-def test_slices_that_differ_in_number_are_a_mismatch(shared_runtimes: Any) -> None:
-    """Five rows on two ranks: three slices here and two there."""
-    rt = shared_runtimes[2]
-    f = rt.function(lambda x: synk.comm.all_reduce(x.sum(), "sum"), outputs="sum")
-    with same_workers(rt), pytest.raises(CollectiveMismatch, match=r"rank 1 left"):
-        f(np.ones(5), num_slices=3)
