@@ -90,7 +90,7 @@ class Shared:
         self.is_stale = [False] * world_size
         self.lost: set[int] = set()
         self.version = 0
-        self._spares: list[list[Segment]] = [[] for _ in range(world_size)]
+        self._spares: list[Segment] = []  # of whichever rank: the common one may come to lie with another rank
         self._has_common = False
         parts = self.split(arrays) if self.is_sharded else [arrays]
         for rank, part in enumerate(parts):
@@ -198,7 +198,7 @@ class Shared:
                 back = 1 - self.front[rank]
                 own = self.buffers[rank][back]
                 if own is not None:
-                    self._spares[rank].append(own)
+                    self._spares.append(own)
                 self.buffers[rank][back] = self.buffers[0][index]
                 self.shapes[rank][back] = self.shapes[0][index]
                 self.front[rank] = back
@@ -220,7 +220,7 @@ class Shared:
             for rank, pair in enumerate(self.buffers):
                 back = 1 - self.front[rank]
                 if pair[back] is not None and id(pair[back]) in taken:
-                    pair[back] = self._spares[rank].pop() if self._spares[rank] else None
+                    pair[back] = self._spares.pop() if self._spares else None
                     self._note_change()
                 taken.add(id(pair[back]))
 
@@ -259,8 +259,8 @@ class Shared:
         return [segment for segment in self.buffers[rank] if segment is not None]
 
     def _all_segments(self) -> list[Segment]:
-        held = [segment for rank in range(len(self.buffers)) for segment in (*self.segments(rank), *self._spares[rank])]
-        return list({segment.id: segment for segment in held}.values())
+        held = [segment for rank in range(len(self.buffers)) for segment in self.segments(rank)]
+        return list({segment.id: segment for segment in (*held, *self._spares)}.values())
 
     # -- values -------------------------------------------------------------------------------------------------------
 
