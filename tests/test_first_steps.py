@@ -98,7 +98,7 @@ def test_a_time_limit_counts_while_the_workers_start() -> None:
         os.kill(pid, signal.SIGSTOP)
         f = rt.function(lambda x: x.sum(), outputs="sum")
         try:
-            with pytest.raises(synk.errors.CallTimeout):
+            with pytest.raises(synk.errors.CallTimeout, match="still starting"):
                 f(X, timeout=0.1)
         finally:
             os.kill(pid, signal.SIGCONT)
