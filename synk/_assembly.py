@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import reduce as fold
 from typing import Any
@@ -27,6 +28,8 @@ from synk.errors import CollectiveMismatch
 
 _Read = Callable[[int, Leaf], np.ndarray]
 
+_numbers = itertools.count(1)
+
 
 class Assembly:
     """How the outputs of the ranks that ran become one result; good for every call with the same layouts.
@@ -47,6 +50,11 @@ class Assembly:
     world_size : int
     has_group : bool
         Whether the voters reduce large outputs by NCCL.
+
+    Attributes
+    ----------
+    number : int
+        Told from those of all other assemblies.
     """
 
     def __init__(
@@ -62,7 +70,9 @@ class Assembly:
         has_group: bool = False,
     ) -> None:
         self.name = name
+        self.number = next(_numbers)
         self._has_group = has_group
+        self._exchange_id = exchange.id
         self.voters = voters
         self.has_assignments = any(layout.assigned for layout in layouts)
         self.layouts = layouts
@@ -94,6 +104,15 @@ class Assembly:
             self._check_leaf(leaf)
             self._place(leaf)
         self._small = self._short_way()
+
+    def fits(self, voters: Sequence[int], layouts: Sequence[Layout], exchange: Segment, has_group: bool) -> bool:
+        """Whether it is good for a call, of which the arguments are those of the constructor."""
+        return (
+            self.voters == voters
+            and all(mine is layout for mine, layout in zip(self.layouts, layouts))
+            and self._exchange_id == exchange.id
+            and self._has_group == has_group
+        )
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 

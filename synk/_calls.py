@@ -30,8 +30,9 @@ from synk._arrays import copy_into
 from synk._assembly import Assembly
 from synk._device_values import check_not_lost
 from synk._failures import raise_failures
-from synk._links import DONE, Reply
-from synk._messages import BLOCK_LENGTH, Down, Kind, Layout, Plan, Status, Up, slot_offsets
+from synk._links import ASSEMBLED, DONE, Reply
+from synk._memory import Segment
+from synk._messages import BLOCK_LENGTH, IS_ASSEMBLED, Down, Kind, Layout, Plan, Status, Up, slot_offsets
 from synk._ops import match_ops
 from synk._plans import CachedPlan, Call, Places, PlanCache, RepeatedCall
 from synk._shards import Assignment, Selection, shard_bounds
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 _even_bounds = functools.lru_cache(maxsize=256)(shard_bounds)
 
 _plan_ids = itertools.count(1)
+
+_Lease = tuple[Segment, np.ndarray]  # a buffer for large outputs and its root view
 
 
 @dataclass
@@ -103,18 +106,20 @@ def run_call(
     else:
         call, cached, rows = _prepare(runtime, function, args, kwargs, options)
     runtime.counters["calls"] += 1
-    runtime.next_call()
     runtime.group.announce(runtime.team, len(call.ranks))
     plan_id = cached.plan.plan_id
     links = runtime.team.links
     contents = {rank: cached.plan for rank in call.ranks if plan_id not in links[rank].plans}
     try:
         for rank in contents:
-            links[rank].plans.add(plan_id)
+            links[rank].plans[plan_id] = 0
+        lease = _lease(runtime, cached, call)
+        segments = cached.segments if lease is None else [*cached.segments, lease[0]]
+        runtime.next_call(result_id=0 if lease is None else lease[0].id)
         replies = runtime.team.exchange(
-            Kind.CALL, call.ranks, plan_id, contents, cached.segments, deadline, "call", repr(function.name)
+            Kind.CALL, call.ranks, plan_id, contents, segments, deadline, "call", repr(function.name)
         )
-        result = _collect(runtime, function, cached, call, rows, replies, options, deadline)
+        result = _collect(runtime, function, cached, call, rows, replies, lease, options, deadline)
     except BaseException:
         # A worker may have told of a layout that was not taken in: the next call agrees on everything anew.
         function.plans.discard(cached, runtime)
@@ -373,12 +378,13 @@ def _collect(
     call: Call,
     rows: list[int],
     replies: dict[int, Reply],
+    lease: _Lease | None,
     options: CallOptions,
     deadline: float | None,
 ) -> Any:
     """Turn replies into the result: errors first, then agreement, then the large outputs, then the values."""
     name, outputs = function.name, function.outputs
-    is_plain = all(reply is DONE for reply in replies.values())
+    is_plain = all(reply is DONE or reply is ASSEMBLED for reply in replies.values())
     if not is_plain:
         raise_failures(replies, runtime.world_size, name)
     objects = None if is_plain else _take_layouts(name, cached, call.ranks, replies)
@@ -389,16 +395,20 @@ def _collect(
     if not is_plain and any(reply.status == Status.UNPUBLISHED for reply in replies.values()):
         waiting = [rank for rank in call.ranks if replies[rank].status == Status.UNPUBLISHED]
         _republish(runtime, name, outputs, call.ranks, layouts, waiting, deadline)
-    key = (tuple(map(id, layouts)), tuple(call.ranks), runtime.exchange_segment.id, runtime.group.is_in_use)
-    assembly = cached.assemblies.get(key)
-    if assembly is None:
-        assembly = Assembly(
+    assembly = cached.assembly
+    if assembly is None or not assembly.fits(call.ranks, layouts, runtime.exchange_segment, runtime.group.is_in_use):
+        assembly = cached.assembly = Assembly(
             name, outputs, options.output_subset, call.ranks, layouts,
             runtime.exchange_segment, runtime.slot_nbytes, runtime.world_size, runtime.group.is_in_use,
         )  # fmt: skip
         cached.output_nbytes = sum(leaf.nbytes for layout in layouts for leaf in layout.leaves)
-        cached.assemblies = {key: assembly}  # it keeps the layouts alive, so that their ids stay theirs
-    root = _assemble_large(runtime, name, assembly, deadline) if assembly.result_nbytes else None
+        lease = None
+    root = None
+    if assembly.result_nbytes:
+        segment, root = lease or runtime.lease_result(assembly.result_nbytes)
+        waiting = [rank for rank in call.ranks if not replies[rank].flags & IS_ASSEMBLED]
+        if waiting:
+            _assemble_large(runtime, name, cached.plan.plan_id, assembly, waiting, segment, deadline)
     result = assembly.build(rows, objects, root, call.owned.order if call.owned is not None else None)
     if assembly.has_assignments:
         runtime.commit(call.ranks, layouts)
@@ -458,16 +468,39 @@ def _republish(
     raise_failures(replies, runtime.world_size, name)
 
 
-def _assemble_large(runtime: Runtime, name: str, assembly: Assembly, deadline: float | None) -> np.ndarray:
-    """Have the workers write the large outputs into a leased buffer, each its own part."""
-    segment, root = runtime.lease_result(assembly.result_nbytes)
-    contents = {
-        rank: assembly.moves[rank] for rank in assembly.voters if runtime.team.links[rank].assembly is not assembly
-    }
+def _lease(runtime: Runtime, cached: CachedPlan, call: Call) -> _Lease | None:
+    """Lease a buffer for the large outputs of a call, where all ranks know their parts from an earlier one.
+
+    They fill it without being asked once all of their outputs are there, if those look as before.
+    """
+    assembly = cached.assembly
+    if assembly is None or not assembly.result_nbytes or runtime.group.is_in_use:
+        return None
+    links = runtime.team.links
+    plan_id = cached.plan.plan_id
+    if assembly.voters != call.ranks or any(links[rank].plans[plan_id] != assembly.number for rank in call.ranks):
+        return None
+    layouts = [cached.layouts[rank] for rank in call.ranks]
+    if not assembly.fits(call.ranks, layouts, runtime.exchange_segment, False):
+        return None
+    return runtime.lease_result(assembly.result_nbytes)
+
+
+def _assemble_large(
+    runtime: Runtime,
+    name: str,
+    plan_id: int,
+    assembly: Assembly,
+    ranks: list[int],
+    segment: Segment,
+    deadline: float | None,
+) -> None:
+    """Have ``ranks`` bring their parts of the large outputs into a leased buffer."""
+    links = runtime.team.links
+    contents = {rank: assembly.moves[rank] for rank in ranks if links[rank].plans[plan_id] != assembly.number}
     replies = runtime.team.exchange(
-        Kind.ASSEMBLE, assembly.voters, segment.id, contents, [segment], deadline, "reduce", repr(name)
+        Kind.ASSEMBLE, ranks, segment.id, contents, [segment], deadline, "reduce", repr(name)
     )
     raise_failures(replies, runtime.world_size, name)
     for rank in contents:
-        runtime.team.links[rank].assembly = assembly
-    return root
+        links[rank].plans[plan_id] = assembly.number

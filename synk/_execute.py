@@ -108,6 +108,7 @@ class PreparedPlan:
         self.slot_views: list[np.ndarray] = []
         self.slot_key: Any = None
         self.repeat: Repeat | None = None
+        self.moves: Sequence[Move] = ()  # this rank's part of the large outputs
 
     @staticmethod
     def _array_view(item: Input, segments: dict[int, Segment]) -> np.ndarray:
@@ -145,6 +146,7 @@ class Executor:
         self._objects: list[Any] = []
         self._result: Any = None
         self.output_nbytes = 0  # of the last call
+        self.is_waiting = False  # whether outputs of the last call are still to be assembled
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -320,6 +322,7 @@ class Executor:
         if is_new:
             layout = prepared.layout = Layout(skeleton, tuple(leaves), assigned)
         self._prepared, self._outputs, self._result, self._objects = prepared, outputs, result, objects
+        self.is_waiting = any(leaf.nbytes >= LARGE_NBYTES for leaf in leaves)
         status = self._fill_slot(prepared)
         if assigned and not variables.store():
             status = Status.UNPUBLISHED
@@ -363,7 +366,7 @@ class Executor:
     def _fill_slot(self, prepared: PreparedPlan) -> Status:
         layout = prepared.layout
         assert layout is not None
-        participants = self._participants()
+        participants = self.participants
         has_group = self.has_group
         offsets, total = slot_offsets(layout.leaves, prepared.ops, len(participants), has_group)
         if total > self.slot_nbytes or self.exchange is None:
@@ -387,7 +390,9 @@ class Executor:
                 self._publish_chunks(array, view, position, participants)
         return Status.DONE
 
-    def _participants(self) -> list[int]:
+    @property
+    def participants(self) -> list[int]:
+        """The ranks that run the call under way, ascending."""
         return np.flatnonzero(self._down[:, Down.PARTICIPATES]).tolist()
 
     def _publish_chunks(self, array: Any, view: np.ndarray, position: int, participants: list[int]) -> None:
@@ -413,18 +418,15 @@ class Executor:
         self.backend.synchronize()
         return status
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether outputs of the last call are still to be assembled."""
-        if self._prepared is None or self._prepared.layout is None:
-            return False
-        return any(leaf.nbytes >= LARGE_NBYTES for leaf in self._prepared.layout.leaves)
-
-    def assemble(self, moves: Sequence[Move], result: Segment) -> None:
-        """Bring this rank's part of the large outputs into the result segment."""
+    def assemble(self, result: Segment, moves: Sequence[Move] | None) -> None:
+        """Bring this rank's part of the large outputs into the result segment; ``moves`` where the part is new."""
         prepared = self._prepared
         assert prepared is not None and self.exchange is not None and prepared.layout is not None
-        participants = self._participants()
+        if moves is None:
+            moves = prepared.moves
+        else:
+            prepared.moves = moves
+        participants = self.participants
         rows = [int(self._down[rank, Down.ROWS]) for rank in participants]
         offsets, _ = slot_offsets(prepared.layout.leaves, prepared.ops, len(participants), self.has_group)
         self._reduce_on_devices([move for move in moves if move.kind == "device"], rows, result)
@@ -451,6 +453,7 @@ class Executor:
             with np.errstate(all="ignore"):
                 reduce_into(move.op, values, rows if move.op == "avg" else None, out)
         self.backend.synchronize()
+        self.is_waiting = False
 
     @property
     def has_group(self) -> bool:
@@ -476,6 +479,7 @@ class Executor:
 
     def forget(self) -> None:
         """Drop the outputs of the last call."""
+        self.is_waiting = False
         self._prepared = self._result = None
         self._outputs = []
         self._objects = []

@@ -51,7 +51,7 @@ class InlineProcess:
         if body is not None:
             status, flags, data = pickle_reply(worker, status, flags, body)
             flags |= HAS_BODY
-        if kind == Kind.ASSEMBLE or (kind == Kind.CALL and status == Status.DONE and not worker.executor.is_waiting):
+        if kind in (Kind.CALL, Kind.ASSEMBLE) and status == Status.DONE and not worker.executor.is_waiting:
             worker.executor.forget()
         self._reply = Reply(status, flags, data)
 

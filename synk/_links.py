@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from synk._memory import Segment
-from synk._messages import Extras, Status
+from synk._messages import IS_ASSEMBLED, Extras, Status
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,9 @@ class Reply:
 DONE = Reply(Status.DONE, 0, b"")
 """What a rank answers to a repeated call that went well."""
 
+ASSEMBLED = Reply(Status.DONE, IS_ASSEMBLED, b"")
+"""Likewise where the outputs are large."""
+
 
 class Link:
     """One rank, whichever process plays it."""
@@ -30,7 +33,7 @@ class Link:
         self.rank = rank
         self.collective_id = 0
         self.functions: set[int] = set()
-        self.plans: set[int] = set()
+        self.plans: dict[int, int] = {}  # id -> number of the assembly in which the rank knows its part, or 0
         self.restart(process)
 
     def restart(self, process: Any) -> None:
@@ -49,7 +52,6 @@ class Link:
         self._dropped_plans: list[int] = []
         self._dropped_functions: list[int] = []
         self._exchange_id = 0
-        self.assembly: Any = None
         self.numbers: Any = None
 
     def forget_sent(self) -> None:
@@ -67,7 +69,7 @@ class Link:
 
     def drop_plan(self, plan_id: int) -> None:
         if plan_id in self.plans:
-            self.plans.discard(plan_id)
+            del self.plans[plan_id]
             self._dropped_plans.append(plan_id)
 
     def drop_function(self, function_id: int) -> None:

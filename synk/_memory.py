@@ -11,6 +11,7 @@ import fcntl
 import itertools
 import mmap
 import os
+import threading
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +53,25 @@ def available_nbytes() -> int:
     except (OSError, ValueError):  # no cgroup v2, or none of our own
         pass
     return available
+
+
+class Fence:
+    """Calling it puts this process's reads and writes of shared memory before the call ahead of those after it.
+
+    Plain stores of one process may be seen late, or in another order, by the others. Releasing a lock and taking it
+    again is a full memory barrier on every processor; the lock itself is private and never contended.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def __call__(self) -> None:
+        lock = self._lock
+        if not lock.locked():  # an interrupt has broken off the fence before, between the two lines below
+            lock.acquire()
+        lock.release()
+        lock.acquire()
 
 
 def _create_fd(nbytes: int) -> int:

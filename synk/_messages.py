@@ -31,6 +31,9 @@ IS_COLLATERAL = 2
 IS_UNRECEIVED = 4
 """Flag of an error reply: the rank could not take in what the message brought."""
 
+IS_ASSEMBLED = 8
+"""Flag of a reply to a call: the rank's part of the large outputs is in its place."""
+
 SLOT_ALIGNMENT = 64
 DEVICE_DTYPES = frozenset(
     (
@@ -50,7 +53,7 @@ class Kind(IntEnum):
     LOAD = 1  # functions
     CALL = 2  # value = plan
     PUBLISH = 3  # the slots have grown: publish the outputs of the last call again
-    ASSEMBLE = 4  # value = assembly: reduce or copy the large outputs of the last call into the result segment
+    ASSEMBLE = 4  # value = segment: reduce or copy the large outputs of the last call into it
     VARIABLE = 5  # an operation on shared variables
     PING = 6
     CLOSE = 7
@@ -87,6 +90,7 @@ class Down(IntEnum):
     COMMITTED = 12  # number of the last call whose assignments hold on this rank
     GROUP = 13  # number of the NCCL group by which the devices reduce the call's large outputs; 0: through the host
     BROKEN = 14  # number of the last NCCL group that is given up
+    RESULT = 15  # segment for the call's large outputs, 0: they are asked for later; rank 0's entry counts for all
 
 
 class Up(IntEnum):
@@ -98,6 +102,7 @@ class Up(IntEnum):
     PHASE = 3  # what the worker is doing: a Phase
     OUTPUT_NBYTES = 4  # bytes of outputs that it has published since it started
     BROKEN = 5  # number of the last NCCL group that this rank has given up
+    PUBLISHED = 6  # number of the last call whose outputs lay in the slot and looked as before; negative: did not
 
 
 class Phase(IntEnum):

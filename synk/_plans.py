@@ -34,7 +34,7 @@ class CachedPlan:
         self.staged = staged
         self.places = places
         self.layouts: dict[int, Layout] = {}
-        self.assemblies: dict[Any, Assembly] = {}
+        self.assembly: Assembly | None = None  # of the last call
         self.output_nbytes = 0  # of all ranks together, in the last call
 
 

@@ -61,6 +61,7 @@ class WorkerLoop:
         eventfds = [setup["fds"][f"event{rank}"] for rank in range(setup["world_size"])]
         self._worker = Worker(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
         self._worker.failpoint = failpoint
+        self._worker.patience_s = setup["spin_s"]
         control.close_fd()
         failpoint("start.ready")
         import platform
@@ -109,12 +110,10 @@ class WorkerLoop:
             self._reply(status, reply_flags, sequence, body)
             if kind == Kind.CALL:
                 worker.failpoint("call.after_reply")
-                if status == Status.DONE and not worker.executor.is_waiting:
-                    worker.executor.forget()  # after the reply: finalizers of the user's objects run here
             elif kind == Kind.CLOSE:
                 return
-            elif kind == Kind.ASSEMBLE:
-                worker.executor.forget()
+            if kind in (Kind.CALL, Kind.ASSEMBLE) and status == Status.DONE and not worker.executor.is_waiting:
+                worker.executor.forget()  # after the reply: finalizers of the user's objects run here
             del body, extras
 
     def close(self) -> None:

@@ -26,9 +26,21 @@ from synk._channel import MAX_FDS, ProtocolError
 from synk._environment import spin_s, stuck_after_s
 from synk._inline import InlineProcess
 from synk._interrupts import deferred, held_back
-from synk._links import DONE, Link, Reply
+from synk._links import ASSEMBLED, DONE, Link, Reply
 from synk._memory import Segment
-from synk._messages import IS_UNRECEIVED, Down, Extras, Kind, Phase, Status, Up, control_blocks, control_nbytes
+from synk._messages import (
+    HAS_BODY,
+    IS_ASSEMBLED,
+    IS_UNRECEIVED,
+    Down,
+    Extras,
+    Kind,
+    Phase,
+    Status,
+    Up,
+    control_blocks,
+    control_nbytes,
+)
 from synk._process import WorkerProcess, cpu_environment, setup_message, startup_text
 from synk.errors import CallTimeout, ClosedError, SerializationError, StartupError, WorkerDied
 
@@ -381,7 +393,7 @@ class Team:
             self.counters["bytes_down"] += len(body)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its death is found in the wait
                 process.channel.send_body(sequence, body, [segment.fd for segment in missing])
-            has_body = 1
+            has_body = HAS_BODY
         process.channel.ring(kind, has_body, sequence, value)
         link.note_sent(extras, missing)
 
@@ -500,11 +512,11 @@ class Team:
         self.counters["bytes_up"] += 8
         if sequence is not None and got_sequence != sequence:
             return None
-        if status == Status.DONE and not flags:
-            return DONE
+        if status == Status.DONE and not flags & HAS_BODY:
+            return ASSEMBLED if flags & IS_ASSEMBLED else DONE
         body = b""
         fds: list[int] = []
-        if flags & 1:
+        if flags & HAS_BODY:
             try:
                 body, fds = process.channel.receive_body(got_sequence)
             except (ProtocolError, EOFError, ConnectionResetError):
@@ -593,11 +605,14 @@ class Team:
         return f" {why}{f' (it held {rss >> 20} MiB at its last report)' if rss else ''}."
 
     def _on_timeout(self, pending: set[int], phase: str, what: str) -> None:
-        ranks = sorted(pending)
+        ranks = f"rank {', '.join(map(str, sorted(pending)))} of {self.world_size}"
+        if phase == "start":
+            raise CallTimeout(
+                f"the workers were not up in time: {ranks} is still starting. Raise timeout=, or call again."
+            )
         self._settle()
         raise CallTimeout(
-            f"{what or phase} did not end in time on rank {', '.join(map(str, ranks))} of {self.world_size}. "
-            "Raise timeout=, or give the function less to do."
+            f"{what or phase} did not end in time on {ranks}. Raise timeout=, or give the function less to do."
         )
 
     def _end_calls(self, ranks: Iterable[int], kill_at: float) -> None:

@@ -7,6 +7,7 @@ master ends.
 
 from __future__ import annotations
 
+import os
 import pickle
 import resource
 import time
@@ -20,8 +21,9 @@ from synk._cell import cell
 from synk._comm import HostCollectives
 from synk._execute import Executor, LoadedFunction, PreparedPlan
 from synk._failures import Failure, pack_failure
-from synk._memory import Segment
+from synk._memory import Fence, Segment
 from synk._messages import (
+    IS_ASSEMBLED,
     IS_COLLATERAL,
     Down,
     Exchange,
@@ -97,7 +99,11 @@ class Worker:
         self.variables = VariableStore(rank, self.segments, self.down, self.backend)
         self._eventfds = eventfds
         self._own_down = memoryview(self.down[rank])
+        self._first_down = memoryview(self.down[0])
         self._own_up = memoryview(self.up[rank])  # stores through it cost a third of NumPy's
+        self._published = memoryview(self.up.T[Up.PUBLISHED])
+        self._fence = Fence()
+        self.patience_s = 0.0
         self._rss_measured = 0
         self.group: WorkerGroup | None = None
         self._communicator: ShmCommunicator | None = None
@@ -214,31 +220,18 @@ class Worker:
     def _call(self, plan_id: int, sequence: int, extras: Extras | None) -> _Reply:
         started = time.monotonic_ns()
         self.failpoint("call.received")
-        executor = self.executor
         up = self._own_up
-        function_ns = 0
+        up[Up.FUNCTION_NS] = 0
         try:
             try:
                 self.is_interruptible = True
                 if self._own_down[Down.INTERRUPT] == sequence:
                     raise Interrupted  # the signal came before this call could take it
-                prepared = self._prepared(plan_id, extras)
-                self.failpoint("call.before_function")
-                with self.backend.running():
-                    up[Up.PHASE] = Phase.FUNCTION
-                    function_started = time.monotonic_ns()
-                    result = executor.run(prepared, self.variables)
-                    function_ns = time.monotonic_ns() - function_started
-                    up[Up.PHASE] = Phase.PUBLISHING
-                    self.failpoint("call.after_function")
-                    status, body = executor.publish(prepared, result, self.variables)
-                    self._check_group()
-                self.failpoint("call.published")
-                reply: _Reply = (status, 0, body)
+                reply = self._run(self._prepared(plan_id, extras))
             except Interrupted:
                 raise
             except BaseException as error:  # whatever the user's function raises is an answer
-                executor.forget()
+                self.executor.forget()
                 reply = self._failed(error)
             finally:
                 self.is_interruptible = False
@@ -246,21 +239,69 @@ class Worker:
             self.is_interruptible = False
             self._recover("")
             reply = (Status.INTERRUPTED, 0, None)
-        if self._communicator is not None:
-            if self._is_communicating:
-                self._is_communicating = False
-                self._communicator.end()
-            else:
-                self._communicator.skip(int(self.down[0, Down.CALL]))
+        self._leave_call()
         ended = time.monotonic_ns()
         up[Up.PHASE] = Phase.IDLE
-        up[Up.OUTPUT_NBYTES] += executor.output_nbytes
-        up[Up.FUNCTION_NS] = function_ns
+        up[Up.OUTPUT_NBYTES] += self.executor.output_nbytes
         up[Up.WORKER_NS] = ended - started
         if ended - self._rss_measured > _RSS_INTERVAL_NS:
             self._rss_measured = ended
             up[Up.RSS] = _resident_nbytes()
         return reply
+
+    def _run(self, prepared: PreparedPlan) -> _Reply:
+        """Call the function, publish its outputs, and bring large ones into place where all ranks are as far."""
+        executor, up = self.executor, self._own_up
+        self.failpoint("call.before_function")
+        with self.backend.running():
+            up[Up.PHASE] = Phase.FUNCTION
+            started = time.monotonic_ns()
+            result = executor.run(prepared, self.variables)
+            up[Up.FUNCTION_NS] = time.monotonic_ns() - started
+            up[Up.PHASE] = Phase.PUBLISHING
+            self.failpoint("call.after_function")
+            status, body = executor.publish(prepared, result, self.variables)
+            self._check_group()
+            self.failpoint("call.published")
+            result_id = self._first_down[Down.RESULT]
+            looks_as_before = status == Status.DONE and (body is None or body[0] is None)
+            if not (result_id and looks_as_before and self._have_all_published()):
+                return status, 0, body
+            self.failpoint("reduce.before")
+            up[Up.PHASE] = Phase.REDUCING
+            executor.assemble(self.segments[result_id], None)
+            self.failpoint("reduce.after")
+            return status, IS_ASSEMBLED, body
+
+    def _have_all_published(self) -> bool:
+        """Tell the others that this rank's outputs are in its slot and look as before; return whether all say so.
+
+        Waits awake and not for long: a rank that was too early is asked again by the master when all have replied.
+        """
+        call = self._first_down[Down.CALL]
+        published = self._published
+        self._fence()  # the outputs come before the word that tells of them
+        published[self.rank] = call
+        ranks = self.executor.participants
+        end = time.monotonic() + self.patience_s
+        while (words := {published[rank] for rank in ranks}) != {call}:
+            if -call in words or time.monotonic() >= end:
+                return False
+            os.sched_yield()
+        self._fence()
+        return True
+
+    def _leave_call(self) -> None:
+        """Let nobody wait for this rank any longer."""
+        call = self._first_down[Down.CALL]
+        if self._published[self.rank] != call:
+            self._published[self.rank] = -call
+        if self._communicator is not None:
+            if self._is_communicating:
+                self._is_communicating = False
+                self._communicator.end()
+            else:
+                self._communicator.skip(call)
 
     def _prepared(self, plan_id: int, extras: Extras | None) -> PreparedPlan:
         """Return the plan of a call, which its first message brings."""
@@ -317,12 +358,11 @@ class Worker:
 
     def _assemble(self, result_id: int, extras: Extras | None) -> _Reply:
         self.failpoint("reduce.before")
-        if extras is not None and extras.content is not None:
-            self._moves = extras.content
+        moves = extras.content if extras is not None else None
 
         def assemble() -> None:
             with self.backend.running():
-                self.executor.assemble(self._moves, self.segments[result_id])
+                self.executor.assemble(self.segments[result_id], moves)
             self._check_group()
             self.failpoint("reduce.after")
 
@@ -361,8 +401,6 @@ class Worker:
     def _check_group(self) -> None:
         if self.group is not None and int(self.down[self.rank, Down.GROUP]):
             self.group.check()
-
-    _moves: Sequence[Any] = ()
 
 
 def _drop_frames(error: BaseException) -> None:

@@ -379,10 +379,11 @@ class Runtime:
         if self._collective_segment is not None:
             reset(self._collective_segment, self.world_size, self.team.eventfds)
 
-    def next_call(self) -> None:
-        """Number the call that is about to be sent."""
+    def next_call(self, result_id: int) -> None:
+        """Number the call that is about to be sent, and say which segment is for its large outputs (0: none yet)."""
         self._num_calls += 1
         self.team.down[0, Down.CALL] = self._num_calls
+        self.team.down[0, Down.RESULT] = result_id
 
     # -- variables ----------------------------------------------------------------------------------------------------
 
@@ -646,8 +647,6 @@ class Runtime:
         while self._released:
             self._released.popleft().close()
         self._dropped_functions.clear()  # their plans hold views of the staging segment
-        for link in self.team.links:
-            link.assembly = None  # it views the exchange segment
         for variable in self._living_variables():
             variable.close()
         for function in list(self.bound):

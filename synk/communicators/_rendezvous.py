@@ -15,13 +15,12 @@ from __future__ import annotations
 import os
 import select
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from synk._memory import Segment
+from synk._memory import Fence, Segment
 from synk.communicators import REDUCE_OPS
 from synk.communicators._buffers import DTYPE_NAMES
 from synk.communicators._layout import LINE_NBYTES, WORD_NBYTES, ControlLayout
@@ -121,8 +120,7 @@ class Rendezvous:
         self._eventfds = tuple(eventfds)
         self._poll = select.poll()
         self._poll.register(eventfds[rank], select.POLLIN)
-        self._fence_lock = threading.Lock()
-        self._fence_lock.acquire()
+        self.fence = Fence()
 
         self._bytes = segment.buffer.data[: layout.nbytes]
         self._requests = layout.requests
@@ -303,18 +301,6 @@ class Rendezvous:
         """Break the wait of this rank; callable from another thread of the process."""
         self._is_aborted = True
         os.eventfd_write(self._eventfds[self.rank], 1)
-
-    def fence(self) -> None:
-        """Order this rank's reads and writes before the fence, as others see them, before those after it.
-
-        Plain stores of one process may be seen late, or in another order, by the others. Releasing a lock and taking it
-        again is a full memory barrier on every processor; the lock itself is private and never contended.
-        """
-        lock = self._fence_lock
-        if not lock.locked():  # an interrupt has broken off the fence before, between the two lines below
-            lock.acquire()
-        lock.release()
-        lock.acquire()
 
     # -- nobody can go on ----------------------------------------------------------------------------------------
 
