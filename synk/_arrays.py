@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-_PARALLEL_NBYTES = 1 << 22
+_PARALLEL_NBYTES = 1 << 24
 
 
 def check_shareable(dtype: np.dtype, what: str) -> np.dtype:

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from synk.shared import Shared
 
 
+_MASTER_NBYTES = 8 << 20
+"""Where no more than this is read, the master is done before the workers have answered; benchmarks/collectives.py."""
+
+
 def pair(variables: Any, listed: Sequence[Shared], values: Any) -> list[tuple[Shared, Any]]:
     """Return each variable with its value: one of each, or a sequence of values of equal length.
 
@@ -54,7 +58,7 @@ def _do(runtime: Runtime, variable: Shared, steps: dict[int, list[Step]], extra:
     """Carry out the steps of each rank: here where they are small, else there."""
     segments = [segment for rank in range(runtime.world_size) for segment in variable.segments(rank)] + list(extra)
     nbytes = sum(_step_nbytes(step) for own in steps.values() for step in own)
-    if nbytes < LARGE_NBYTES or runtime.world_size == 1:
+    if nbytes <= _MASTER_NBYTES or runtime.world_size == 1:
         by_id = {segment.id: segment for segment in segments}
         for own in steps.values():
             run_steps(own, by_id)
@@ -67,7 +71,8 @@ def _do(runtime: Runtime, variable: Shared, steps: dict[int, list[Step]], extra:
 
 
 def _step_nbytes(step: Step) -> int:
-    return step.count * step.dtype.itemsize if isinstance(step, Reduce) else step.nbytes
+    """Return how much a step reads."""
+    return step.count * step.dtype.itemsize * len(step.sources) if isinstance(step, Reduce) else step.nbytes
 
 
 def _own_bytes(variable: Shared, rank: int) -> int:

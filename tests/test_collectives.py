@@ -298,9 +298,9 @@ def test_a_collective_over_several_variables_moves_all_of_them_or_none(shared_ru
 @pytest.mark.parametrize("where", [2, 3, "inline"])
 @pytest.mark.parametrize("dtype", ["f4", "c16", "i1"])
 def test_large_values_are_moved_by_the_workers(shared_runtimes: Any, where: Any, dtype: str) -> None:
-    """3 MB and an odd number of elements: each rank moves its own part, and no array byte passes the pipes."""
+    """5 MB and an odd number of elements: each rank moves its own part, and no array byte passes the pipes."""
     rt = shared_runtimes[where]
-    count = 3 * (1 << 20) // np.dtype(dtype).itemsize + 5
+    count = 5 * (1 << 20) // np.dtype(dtype).itemsize + 5
     w, values = differing(rt, (count,), dtype)
     before = dict(rt.counters)
     for op in ("avg", "sum", "max"):

@@ -327,8 +327,15 @@ class Sequences(RuleBasedStateMachine):
         self.is_rounded = False
 
 
-@pytest.mark.parametrize("where", EVERYWHERE)
-def test_any_sequence_of_operations_equals_numpy(shared_runtimes: Any, where: Any) -> None:
+@pytest.mark.parametrize(
+    ("where", "mover"), [*((where, "master") for where in EVERYWHERE), (2, "workers"), (3, "workers")]
+)
+def test_any_sequence_of_operations_equals_numpy(
+    shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch, where: Any, mover: str
+) -> None:
+    """Who moves the bytes is a matter of their number; here it is the one or the other."""
+    if mover == "workers":
+        monkeypatch.setattr("synk.collectives._MASTER_NBYTES", -1)
     runtime = shared_runtimes[where]
 
     class OnThis(Sequences):
