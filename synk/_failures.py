@@ -26,6 +26,8 @@ class Failure:
     ----------
     pickled : bytes or None
         The exception itself where it can be pickled, loaded again and is an ordinary ``Exception``.
+    unfit : str
+        Why it could not be, where it is one.
     is_collateral : bool
         The rank failed only because another one did.
     """
@@ -36,6 +38,7 @@ class Failure:
     message: str
     traceback_text: str
     pickled: bytes | None
+    unfit: str = ""
     is_collateral: bool = False
 
 
@@ -84,10 +87,10 @@ def _format(error: BaseException, depth: int = 0) -> str:
     return f"{text}Traceback (most recent call last):\n{''.join(lines)}{type(error).__qualname__}: {_message(error)}\n"
 
 
-def _pickle(error: BaseException) -> bytes | None:
-    """Return the exception pickled, or None where it is not fit to be raised in the master."""
+def _pickle(error: BaseException) -> tuple[bytes | None, str]:
+    """Return the exception pickled, or None where it is not fit to be raised in the master, and why."""
     if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
-        return None
+        return None, ""
     import cloudpickle
 
     file = _CappedFile()
@@ -95,11 +98,12 @@ def _pickle(error: BaseException) -> bytes | None:
         cloudpickle.Pickler(file, protocol=5).dump(error)
         data = b"".join(file.parts)
         # What cannot be loaded again must fail here, not in the user's session.
-        return data if type(pickle.loads(data)) is type(error) else None
+        loaded = pickle.loads(data)
+        return (data, "") if type(loaded) is type(error) else (None, f"it is loaded as {type(loaded).__name__}")
     except KeyboardInterrupt:
         raise
-    except BaseException:  # __reduce__ is the user's code and may raise anything, SystemExit included
-        return None
+    except BaseException as inner:  # __reduce__ is the user's code and may raise anything, SystemExit included
+        return None, f"{type(inner).__name__}: {_message(inner)[:500]}"
 
 
 def pack_failure(error: BaseException, rank: int, device: str, *, is_collateral: bool = False) -> Failure:
@@ -107,9 +111,8 @@ def pack_failure(error: BaseException, rank: int, device: str, *, is_collateral:
     message = _message(error)
     if isinstance(error, ValueError) and _READ_ONLY in message:
         add_note(error, "Inputs and shared variables are read-only inside a function: copy (x = x.copy()) or assign.")
-    return Failure(
-        rank, device, type(error).__qualname__, message, _format(error)[-TEXT_CAP:], _pickle(error), is_collateral
-    )
+    text = _format(error)[-TEXT_CAP:]
+    return Failure(rank, device, type(error).__qualname__, message, text, *_pickle(error), is_collateral)
 
 
 def rebuild(failures: list[Failure], world_size: int, name: str) -> Exception:
@@ -129,6 +132,8 @@ def rebuild(failures: list[Failure], world_size: int, name: str) -> Exception:
         traceback_text=first.traceback_text,
     )
     error: Exception = remote
+    if first.unfit:
+        add_note(remote, f"It comes as a RemoteError because it cannot be pickled and loaded again: {first.unfit}")
     if first.pickled is not None:
         try:
             loaded = pickle.loads(first.pickled)

@@ -136,6 +136,7 @@ def test_B4_B5_an_exception_that_cannot_travel_is_described(shared_runtimes: Any
         assert type(make()).__name__ in caught.value.type_name
         assert str(make()) in str(caught.value)
         assert "in fail" in caught.value.traceback_text
+        assert any("cannot be pickled and loaded again: " in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize("nbytes", [1 << 27, pytest.param(1 << 30, marks=pytest.mark.high_memory)])
