@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import synk
-from synk import _environment, _team
+from synk import _crew, _environment
 from synk.errors import ClosedError, WorkerDied
 
 Fork = Callable[..., Any]
@@ -194,7 +194,7 @@ def test_retry_is_refused_where_it_has_no_meaning(shared_runtimes: Any) -> None:
 def test_A10_an_out_of_memory_kill_is_named(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
     rt = runtime(2)
     kills = iter(range(1, 100))
-    monkeypatch.setattr(_team, "oom_kills", lambda: next(kills))
+    monkeypatch.setattr(_crew, "oom_kills", lambda: next(kills))
 
     def killed(x: Any) -> float:
         os.kill(os.getpid(), signal.SIGKILL)
