@@ -23,21 +23,22 @@ design = np.column_stack([np.ones(len(measurements)), measurements])
 signs = np.where(is_benign == 1, 1.0, -1.0)
 
 
-def log_probability(walkers: np.ndarray) -> np.ndarray:
-    """Log-posterior of each walker, ``(walkers, parameters) -> (walkers,)``; the data comes with the closure."""
+def log_probability(walkers: np.ndarray, design: np.ndarray, signs: np.ndarray) -> np.ndarray:
+    """Log-posterior of each walker, ``(walkers, parameters) -> (walkers,)``, with all of the data."""
     margins = signs * (walkers @ design.T)
     return -np.logaddexp(0, -margins).sum(axis=1) - 0.5 * (walkers**2).sum(axis=1) / 10**2
 
 
 def sample() -> emcee.EnsembleSampler:
-    sampler = emcee.EnsembleSampler(NUM_WALKERS, design.shape[1], log_probability, vectorize=True)
+    data = (design, signs)
+    sampler = emcee.EnsembleSampler(NUM_WALKERS, design.shape[1], log_probability, args=data, vectorize=True)
     sampler.random_state = np.random.RandomState(0).get_state()
     sampler.run_mcmc(np.random.default_rng(0).normal(scale=0.1, size=(NUM_WALKERS, design.shape[1])), NUM_STEPS)
     return sampler
 
 
 serial = sample()
-log_probability = synk.wrap(log_probability, outputs="gather")  # the one line
+log_probability = synk.wrap(log_probability, outputs="gather", bcast_inputs=("design", "signs"))  # the one line
 parallel = sample()
 
 names = ("intercept", "radius", "texture", "perimeter", "area", "smoothness")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce as fold
 from typing import Any
 
@@ -22,11 +22,9 @@ from synk._messages import (
     is_reduced_on_devices,
     slot_offsets,
 )
-from synk._ops import UFUNCS, Op, accumulator_dtype, is_reducible, match_ops, reduce_into
+from synk._ops import UFUNCS, accumulator_dtype, is_reducible, match_ops, reduce_into
 from synk._trees import flatten, unflatten
 from synk.errors import CollectiveMismatch
-
-_Read = Callable[[int, Leaf], np.ndarray]
 
 _numbers = itertools.count(1)
 
@@ -360,8 +358,3 @@ def _own(array: np.ndarray) -> Any:
     if array.ndim == 0:
         return array.copy()[()]
     return array.copy() if array.nbytes < LARGE_NBYTES else array
-
-
-def agreed_ops(outputs: Any, layout: Layout, name: str) -> list[Op]:
-    """Return the op of each leaf of a layout."""
-    return match_ops(outputs, layout.skeleton, len(layout.leaves), repr(name))

@@ -31,13 +31,13 @@ from synk._assembly import Assembly
 from synk._device_values import check_not_lost
 from synk._failures import raise_failures
 from synk._links import ASSEMBLED, DONE, Reply
-from synk._memory import Segment
 from synk._messages import BLOCK_LENGTH, IS_ASSEMBLED, Down, Kind, Layout, Plan, Status, Up, slot_offsets
 from synk._ops import match_ops
 from synk._plans import CachedPlan, Call, Places, PlanCache, RepeatedCall
+from synk._results import Lease
 from synk._shards import Assignment, Selection, shard_bounds
 from synk._trees import flatten
-from synk.errors import SerializationError
+from synk.errors import SerializationError, SharedMemoryError
 
 if TYPE_CHECKING:
     from synk.runtime import Runtime
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 _even_bounds = functools.lru_cache(maxsize=256)(shard_bounds)
 
 _plan_ids = itertools.count(1)
-
-_Lease = tuple[Segment, np.ndarray]  # a buffer for large outputs and its root view
 
 
 @dataclass
@@ -101,29 +99,32 @@ def run_call(
     staged, pickled = counters["bytes_staged"], counters["bytes_pickled"]
     repeat = function.plans.repeat if options.is_plain and not kwargs else None
     if repeat is not None and repeat.stage(runtime, args):
-        call, cached, rows = repeat.call, repeat.cached, repeat.rows
+        call, cached = repeat.call, repeat.cached
         _load(runtime, function, call)
     else:
-        call, cached, rows = _prepare(runtime, function, args, kwargs, options)
+        call, cached = _prepare(runtime, function, args, kwargs, options)
     runtime.counters["calls"] += 1
     runtime.group.announce(runtime.team, len(call.ranks))
     plan_id = cached.plan.plan_id
     links = runtime.team.links
     contents = {rank: cached.plan for rank in call.ranks if plan_id not in links[rank].plans}
+    cached.is_agreed = False  # until the call has ended well: a worker may tell of a layout that is not taken in
+    lease = _lease(runtime, cached, call)
     try:
         for rank in contents:
-            links[rank].plans[plan_id] = 0
-        lease = _lease(runtime, cached, call)
-        segments = cached.segments if lease is None else [*cached.segments, lease[0]]
-        runtime.next_call(result_id=0 if lease is None else lease[0].id)
+            links[rank].plans.add(plan_id)
+        segments = cached.segments if lease is None else [*cached.segments, lease.segment]
+        runtime.next_call(result_id=0 if lease is None else lease.segment.id)
         replies = runtime.team.exchange(
             Kind.CALL, call.ranks, plan_id, contents, segments, deadline, "call", repr(function.name)
         )
-        result = _collect(runtime, function, cached, call, rows, replies, lease, options, deadline)
+        result = _collect(runtime, function, cached, call, replies, lease, options, deadline)
     except BaseException:
-        # A worker may have told of a layout that was not taken in: the next call agrees on everything anew.
         function.plans.discard(cached, runtime)
+        if lease is not None:
+            runtime.results.give_back(lease)
         raise
+    cached.is_agreed = True
     record = runtime.profile.record(function.name)
     record.num_calls += 1
     record.function_ns += max([runtime.team.up_words[rank][Up.FUNCTION_NS] for rank in call.ranks])
@@ -136,16 +137,16 @@ def run_call(
 
 def _prepare(
     runtime: Runtime, function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
-) -> tuple[Call, CachedPlan, list[int]]:
-    """Check, plan and stage a call; return it with its plan and the rows of each rank that runs."""
+) -> tuple[Call, CachedPlan]:
+    """Check, plan and stage a call; return it with its plan."""
     call = _bind(runtime, function, args, kwargs, options)
     _load(runtime, function, call)
     cached = _plan(runtime, function, call, options)
     _stage(runtime, cached, call)
-    rows = _write_numbers(runtime, call)
+    _write_numbers(runtime, call)
     is_repeatable = options.is_plain and not kwargs and RepeatedCall.fits(call)
-    function.plans.repeat = RepeatedCall(runtime, cached, call, rows) if is_repeatable else None
-    return call, cached, rows
+    function.plans.repeat = RepeatedCall(runtime, cached, call) if is_repeatable else None
+    return call, cached
 
 
 def _load(runtime: Runtime, function: Callee, call: Call) -> None:
@@ -211,7 +212,8 @@ def _bind(
     if values:
         objects = pickle_objects([a.value for a in values], [a.label for a in values], name)
         runtime.counters["bytes_pickled"] += len(objects[0])
-    return Call(arguments, selection, bounds, ranks, objects, owned)
+    rows = [1 if selection is None else bounds[rank][1] - bounds[rank][0] for rank in ranks]
+    return Call(arguments, selection, bounds, ranks, rows, objects, owned)
 
 
 def _check_no_rows(outputs: Any, name: str) -> None:
@@ -332,8 +334,8 @@ def _stage(runtime: Runtime, cached: CachedPlan, call: Call) -> None:
     runtime.counters["bytes_staged"] += nbytes
 
 
-def _write_numbers(runtime: Runtime, call: Call) -> list[int]:
-    """Write each rank's bounds into the control segment; return the rows of the ranks that run."""
+def _write_numbers(runtime: Runtime, call: Call) -> None:
+    """Write each rank's bounds into the control segment, where they differ from those of the call before."""
     selection = call.selection
     is_rowless = selection is None
     start, step, count, lowest = (0, 1, 0, 0) if selection is None else (
@@ -359,11 +361,6 @@ def _write_numbers(runtime: Runtime, call: Call) -> list[int]:
             for rank, (low, high) in enumerate(call.bounds)
         ]
         runtime.last_numbers = key
-    return (
-        [1] * len(call.ranks)
-        if is_rowless
-        else [high - low for low, high in (call.bounds[rank] for rank in call.ranks)]
-    )
 
 
 assert max(Down) < BLOCK_LENGTH
@@ -376,9 +373,8 @@ def _collect(
     function: Callee,
     cached: CachedPlan,
     call: Call,
-    rows: list[int],
     replies: dict[int, Reply],
-    lease: _Lease | None,
+    lease: Lease | None,
     options: CallOptions,
     deadline: float | None,
 ) -> Any:
@@ -405,11 +401,12 @@ def _collect(
         lease = None
     root = None
     if assembly.result_nbytes:
-        segment, root = lease or runtime.lease_result(assembly.result_nbytes)
         waiting = [rank for rank in call.ranks if not replies[rank].flags & IS_ASSEMBLED]
+        lease = lease or runtime.lease_result(assembly.result_nbytes)
         if waiting:
-            _assemble_large(runtime, name, cached.plan.plan_id, assembly, waiting, segment, deadline)
-    result = assembly.build(rows, objects, root, call.owned.order if call.owned is not None else None)
+            _assemble_large(runtime, name, cached.plan.plan_id, assembly, waiting, lease, deadline)
+        root = lease.root
+    result = assembly.build(call.rows, objects, root, call.owned.order if call.owned is not None else None)
     if assembly.has_assignments:
         runtime.commit(call.ranks, layouts)
     return result
@@ -468,22 +465,25 @@ def _republish(
     raise_failures(replies, runtime.world_size, name)
 
 
-def _lease(runtime: Runtime, cached: CachedPlan, call: Call) -> _Lease | None:
+def _lease(runtime: Runtime, cached: CachedPlan, call: Call) -> Lease | None:
     """Lease a buffer for the large outputs of a call, where all ranks know their parts from an earlier one.
 
-    They fill it without being asked once all of their outputs are there, if those look as before.
+    They fill it without being asked once all of their outputs are there, if those look as before. No call needs it.
     """
     assembly = cached.assembly
     if assembly is None or not assembly.result_nbytes or runtime.group.is_in_use:
         return None
     links = runtime.team.links
     plan_id = cached.plan.plan_id
-    if assembly.voters != call.ranks or any(links[rank].plans[plan_id] != assembly.number for rank in call.ranks):
+    if any(links[rank].assemblies.get(plan_id) != assembly.number for rank in call.ranks):
         return None
     layouts = [cached.layouts[rank] for rank in call.ranks]
     if not assembly.fits(call.ranks, layouts, runtime.exchange_segment, False):
         return None
-    return runtime.lease_result(assembly.result_nbytes)
+    try:
+        return runtime.lease_result(assembly.result_nbytes)
+    except SharedMemoryError:  # if the outputs need it after all, the call says so
+        return None
 
 
 def _assemble_large(
@@ -492,15 +492,19 @@ def _assemble_large(
     plan_id: int,
     assembly: Assembly,
     ranks: list[int],
-    segment: Segment,
+    lease: Lease,
     deadline: float | None,
 ) -> None:
     """Have ``ranks`` bring their parts of the large outputs into a leased buffer."""
     links = runtime.team.links
-    contents = {rank: assembly.moves[rank] for rank in ranks if links[rank].plans[plan_id] != assembly.number}
-    replies = runtime.team.exchange(
-        Kind.ASSEMBLE, ranks, segment.id, contents, [segment], deadline, "reduce", repr(name)
-    )
-    raise_failures(replies, runtime.world_size, name)
+    contents = {rank: assembly.moves[rank] for rank in ranks if links[rank].assemblies.get(plan_id) != assembly.number}
+    try:
+        replies = runtime.team.exchange(
+            Kind.ASSEMBLE, ranks, lease.segment.id, contents, [lease.segment], deadline, "reduce", repr(name)
+        )
+        raise_failures(replies, runtime.world_size, name)
+    except BaseException:
+        runtime.results.give_back(lease)  # the exception may be kept, and this frame with it
+        raise
     for rank in contents:
-        links[rank].plans[plan_id] = assembly.number
+        links[rank].assemblies[plan_id] = assembly.number

@@ -23,7 +23,7 @@ from synk.errors import StartupError, WorkerDied
 
 
 class Crew:
-    """The processes of one runtime.
+    """The processes of one runtime, and the lower half of :class:`synk._team.Team`, which uses what begins with ``_``.
 
     Parameters
     ----------
@@ -39,6 +39,8 @@ class Crew:
         One per rank.
     down, up : ndarray of int64, shape (world_size, BLOCK_LENGTH)
         The numbers in shared memory; see ``synk._messages``.
+    up_words : list of memoryview
+        The rows of ``up``: a word is read through them in a third of NumPy's time.
     eventfds : list of int
         One per rank, inherited by all workers: how they wake one another.
 
@@ -69,7 +71,7 @@ class Crew:
             self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._control = Segment.create(control_nbytes(self.world_size))
             self.down, self.up = control_blocks(self._control.buffer, self.world_size)
-            self.up_words = [memoryview(row) for row in self.up]  # reading a word through it costs a third of NumPy's
+            self.up_words = [memoryview(row) for row in self.up]
             self.down[:, [Down.INTERRUPT, Down.COMMITTED]] = -1
             self._watch(self._wake_fd, "wake", -1)
             for _ in range(self.world_size):

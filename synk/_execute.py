@@ -152,6 +152,7 @@ class Executor:
 
     def run(self, prepared: PreparedPlan, variables: VariableStore) -> Any:
         """Call the user's function on this rank's rows and return its result, accumulated over the slices."""
+        self.forget()
         plan, function = prepared.plan, prepared.function
         numbers = self._down[self.rank].tolist()
         low, high = numbers[Down.LOW], numbers[Down.HIGH]
@@ -418,14 +419,12 @@ class Executor:
         self.backend.synchronize()
         return status
 
-    def assemble(self, result: Segment, moves: Sequence[Move] | None) -> None:
-        """Bring this rank's part of the large outputs into the result segment; ``moves`` where the part is new."""
+    def assemble(self, moves: Sequence[Move], result: Segment) -> None:
+        """Bring this rank's part of the large outputs into the result segment."""
+        if not self.is_waiting:  # its outputs are small, only those of others are large
+            return
         prepared = self._prepared
         assert prepared is not None and self.exchange is not None and prepared.layout is not None
-        if moves is None:
-            moves = prepared.moves
-        else:
-            prepared.moves = moves
         participants = self.participants
         rows = [int(self._down[rank, Down.ROWS]) for rank in participants]
         offsets, _ = slot_offsets(prepared.layout.leaves, prepared.ops, len(participants), self.has_group)

@@ -91,11 +91,11 @@ def _pickle(error: BaseException) -> tuple[bytes | None, str]:
     """Return the exception pickled, or None where it is not fit to be raised in the master, and why."""
     if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
         return None, ""
-    import cloudpickle
+    from synk._pickling import HostPickler
 
     file = _CappedFile()
     try:
-        cloudpickle.Pickler(file, protocol=5).dump(error)
+        HostPickler(file, protocol=5).dump(error)
         data = b"".join(file.parts)
         # What cannot be loaded again must fail here, not in the user's session.
         loaded = pickle.loads(data)

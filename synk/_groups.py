@@ -85,8 +85,8 @@ class Group:
             if reply.status != Status.DONE:
                 failure = pickle.loads(reply.body) if reply.body else None  # None: it was interrupted
                 self.problem = failure.message if failure is not None else "the start was interrupted"
-                self._is_wanted = failure is None
                 self.break_up(team)
+                self._is_wanted = failure is None
                 if failure is not None:
                     logger.warning("NCCL is not used, large outputs go through host memory: %s", self.problem)
                 return None
@@ -103,5 +103,5 @@ class Group:
     def announce(self, team: Team, num_ranks: int) -> None:
         """Tell the workers whether the call that comes next reduces its large outputs by NCCL: if all ranks run it."""
         self.is_in_use = num_ranks == team.world_size and self.is_usable(team)
-        if self._is_wanted:
+        if self._number:  # also when the group was given up: the word of an earlier call must not stay
             team.down[:, Down.GROUP] = self._number if self.is_in_use else 0

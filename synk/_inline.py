@@ -9,7 +9,7 @@ from typing import Any
 from synk import _failpoints
 from synk._links import Reply
 from synk._memory import Segment
-from synk._messages import HAS_BODY, Extras, Kind, Status
+from synk._messages import HAS_BODY, Extras, Kind
 from synk._worker import Worker, pickle_reply
 
 
@@ -51,8 +51,7 @@ class InlineProcess:
         if body is not None:
             status, flags, data = pickle_reply(worker, status, flags, body)
             flags |= HAS_BODY
-        if kind in (Kind.CALL, Kind.ASSEMBLE) and status == Status.DONE and not worker.executor.is_waiting:
-            worker.executor.forget()
+        worker.tidy(kind, status)
         self._reply = Reply(status, flags, data)
 
     def reply(self) -> Reply:
@@ -79,5 +78,4 @@ class InlineProcess:
         """Let go of the worker; what functions' closures still hold of it maps no memory."""
         worker, self._worker = self._worker, None
         if worker is not None:
-            worker.variables.close()
-            worker.segments.clear()
+            worker.close()

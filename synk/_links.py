@@ -33,7 +33,8 @@ class Link:
         self.rank = rank
         self.collective_id = 0
         self.functions: set[int] = set()
-        self.plans: dict[int, int] = {}  # id -> number of the assembly in which the rank knows its part, or 0
+        self.plans: set[int] = set()
+        self.assemblies: dict[int, int] = {}  # plan -> number of the assembly in which the rank knows its part
         self.restart(process)
 
     def restart(self, process: Any) -> None:
@@ -44,6 +45,7 @@ class Link:
         self.description = getattr(process, "description", "")
         self.functions.clear()
         self.plans.clear()
+        self.assemblies.clear()
         self.segments: set[int] = set()
         self.variables: dict[int, int] = {}  # id -> version
         self.num_changes = -1
@@ -52,12 +54,12 @@ class Link:
         self._dropped_plans: list[int] = []
         self._dropped_functions: list[int] = []
         self._exchange_id = 0
-        self.numbers: Any = None
 
     def forget_sent(self) -> None:
         """Send everything again: the rank could not take in the last message."""
         self.segments.clear()
         self.plans.clear()
+        self.assemblies.clear()
         self.variables.clear()
         self.num_changes = -1
         self._exchange_id = 0
@@ -69,7 +71,8 @@ class Link:
 
     def drop_plan(self, plan_id: int) -> None:
         if plan_id in self.plans:
-            del self.plans[plan_id]
+            self.plans.discard(plan_id)
+            self.assemblies.pop(plan_id, None)
             self._dropped_plans.append(plan_id)
 
     def drop_function(self, function_id: int) -> None:

@@ -317,12 +317,15 @@ def slot_offsets(leaves: Sequence[Leaf], ops: Sequence[Op], num_voters: int, has
     """Return the byte offset of each leaf in a rank's slot, and the bytes needed. Both sides compute the same.
 
     Large outputs take room only where the ranks have to read one another's values: reduced ones with several voters.
+    Reduced outputs come first: they are of one size on all ranks, so each rank finds those of the others where its own
+    ones lie, whatever the sizes of the rest.
     """
-    offsets = []
+    offsets = [0] * len(leaves)
     offset = 0
-    for leaf, op in zip(leaves, ops):
-        offsets.append(offset)
-        if is_in_slot(leaf, op, num_voters, has_group):
+    for position in sorted(range(len(leaves)), key=lambda position: not is_reducible(ops[position])):
+        leaf = leaves[position]
+        offsets[position] = offset
+        if is_in_slot(leaf, ops[position], num_voters, has_group):
             offset += -(-leaf.nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
     return offsets, offset
 

@@ -150,7 +150,8 @@ class Accumulator:
         op = self.op
         self._rows.append(num_rows)
         if not self._is_single and hasattr(value, "dtype"):
-            value = self._xp.array(value)  # a function may return a buffer that it fills again for the next slice
+            # A function may return a buffer that it fills again for the next slice.
+            value = (np if _is_on_host(value) else self._xp).array(value)
         if op is None or op == "gather":
             self._parts.append(value)
         elif not self._parts:
@@ -189,7 +190,8 @@ class Accumulator:
         if self.op is None:
             return self._parts
         if self.op == "gather":
-            return self._xp.concatenate([self._xp.asarray(part) for part in self._parts])
+            xp = np if all(_is_on_host(part) for part in self._parts) else self._xp
+            return xp.concatenate([xp.asarray(part) for part in self._parts])
         if self._sum is None:
             return self._parts[0]
         with np.errstate(all="ignore"):
@@ -197,6 +199,11 @@ class Accumulator:
             if self.op == "avg":
                 total = total / total.dtype.type(sum(self._rows))
             return self._xp.asarray(total, dtype=self._parts[0].dtype)
+
+
+def _is_on_host(value: Any) -> bool:
+    """Whether ``value`` is NumPy's, as text and numbers of a function on a device may be."""
+    return isinstance(value, (np.ndarray, np.generic))
 
 
 def check_outputs(outputs: Any, what: str) -> None:

@@ -36,6 +36,8 @@ class CachedPlan:
         self.layouts: dict[int, Layout] = {}
         self.assembly: Assembly | None = None  # of the last call
         self.output_nbytes = 0  # of all ranks together, in the last call
+        # Whether the last call ended well. One that did not may have left a worker ahead of what is noted here.
+        self.is_agreed = False
 
 
 @dataclass
@@ -57,11 +59,15 @@ class PlanCache:
 
     def get(self, key: Any) -> CachedPlan | None:
         cached = self._plans.get(key)
-        if cached is not None:
-            self._plans.move_to_end(key)
+        if cached is None or not cached.is_agreed:
+            return None
+        self._plans.move_to_end(key)
         return cached
 
     def put(self, key: Any, cached: CachedPlan, runtime: Runtime) -> None:
+        broken = self._plans.pop(key, None)
+        if broken is not None:
+            runtime.drop_plan(broken.plan.plan_id)
         self._plans[key] = cached
         while len(self._plans) > _MAX_PLANS:
             _, old = self._plans.popitem(last=False)
@@ -88,12 +94,13 @@ class PlanCache:
 
 @dataclass
 class Call:
-    """One call on its way: what was bound, which rows, which ranks."""
+    """One call on its way: what was bound, which rows, which ranks and how many rows each of them has."""
 
     arguments: list[Argument]
     selection: Selection | None
     bounds: list[tuple[int, int]]
     ranks: list[int]
+    rows: list[int]
     objects: tuple[bytes, list[memoryview]] | None
     owned: Assignment | None = None
 
@@ -105,10 +112,9 @@ class RepeatedCall:
     checks, which the last call has passed. Holds no argument: what the user drops is freed.
     """
 
-    def __init__(self, runtime: Runtime, cached: CachedPlan, call: Call, rows: list[int]) -> None:
+    def __init__(self, runtime: Runtime, cached: CachedPlan, call: Call) -> None:
         self.cached = cached
         self.call = replace(call, arguments=[], selection=None)
-        self.rows = rows
         self._staging = runtime.staging
         self._numbers = runtime.last_numbers
         self._block = runtime.team.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1].copy()
@@ -130,7 +136,8 @@ class RepeatedCall:
 
     def stage(self, runtime: Runtime, args: tuple[Any, ...]) -> bool:
         """Bring the arguments of a new call into place; return False where it is another kind of call."""
-        if len(args) != len(self._arguments) or runtime.staging is not self._staging:
+        is_known = self.cached.is_agreed and runtime.staging is self._staging
+        if not is_known or len(args) != len(self._arguments):
             return False
         for value, (first, second, target) in zip(args, self._arguments):
             if target is None:

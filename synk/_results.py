@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
+from synk._interrupts import deferred
 from synk._memory import Segment
 
 _MAX_IDLE = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Lease:
+    """A buffer for one result.
+
+    Attributes
+    ----------
+    segment : Segment
+    root : ndarray of uint8, shape (segment.nbytes,)
+        Every view of the result must come from it.
+    """
+
+    segment: Segment
+    root: np.ndarray
 
 
 class ResultPool:
@@ -21,18 +38,18 @@ class ResultPool:
     """
 
     def __init__(self) -> None:
-        self._leases: dict[int, tuple[weakref.ref[np.ndarray], Segment]] = {}
-        self._returned: deque[int] = deque()  # filled by weak references, in any thread and at any time
+        self._leases: dict[int, tuple[weakref.ref[np.ndarray], Segment]] = {}  # by the id of the reference
+        # Filled by the references, in any thread and at any time, and in C: a callback in Python could be interrupted,
+        # and what it raises would be lost.
+        self._ended: deque[weakref.ref[np.ndarray]] = deque()
         self._idle: list[Segment] = []
 
-    def take(self, nbytes: int) -> tuple[Segment, np.ndarray, list[Segment]]:
+    def take(self, nbytes: int) -> tuple[Lease, list[Segment]]:
         """Lease a buffer of at least ``nbytes`` bytes.
 
         Returns
         -------
-        segment : Segment
-        root : ndarray of uint8, shape (segment.nbytes,)
-            Every view of the result must come from it.
+        lease : Lease
         dropped : list of Segment
             Idle buffers given up; the caller tells the workers.
 
@@ -41,10 +58,10 @@ class ResultPool:
         SharedMemoryError
             If a new buffer cannot be had.
         """
-        while self._returned:
-            lease = self._leases.pop(self._returned.popleft(), None)
-            if lease is not None:
-                self._idle.append(lease[1])
+        while self._ended:
+            ended = self._leases.pop(id(self._ended.popleft()), None)
+            if ended is not None:
+                self._idle.append(ended[1])
         fitting = [segment for segment in self._idle if nbytes <= segment.nbytes <= 2 * nbytes + (1 << 20)]
         if fitting:
             segment = min(fitting, key=lambda candidate: candidate.nbytes)
@@ -53,11 +70,18 @@ class ResultPool:
             segment = Segment.create(nbytes, is_worker_writable=True)
         dropped = self._idle[:-_MAX_IDLE]
         del self._idle[:-_MAX_IDLE]
-        root = segment.root()
-        returned = self._returned
-        segment_id = segment.id
-        self._leases[segment_id] = (weakref.ref(root, lambda _: returned.append(segment_id)), segment)
-        return segment, root, dropped
+        lease = Lease(segment, segment.root())
+        reference = weakref.ref(lease.root, self._ended.append)
+        self._leases[id(reference)] = (reference, segment)
+        return lease, dropped
+
+    def give_back(self, lease: Lease) -> None:
+        """Take a buffer back whose call has failed: a traceback may keep the root. Safe to repeat."""
+        with deferred():
+            for key, (reference, segment) in list(self._leases.items()):
+                if reference() is lease.root:
+                    del self._leases[key]
+                    self._idle.append(segment)
 
     def close(self) -> None:
         """Drop everything; leased buffers live on in the views that the user holds."""

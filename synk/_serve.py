@@ -92,6 +92,8 @@ class WorkerLoop:
             try:
                 extras = self._receive_extras(sequence) if flags & HAS_BODY else None
             except SharedMemoryError as error:  # a limit of this process: the master sends all of it again
+                if kind == Kind.CALL:
+                    worker.leave_call()
                 failure = pack_failure(error, worker.rank, worker.device)
                 self._reply(Status.ERROR, IS_UNRECEIVED, sequence, failure)
                 continue
@@ -112,8 +114,7 @@ class WorkerLoop:
                 worker.failpoint("call.after_reply")
             elif kind == Kind.CLOSE:
                 return
-            if kind in (Kind.CALL, Kind.ASSEMBLE) and status == Status.DONE and not worker.executor.is_waiting:
-                worker.executor.forget()  # after the reply: finalizers of the user's objects run here
+            worker.tidy(kind, status)
             del body, extras
 
     def close(self) -> None:

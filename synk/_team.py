@@ -163,11 +163,6 @@ class Team(Crew):
             self._revive(deadline)
         self.await_ready(deadline)
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether no exchange was broken off."""
-        return not self._unsettled
-
     def _revive(self, deadline: float | None) -> None:
         """Start dead ranks again; they get functions with the next load, segments and plans with the next call."""
         dead = [link for link in self.links if link.is_dead]
@@ -295,7 +290,7 @@ class Team(Crew):
             sequence = self.sequence - 1  # answered before the message itself is sent
             extras = Extras(segments=link.describe(part))
             process.channel.send_body(sequence, pickle.dumps(extras, protocol=5), [segment.fd for segment in part])
-            process.channel.ring(Kind.PING, 1, sequence, 0)
+            process.channel.ring(Kind.PING, HAS_BODY, sequence, 0)
             self._wait({link.rank}, sequence, time.monotonic() + GRACE_S, "send")
             link.note_sent(extras, part)
         return missing

@@ -1,8 +1,8 @@
 """A rank: acts on one message after the other. All of its state is in one object.
 
 The path of a call here: doorbell -> (body: new segments, the plan) -> ``Executor.run`` -> ``Executor.publish`` ->
-doorbell. A worker learns everything from its messages; it never asks. It ends when the master says so, and when the
-master ends.
+(large outputs, where all ranks are as far: ``Executor.assemble``) -> doorbell. A worker learns everything from its
+messages; it never asks. It ends when the master says so, and when the master ends.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
-
-import numpy as np
 
 from synk import _failpoints
 from synk._cell import cell
@@ -109,6 +107,15 @@ class Worker:
         self._communicator: ShmCommunicator | None = None
         self._is_communicating = False
         self._function: LoadedFunction | None = None
+        self._called: PreparedPlan | None = None  # the plan of the last call
+
+    def close(self) -> None:
+        """Let go of the device and of all memory; where the process ends anyway nobody needs to."""
+        if self.group is not None:
+            self.group.leave()
+        self.variables.close()
+        self.backend.close()
+        self.segments.clear()
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -231,7 +238,6 @@ class Worker:
             except Interrupted:
                 raise
             except BaseException as error:  # whatever the user's function raises is an answer
-                self.executor.forget()
                 reply = self._failed(error)
             finally:
                 self.is_interruptible = False
@@ -239,7 +245,7 @@ class Worker:
             self.is_interruptible = False
             self._recover("")
             reply = (Status.INTERRUPTED, 0, None)
-        self._leave_call()
+        self.leave_call()
         ended = time.monotonic_ns()
         up[Up.PHASE] = Phase.IDLE
         up[Up.OUTPUT_NBYTES] += self.executor.output_nbytes
@@ -265,15 +271,15 @@ class Worker:
             self.failpoint("call.published")
             result_id = self._first_down[Down.RESULT]
             looks_as_before = status == Status.DONE and (body is None or body[0] is None)
-            if not (result_id and looks_as_before and self._have_all_published()):
+            if not (result_id and looks_as_before and self._meet()):
                 return status, 0, body
             self.failpoint("reduce.before")
             up[Up.PHASE] = Phase.REDUCING
-            executor.assemble(self.segments[result_id], None)
+            executor.assemble(prepared.moves, self.segments[result_id])
             self.failpoint("reduce.after")
             return status, IS_ASSEMBLED, body
 
-    def _have_all_published(self) -> bool:
+    def _meet(self) -> bool:
         """Tell the others that this rank's outputs are in its slot and look as before; return whether all say so.
 
         Waits awake and not for long: a rank that was too early is asked again by the master when all have replied.
@@ -291,7 +297,7 @@ class Worker:
         self._fence()
         return True
 
-    def _leave_call(self) -> None:
+    def leave_call(self) -> None:
         """Let nobody wait for this rank any longer."""
         call = self._first_down[Down.CALL]
         if self._published[self.rank] != call:
@@ -308,7 +314,7 @@ class Worker:
         if extras is not None and isinstance(extras.content, Plan):
             plan = extras.content
             self.plans[plan_id] = PreparedPlan(plan, self.functions[plan.function_id], self.segments)
-        prepared = self.plans[plan_id]
+        prepared = self._called = self.plans[plan_id]
         self._function = prepared.function
         return prepared
 
@@ -321,7 +327,7 @@ class Worker:
                 "function several times, and not all of them equally often. Call it with num_slices=1."
             )
         assert self._communicator is not None and function is not None
-        ranks = tuple(np.flatnonzero(self.down[:, Down.PARTICIPATES]).tolist())
+        ranks = tuple(self.executor.participants)
         if not self._is_communicating:
             self._communicator.begin(ranks, int(self.down[0, Down.CALL]))
             self._is_communicating = True
@@ -358,15 +364,24 @@ class Worker:
 
     def _assemble(self, result_id: int, extras: Extras | None) -> _Reply:
         self.failpoint("reduce.before")
-        moves = extras.content if extras is not None else None
+        prepared = self._called
+        assert prepared is not None
+        if extras is not None and extras.content is not None:
+            prepared.moves = extras.content
 
         def assemble() -> None:
             with self.backend.running():
-                self.executor.assemble(self.segments[result_id], moves)
+                self.executor.assemble(prepared.moves, self.segments[result_id])
             self._check_group()
             self.failpoint("reduce.after")
 
         return self._guarded(assemble)
+
+    def tidy(self, kind: int, status: Status) -> None:
+        """After the reply: drop outputs that nobody needs any more. Finalizers of the user's objects run here."""
+        is_call = kind in (Kind.CALL, Kind.PUBLISH, Kind.ASSEMBLE)
+        if is_call and status == Status.DONE and not self.executor.is_waiting:
+            self.executor.forget()
 
     def _publish_again(self) -> _Reply:
         def publish() -> Status:
@@ -422,18 +437,17 @@ def pickle_reply(worker: Worker | None, status: Status, flags: int, body: Any) -
         return status, flags, pickle.dumps(body, protocol=5)
     try:
         try:
-            import cloudpickle
+            from synk._pickling import dumps
 
             worker.is_interruptible = True
-
             layout, objects = body
             what = "the structure of its result"
             # Each object on its own, so that the one that cannot be pickled or loaded can be named.
             packed = []
             for position, item in enumerate(objects):
                 what = f"object {position} of its result"
-                packed.append(cloudpickle.dumps(item, protocol=5))
-            data = cloudpickle.dumps((layout, packed), protocol=5)
+                packed.append(dumps(item))
+            data = dumps((layout, packed))
         finally:
             worker.is_interruptible = False
     except Interrupted:

@@ -279,7 +279,8 @@ def reduce(runtime: Runtime, variable: Shared, op: str, in_place: bool) -> Any:
         variable.flip([0])
         return None
     offsets, nbytes = leaf_offsets(variable._dtypes, common)
-    segment, root = runtime.lease_result(max(nbytes, 1))
+    lease = runtime.lease_result(max(nbytes, 1))
+    segment, root = lease.segment, lease.root
     _do(runtime, variable, _reduce_steps(runtime, variable, op, common, segment), [segment])
     arrays = []
     for at, shape, dtype in zip(offsets, common, variable._dtypes):

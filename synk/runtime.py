@@ -32,7 +32,7 @@ from synk._memory import Segment
 from synk._messages import Down, Extras, Kind, Layout, Status
 from synk._placement import place
 from synk._profile import Profile
-from synk._results import ResultPool
+from synk._results import Lease, ResultPool
 from synk._team import GRACE_S, Team
 from synk.communicators._shm import required_nbytes, reset, set_abort
 from synk.data import Data
@@ -274,8 +274,9 @@ class Runtime:
 
     def drop_plan(self, plan_id: int) -> None:
         """Have the workers forget a plan with their next message."""
-        for link in self.team.links:
-            link.drop_plan(plan_id)
+        with deferred():
+            for link in self.team.links:
+                link.drop_plan(plan_id)
 
     def reserve_staging(self, nbytes: int) -> Segment:
         """Return the staging segment, grown to at least ``nbytes`` bytes."""
@@ -299,12 +300,13 @@ class Runtime:
             self.exchange_segment, self.slot_nbytes = larger, slot_nbytes
             self.forget_segment(old)
 
-    def lease_result(self, nbytes: int) -> tuple[Segment, np.ndarray]:
+    def lease_result(self, nbytes: int) -> Lease:
         """Lease a buffer for large results."""
-        segment, root, dropped = self.results.take(nbytes)
-        for old in dropped:
-            self.forget_segment(old)
-        return segment, root
+        with deferred():
+            lease, dropped = self.results.take(nbytes)
+            for old in dropped:
+                self.forget_segment(old)
+        return lease
 
     # -- functions ----------------------------------------------------------------------------------------------------
 

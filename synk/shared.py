@@ -197,9 +197,9 @@ class Shared:
             for rank in range(1, len(self.front)):
                 back = 1 - self.front[rank]
                 own = self.buffers[rank][back]
+                self.buffers[rank][back] = self.buffers[0][index]
                 if own is not None:
                     self._spares.append(own)
-                self.buffers[rank][back] = self.buffers[0][index]
                 self.shapes[rank][back] = self.shapes[0][index]
                 self.front[rank] = back
                 self.note_written(rank)

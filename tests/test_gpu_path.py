@@ -7,10 +7,13 @@ host. What a GPU does with it is in ``tests/gpu``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -181,14 +184,54 @@ def test_other_ops_and_results(gpus: Gpus) -> None:
     np.testing.assert_array_equal(f(rows, {"by": np.array([2.0]), "k": 3.0}, num_slices=3)["gather"], rows * 2)
 
 
-def test_text_cannot_go_to_a_device(gpu: Any) -> None:
+@pytest.mark.parametrize("value", [np.array(["a", "b"]), np.ones(2, np.longdouble)], ids=["text", "long double"])
+def test_text_cannot_go_to_a_device(gpu: Any, value: np.ndarray) -> None:
+    """As rows it is an error that names the dtype; inside a broadcast object it stays on the host."""
     rt = gpu(2)
-    with pytest.raises(TypeError, match="<U1 to cuda:0"):
-        rt.function(lambda x: 1.0)(np.array(["a", "b"]))
-    assert (
-        rt.function(lambda x, names: len(names["a"]), bcast_inputs="names", outputs="first")(np.ones(2), {"a": "abc"})
-        == 3
-    )
+    with pytest.raises(TypeError, match=f"{value.dtype} to cuda:0"):
+        rt.function(lambda x: 1.0)(value)
+
+    def host(x: Any, names: Any) -> Any:
+        assert type(names["a"]) is np.ndarray
+        return len(names["b"])
+
+    assert rt.function(host, bcast_inputs="names", outputs="first")(np.ones(2), {"a": value, "b": "abc"}) == 3
+
+
+@pytest.mark.parametrize("num_slices", [1, 2])
+def test_host_values_of_a_function_stay_on_the_host(gpu: Any, num_slices: int) -> None:
+    """Text, which no device takes, and the arrays that a callable op gets."""
+    rt = gpu(2)
+
+    def body(x: Any) -> Any:
+        return np.array(["a"] * len(x)), np.array("text"), x.sum(keepdims=True)
+
+    def join(a: Any, b: Any) -> Any:
+        return np.concatenate([np.asarray(a), np.asarray(b)])
+
+    names, text, sums = rt.function(body, outputs=("gather", "first", join))(np.arange(4.0), num_slices=num_slices)
+    assert names.tolist() == ["a"] * 4
+    assert str(text) == "text"
+    np.testing.assert_array_equal(sums, [1.0, 5.0] if num_slices == 1 else [0.0, 1.0, 2.0, 3.0])
+
+
+def test_a_train_function_without_a_framework(gpu: Any) -> None:
+    from synk.extensions import updates
+    from synk.extensions.train_function import make_train_function
+
+    rt = gpu(2)
+
+    def loss_and_grad(params: Any, x: Any) -> Any:
+        return (params["w"] * x).mean(), {"w": x.mean().reshape(1)}
+
+    x = np.arange(6.0)
+    train = make_train_function(loss_and_grad, {"w": np.array([3.0])}, updates.adam(0.1), runtime=rt)
+    for _ in range(3):
+        train(x)
+    expected, state = {"w": np.array([3.0])}, updates.adam(0.1).init({"w": np.array([3.0])})
+    for _ in range(3):
+        expected, state = updates.adam(0.1).step(expected, {"w": x.mean().reshape(1)}, state)
+    np.testing.assert_allclose(train.params.value["w"], expected["w"])
 
 
 def test_a_torch_function(gpu: Any) -> None:
@@ -232,6 +275,21 @@ def test_data_that_is_freed_is_unregistered(gpu: Any) -> None:
     assert max(rt.function(registered, outputs=None)(np.ones(2))) <= 4  # slots, staging, results
 
 
+def test_inline_leaves_nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process goes on: what the driver still held registered could not be mapped and registered again."""
+    fake_gpus.install(monkeypatch, 1)
+    try:
+        for _ in range(2):
+            with synk.Runtime(inline=True, backend="cupy") as rt:
+                x = rt.data(np.ones(1 << 12))
+                f = rt.function(lambda x: x.sum(), outputs="sum")
+                assert [f(x) for _ in range(3)] == [1 << 12] * 3
+            assert not sys.modules["cupy"].cuda.runtime.registered()
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "cupy"]:
+            del sys.modules[name]
+
+
 # -- devices ---------------------------------------------------------------------------------------------------------
 
 
@@ -251,6 +309,23 @@ def test_auto_takes_the_gpus(gpu: Any) -> None:
     assert "NCCL: nccl by fake 2.32.3" in text
 
 
+def test_nccl_that_cannot_start_again_is_not_waited_for(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers were told to reduce by NCCL; once it is given up they must hear that, too."""
+    rt = gpu(2)
+    f = rt.function(lambda x: x[:1].repeat(LARGE * 4) + 1, outputs="sum")
+    assert (f(np.arange(2.0)) == 3.0).all()
+    for environment in rt.team._placement.environments:
+        environment["SYNK_FAKE_NCCL"] = "refuse"
+    for link in rt.team.links:
+        os.kill(link.process.pid, signal.SIGKILL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deaths that were seen between two calls
+        with contextlib.suppress(synk.errors.WorkerDied):
+            f(np.arange(2.0))
+        for _ in range(4):
+            assert (f(np.arange(2.0)) == 3.0).all()
+
+
 def test_workers_that_share_a_gpu_go_without_nccl(gpu: Any) -> None:
     rt = gpu(None, devices=[1, 1])
     assert rt.devices == ("cuda:1", "cuda:1")
@@ -260,11 +335,19 @@ def test_workers_that_share_a_gpu_go_without_nccl(gpu: Any) -> None:
 
 
 def test_the_master_imports_no_cupy(gpu: Any) -> None:
-    import sys
-
     before = set(sys.modules)
     rt = gpu(2)
     rt.function(lambda x: x.sum())(np.ones(4))
+    # Objects and exceptions may hold arrays of the device: they arrive with arrays of the host.
+    held = rt.function(lambda x: deque([x.sum(keepdims=True)]), outputs=None)(np.ones(4))
+    assert [type(part[0]) for part in held] == [np.ndarray] * 2
+
+    def fail(x: Any) -> None:
+        raise ValueError("no", x)
+
+    with pytest.raises(ValueError) as caught:
+        rt.function(fail)(np.ones(4))
+    np.testing.assert_array_equal(caught.value.args[1], np.ones(2))
     assert not {name.partition(".")[0] for name in set(sys.modules) - before} & {"cupy", "pynccl", "numba", "torch"}
 
 

@@ -82,7 +82,7 @@ def _gather_mapped(cupy: Any, backend: Any, table: np.ndarray, picked: np.ndarra
             backend.stream.synchronize()
 
         return f"{picked.size * table.shape[1] / median_s(gather, repetitions) / 1e9:.1f}"
-    except cupy.cuda.runtime.CUDARuntimeError as error:
+    except RuntimeError as error:  # CUDA's errors, and CuPy's where the memory has no address on the device
         return str(error)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from synk._arrays import as_plain_array
 from synk._memory import Segment
+from synk._messages import DEVICE_DTYPES
 from synk._trees import flatten, unflatten
 from synk.backends._frameworks import Converter, device_converters
 from synk.backends._numpy import NumpyBackend
@@ -71,7 +72,7 @@ class CupyBackend:
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """Return an array of ``shape`` on the device, contents undefined."""
-        if dtype.kind not in "biufc" and dtype.name != "bfloat16":
+        if dtype.name not in DEVICE_DTYPES:
             raise TypeError(
                 f"cannot bring an array of dtype {dtype} to {self.device}: expected bools, integers, floats or complex "
                 "numbers. Pass it inside a broadcast tuple, or encode it as integers."
@@ -116,7 +117,7 @@ class CupyBackend:
         return unflatten(structure, [self._from_leaf(leaf) for leaf in leaves])
 
     def _from_leaf(self, leaf: Any) -> Any:
-        if type(leaf) is np.ndarray and (leaf.dtype.kind in "biufc" or leaf.dtype.name == "bfloat16"):
+        if type(leaf) is np.ndarray and leaf.dtype.name in DEVICE_DTYPES and leaf.dtype.isnative:
             return self.from_host(leaf)
         return leaf
 

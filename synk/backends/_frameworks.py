@@ -130,4 +130,5 @@ def _jax_device_converters() -> tuple[Converter, Converter]:
         is_host = all(device.platform == "cpu" for device in value.devices())
         return np.asarray(value) if is_host else cupy.from_dlpack(value)
 
-    return jax.dlpack.from_dlpack, from_jax
+    # XLA takes compact arrays only, and rows picked with a step are not.
+    return lambda array: jax.dlpack.from_dlpack(cupy.asarray(array, order="C")), from_jax

@@ -88,12 +88,14 @@ def _cpus_of_words(words: Iterable[int]) -> frozenset[int]:
 
 
 def _read_gpu(pynvml: Any, handle: Any) -> Gpu:
-    """Return what NVML says of one GPU; what a model does not support stays empty."""
+    """Return what NVML says of one GPU; what it cannot say, by the model or in a container, stays empty."""
 
     def ask(default: Any, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return function(*arguments)
-        except pynvml.NVMLError_NotSupported:
+        except pynvml.NVMLError_NoPermission:
+            raise
+        except pynvml.NVMLError:
             return default
 
     def memory_nbytes(device: Any) -> int:

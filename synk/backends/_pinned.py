@@ -82,6 +82,7 @@ class PinnedSegments:
         region = _Region(start, segment.nbytes, _READ_ONLY if is_read_only else 0)
         if is_read_only and not self._has_read_only:
             region.states = [_REFUSED] * len(region.states)
+            self.refusal = self.refusal or "the device cannot register memory that is read-only"
         self._regions[start] = region
 
     def forget(self, segment: Segment) -> None:
@@ -94,7 +95,7 @@ class PinnedSegments:
         with self._lock:
             for chunk, state in enumerate(region.states):
                 if state == _PINNED:
-                    self._runtime.hostUnregister(region.bounds(chunk)[0])
+                    self._unregister(region.bounds(chunk)[0])
                 region.states[chunk] = _REFUSED  # a request still queued finds nothing to do
 
     def pieces(self, start: int, nbytes: int) -> list[tuple[int, int]]:
@@ -141,6 +142,12 @@ class PinnedSegments:
                         self.refusal = str(error)
                         logger.warning("cannot register shared memory with CUDA (%s): copies take longer.", error)
 
+    def _unregister(self, start: int) -> None:
+        try:
+            self._runtime.hostUnregister(start)
+        except self._runtime.CUDARuntimeError as error:  # a device that failed answers so to everything
+            logger.debug("cannot unregister shared memory with CUDA: %s", error)
+
     @property
     def registered_nbytes(self) -> int:
         """Bytes registered at this moment."""
@@ -160,7 +167,7 @@ class PinnedSegments:
             for region in self._regions.values():
                 for chunk, state in enumerate(region.states):
                     if state == _PINNED:
-                        self._runtime.hostUnregister(region.bounds(chunk)[0])
+                        self._unregister(region.bounds(chunk)[0])
         self._regions.clear()
         self._starts.clear()
 

@@ -76,6 +76,11 @@ class UniqueId(ctypes.Structure):
     _fields_ = (("internal", ctypes.c_byte * UNIQUE_ID_NBYTES),)
 
 
+# NCCL has the non-blocking start since 2.17. Before 2.27.3 its own thread goes on reading thread-locals of the caller
+# (src/group.cc), which here is a thread that has ended by then.
+_NON_BLOCKING_VERSION = 22703
+
+
 class InitConfig(ctypes.Structure):
     """The first fields of ``ncclConfig_t``, as of NCCL 2.17; later ones take NCCL's defaults.
 
@@ -208,7 +213,7 @@ class PyncclBinding:
         self.library_path = library_path
         self.version = self._library.version
         self.has_weighted_sum = self._library.has_weighted_sum
-        self._has_config = self.version >= InitConfig.MIN_VERSION and hasattr(dll, "ncclCommInitRankConfig")
+        self._has_config = self.version >= _NON_BLOCKING_VERSION and hasattr(dll, "ncclCommInitRankConfig")
         self.abort: Callable[[int], int] = dll.ncclCommAbort
         self.destroy: Callable[[int], int] = dll.ncclCommDestroy
         self.group_start: Callable[[], int] = dll.ncclGroupStart
@@ -411,8 +416,8 @@ def load_binding(environ: Mapping[str, str] = os.environ) -> Binding:
     for name in (choice,) if choice else BINDINGS:
         try:
             return loaders[name](path)
-        except ImportError as error:
-            reasons.append(f"{name}: {error}")
+        except Exception as error:  # a package of another version than its parts may fail in any way
+            reasons.append(f"{name}: {type(error).__name__}: {error}")
     other = f" or set {BINDING_VARIABLE}={next(name for name in BINDINGS if name != choice)}" if choice else ""
     raise UnsupportedError(
         f"cannot load an NCCL binding: {'; '.join(reasons)}. Install one "

@@ -217,4 +217,6 @@ def _constant(array: Array) -> Array:
 def _concrete(convert: Callable[[Any], Any], value: Any) -> Any:
     """Return ``convert(value)``, a Python number, which never widens float32; or a traced value of jax.jit as it is."""
     jax = sys.modules.get("jax")
-    return value if jax is not None and isinstance(value, jax.core.Tracer) else convert(value)
+    if jax is not None and isinstance(value, jax.core.Tracer):
+        return value
+    return convert(value.item() if hasattr(value, "item") else value)  # CuPy's arrays are no numbers by themselves

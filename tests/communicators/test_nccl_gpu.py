@@ -100,7 +100,8 @@ class Ranks:
         self.flag = mmap.mmap(self._flag_fd, 1)
         environ = nccl_environment(os.environ, ranks_per_device=ranks_per_device(chosen))
         path = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent)])
-        environ |= {"SYNK_NCCL_BINDING": binding, "PYTHONPATH": path}
+        # Without the last a rank alone does not get past the launch of its first collective: there it waits for peers.
+        environ |= {"SYNK_NCCL_BINDING": binding, "PYTHONPATH": path, "NCCL_RUNTIME_CONNECT": "0"}
         self.processes = [RankProcess(environ | worker_environment(device), self._flag_fd) for device in chosen]
 
     def run(self, function: Callable[[Rank], Any]) -> list[Any]:

@@ -311,7 +311,12 @@ def test_jax_arrays_and_tracing(make: Callable[..., updates.UpdateRule]) -> None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("make", RULES)
-def test_cupy_arrays(make: Callable[..., updates.UpdateRule]) -> None:
+def test_cupy_arrays(runtime: Callable[..., Any], make: Callable[..., updates.UpdateRule]) -> None:
+    """In a worker, for CUDA keeps descriptors for the life of a process."""
+    runtime(1, backend="cupy").function(lambda row: check_cupy_arrays(make), outputs=None)(np.ones(1))
+
+
+def check_cupy_arrays(make: Callable[..., updates.UpdateRule]) -> None:
     import cupy
 
     rule = make(weight_decay=0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from harness import assert_right, descriptors, mapped_memfds, pids, same_workers, script
 
+import synk
 from synk.errors import SharedMemoryError
 
 Fork = Callable[..., Any]
@@ -106,6 +108,22 @@ def test_G2_the_master_cannot_shrink_one_either() -> None:
         with pytest.raises(PermissionError):
             os.ftruncate(segment.fd, nbytes)
     segment.close()
+
+
+def test_G3_a_rank_that_cannot_take_in_its_message_keeps_nobody_waiting(runtime: Fork) -> None:
+    """The others are in a collective, in which it will never join: there is no time limit."""
+    rt = runtime(2)
+    f = rt.function(lambda x: synk.comm.all_reduce(x.sum(), "sum"), outputs="first")
+    assert f(np.ones(4)) == 4.0
+    workers = pids(rt)
+    limits = resource.prlimit(workers[1], resource.RLIMIT_NOFILE)
+    resource.prlimit(workers[1], resource.RLIMIT_NOFILE, (3, limits[1]))
+    data = rt.data(np.ones(1000))
+    with pytest.raises(SharedMemoryError, match="ulimit -n"):
+        f(data)
+    resource.prlimit(workers[1], resource.RLIMIT_NOFILE, limits)
+    assert f(data) == 1000.0
+    assert pids(rt) == workers
 
 
 @pytest.mark.parametrize("where", ["start", "data", "worker"])

@@ -153,7 +153,8 @@ def _unwrap(value: Any) -> Any:
 
 def array(obj: Any, dtype: Any = None, copy: bool = True, order: str = "K") -> ndarray:
     value = obj._a if isinstance(obj, ndarray) else np.asarray(obj)
-    if value.dtype.kind not in "biufc" and value.dtype.name != "bfloat16":
+    has_device_dtype = value.dtype.kind in "biufc" and value.dtype.char not in "gG"  # no long double
+    if not has_device_dtype and value.dtype.name != "bfloat16":
         raise ValueError(f"Unsupported dtype {value.dtype}")
     return _wrap(np.array(value, dtype=dtype, order=order))
 
@@ -167,8 +168,8 @@ def asarray(a: Any, dtype: Any = None, order: str | None = None) -> ndarray:
 
 
 def ascontiguousarray(a: Any, dtype: Any = None) -> ndarray:
-    # CuPy keeps arrays without axes as they are; NumPy's would get one.
-    return asarray(a, dtype, order="C") if not (isinstance(a, ndarray) and a.flags.c_contiguous) else asarray(a, dtype)
+    value = asarray(a, dtype) if isinstance(a, ndarray) and a.flags.c_contiguous else asarray(a, dtype, order="C")
+    return value if value.ndim else value.reshape(1)  # like NumPy, CuPy gives an array without axes one
 
 
 def asnumpy(a: Any, **kwargs: Any) -> np.ndarray:
