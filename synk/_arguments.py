@@ -56,9 +56,11 @@ class Argument:
         """What must be equal for a plan to be used again."""
         if self.data is not None:
             segment = self.data._segment
-            return (self.kind, segment.id if segment else 0, self.data.shape, self.data.dtype, self.data.minibatch)
-        if self.array is not None:
-            return (self.kind, self.array.shape, self.dtype)
+            dtype = self.data.dtype
+            place = segment.id if segment else 0
+            return (self.kind, place, self.data.shape, dtype, dtype.type, self.data.minibatch)
+        if self.array is not None:  # the type as well: NumPy calls np.record equal to a plain record
+            return (self.kind, self.array.shape, self.dtype, self.dtype.type)
         if self.kind in ("shard", "replica"):
             return (self.kind, self.value.plan_key)
         return self.kind

@@ -22,7 +22,7 @@ from synk._messages import (
     is_reduced_on_devices,
     slot_offsets,
 )
-from synk._ops import UFUNCS, accumulator_dtype, is_reducible, match_ops, reduce_into
+from synk._ops import UFUNCS, accumulator_dtype, concatenate, is_reducible, match_ops, reduce_into
 from synk._trees import flatten, unflatten
 from synk.errors import CollectiveMismatch
 
@@ -140,9 +140,11 @@ class Assembly:
                 f"rank {rank}: {layout.leaves[leaf].dtype} {layout.leaves[leaf].shape}"
                 for rank, layout in zip(self.voters, self.layouts)
             )
+            is_text = all(dtype is not None and dtype.kind in "US" for dtype, _ in kinds)
+            hint = "Give texts one width, as in astype('U20')." if is_text else "Use op None for values that differ."
             raise CollectiveMismatch(
                 f"cannot {op} output {leaf} of {self.name!r}: got {got}, expected the same dtype and "
-                f"{'trailing ' if op == 'gather' else ''}shape on all ranks. Use op None for values that differ."
+                f"{'trailing ' if op == 'gather' else ''}shape on all ranks. {hint}"
             )
 
     # -- places of large outputs --------------------------------------------------------------------------------------
@@ -309,7 +311,7 @@ class Assembly:
 
     def _gathered(self, leaf: int, items: list[Leaf], root: np.ndarray | None, order: np.ndarray | None) -> Any:
         if (leaf, -1) not in self._places:
-            result = np.concatenate([row[leaf] for row in self._views])
+            result = concatenate([view for row in self._views if (view := row[leaf]) is not None])
         else:
             assert root is not None
             offset = self._places[leaf, -1]

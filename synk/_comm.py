@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from synk._arrays import is_masked
 from synk._cell import cell
 from synk._messages import Down
 from synk._ops import REDUCE_OPS
@@ -156,6 +157,8 @@ class HostCollectives:
     def _take(self, array: Any) -> np.ndarray:
         if self._from_framework is not None:
             array = self._from_framework(array)
+        if is_masked(array):
+            raise TypeError("cannot communicate a masked array: the mask would be lost. Pass value.filled(...).")
         return np.asarray(array, order="C")
 
     def _give(self, array: np.ndarray) -> Any:

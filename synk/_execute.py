@@ -112,7 +112,7 @@ class PreparedPlan:
 
     @staticmethod
     def _array_view(item: Input, segments: dict[int, Segment]) -> np.ndarray:
-        if 0 in item.shape:
+        if 0 in item.shape or item.dtype.itemsize == 0:  # no bytes, so no segment
             array = np.empty(item.shape, item.dtype)
             array.flags.writeable = False
             return array
@@ -273,7 +273,10 @@ class Executor:
         """Return a value as it can travel in a pickle: the master must not touch a device."""
         if isinstance(value, _Object):
             return value.value
-        return self.backend.fetch(value) if isinstance(value, self.backend.xp.ndarray) else value
+        if not isinstance(value, self.backend.xp.ndarray):
+            return value
+        array = self.backend.fetch(value)
+        return array if array.ndim else array[()]
 
     # -- outputs ------------------------------------------------------------------------------------------------------
 
@@ -347,8 +350,9 @@ class Executor:
             return value
         if function.from_framework is not None:
             value = function.from_framework(value)
-        if not is_reducible(op) and op != "gather" and type(value) in (bool, int, float, complex):
-            return value  # nothing is computed with it: a Python number stays one
+        is_number = isinstance(value, (int, float, complex)) and not isinstance(value, np.generic)
+        if is_number and not is_reducible(op) and op != "gather":
+            return value  # nothing is computed with it: a Python number stays one, of whatever class
         array = self.backend.as_output(value)
         what = f"output {position} of {function.name!r}"
         if array is None:

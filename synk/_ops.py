@@ -190,8 +190,9 @@ class Accumulator:
         if self.op is None:
             return self._parts
         if self.op == "gather":
-            xp = np if all(_is_on_host(part) for part in self._parts) else self._xp
-            return xp.concatenate([xp.asarray(part) for part in self._parts])
+            if all(_is_on_host(part) for part in self._parts):
+                return concatenate(self._parts)
+            return self._xp.concatenate([self._xp.asarray(part) for part in self._parts])
         if self._sum is None:
             return self._parts[0]
         with np.errstate(all="ignore"):
@@ -199,6 +200,15 @@ class Accumulator:
             if self.op == "avg":
                 total = total / total.dtype.type(sum(self._rows))
             return self._xp.asarray(total, dtype=self._parts[0].dtype)
+
+
+def concatenate(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Join host arrays along axis 0. Where they agree on a dtype it is kept: ``np.concatenate`` would pack records."""
+    dtype = parts[0].dtype
+    if any(part.dtype != dtype for part in parts):
+        return np.concatenate(parts)
+    out = np.empty((sum([len(part) for part in parts]), *parts[0].shape[1:]), dtype)
+    return np.concatenate(parts, out=out)
 
 
 def _is_on_host(value: Any) -> bool:

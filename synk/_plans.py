@@ -124,7 +124,7 @@ class RepeatedCall:
             if argument.data is not None:
                 self._arguments.append((weakref.ref(argument.data), weakref.ref(argument.data._array), None))
             elif argument.array is not None:
-                self._arguments.append((argument.array.dtype, argument.array.shape, next(targets)))
+                self._arguments.append((_kind_of(argument.array), argument.array.shape, next(targets)))
 
     @staticmethod
     def fits(call: Call) -> bool:
@@ -141,9 +141,9 @@ class RepeatedCall:
             return False
         for value, (first, second, target) in zip(args, self._arguments):
             if target is None:
-                if value is not first() or value._array is not second():
+                if value is None or value is not first() or value._array is not second():
                     return False
-            elif type(value) is not np.ndarray or value.dtype != first or value.shape != second:
+            elif type(value) is not np.ndarray or _kind_of(value) != first or value.shape != second:
                 return False
         for value, (_, _, target) in zip(args, self._arguments):
             if target is not None:
@@ -154,3 +154,8 @@ class RepeatedCall:
             runtime.team.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1] = self._block
             runtime.last_numbers = self._numbers
         return True
+
+
+def _kind_of(array: np.ndarray) -> tuple[np.dtype, type]:
+    """Return what tells the elements of two arrays apart: NumPy calls ``np.record`` equal to a plain record."""
+    return array.dtype, array.dtype.type

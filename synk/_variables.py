@@ -444,6 +444,11 @@ class VariableStore:
                     [Accumulator(op, what, self.backend.xp, is_single=not self.is_sliced) for _ in leaves]
                 )
                 self._structures.append(structure)
+            elif structure != self._structures[position]:
+                raise ValueError(
+                    f"cannot accumulate the update of {replica.name!r} over slices: got structure "
+                    f"{describe(structure)}, expected {describe(self._structures[position])} as in the first slice."
+                )
             for accumulator, leaf in zip(self._sums[position], leaves):
                 array = self.backend.as_array(self._from_user(leaf), f"the update of {replica.name!r}")
                 accumulator.add(array, num_rows)

@@ -199,9 +199,17 @@ class Data:
         self._resize(shape, oversize, keep=shape[1:] == self.shape[1:])
 
     def free_memory(self) -> None:
-        """Give the memory back; the length becomes 0. Views that exist keep theirs until they are gone."""
+        """Give the memory back; the length becomes 0. Views that exist keep theirs until they are gone.
+
+        Raises
+        ------
+        ValueError
+            If it has no axes.
+        """
         self._runtime.check_open(f"free {self._label}")
-        self._array = np.empty((0, *self.shape[1:]) if self._ndim else (), self._dtype)
+        if self._ndim == 0:
+            raise ValueError(f"cannot free {self._label}: it has no axes, so it cannot get a length of 0. Use del.")
+        self._array = np.empty((0, *self.shape[1:]), self._dtype)
         self._drop_segment()
 
     def _resize(self, shape: tuple[int, ...], oversize: float, *, keep: bool) -> None:

@@ -25,6 +25,14 @@ def on_each(rt: Any, body: Callable[[int], Any], **options: Any) -> list[Any]:
     return rt.function(lambda x: body(synk.comm.rank), outputs=None, name="body", **options)(np.zeros(rt.world_size))
 
 
+def test_a_masked_array_is_refused(shared_runtimes: Any) -> None:
+    """As everywhere else: the masked values would count."""
+    rt = shared_runtimes[2]
+    f = rt.function(lambda x: synk.comm.all_reduce(np.ma.masked_less(x, 1), "sum"), outputs=None)
+    with same_workers(rt), pytest.raises(TypeError, match="mask would be lost"):
+        f(np.arange(4.0))
+
+
 # ----- who is there
 
 

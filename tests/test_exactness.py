@@ -5,6 +5,8 @@ The reference of each op is written here, on the whole array; it knows nothing o
 
 from __future__ import annotations
 
+import enum
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from synk.errors import CollectiveMismatch
 
 WORKERS = (1, 2, 3, 4)
 FLOATS = ("float16", "float32", "float64")
@@ -306,3 +310,99 @@ def test_broadcast_arguments_arrive_whole(shared_runtimes: Any, where: Any) -> N
     result, name = f(w, x)
     np.testing.assert_array_equal(result, x @ w["layers"][0] * 2)
     assert name == "model"
+
+
+# ----- what random programs have found
+
+
+def test_a_broadcast_none_after_data_that_is_gone(shared_runtimes: Any) -> None:
+    """The short way of a repeated call must not take None for the ``Data`` of before."""
+    rt = shared_runtimes[2]
+    f = rt.function(lambda scale, x: x.sum() * (1 if scale is None else scale[0]), bcast_inputs="scale", outputs="sum")
+    data = rt.data(np.array([3.0]))
+    x = np.arange(5.0)
+    assert f(data, x) == 30.0
+    del data
+    gc.collect()
+    assert f(None, x) == 10.0
+    assert f(None, x) == 10.0
+    with pytest.raises(TypeError, match="x"):
+        f(None, None)
+
+
+@pytest.mark.parametrize("num_slices", [1, 2])
+@pytest.mark.parametrize("op", ["avg", "sum", "max", "gather"])
+@pytest.mark.parametrize("dtype", [">f8", ">c16", ">f2", ">i4"])
+@pytest.mark.parametrize("size", [3, 50_000])
+def test_outputs_are_in_the_byte_order_of_the_machine(
+    shared_runtimes: Any, num_slices: int, op: str, dtype: str, size: int
+) -> None:
+    """Whatever their size and however the rows divide."""
+    if (op, dtype) in (("avg", ">i4"), ("max", ">c16")):
+        return
+    rt = shared_runtimes[2]
+    table = np.arange(float(size)).astype(dtype)
+    f = rt.function(lambda table, x: table["a"], bcast_inputs="table", outputs=op)
+    for num_rows in (4, 5):
+        got = f({"a": table}, np.ones(num_rows), num_slices=num_slices)
+        assert got.dtype == table.dtype.newbyteorder("=")
+        assert got.dtype.isnative
+        if op in ("avg", "max"):
+            np.testing.assert_array_equal(got, table)
+
+
+@pytest.mark.parametrize("num_rows", [4, 60_000])
+def test_records_keep_their_layout(shared_runtimes: Any, num_rows: int) -> None:
+    """``np.concatenate`` would pack their fields."""
+    rt = shared_runtimes[2]
+    dtype = np.dtype({"names": ["a", "b"], "formats": ["f8", "i1"], "offsets": [8, 24], "itemsize": 32})
+    x = np.zeros(num_rows, dtype)
+    x["a"] = np.arange(num_rows)
+    for num_slices in (1, 3):
+        got = rt.function(lambda x: x, outputs="gather")(x, num_slices=num_slices)
+        assert got.dtype == dtype
+        np.testing.assert_array_equal(got["a"], x["a"])
+
+
+def test_records_and_plain_structures_are_told_apart(shared_runtimes: Any) -> None:
+    """NumPy calls their dtypes equal, but the rows of the one have attributes."""
+    rt = shared_runtimes[2]
+    f = rt.function(lambda x: type(x[0]).__name__, outputs=None)
+    plain = np.zeros(4, [("a", "f8")])
+    for _ in range(2):
+        assert f(plain) == ["void"] * 2
+        assert f(plain.astype(np.dtype((np.record, plain.dtype)))) == ["record"] * 2
+
+
+class Color(enum.IntEnum):
+    RED = 1
+
+
+def test_numbers_that_are_not_combined_keep_their_class(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    f = rt.function(lambda x: (Color.RED, x.sum(), 2.5), outputs=(None, None, "first"))
+    colors, sums, number = f(np.arange(4.0))
+    assert [type(color) for color in colors] == [Color] * 2
+    assert [(type(value), float(value)) for value in sums] == [(np.float64, 1.0), (np.float64, 5.0)]
+    assert type(number) is float
+    sliced = rt.function(lambda x: x.sum(), outputs=None)(np.arange(4.0), num_slices=2)
+    assert [[(type(value), float(value)) for value in values] for values in sliced] == [
+        [(np.float64, 0.0), (np.float64, 1.0)],
+        [(np.float64, 2.0), (np.float64, 3.0)],
+    ]
+
+
+def test_data_without_bytes(shared_runtimes: Any) -> None:
+    """One number that is freed has no length to become 0; rows of no bytes have no segment."""
+    rt = shared_runtimes[2]
+    with pytest.raises(ValueError, match="no axes"):
+        rt.data(np.array(3.0)).free_memory()
+    empty = rt.data(np.zeros(4, np.dtype([])))
+    assert rt.function(lambda x: len(x), outputs="sum")(empty) == 4
+
+
+def test_texts_of_different_width_get_a_hint(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    f = rt.function(lambda x: np.array([f"row {i}" for i in x]), outputs="gather")
+    with pytest.raises(CollectiveMismatch, match=r"one width, as in astype\('U20'\)"):
+        f(np.array([1, 2, 10, 11]))

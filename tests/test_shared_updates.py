@@ -215,6 +215,14 @@ def test_new_values_of_all_slices_have_one_shape_and_structure(shared_runtimes: 
         rt.function(mixed, updates=[tree])(np.arange(4.0), num_slices=2)
     assert_same(everywhere(rt, tree), [{"a": np.zeros(2), "b": np.zeros(2)}] * 2)
 
+    def shrinking(x: np.ndarray) -> Any:
+        """The first slice of each rank is complete: a missing leaf must not be taken for one that adds nothing."""
+        return 0.0, [{"a": np.ones(2), "b": np.ones(2)} if x[0] % 2 == 0 else {"a": np.ones(2)}]
+
+    with pytest.raises(ValueError, match=r"accumulate the update of 'tree'.*structure"):
+        rt.function(shrinking, updates=[tree])(np.arange(4.0), num_slices=2)
+    assert_same(everywhere(rt, tree), [{"a": np.zeros(2), "b": np.zeros(2)}] * 2)
+
 
 @pytest.mark.parametrize(
     ("op", "dtype"),

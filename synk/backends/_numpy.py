@@ -45,14 +45,14 @@ class NumpyBackend:
 
     def as_output(self, value: Any) -> np.ndarray | None:
         if type(value) is np.ndarray:
-            return None if value.dtype.hasobject else value  # pointers mean nothing in another process
+            return None if value.dtype.hasobject else _native(value)  # pointers mean nothing in another process
         if is_masked(value):
             raise TypeError(
                 "cannot return a masked array: the mask would be lost. Return value.filled(...), or data and mask."
             )
         if isinstance(value, (np.ndarray, np.generic, bool, int, float, complex)):
             array = np.asarray(value)
-            return None if array.dtype.hasobject else array
+            return None if array.dtype.hasobject else _native(array)
         return None
 
     def as_array(self, value: Any, what: str) -> np.ndarray:
@@ -87,3 +87,8 @@ class NumpyBackend:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _native(array: np.ndarray) -> np.ndarray:
+    """Return ``array`` in the machine's byte order, in which all inputs are too."""
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
