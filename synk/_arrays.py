@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from synk._interrupts import deferred
+
 _PARALLEL_NBYTES = 1 << 24
 
 
@@ -64,8 +66,13 @@ def copy_into(target: np.ndarray, source: np.ndarray) -> None:
         return
     half = len(target) // 2
     thread = threading.Thread(target=np.copyto, args=(target[half:], source[half:]), kwargs={"casting": "unsafe"})
-    thread.start()
-    try:
-        np.copyto(target[:half], source[:half], casting="unsafe")
-    finally:
-        thread.join()
+    with deferred():  # the thread must not outlive the operation: it would write over what comes next
+        try:
+            thread.start()
+        except RuntimeError:  # the system refuses another one
+            np.copyto(target, source, casting="unsafe")
+            return
+        try:
+            np.copyto(target[:half], source[:half], casting="unsafe")
+        finally:
+            thread.join()

@@ -37,7 +37,7 @@ from synk._plans import CachedPlan, Call, Places, PlanCache, RepeatedCall
 from synk._results import Lease
 from synk._shards import Assignment, Selection, shard_bounds
 from synk._trees import flatten
-from synk.errors import SerializationError, SharedMemoryError
+from synk.errors import ClosedError, SerializationError, SharedMemoryError, SynkError
 
 if TYPE_CHECKING:
     from synk.runtime import Runtime
@@ -81,7 +81,7 @@ class Callee(Protocol):
     plans: PlanCache
     variables: set[Shared]
 
-    def load(self, runtime: Runtime) -> None:
+    def load(self, runtime: Runtime, deadline: float | None) -> None:
         """See that the workers have it."""
 
 
@@ -100,9 +100,9 @@ def run_call(
     repeat = function.plans.repeat if options.is_plain and not kwargs else None
     if repeat is not None and repeat.stage(runtime, args):
         call, cached = repeat.call, repeat.cached
-        _load(runtime, function, call)
+        _load(runtime, function, call, deadline)
     else:
-        call, cached = _prepare(runtime, function, args, kwargs, options)
+        call, cached = _prepare(runtime, function, args, kwargs, options, deadline)
     runtime.counters["calls"] += 1
     runtime.group.announce(runtime.team, len(call.ranks))
     plan_id = cached.plan.plan_id
@@ -119,10 +119,12 @@ def run_call(
             Kind.CALL, call.ranks, plan_id, contents, segments, deadline, "call", repr(function.name)
         )
         result = _collect(runtime, function, cached, call, replies, lease, options, deadline)
-    except BaseException:
+    except BaseException as error:
         function.plans.discard(cached, runtime)
         if lease is not None:
             runtime.results.give_back(lease)
+        if runtime.is_closed and isinstance(error, Exception) and not isinstance(error, SynkError):
+            raise ClosedError("the call was ended: the runtime was closed by another thread.") from error
         raise
     cached.is_agreed = True
     record = runtime.profile.record(function.name)
@@ -136,11 +138,16 @@ def run_call(
 
 
 def _prepare(
-    runtime: Runtime, function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
+    runtime: Runtime,
+    function: Callee,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CallOptions,
+    deadline: float | None,
 ) -> tuple[Call, CachedPlan]:
     """Check, plan and stage a call; return it with its plan."""
     call = _bind(runtime, function, args, kwargs, options)
-    _load(runtime, function, call)
+    _load(runtime, function, call, deadline)
     cached = _plan(runtime, function, call, options)
     _stage(runtime, cached, call)
     _write_numbers(runtime, call)
@@ -149,12 +156,12 @@ def _prepare(
     return call, cached
 
 
-def _load(runtime: Runtime, function: Callee, call: Call) -> None:
+def _load(runtime: Runtime, function: Callee, call: Call, deadline: float | None) -> None:
     """See that all workers live, have the function, and hold the values that it reads."""
-    function.load(runtime)
+    function.load(runtime, deadline)
     while runtime.team.has_dead:  # one that died after it had loaded the function
-        runtime.begin(f"call {function.name!r}")
-        function.load(runtime)
+        runtime.begin(f"call {function.name!r}", deadline)
+        function.load(runtime, deadline)
     if runtime.has_devices:  # a value there ends with its worker
         used = [argument.value for argument in call.arguments if argument.kind in ("shard", "replica")]
         check_not_lost([*function.variables, *used], None, f"call {function.name!r}")

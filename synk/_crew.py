@@ -121,20 +121,6 @@ class Crew:
         for fd in [fd for fd, (_, rank) in self._fds.items() if rank == link.rank]:
             self._unwatch(fd)
 
-    def _drain_events(self) -> None:
-        """Handle what happened while nobody waited: deaths, and lines printed by threads of workers."""
-        for fd, _ in self._poll.poll(0):
-            kind, rank = self._fds.get(fd, ("", -1))
-            link = self.links[rank]
-            if kind == "death":
-                how = self._bury(link)
-                self._unreported_deaths[rank] = how
-            elif kind == "output" and isinstance(link.process, WorkerProcess):
-                if not link.process.forward_output(fd):
-                    self._unwatch(fd)
-            elif kind == "wake":
-                os.eventfd_read(fd)
-
     def _forward(self, link: Link, fd: int) -> None:
         if isinstance(link.process, WorkerProcess) and not link.process.forward_output(fd):
             self._unwatch(fd)
@@ -169,9 +155,10 @@ class Crew:
         """Release a dead worker's descriptors and return how it ended."""
         process = link.process
         assert isinstance(process, WorkerProcess)
-        self._unwatch_link(link)
-        link.is_dead = True
-        return process.reap()
+        with deferred():  # half a burial would leave a death that nobody sees, or descriptors that nobody closes
+            link.is_dead = True
+            self._unwatch_link(link)
+            return process.reap()
 
     def _worker_died(self, ranks: list[int], phase: str, what: str) -> WorkerDied:
         links = [self.links[rank] for rank in ranks]
@@ -244,7 +231,8 @@ class Crew:
             link.process.disown()
             link.process.close()
         for fd in (self._wake_fd, *self.eventfds):
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
         self._wake_fd = -1
         self.eventfds = []
 

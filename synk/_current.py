@@ -81,6 +81,8 @@ def fork(
     >>> synk.close()
     """
     refuse_inside_worker("fork")
+    if cell.runtime is not None and cell.runtime.is_closed:  # by a fault: what it still holds is let go of
+        cell.runtime.close()
     if cell.runtime is not None and cell.runtime._pid == os.getpid():
         raise SynkError(
             f"cannot fork: {cell.runtime!r} is already running. Call synk.close() first, or make a second one with "

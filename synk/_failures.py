@@ -131,23 +131,26 @@ def rebuild(failures: list[Failure], world_size: int, name: str) -> Exception:
         type_name=first.type_name,
         traceback_text=first.traceback_text,
     )
-    error: Exception = remote
     if first.unfit:
         add_note(remote, f"It comes as a RemoteError because it cannot be pickled and loaded again: {first.unfit}")
+    notes = [f"raised in {name!r} on rank {first.rank} of {world_size} ({first.device})"]
+    others = [failure for failure in failures[1:] if not failure.is_collateral]
+    notes += [f"rank {failure.rank} raised {failure.type_name}: {failure.message[:200]}" for failure in others[:8]]
+    if len(others) > 8:
+        notes.append(f"and {len(others) - 8} more ranks")
+    error: Exception = remote
     if first.pickled is not None:
         try:
             loaded = pickle.loads(first.pickled)
-        except BaseException:  # the user's __setstate__ or __init__ runs here: whatever it does, a RemoteError remains
-            loaded = None
-        if isinstance(loaded, Exception):
-            error = loaded
-            error.__cause__ = remote
-    add_note(error, f"raised in {name!r} on rank {first.rank} of {world_size} ({first.device})")
-    others = [failure for failure in failures[1:] if not failure.is_collateral]
-    for failure in others[:8]:
-        add_note(error, f"rank {failure.rank} raised {failure.type_name}: {failure.message[:200]}")
-    if len(others) > 8:
-        add_note(error, f"and {len(others) - 8} more ranks")
+            if isinstance(loaded, Exception):
+                BaseException.__setattr__(loaded, "__cause__", remote)  # not by assignment: the class may be frozen
+                for note in notes:
+                    add_note(loaded, note)
+                return loaded
+        except BaseException:  # code of the user's class runs here: whatever it does, a RemoteError remains
+            error = remote
+    for note in notes:
+        add_note(error, note)
     return error
 
 

@@ -58,6 +58,7 @@ class Kind(IntEnum):
     PING = 6
     CLOSE = 7
     GROUP = 8  # join NCCL
+    SUPPLY = 9  # segments of the next message, where they are more than one can bring
 
 
 class Status(IntEnum):

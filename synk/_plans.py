@@ -73,6 +73,17 @@ class PlanCache:
             _, old = self._plans.popitem(last=False)
             runtime.drop_plan(old.plan.plan_id)
 
+    def drop_staging(self, segment_id: int, runtime: Runtime) -> None:
+        """Forget the plans that use a staging segment which has been replaced: nobody finds them any more."""
+        for key in [key for key in self._plans if key[-1] == segment_id]:
+            runtime.drop_plan(self._plans.pop(key).plan.plan_id)
+        self.repeat = None
+
+    def drop_assemblies(self) -> None:
+        """Forget the views of slots that have been replaced."""
+        for cached in self._plans.values():
+            cached.assembly = None
+
     def drop_all(self, runtime: Runtime) -> None:
         """Forget everything, here and on the workers: the function is gone."""
         for cached in self._plans.values():

@@ -75,6 +75,7 @@ class WorkerLoop:
         worker = self._worker
         assert worker is not None
         channel = self._channel
+        pid = os.getpid()
         waiting = select.poll()
         waiting.register(channel.read_fd, select.POLLIN)
         waiting.register(self._master_fd, select.POLLIN)
@@ -103,6 +104,8 @@ class WorkerLoop:
                 sys.stderr.write(f"{error}\n")
                 _flush_output()
                 os._exit(1)  # nothing of the array library may touch the device any more
+            if os.getpid() != pid:  # the function has forked, and this is the child: it must not answer
+                os._exit(0)
             if kind == Kind.CALL:
                 _flush_output()
                 worker.failpoint("call.before_reply")
@@ -149,7 +152,14 @@ class WorkerLoop:
             status, flags, data = pickle_reply(self._worker, status, flags, body)
             flags |= HAS_BODY
             # The body first: whoever sees the doorbell can read it without waiting.
-            channel.send_body(sequence, data)
+            try:
+                channel.send_body(sequence, data)
+            except SharedMemoryError as error:  # a large one needs a descriptor; what says so is small
+                assert self._worker is not None
+                self._worker.executor.forget()
+                failure = pack_failure(error, self._worker.rank, self._worker.device)
+                status, flags = Status.ERROR, HAS_BODY
+                channel.send_body(sequence, pickle.dumps(failure, protocol=5))
             if self._worker is not None and status != Status.HELLO:
                 self._worker.failpoint("call.after_header")
         channel.ring(status, flags, sequence, 0)
@@ -194,7 +204,7 @@ def _flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (AttributeError, OSError, ValueError):  # the user's function closed or replaced it
+        except Exception:  # the user's function closed or replaced it: whatever it does now must not end the worker
             continue
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from synk._channel import MAX_FDS, ProtocolError
 from synk._crew import Crew
 from synk._environment import stuck_after_s
+from synk._failures import raise_failures
 from synk._inline import InlineProcess
 from synk._interrupts import deferred, held_back
 from synk._links import ASSEMBLED, DONE, Link, Reply
@@ -41,6 +42,8 @@ _logger = logging.getLogger("synk")
 
 
 Pack = Callable[[Link, Any, Sequence[Segment]], tuple["Extras | None", list[Segment]]]
+Packed = dict[int, tuple["Extras | None", list[Segment]]]
+"""By rank: the body of its message, and the segments whose descriptors ride along."""
 
 
 class Team(Crew):
@@ -163,6 +166,19 @@ class Team(Crew):
             self._revive(deadline)
         self.await_ready(deadline)
 
+    def _drain_events(self) -> None:
+        """Handle what happened while nobody waited: deaths, and lines printed by threads of workers."""
+        for fd, _ in self._poll.poll(0):
+            kind, rank = self._fds.get(fd, ("", -1))
+            link = self.links[rank]
+            if kind == "death":
+                how = self._bury(link)
+                self._unreported_deaths[rank] = how
+            elif kind == "output":
+                self._forward(link, fd)
+            elif kind == "wake":
+                self._on_wake(fd)
+
     def _revive(self, deadline: float | None) -> None:
         """Start dead ranks again; they get functions with the next load, segments and plans with the next call."""
         dead = [link for link in self.links if link.is_dead]
@@ -238,12 +254,30 @@ class Team(Crew):
                 self._unreported_deaths.pop(rank, None)
             raise self._worker_died(fallen, phase, what)
         needed = list(segments)
+
+        def packed() -> Packed:
+            return {rank: self._pack(self.links[rank], contents.get(rank), needed) for rank in ranks}
+
+        messages = packed()
+        # No rank gets the message before all have room for its descriptors: what it answers would be taken for nothing.
+        while surplus := {rank: part[:MAX_FDS] for rank, (_, part) in messages.items() if len(part) > MAX_FDS}:
+            if self.is_inline:
+                break
+            supplies: Packed = {rank: (Extras(segments=Link.describe(part)), part) for rank, part in surplus.items()}
+            raise_failures(self._converse(Kind.SUPPLY, 0, supplies, deadline, phase, what), self.world_size, phase)
+            messages = packed()
+        return self._converse(kind, value, messages, deadline, phase, what)
+
+    def _converse(
+        self, kind: Kind, value: int, messages: Packed, deadline: float | None, phase: str, what: str
+    ) -> dict[int, Reply]:
+        """Send each rank its message and wait for the replies of all."""
         sequence = self.next_sequence()
-        self._unsettled = list(ranks)
+        self._unsettled = list(messages)
         try:
-            for rank in ranks:
-                self._send(self.links[rank], kind, sequence, value, contents.get(rank), needed)
-            replies = self._wait(set(ranks), sequence, deadline, phase, what)
+            for rank, (extras, missing) in messages.items():
+                self._send(self.links[rank], kind, sequence, value, extras, missing)
+            replies = self._wait(set(messages), sequence, deadline, phase, what)
         except WorkerDied:
             self._unsettled = []
             raise
@@ -257,8 +291,9 @@ class Team(Crew):
                 self.links[rank].forget_sent()
         return replies
 
-    def _send(self, link: Link, kind: Kind, sequence: int, value: int, content: Any, needed: Sequence[Segment]) -> None:
-        extras, missing = self._pack(link, content, needed)
+    def _send(
+        self, link: Link, kind: Kind, sequence: int, value: int, extras: Extras | None, missing: list[Segment]
+    ) -> None:
         process = link.process
         self.counters["messages_down"] += 1
         self.counters["bytes_down"] += 8
@@ -268,32 +303,16 @@ class Team(Crew):
             link.note_sent(extras, missing)
             process.handle(kind, sequence, value, extras)
             return
-        has_body = 0
-        if extras is not None:
-            if len(missing) > MAX_FDS:
-                missing = self._send_segments(link, missing)
-                extras.segments = link.describe(missing)
-            body = pickle.dumps(extras, protocol=5)
-            self.counters["bytes_down"] += len(body)
+        if extras is None:
+            process.channel.ring(kind, 0, sequence, value)
+            return
+        body = pickle.dumps(extras, protocol=5)
+        self.counters["bytes_down"] += len(body)
+        with deferred():  # what the rank holds and what is noted must not differ
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its death is found in the wait
                 process.channel.send_body(sequence, body, [segment.fd for segment in missing])
-            has_body = HAS_BODY
-        process.channel.ring(kind, has_body, sequence, value)
-        link.note_sent(extras, missing)
-
-    def _send_segments(self, link: Link, missing: list[Segment]) -> list[Segment]:
-        """Send more descriptors than one message can carry, a message at a time; return the rest."""
-        process = link.process
-        assert isinstance(process, WorkerProcess)
-        while len(missing) > MAX_FDS:
-            part, missing = missing[:MAX_FDS], missing[MAX_FDS:]
-            sequence = self.sequence - 1  # answered before the message itself is sent
-            extras = Extras(segments=link.describe(part))
-            process.channel.send_body(sequence, pickle.dumps(extras, protocol=5), [segment.fd for segment in part])
-            process.channel.ring(Kind.PING, HAS_BODY, sequence, 0)
-            self._wait({link.rank}, sequence, time.monotonic() + GRACE_S, "send")
-            link.note_sent(extras, part)
-        return missing
+            process.channel.ring(kind, HAS_BODY, sequence, value)
+            link.note_sent(extras, missing)
 
     def _wait(
         self,
@@ -376,16 +395,16 @@ class Team(Crew):
         if status == Status.DONE and not flags & HAS_BODY:
             return ASSEMBLED if flags & IS_ASSEMBLED else DONE
         body = b""
-        fds: list[int] = []
         if flags & HAS_BODY:
             try:
-                body, fds = process.channel.receive_body(got_sequence)
+                with deferred():  # descriptors have no owner until they are closed
+                    body, fds = process.channel.receive_body(got_sequence)
+                    for fd in fds:
+                        os.close(fd)
             except (ProtocolError, EOFError, ConnectionResetError):
                 process.kill()  # what it sends is not what our worker sends
                 return None
             self.counters["bytes_up"] += len(body)
-        for fd in fds:
-            os.close(fd)
         return Reply(Status(status), flags, body)
 
     # -- faults -------------------------------------------------------------------------------------------------------

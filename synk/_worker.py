@@ -129,7 +129,7 @@ class Worker:
         self.sequence = sequence
         outer, cell.worker = cell.worker, self
         try:
-            if kind not in (Kind.PUBLISH, Kind.ASSEMBLE):  # those belong to the call before
+            if kind not in (Kind.PUBLISH, Kind.ASSEMBLE, Kind.SUPPLY):  # those belong to the call before
                 self.variables.resolve()
             if extras is not None:
                 self._take_in(extras)
@@ -145,6 +145,8 @@ class Worker:
                 return self._move(extras)
             if kind == Kind.GROUP:
                 return self._join(extras)
+            if kind == Kind.SUPPLY:
+                return Status.DONE, 0, None
             if kind == Kind.PING:
                 self._recover("")
                 return Status.PONG, 0, None
@@ -170,6 +172,8 @@ class Worker:
         if extras.exchange is not None:
             segment_id, self.executor.slot_nbytes = extras.exchange
             self.executor.exchange = self.segments[segment_id]
+            for prepared in self.plans.values():  # views of the old slots would keep their memory
+                prepared.slot_views, prepared.slot_key, prepared.repeat = [], None, None
         if extras.collective_id:
             self._communicator = ShmCommunicator(
                 self.segments[extras.collective_id], self.rank, self.world_size, self._eventfds
@@ -218,6 +222,8 @@ class Worker:
         def load() -> None:
             self.failpoint("distribute.loading")
             self._own_up[Up.PHASE] = Phase.LOADING
+            import synk._pickling  # noqa: F401  (now: an error report must not need a descriptor)
+
             loaded = pickle.loads(extras.content)
             for function_id, options in loaded:
                 self.functions[function_id] = LoadedFunction(**options, backend=self.backend)
@@ -427,7 +433,7 @@ def _drop_frames(error: BaseException) -> None:
         if item is None or id(item) in seen:
             continue
         seen.add(id(item))
-        item.__traceback__ = None
+        BaseException.with_traceback(item, None)  # not by assignment: an exception's class may be frozen
         pending += [item.__cause__, item.__context__]
 
 
@@ -435,13 +441,13 @@ def pickle_reply(worker: Worker | None, status: Status, flags: int, body: Any) -
     """Pickle a reply's body; what of the user's cannot be pickled becomes an error reply."""
     if isinstance(body, (dict, Failure)) or worker is None:
         return status, flags, pickle.dumps(body, protocol=5)
+    what = "the structure of its result"
     try:
         try:
             from synk._pickling import dumps
 
             worker.is_interruptible = True
             layout, objects = body
-            what = "the structure of its result"
             # Each object on its own, so that the one that cannot be pickled or loaded can be named.
             packed = []
             for position, item in enumerate(objects):
@@ -467,5 +473,8 @@ def pickle_reply(worker: Worker | None, status: Status, flags: int, body: Any) -
 
 def _resident_nbytes() -> int:
     """Resident memory of this process, for the report of one that is killed."""
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:  # out of descriptors: a report is not worth a failed call
+        return 0

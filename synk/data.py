@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from synk._arrays import as_plain_array, check_shareable
+from synk._interrupts import deferred
 from synk._memory import Segment
 from synk.errors import ClosedError
 
@@ -227,8 +228,10 @@ class Data:
             if keep and self._array.size:
                 rows = min(len(self._array), shape[0])
                 array[:rows] = self._array[:rows]
-            self._drop_segment()
-            self._segment, self._array = segment, array
+            with deferred():
+                old, self._segment, self._array = self._segment, segment, array
+                if old is not None:
+                    self._runtime.release(old)
             return
         self._array = self._segment.view(0, shape, self._dtype)
 

@@ -123,6 +123,6 @@ def add_note(error: BaseException, note: str) -> None:
     """Attach a line to an exception, on Python 3.10 as well (where tracebacks do not print it)."""
     notes: Any = getattr(error, "__notes__", None)
     if notes is None:
-        error.__notes__ = [note]
+        BaseException.__setattr__(error, "__notes__", [note])  # not by assignment: the class may be frozen
     else:
         notes.append(note)

@@ -151,12 +151,12 @@ class Function:
                         raise
         raise AssertionError("the last attempt returns or raises")
 
-    def load(self, runtime: Runtime) -> None:
+    def load(self, runtime: Runtime, deadline: float | None) -> None:
         """See that the workers of ``runtime`` have this function."""
         if self._runtime is not runtime:
-            distribute_functions(runtime, [self])
+            distribute_functions(runtime, [self], deadline=deadline)
         else:
-            runtime.ensure_loaded()
+            runtime.ensure_loaded(deadline)
 
     def _bound_runtime(self) -> Runtime:
         """Return the runtime to use: the one the function was made with, else the current one."""
@@ -283,13 +283,13 @@ def _find_culprit(fn: Any) -> str:
     return ""
 
 
-def distribute_functions(runtime: Runtime, only: Sequence[Function] | None = None) -> None:
+def distribute_functions(runtime: Runtime, only: Sequence[Function] | None = None, *, deadline: float | None) -> None:
     """Pickle the functions that ``runtime`` does not have yet, together, and load them on all workers."""
     with _waiting_lock:
         candidates = list(_waiting if only is None else only)
     functions = [f for f in candidates if f._fixed_runtime in (None, runtime) and f._runtime is not runtime]
     functions.sort(key=lambda function: function.id)
-    runtime.ensure_loaded()
+    runtime.ensure_loaded(deadline)
     if not functions:
         return
     names = ", ".join(repr(function.name) for function in functions)
@@ -299,7 +299,7 @@ def distribute_functions(runtime: Runtime, only: Sequence[Function] | None = Non
         raise SerializationError(f"cannot send {names} to the workers: {type(error).__name__}: {error}.") from error
     for variable in variables:
         check_owner(variable, runtime, names)
-    runtime.load(data, [function.id for function in functions], names)
+    runtime.load(data, [function.id for function in functions], names, deadline)
     for function in functions:
         function._bind_to(runtime)
         function.variables |= variables  # a global may have been bound anew since the function was built

@@ -28,7 +28,7 @@ from synk._failures import rebuild
 from synk._groups import Group
 from synk._interrupts import deferred
 from synk._links import Link
-from synk._memory import Segment
+from synk._memory import PAGE_NBYTES, Segment, round_up
 from synk._messages import Down, Extras, Kind, Layout, Status
 from synk._placement import place
 from synk._profile import Profile
@@ -208,15 +208,17 @@ class Runtime:
         self._finish_commit()
         self._reclaim()
         while self._dropped_functions:
-            function_id, plans = self._dropped_functions.popleft()
-            self._functions.pop(function_id, None)
-            plans.drop_all(self)
-            for link in self.team.links:
-                link.drop_function(function_id)
+            with deferred():
+                function_id, plans = self._dropped_functions.popleft()
+                self._functions.pop(function_id, None)
+                plans.drop_all(self)
+                for link in self.team.links:
+                    link.drop_function(function_id)
         while self._dropped_variables:
-            variable_id = self._dropped_variables.popleft()
-            for link in self.team.links:
-                link.drop_variable(variable_id)
+            with deferred():
+                variable_id = self._dropped_variables.popleft()
+                for link in self.team.links:
+                    link.drop_variable(variable_id)
         self.team.prepare(deadline)
         self.group.prepare(self.team)
         if self.team.restarted:
@@ -245,25 +247,24 @@ class Runtime:
 
     def release(self, segment: Segment) -> None:
         """Free a segment now if nothing is running, else when the operation that may use it has ended."""
-        if not self._is_mine() and self._lock.acquire(blocking=False):
-            try:
-                self.forget_segment(segment)
-            finally:
-                self._lock.release()
-        else:
-            self._released.append(segment)
+        self._released.append(segment)
+        self.reclaim()
 
     def reclaim(self) -> None:
         """Free what finalizers dropped, if nothing is running."""
-        if self._released and not self._is_mine() and self._lock.acquire(blocking=False):
-            try:
+        if not self._released or self._is_mine():
+            return
+        try:
+            if self._lock.acquire(blocking=False):
                 self._reclaim()
-            finally:
+        finally:
+            if self._is_mine():  # asked of the lock itself: an interrupt may come as soon as it is taken
                 self._lock.release()
 
     def _reclaim(self) -> None:
         while self._released:
-            self.forget_segment(self._released.popleft())
+            with deferred():
+                self.forget_segment(self._released.popleft())
 
     def forget_segment(self, segment: Segment) -> None:
         """Free a segment here; workers forget it with their next message."""
@@ -285,11 +286,13 @@ class Runtime:
                 old, self.staging = self.staging, Segment.create(max(int(nbytes * 1.25), 1 << 16))
                 if old is not None:
                     self.forget_segment(old)
+                    for function in list(self.bound):  # their views of the old one would keep its memory
+                        function.plans.drop_staging(old.id, self)
         return self.staging
 
     def grow_exchange(self, slot_nbytes: int, published: Sequence[int]) -> None:
         """Make room for ``slot_nbytes`` bytes of outputs per rank; what ``published`` ranks wrote is carried over."""
-        slot_nbytes = -(-slot_nbytes // 4096) * 4096
+        slot_nbytes = round_up(max(slot_nbytes, int(self.slot_nbytes * 1.25)), PAGE_NBYTES)
         larger = Segment.create(self.world_size * slot_nbytes, is_worker_writable=True)
         for rank in published:
             start = rank * self.slot_nbytes
@@ -299,6 +302,8 @@ class Runtime:
             old = self.exchange_segment
             self.exchange_segment, self.slot_nbytes = larger, slot_nbytes
             self.forget_segment(old)
+            for function in list(self.bound):
+                function.plans.drop_assemblies()
 
     def lease_result(self, nbytes: int) -> Lease:
         """Lease a buffer for large results."""
@@ -310,7 +315,7 @@ class Runtime:
 
     # -- functions ----------------------------------------------------------------------------------------------------
 
-    def load(self, data: bytes, function_ids: Sequence[int], names: str) -> None:
+    def load(self, data: bytes, function_ids: Sequence[int], names: str, deadline: float | None) -> None:
         """Send pickled functions to all workers, and remember them for workers that are started later.
 
         Raises
@@ -321,7 +326,7 @@ class Runtime:
         for function_id in function_ids:
             self._functions[function_id] = data
         try:
-            self._load_missing(names)
+            self._load_missing(names, deadline)
         except BaseException:
             for function_id in function_ids:
                 self._functions.pop(function_id, None)
@@ -329,14 +334,14 @@ class Runtime:
                     link.functions.discard(function_id)
             raise
 
-    def ensure_loaded(self) -> None:
+    def ensure_loaded(self, deadline: float | None) -> None:
         """Send each worker the functions that it misses: all of them after it was started again."""
         restarts = self.team.counters["restarts"]
         if restarts != self._num_loaded_restarts:
-            self._load_missing("functions")
+            self._load_missing("functions", deadline)
             self._num_loaded_restarts = restarts
 
-    def _load_missing(self, names: str) -> None:
+    def _load_missing(self, names: str, deadline: float | None) -> None:
         links = self.team.links
         while True:
             batches: dict[int, bytes] = {}
@@ -347,7 +352,7 @@ class Runtime:
             if not batches:
                 return
             replies = self.team.exchange(
-                Kind.LOAD, list(batches), 0, batches, [self._collectives()], self.deadline(None), "distribute", names
+                Kind.LOAD, list(batches), 0, batches, [self._collectives()], deadline, "distribute", names
             )
             failures = [pickle.loads(reply.body) for reply in replies.values() if reply.status == Status.ERROR]
             if failures:
@@ -475,7 +480,7 @@ class Runtime:
 
         with self.entered("distribute"):
             self.begin("distribute")
-            distribute_functions(self)
+            distribute_functions(self, deadline=self.deadline(None))
 
     def _list(self, verb: str, variables: Any) -> list[Shared]:
         """Return ``variables`` (one, or a sequence) as a list, checked."""
@@ -629,17 +634,16 @@ class Runtime:
         if self._is_mine():
             raise ReentrancyError("cannot close the runtime while this thread is in a call.")
         team.wake()
-        got_lock = self._lock.acquire(timeout=GRACE_S + 1)
-        if not got_lock:
-            team.kill()
-            got_lock = self._lock.acquire(timeout=GRACE_S + 1)
         try:
+            if not self._lock.acquire(timeout=GRACE_S + 1):
+                team.kill()
+                self._lock.acquire(timeout=GRACE_S + 1)
             with deferred(lambda count: team.kill()):
                 team.say_goodbye()
                 team.tear_down()
                 self._release_memory()
         finally:
-            if got_lock:
+            if self._is_mine():
                 self._lock.release()
 
     def _release_memory(self) -> None:
@@ -697,6 +701,7 @@ def _in_forked_child() -> None:
     """A child made by os.fork must not hold descriptors that tell workers whether the master lives."""
     for runtime in list(_open_runtimes):
         runtime.team.abandon()
+    _open_runtimes.clear()
 
 
 atexit.register(_close_all)
