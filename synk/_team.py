@@ -111,6 +111,8 @@ class Team(Crew):
         ------
         StartupError
             Naming the ranks that did not, with the end of their stderr. The runtime is closed then.
+        WorkerDied
+            If one died that was started in the place of another.
         CallTimeout
             If they had not at ``deadline``; they go on starting.
         """
@@ -127,6 +129,8 @@ class Team(Crew):
         except (WorkerDied, CallTimeout, ProtocolError, SerializationError) as error:
             if is_hurried and isinstance(error, CallTimeout):
                 raise
+            if isinstance(error, WorkerDied) and self._restarts:
+                raise  # a replacement: one more death, and the next operation starts another
             died = getattr(error, "ranks", ()) or tuple(sorted(waiting))
             self.cause = failure = StartupError(
                 f"cannot start the workers: rank {', '.join(map(str, died))} of {self.world_size} did not come up. "

@@ -166,6 +166,37 @@ def test_D4_the_lock_is_free_after_ctrl_c(runtime: Fork, monkeypatch: pytest.Mon
         assert_right(rt)
 
 
+def test_A16_a_replacement_that_is_killed_while_it_starts_is_one_more_death(
+    runtime: Fork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rt = runtime(2, max_restarts=4)
+    f = rt.function(lambda x: x.sum(), outputs="sum")
+    victim = pids(rt)[1]
+    start, num_left = rt.team._start, [2]
+
+    def killed(*args: Any) -> Any:
+        process = start(*args)
+        if num_left[0]:
+            num_left[0] -= 1
+            process.kill()
+        return process
+
+    monkeypatch.setattr(rt.team, "_start", killed)
+    os.kill(victim, signal.SIGKILL)
+    num_errors = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(10):
+            try:
+                assert f(np.arange(4.0)) == 6.0
+                break
+            except WorkerDied as error:
+                assert error.ranks == (1,)
+                num_errors += 1
+    assert num_errors in (2, 3)  # the death itself is one where the call comes first
+    assert_right(rt)
+
+
 # ----- time limits, ends
 
 
