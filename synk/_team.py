@@ -264,9 +264,8 @@ class Team(Crew):
 
         messages = packed()
         # No rank gets the message before all have room for its descriptors: what it answers would be taken for nothing.
-        while surplus := {rank: part[:MAX_FDS] for rank, (_, part) in messages.items() if len(part) > MAX_FDS}:
-            if self.is_inline:
-                break
+        while not self.is_inline and any(len(part) > MAX_FDS for _, part in messages.values()):
+            surplus = {rank: part[:MAX_FDS] for rank, (_, part) in messages.items() if len(part) > MAX_FDS}
             supplies: Packed = {rank: (Extras(segments=Link.describe(part)), part) for rank, part in surplus.items()}
             raise_failures(self._converse(Kind.SUPPLY, 0, supplies, deadline, phase, what), self.world_size, phase)
             messages = packed()

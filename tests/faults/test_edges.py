@@ -24,16 +24,17 @@ from synk.errors import CallTimeout, ClosedError, RemoteError, SharedMemoryError
 Fork = Callable[..., Any]
 
 
-def interrupt_in(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
-    """Have Ctrl-C come when ``owner.name`` is called, once, before it does its work."""
+def interrupt_in(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool = False) -> None:
+    """Have Ctrl-C come when ``owner.name`` is called, once, before it does its work or after."""
     original = getattr(owner, name)
     pending = [True]
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs) if after else None
         if pending:
             pending.clear()
             signal.raise_signal(signal.SIGINT)
-        return original(*args, **kwargs)
+        return result if after else original(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, interrupted)
 
@@ -104,11 +105,12 @@ def test_D4_ctrl_c_while_the_dead_are_buried(runtime: Fork, monkeypatch: pytest.
     rt = runtime(2, max_restarts=10)
     x = np.arange(4.0)
     f = rt.function(lambda x: x.sum(), outputs="sum")
-    for name in ("_unwatch_link", "_unwatch"):
+    for name, after in (("_unwatch_link", False), ("_unwatch_link", True), ("_unwatch", True)):
         victim = pids(rt)[0]
         with monkeypatch.context() as patch:
-            interrupt_in(patch, rt.team, name)
+            interrupt_in(patch, rt.team, name, after=after)
             os.kill(victim, signal.SIGKILL)
+            time.sleep(0.3)  # the next call finds the death before it sends anything
             with pytest.raises((KeyboardInterrupt, WorkerDied)):
                 for _ in range(100):
                     f(x)
@@ -152,6 +154,7 @@ def test_D5_data_that_grows_is_old_or_new(runtime: Fork, monkeypatch: pytest.Mon
             data.set_length(50_000)
     data.data[:] = 2.0
     assert f(data) == 2 * len(data)
+    assert rt.function(lambda x: x.max(), outputs="max")(data) == 2.0  # by a new plan
 
 
 def test_D4_the_lock_is_free_after_ctrl_c(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
