@@ -3,6 +3,7 @@
 from synk import errors
 from synk._comm import comm
 from synk._current import close, current, fork
+from synk._queue import PendingCall
 from synk._verbs import (
     all_gather,
     all_reduce,
@@ -28,6 +29,7 @@ from synk.shared import Shared
 __all__ = [
     "Data",
     "Function",
+    "PendingCall",
     "Runtime",
     "Shared",
     "__version__",

@@ -1,6 +1,6 @@
 """One call, in the master: arguments -> rows -> plan and numbers -> exchange -> assembly.
 
-Reads top to bottom in :func:`run_call`. The runtime is held and all workers are alive.
+Reads top to bottom in :func:`launch` and :func:`collect`. The runtime is held and all workers are alive.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from synk._arrays import copy_into
 from synk._assembly import Assembly
 from synk._device_values import check_not_lost
 from synk._failures import raise_failures
+from synk._lanes import Lane
 from synk._links import ASSEMBLED, DONE, Reply
 from synk._messages import BLOCK_LENGTH, IS_ASSEMBLED, Down, Kind, Layout, Plan, Status, Up, slot_offsets
 from synk._ops import match_ops
@@ -40,6 +41,7 @@ from synk._trees import flatten
 from synk.errors import ClosedError, SerializationError, SharedMemoryError, SynkError
 
 if TYPE_CHECKING:
+    from synk._team import Flight
     from synk.runtime import Runtime
     from synk.shared import Shared
 
@@ -85,6 +87,21 @@ class Callee(Protocol):
         """See that the workers have it."""
 
 
+@dataclass(slots=True)
+class Launched:
+    """A call that was sent to the workers."""
+
+    function: Callee
+    call: Call
+    cached: CachedPlan
+    flight: Flight
+    lease: Lease | None
+    deadline: float | None
+    started_ns: int
+    staged_nbytes: int
+    pickled_nbytes: int
+
+
 def run_call(
     runtime: Runtime,
     function: Callee,
@@ -94,47 +111,77 @@ def run_call(
     deadline: float | None,
 ) -> Any:
     """Run one call and return its result."""
+    return collect(runtime, launch(runtime, function, args, kwargs, options, deadline, runtime.lanes.first))
+
+
+def launch(
+    runtime: Runtime,
+    function: Callee,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CallOptions,
+    deadline: float | None,
+    lane: Lane,
+) -> Launched:
+    """Send a call; ``lane`` is one that no call under way uses."""
     started = time.monotonic_ns()
-    counters = runtime.counters
+    counters, team = runtime.counters, runtime.team
     staged, pickled = counters["bytes_staged"], counters["bytes_pickled"]
-    repeat = function.plans.repeat if options.is_plain and not kwargs else None
+    repeat = function.plans.repeats.get(lane.index) if options.is_plain and not kwargs else None
     if repeat is not None and repeat.stage(runtime, args):
         call, cached = repeat.call, repeat.cached
         _load(runtime, function, call, deadline)
     else:
-        call, cached = _prepare(runtime, function, args, kwargs, options, deadline)
-    runtime.counters["calls"] += 1
-    runtime.group.announce(runtime.team, len(call.ranks))
+        call, cached = _prepare(runtime, function, args, kwargs, options, deadline, lane)
+    staged, pickled = counters["bytes_staged"] - staged, counters["bytes_pickled"] - pickled
+    counters["calls"] += 1
+    name = repr(function.name)
     plan_id = cached.plan.plan_id
-    links = runtime.team.links
-    contents = {rank: cached.plan for rank in call.ranks if plan_id not in links[rank].plans}
-    cached.is_agreed = False  # until the call has ended well: a worker may tell of a layout that is not taken in
-    lease = _lease(runtime, cached, call)
+    lease = None
     try:
-        for rank in contents:
-            links[rank].plans.add(plan_id)
+        call.has_group = runtime.group.announce(team, lane, len(call.ranks))
+        contents = {rank: cached.plan for rank in call.ranks if plan_id not in team.links[rank].plans}
+        lease = _lease(runtime, cached, call)
         segments = cached.segments if lease is None else [*cached.segments, lease.segment]
-        runtime.next_call(result_id=0 if lease is None else lease.segment.id)
-        replies = runtime.team.exchange(
-            Kind.CALL, call.ranks, plan_id, contents, segments, deadline, "call", repr(function.name)
-        )
-        result = _collect(runtime, function, cached, call, replies, lease, options, deadline)
+        cached.is_agreed = False  # until the call has ended well: a worker may tell of a layout that is not taken in
+        for rank in contents:
+            team.links[rank].plans.add(plan_id)
+        runtime.next_call(lane, result_id=0 if lease is None else lease.segment.id)
+        flight = team.launch(Kind.CALL, call.ranks, plan_id, contents, segments, deadline, "call", name, lane.index)
     except BaseException as error:
-        function.plans.discard(cached, runtime)
-        if lease is not None:
-            runtime.results.give_back(lease)
-        if runtime.is_closed and isinstance(error, Exception) and not isinstance(error, SynkError):
-            raise ClosedError("the call was ended: the runtime was closed by another thread.") from error
+        _abandon(runtime, function, cached, lease, error)
+        raise
+    return Launched(function, call, cached, flight, lease, deadline, started, staged, pickled)
+
+
+def collect(runtime: Runtime, launched: Launched) -> Any:
+    """Wait for the replies to a call and return its result."""
+    function, call, cached = launched.function, launched.call, launched.cached
+    try:
+        replies = runtime.team.finish(launched.flight, launched.deadline)
+        result = _collect(runtime, launched, replies)
+    except BaseException as error:
+        _abandon(runtime, function, cached, launched.lease, error)
         raise
     cached.is_agreed = True
+    up_words = cached.lane.up_words
     record = runtime.profile.record(function.name)
     record.num_calls += 1
-    record.function_ns += max([runtime.team.up_words[rank][Up.FUNCTION_NS] for rank in call.ranks])
+    record.function_ns += max([up_words[rank][Up.FUNCTION_NS] for rank in call.ranks])
     record.output_nbytes += cached.output_nbytes
-    record.staged_nbytes += counters["bytes_staged"] - staged
-    record.pickled_nbytes += counters["bytes_pickled"] - pickled
-    record.wall_ns += time.monotonic_ns() - started
+    record.staged_nbytes += launched.staged_nbytes
+    record.pickled_nbytes += launched.pickled_nbytes
+    record.wall_ns += time.monotonic_ns() - launched.started_ns
     return result
+
+
+def _abandon(runtime: Runtime, function: Callee, cached: CachedPlan, lease: Lease | None, error: BaseException) -> None:
+    """Forget the plan of a call that did not end well, and take its buffer back."""
+    function.plans.discard(cached, runtime)
+    if lease is not None:
+        runtime.results.give_back(lease)
+    if runtime.is_closed and isinstance(error, Exception) and not isinstance(error, SynkError):
+        raise ClosedError("the call was ended: the runtime was closed by another thread.") from error
 
 
 def _prepare(
@@ -144,15 +191,18 @@ def _prepare(
     kwargs: dict[str, Any],
     options: CallOptions,
     deadline: float | None,
+    lane: Lane,
 ) -> tuple[Call, CachedPlan]:
     """Check, plan and stage a call; return it with its plan."""
     call = _bind(runtime, function, args, kwargs, options)
     _load(runtime, function, call, deadline)
-    cached = _plan(runtime, function, call, options)
+    cached = _plan(runtime, function, call, options, lane)
     _stage(runtime, cached, call)
-    _write_numbers(runtime, call)
-    is_repeatable = options.is_plain and not kwargs and RepeatedCall.fits(call)
-    function.plans.repeat = RepeatedCall(runtime, cached, call) if is_repeatable else None
+    _write_numbers(lane, call)
+    if options.is_plain and not kwargs and RepeatedCall.fits(call):
+        function.plans.repeats[lane.index] = RepeatedCall(cached, call)
+    else:
+        function.plans.repeats.pop(lane.index, None)
     return call, cached
 
 
@@ -243,7 +293,7 @@ def _check_no_rows(outputs: Any, name: str) -> None:
 # -- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def _plan(runtime: Runtime, function: Callee, call: Call, options: CallOptions) -> CachedPlan:
+def _plan(runtime: Runtime, function: Callee, call: Call, options: CallOptions, lane: Lane) -> CachedPlan:
     """Return the plan for this call's signature, from the cache where it was seen before."""
     plans = function.plans
     local_indices = call.owned.local_indices if call.owned is not None else None
@@ -262,7 +312,8 @@ def _plan(runtime: Runtime, function: Callee, call: Call, options: CallOptions) 
         -1 if local_indices is None else len(local_indices),
         capacity,
         buffer_sizes,
-        runtime.staging.id if runtime.staging is not None else 0,
+        lane.index,
+        lane.staging.id if lane.staging is not None else 0,
     )
     cached = plans.get(key)
     if cached is not None:
@@ -282,7 +333,7 @@ def _plan(runtime: Runtime, function: Callee, call: Call, options: CallOptions) 
     buffers_at = [reserve(size) for size in buffer_sizes]
     indices_at = reserve(len(indices) * 8) if indices is not None else 0
     local_at = reserve(len(local_indices) * 8) if local_indices is not None else 0
-    staging = runtime.reserve_staging(offset)
+    staging = lane.reserve_staging(offset, runtime)
     key = (*key[:-1], staging.id)
     staged: list[np.ndarray] = []
     inputs = []
@@ -304,7 +355,8 @@ def _plan(runtime: Runtime, function: Callee, call: Call, options: CallOptions) 
         call.selection is None,
         (staging.id, local_at, len(local_indices)) if local_indices is not None else None,
     )
-    segments = [a.data._segment for a in call.arguments if a.data is not None and a.data._segment is not None]
+    segments = lane.segments
+    segments += [a.data._segment for a in call.arguments if a.data is not None and a.data._segment is not None]
     if offset:
         segments.append(staging)
     places = Places(
@@ -313,7 +365,7 @@ def _plan(runtime: Runtime, function: Callee, call: Call, options: CallOptions) 
         staging.view(indices_at, (len(indices),), np.dtype(np.int64)) if indices is not None else None,
         staging.view(local_at, (len(local_indices),), np.dtype(np.int64)) if local_indices is not None else None,
     )
-    cached = CachedPlan(plan, segments, staged, places)
+    cached = CachedPlan(plan, lane, segments, staged, places)
     plans.put(key, cached, runtime)
     return cached
 
@@ -341,7 +393,7 @@ def _stage(runtime: Runtime, cached: CachedPlan, call: Call) -> None:
     runtime.counters["bytes_staged"] += nbytes
 
 
-def _write_numbers(runtime: Runtime, call: Call) -> None:
+def _write_numbers(lane: Lane, call: Call) -> None:
     """Write each rank's bounds into the control segment, where they differ from those of the call before."""
     selection = call.selection
     is_rowless = selection is None
@@ -350,10 +402,10 @@ def _write_numbers(runtime: Runtime, call: Call) -> None:
     )  # fmt: skip
     local = call.owned.local_ranges if call.owned is not None else None
     key = (call.bounds, call.ranks, start, step, count, lowest, is_rowless, local)
-    if runtime.last_numbers != key:
-        runtime.last_numbers = None  # until all of them are written
+    if lane.last_numbers != key:
+        lane.last_numbers = None  # until all of them are written
         running = set(call.ranks)
-        runtime.team.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1] = [
+        lane.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1] = [
             (
                 rank in running,
                 low,
@@ -367,7 +419,7 @@ def _write_numbers(runtime: Runtime, call: Call) -> None:
             )
             for rank, (low, high) in enumerate(call.bounds)
         ]
-        runtime.last_numbers = key
+        lane.last_numbers = key
 
 
 assert max(Down) < BLOCK_LENGTH
@@ -375,18 +427,11 @@ assert max(Down) < BLOCK_LENGTH
 # -- replies ----------------------------------------------------------------------------------------------------------
 
 
-def _collect(
-    runtime: Runtime,
-    function: Callee,
-    cached: CachedPlan,
-    call: Call,
-    replies: dict[int, Reply],
-    lease: Lease | None,
-    options: CallOptions,
-    deadline: float | None,
-) -> Any:
+def _collect(runtime: Runtime, launched: Launched, replies: dict[int, Reply]) -> Any:
     """Turn replies into the result: errors first, then agreement, then the large outputs, then the values."""
-    name, outputs = function.name, function.outputs
+    call, cached, lease, deadline = launched.call, launched.cached, launched.lease, launched.deadline
+    name, outputs = launched.function.name, launched.function.outputs
+    lane = cached.lane
     is_plain = all(reply is DONE or reply is ASSEMBLED for reply in replies.values())
     if not is_plain:
         raise_failures(replies, runtime.world_size, name)
@@ -397,12 +442,12 @@ def _collect(
             runtime.variable(variable_id).note_back(rank, shapes)
     if not is_plain and any(reply.status == Status.UNPUBLISHED for reply in replies.values()):
         waiting = [rank for rank in call.ranks if replies[rank].status == Status.UNPUBLISHED]
-        _republish(runtime, name, outputs, call.ranks, layouts, waiting, deadline)
+        _republish(runtime, name, outputs, call, lane, layouts, waiting, deadline)
     assembly = cached.assembly
-    if assembly is None or not assembly.fits(call.ranks, layouts, runtime.exchange_segment, runtime.group.is_in_use):
+    if assembly is None or not assembly.fits(call.ranks, layouts, lane.exchange, call.has_group):
         assembly = cached.assembly = Assembly(
-            name, outputs, options.output_subset, call.ranks, layouts,
-            runtime.exchange_segment, runtime.slot_nbytes, runtime.world_size, runtime.group.is_in_use,
+            name, outputs, cached.plan.output_subset, call.ranks, layouts,
+            lane.exchange, lane.slot_nbytes, runtime.world_size, call.has_group,
         )  # fmt: skip
         cached.output_nbytes = sum(leaf.nbytes for layout in layouts for leaf in layout.leaves)
         lease = None
@@ -411,7 +456,7 @@ def _collect(
         waiting = [rank for rank in call.ranks if not replies[rank].flags & IS_ASSEMBLED]
         lease = lease or runtime.lease_result(assembly.result_nbytes)
         if waiting:
-            _assemble_large(runtime, name, cached.plan.plan_id, assembly, waiting, lease, deadline)
+            _assemble_large(runtime, name, cached, assembly, waiting, lease, deadline)
         root = lease.root
     result = assembly.build(call.rows, objects, root, call.owned.order if call.owned is not None else None)
     if assembly.has_assignments:
@@ -450,12 +495,14 @@ def _republish(
     runtime: Runtime,
     name: str,
     outputs: Any,
-    ranks: list[int],
+    call: Call,
+    lane: Lane,
     layouts: list[Layout],
     waiting: list[int],
     deadline: float | None,
 ) -> None:
     """Make room for the outputs and new values of shared variables; the ranks ``waiting`` for it publish again."""
+    ranks = call.ranks
     for rank, layout in zip(ranks, layouts):
         if rank not in waiting:
             continue
@@ -465,10 +512,10 @@ def _republish(
     for layout in layouts:
         leaves, _ = flatten(layout.skeleton)
         ops = match_ops(outputs, layout.skeleton, len(leaves), repr(name))
-        needed = max(needed, slot_offsets(layout.leaves, ops, len(ranks), runtime.group.is_in_use)[1])
-    if needed > runtime.slot_nbytes:
-        runtime.grow_exchange(needed, [rank for rank in ranks if rank not in waiting])
-    replies = runtime.team.exchange(Kind.PUBLISH, waiting, 0, {}, [], deadline, "publish", repr(name))
+        needed = max(needed, slot_offsets(layout.leaves, ops, len(ranks), call.has_group)[1])
+    if needed > lane.slot_nbytes:
+        lane.grow_exchange(needed, [rank for rank in ranks if rank not in waiting], runtime)
+    replies = runtime.team.exchange(Kind.PUBLISH, waiting, 0, {}, [], deadline, "publish", repr(name), lane.index)
     raise_failures(replies, runtime.world_size, name)
 
 
@@ -478,14 +525,14 @@ def _lease(runtime: Runtime, cached: CachedPlan, call: Call) -> Lease | None:
     They fill it without being asked once all of their outputs are there, if those look as before. No call needs it.
     """
     assembly = cached.assembly
-    if assembly is None or not assembly.result_nbytes or runtime.group.is_in_use:
+    if assembly is None or not assembly.result_nbytes or call.has_group:
         return None
     links = runtime.team.links
     plan_id = cached.plan.plan_id
     if any(links[rank].assemblies.get(plan_id) != assembly.number for rank in call.ranks):
         return None
     layouts = [cached.layouts[rank] for rank in call.ranks]
-    if not assembly.fits(call.ranks, layouts, runtime.exchange_segment, False):
+    if not assembly.fits(call.ranks, layouts, cached.lane.exchange, False):
         return None
     try:
         return runtime.lease_result(assembly.result_nbytes)
@@ -496,7 +543,7 @@ def _lease(runtime: Runtime, cached: CachedPlan, call: Call) -> Lease | None:
 def _assemble_large(
     runtime: Runtime,
     name: str,
-    plan_id: int,
+    cached: CachedPlan,
     assembly: Assembly,
     ranks: list[int],
     lease: Lease,
@@ -504,10 +551,11 @@ def _assemble_large(
 ) -> None:
     """Have ``ranks`` bring their parts of the large outputs into a leased buffer."""
     links = runtime.team.links
+    plan_id, lane = cached.plan.plan_id, cached.lane.index
     contents = {rank: assembly.moves[rank] for rank in ranks if links[rank].assemblies.get(plan_id) != assembly.number}
     try:
         replies = runtime.team.exchange(
-            Kind.ASSEMBLE, ranks, lease.segment.id, contents, [lease.segment], deadline, "reduce", repr(name)
+            Kind.ASSEMBLE, ranks, lease.segment.id, contents, [lease.segment], deadline, "reduce", repr(name), lane
         )
         raise_failures(replies, runtime.world_size, name)
     except BaseException:

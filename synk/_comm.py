@@ -61,16 +61,16 @@ class Comm:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(np.flatnonzero(_worker().down[:, Down.PARTICIPATES]).tolist())
+        return tuple(np.flatnonzero(_worker().lane.down[:, Down.PARTICIPATES]).tolist())
 
     @property
     def rows(self) -> int:
         worker = _worker()
-        return int(worker.down[worker.rank, Down.ROWS])
+        return int(worker.lane.down[worker.rank, Down.ROWS])
 
     @property
     def total_rows(self) -> int:
-        down = _worker().down
+        down = _worker().lane.down
         return int((down[:, Down.ROWS] * down[:, Down.PARTICIPATES]).sum())
 
     def all_reduce(self, array: Any, op: str = "avg", *, weight: float | None = None) -> Any:

@@ -38,9 +38,7 @@ class Crew:
     links : list of Link
         One per rank.
     down, up : ndarray of int64, shape (world_size, BLOCK_LENGTH)
-        The numbers in shared memory; see ``synk._messages``.
-    up_words : list of memoryview
-        The rows of ``up``: a word is read through them in a third of NumPy's time.
+        The numbers of lane 0 in shared memory; see ``synk._messages``.
     eventfds : list of int
         One per rank, inherited by all workers: how they wake one another.
 
@@ -58,7 +56,6 @@ class Crew:
         self.is_closed = False
         self.links: list[Link] = []
         self.eventfds: list[int] = []
-        self.up_words: list[memoryview] = []
         self._placement = placement
         self._token = token
         self._unreported_deaths: dict[int, str] = {}
@@ -70,8 +67,7 @@ class Crew:
         try:
             self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._control = Segment.create(control_nbytes(self.world_size))
-            self.down, self.up = control_blocks(self._control.buffer, self.world_size)
-            self.up_words = [memoryview(row) for row in self.up]
+            self.down, self.up = self.blocks(0)
             self.down[:, [Down.INTERRUPT, Down.COMMITTED]] = -1
             self._watch(self._wake_fd, "wake", -1)
             for _ in range(self.world_size):
@@ -86,6 +82,10 @@ class Crew:
         except BaseException:
             self.tear_down()
             raise
+
+    def blocks(self, lane: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the numbers ``(down, up)`` of a lane."""
+        return control_blocks(self._control.buffer, self.world_size, lane)
 
     # -- starting ------------------------------------------------------------------------------------------------------
 
@@ -220,7 +220,6 @@ class Crew:
         self._wake_fd = -1
         self.eventfds = []
         self.down = self.up = np.empty((0, 0), np.int64)
-        self.up_words = []
         control = getattr(self, "_control", None)
         if control is not None:
             control.close()

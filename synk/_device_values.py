@@ -56,7 +56,7 @@ def exchange(runtime: Runtime, variable: Shared, kind: str, shapes: Shapes, op: 
         return False
     check_not_lost([variable], [0] if kind == "broadcast" else None, f"{kind} variable {variable.name!r}")
     ranks = list(range(runtime.world_size))
-    runtime.next_call(result_id=0)
+    runtime.next_call(runtime.lanes.first, result_id=0)
     replies = runtime.team.exchange(
         Kind.VARIABLE,
         ranks,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from synk._ops import Accumulator, Op, check_op, is_reducible, match_ops, reduce
 from synk._shards import shard_bounds
 from synk._trees import flatten, skeleton_of, unflatten
 from synk._variables import VariableStore
-from synk.backends import Backend
+from synk.backends import Backend, DeviceBackend
 from synk.errors import SerializationError, SharedMemoryError
 
 if TYPE_CHECKING:
@@ -131,6 +131,15 @@ class PreparedPlan:
         return segments[segment_id].buffer[offset : offset + nbytes].data
 
 
+class Ahead(NamedTuple):
+    """The inputs of a call that were brought before it began; see ``DeviceBackend.beside``."""
+
+    prepared: PreparedPlan
+    call: int
+    arrays: list[Any]
+    event: Any
+
+
 class Executor:
     """Runs prepared plans for one rank and keeps their outputs until the next message."""
 
@@ -145,6 +154,9 @@ class Executor:
         self._outputs: list[Any] = []
         self._objects: list[Any] = []
         self._result: Any = None
+        self._ahead: Ahead | None = None
+        self._inputs: list[Any] = []  # of the call under way, where the device may read them when the function is over
+        self.look_ahead: Callable[[bool], None] = _do_nothing  # whether a call waits whose inputs can be brought
         self.output_nbytes = 0  # of the last call
         self.is_waiting = False  # whether outputs of the last call are still to be assembled
 
@@ -152,10 +164,16 @@ class Executor:
 
     def run(self, prepared: PreparedPlan, variables: VariableStore) -> Any:
         """Call the user's function on this rank's rows and return its result, accumulated over the slices."""
+        ahead, self._ahead = self._ahead, None
         self.forget()
         plan, function = prepared.plan, prepared.function
         numbers = self._down[self.rank].tolist()
         low, high = numbers[Down.LOW], numbers[Down.HIGH]
+        arrays = None
+        if ahead is not None and ahead.prepared is prepared and ahead.call == self._down[0, Down.CALL]:
+            cast(DeviceBackend, self.backend).join(ahead.event)
+            arrays = self._inputs = ahead.arrays
+            self.look_ahead(True)
         objects = self._load_objects(prepared)
         is_sliced = plan.num_slices > 1 and not plan.is_rowless
         variables.begin(function, is_sliced)
@@ -163,7 +181,7 @@ class Executor:
             bounds = [(low + a, low + b) for a, b in shard_bounds(high - low, plan.num_slices) if b > a]
             result = self._run_slices(prepared, numbers, bounds or [(low, high)], objects, variables)
         else:
-            result = self._call(prepared, numbers, low, high, objects, variables)
+            result = self._call(prepared, numbers, low, high, objects, variables, arrays)
         if function.updates:
             variables.finish_updates()
         return result
@@ -192,18 +210,16 @@ class Executor:
         high: int,
         objects: Sequence[Any],
         variables: VariableStore,
+        arrays: list[Any] | None = None,
     ) -> Any:
         function = prepared.function
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        for item, base in zip(prepared.plan.inputs, prepared.bases):
-            if item.kind == "rows":
-                value: Any = self._rows(prepared, item, base, numbers, low, high)
-            elif item.kind == "whole":
-                value = self.backend.from_host(base)
-            elif item.kind == "object":
+        arrays = self._bring(prepared, numbers, low, high) if arrays is None else arrays
+        for item, value in zip(prepared.plan.inputs, arrays):
+            if item.kind == "object":
                 value = objects[item.offset]
-            else:
+            elif item.kind not in ("rows", "whole"):
                 value = variables.argument(item, prepared.local_indices, low, high, numbers[Down.LOW])
             if function.to_framework is not None and item.kind in ("rows", "whole"):
                 value = function.to_framework(value)
@@ -213,6 +229,38 @@ class Executor:
                 args.append(value)
         result = function.fn(*args, **kwargs)
         return variables.take_updates(function, result, high - low) if function.updates else result
+
+    def _bring(self, prepared: PreparedPlan, numbers: list[int], low: int, high: int) -> list[Any]:
+        """Return the scattered and the broadcast arrays of a call by the position of the input; None for the others."""
+        return [
+            self._rows(prepared, item, base, numbers, low, high)
+            if item.kind == "rows"
+            else self.backend.from_host(base)
+            if item.kind == "whole"
+            else None
+            for item, base in zip(prepared.plan.inputs, prepared.bases)
+        ]
+
+    def prefetch(self, prepared: PreparedPlan, *, is_hurried: bool) -> None:
+        """Begin to bring the inputs of the call that comes next in this lane; ``run`` finds them.
+
+        ``is_hurried``: only where it does not hold up the host, because the call before has not begun its work yet.
+        """
+        if self._ahead is not None or prepared.plan.num_slices > 1:
+            return
+        backend = cast(DeviceBackend, self.backend)
+        numbers = self._down[self.rank].tolist()
+        low, high = numbers[Down.LOW], numbers[Down.HIGH]
+        if is_hurried:
+            is_range = prepared.indices is None and numbers[Down.STEP] == 1
+            if not is_range or not all(base is None or backend.is_pinned(base) for base in prepared.bases):
+                return
+        try:
+            with backend.beside() as event:
+                arrays = self._bring(prepared, numbers, low, high)
+        except MemoryError:  # no room for the inputs of two calls: this one brings its own when it runs
+            return
+        self._ahead = Ahead(prepared, int(self._down[0, Down.CALL]), arrays, event)
 
     def _rows(
         self, prepared: PreparedPlan, item: Input, base: np.ndarray, numbers: list[int], low: int, high: int
@@ -325,12 +373,15 @@ class Executor:
         is_new = layout is None or layout.leaves != tuple(leaves) or layout.assigned != assigned
         if is_new:
             layout = prepared.layout = Layout(skeleton, tuple(leaves), assigned)
+            prepared.slot_key = None
         self._prepared, self._outputs, self._result, self._objects = prepared, outputs, result, objects
         self.is_waiting = any(leaf.nbytes >= LARGE_NBYTES for leaf in leaves)
         status = self._fill_slot(prepared)
         if assigned and not variables.store():
             status = Status.UNPUBLISHED
+        self.look_ahead(False)
         self.backend.synchronize()
+        self._inputs = []
         is_complete = status == Status.DONE and not assigned and not objects and subset is None
         prepared.repeat = self._repeat(prepared, result, values) if is_complete else None
         return status, (layout if is_new else None, objects) if is_new or objects else None
@@ -376,7 +427,7 @@ class Executor:
         offsets, total = slot_offsets(layout.leaves, prepared.ops, len(participants), has_group)
         if total > self.slot_nbytes or self.exchange is None:
             return Status.UNPUBLISHED
-        key = (self.exchange.id, id(layout), len(participants), has_group)
+        key = (self.exchange.id, len(participants), has_group)
         if prepared.slot_key != key:
             base = self.rank * self.slot_nbytes
             prepared.slot_views = [
@@ -483,9 +534,15 @@ class Executor:
     def forget(self) -> None:
         """Drop the outputs of the last call."""
         self.is_waiting = False
+        self._ahead = None
+        self._inputs = []
         self._prepared = self._result = None
         self._outputs = []
         self._objects = []
+
+
+def _do_nothing(is_hurried: bool) -> None:
+    pass
 
 
 class _Object:

@@ -10,6 +10,7 @@ import logging
 import pickle
 from typing import Any
 
+from synk._lanes import Lane
 from synk._messages import Down, JoinOrder, Kind, Status, Up
 from synk._team import Team
 
@@ -26,8 +27,6 @@ class Group:
 
     Attributes
     ----------
-    is_in_use : bool
-        Whether the call under way reduces its large outputs by NCCL.
     problem : str
         Why NCCL is not used although it could be.
     library : str
@@ -39,7 +38,6 @@ class Group:
         self._number = 0
         self._is_joined = False
         self._num_restarts = 0
-        self.is_in_use = False
         self.problem = ""
         self.library = ""
 
@@ -100,8 +98,12 @@ class Group:
             and not (team.up[:, Up.BROKEN] >= self._number).any()
         )
 
-    def announce(self, team: Team, num_ranks: int) -> None:
-        """Tell the workers whether the call that comes next reduces its large outputs by NCCL: if all ranks run it."""
-        self.is_in_use = num_ranks == team.world_size and self.is_usable(team)
+    def announce(self, team: Team, lane: Lane, num_ranks: int) -> bool:
+        """Return whether a call in ``lane`` reduces its large outputs by NCCL, as it does if all ranks run it.
+
+        The workers are told before the call is sent.
+        """
+        is_in_use = num_ranks == team.world_size and self.is_usable(team)
         if self._number:  # also when the group was given up: the word of an earlier call must not stay
-            team.down[:, Down.GROUP] = self._number if self.is_in_use else 0
+            lane.down[:, Down.GROUP] = self._number if is_in_use else 0
+        return is_in_use

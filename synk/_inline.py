@@ -46,7 +46,7 @@ class InlineProcess:
         """Act on a message at once; the reply waits for :meth:`reply`."""
         worker = self._worker
         assert worker is not None
-        status, flags, body = worker.handle(kind, sequence, value, extras)
+        status, flags, body = worker.handle(kind, 0, sequence, value, extras)
         data = b""
         if body is not None:
             status, flags, data = pickle_reply(worker, status, flags, body)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from synk._memory import Segment
 from synk._messages import IS_ASSEMBLED, Extras, Status
+
+if TYPE_CHECKING:
+    from synk._lanes import Lane
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,6 @@ class Link:
 
     def __init__(self, rank: int, process: Any) -> None:
         self.rank = rank
-        self.collective_id = 0
         self.functions: set[int] = set()
         self.plans: set[int] = set()
         self.assemblies: dict[int, int] = {}  # plan -> number of the assembly in which the rank knows its part
@@ -53,7 +55,7 @@ class Link:
         self._dropped_segments: list[int] = []
         self._dropped_plans: list[int] = []
         self._dropped_functions: list[int] = []
-        self._exchange_id = 0
+        self._exchange_ids: dict[int, int] = {}  # by lane
 
     def forget_sent(self) -> None:
         """Send everything again: the rank could not take in the last message."""
@@ -62,7 +64,7 @@ class Link:
         self.assemblies.clear()
         self.variables.clear()
         self.num_changes = -1
-        self._exchange_id = 0
+        self._exchange_ids.clear()
 
     def drop_segment(self, segment_id: int) -> None:
         if segment_id in self.segments:
@@ -89,21 +91,23 @@ class Link:
         return [(segment.id, segment.nbytes, segment.is_worker_writable) for segment in segments]
 
     def extras(
-        self, content: Any, needed: Sequence[Segment], exchange: Segment, slot_nbytes: int, news: Sequence[Any]
+        self, content: Any, needed: Sequence[Segment], lane: Lane, news: Sequence[Any]
     ) -> tuple[Extras | None, list[Segment]]:
         """Return the body of a message (None if it needs none) and the segments whose descriptors ride along.
 
-        ``news`` are shared variables of which the rank must learn.
+        ``lane`` is that of the call, and ``news`` are shared variables of which the rank must learn.
         """
         known = self.segments
         missing = [segment for segment in needed if segment.id not in known]
         if len(missing) > 1:  # equal values of several ranks lie in one
             missing = list({segment.id: segment for segment in missing}.values())
         new_exchange = None
-        if self._exchange_id != exchange.id:
-            new_exchange = (exchange.id, slot_nbytes)
-            if exchange.id not in self.segments:
+        exchange, collective = lane.exchange, lane.collective
+        if self._exchange_ids.get(lane.index) != exchange.id:
+            new_exchange = (lane.index, exchange.id, lane.slot_nbytes)
+            if exchange.id not in known:
                 missing.append(exchange)
+        has_collective = collective is not None and any(segment is collective for segment in missing)
         dropped = self._dropped_segments or self._dropped_plans or self._dropped_functions or self._dropped_variables
         if content is None and not missing and not new_exchange and not dropped and not news:
             return None, missing
@@ -114,7 +118,7 @@ class Link:
                 dropped_plans=list(self._dropped_plans),
                 dropped_functions=list(self._dropped_functions),
                 exchange=new_exchange,
-                collective_id=self.collective_id if any(s.id == self.collective_id for s in missing) else 0,
+                collective=(lane.index, collective.id) if has_collective and collective is not None else None,
                 declarations=[variable.declaration(self.rank) for variable in news],
                 dropped_variables=list(self._dropped_variables),
                 content=content,
@@ -134,4 +138,5 @@ class Link:
         for declaration in extras.declarations:
             self.variables[declaration.variable_id] = declaration.version
         if extras.exchange is not None:
-            self._exchange_id = extras.exchange[0]
+            lane, exchange_id, _ = extras.exchange
+            self._exchange_ids[lane] = exchange_id

@@ -1,9 +1,9 @@
 """What travels between master and workers: kinds, the layout of numbers in shared memory, and the message bodies.
 
 A repeated call is one doorbell of eight bytes down and one up for each rank; its numbers lie in the control segment,
-where each rank has two blocks of int64, one written by the master and one by the worker. Everything that is new (a
-function, a plan, a segment) travels as the pickled body of the message that needs it first, as names, shapes and
-bounds: array bytes never do.
+where each rank has two blocks of int64 in each lane, one written by the master and one by the worker. Everything that
+is new (a function, a plan, a segment) travels as the pickled body of the message that needs it first, as names, shapes
+and bounds: array bytes never do.
 """
 
 from __future__ import annotations
@@ -33,6 +33,12 @@ IS_UNRECEIVED = 4
 
 IS_ASSEMBLED = 8
 """Flag of a reply to a call: the rank's part of the large outputs is in its place."""
+
+NUM_LANES = 3
+"""How many calls can be under way at once: one that runs, one whose inputs are brought, one that waits."""
+
+LANE_SHIFT = 6
+"""Where in a doorbell's flags the lane of the call begins."""
 
 SLOT_ALIGNMENT = 64
 DEVICE_DTYPES = frozenset(
@@ -74,9 +80,12 @@ class Status(IntEnum):
 
 
 class Down(IntEnum):
-    """Positions in the block that the master writes for a rank."""
+    """Positions in the block that the master writes for a rank.
 
-    INTERRUPT = 0  # sequence number of the message that a SIGINT is meant for
+    INTERRUPT, COMMITTED and BROKEN belong to the rank, and only those of lane 0 count; the others belong to a call.
+    """
+
+    INTERRUPT = 0  # which messages a SIGINT is meant for, see interrupt_word; negative: none
     PARTICIPATES = 1
     LOW = 2  # the rank's rows, as positions in the selection
     HIGH = 3
@@ -95,7 +104,10 @@ class Down(IntEnum):
 
 
 class Up(IntEnum):
-    """Positions in the block that a worker writes."""
+    """Positions in the block that a worker writes.
+
+    RSS, PHASE, OUTPUT_NBYTES and BROKEN belong to the rank, and only those of lane 0 count.
+    """
 
     FUNCTION_NS = 0  # time in the user's function
     WORKER_NS = 1  # time from doorbell to reply
@@ -121,13 +133,32 @@ BLOCK_LENGTH = 16
 
 def control_nbytes(world_size: int) -> int:
     """Bytes of the control segment of ``world_size`` ranks."""
-    return world_size * 2 * BLOCK_LENGTH * 8
+    return NUM_LANES * world_size * 2 * BLOCK_LENGTH * 8
 
 
-def control_blocks(buffer: np.ndarray, world_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the int64 arrays ``(down, up)``, each of shape ``(world_size, BLOCK_LENGTH)``, over a control segment."""
-    blocks = buffer[: control_nbytes(world_size)].view(np.int64).reshape(world_size, 2, BLOCK_LENGTH)
-    return blocks[:, 0], blocks[:, 1]
+def control_blocks(buffer: np.ndarray, world_size: int, lane: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return a lane's int64 arrays ``(down, up)``, each of shape ``(world_size, BLOCK_LENGTH)``."""
+    blocks = buffer[: control_nbytes(world_size)].view(np.int64).reshape(NUM_LANES, world_size, 2, BLOCK_LENGTH)
+    return blocks[lane, :, 0], blocks[lane, :, 1]
+
+
+def interrupt_word(first: int, last: int) -> int:
+    """Return what says that a SIGINT is meant for the messages ``first`` to ``last`` (16-bit numbers that wrap)."""
+    return first << 16 | last
+
+
+def is_interrupted(word: int, sequence: int) -> bool:
+    """Whether a SIGINT is meant for message ``sequence``.
+
+    Examples
+    --------
+    >>> [is_interrupted(interrupt_word(65535, 2), sequence) for sequence in (65534, 65535, 1, 3)]
+    [False, True, True, False]
+    """
+    if word < 0:
+        return False
+    first, last = word >> 16, word & 0xFFFF
+    return (sequence - first) & 0xFFFF <= (last - first) & 0xFFFF
 
 
 @dataclass(frozen=True)
@@ -283,10 +314,10 @@ class Extras:
     ----------
     segments : list of (segment_id, nbytes, is_writable)
     content : the message's own body
-    exchange : (segment_id, slot_nbytes) or None
+    exchange : (lane, segment_id, slot_nbytes) or None
         New slots for outputs.
-    collective_id : int
-        Segment through which functions communicate, where it is new; else 0.
+    collective : (lane, segment_id) or None
+        Segment through which functions communicate, where it is new.
     declarations : list of Declaration
         Shared variables that are new or have changed from the master's side.
     """
@@ -295,8 +326,8 @@ class Extras:
     dropped_segments: list[int] = field(default_factory=list)
     dropped_plans: list[int] = field(default_factory=list)
     dropped_functions: list[int] = field(default_factory=list)
-    exchange: tuple[int, int] | None = None
-    collective_id: int = 0
+    exchange: tuple[int, int, int] | None = None
+    collective: tuple[int, int] | None = None
     declarations: list[Any] = field(default_factory=list)
     dropped_variables: list[int] = field(default_factory=list)
     content: Any = None

@@ -15,6 +15,7 @@ import numpy as np
 from synk._arguments import Argument
 from synk._arrays import copy_into
 from synk._assembly import Assembly
+from synk._lanes import Lane
 from synk._memory import Segment
 from synk._messages import Down, Layout, Plan
 from synk._shards import Assignment, Selection
@@ -28,8 +29,11 @@ _MAX_PLANS = 64
 class CachedPlan:
     """A plan with what the master learnt about its outputs."""
 
-    def __init__(self, plan: Plan, segments: list[Segment], staged: list[np.ndarray], places: Places) -> None:
+    def __init__(
+        self, plan: Plan, lane: Lane, segments: list[Segment], staged: list[np.ndarray], places: Places
+    ) -> None:
         self.plan = plan
+        self.lane = lane  # calls of this plan go there and nowhere else
         self.segments = segments
         self.staged = staged
         self.places = places
@@ -55,7 +59,7 @@ class PlanCache:
 
     def __init__(self) -> None:
         self._plans: OrderedDict[Any, CachedPlan] = OrderedDict()
-        self.repeat: RepeatedCall | None = None
+        self.repeats: dict[int, RepeatedCall] = {}  # by lane
 
     def get(self, key: Any) -> CachedPlan | None:
         cached = self._plans.get(key)
@@ -77,28 +81,29 @@ class PlanCache:
         """Forget the plans that use a staging segment which has been replaced: nobody finds them any more."""
         for key in [key for key in self._plans if key[-1] == segment_id]:
             runtime.drop_plan(self._plans.pop(key).plan.plan_id)
-        self.repeat = None
+        self.repeats.clear()
 
-    def drop_assemblies(self) -> None:
+    def drop_assemblies(self, lane: Lane) -> None:
         """Forget the views of slots that have been replaced."""
         for cached in self._plans.values():
-            cached.assembly = None
+            if cached.lane is lane:
+                cached.assembly = None
 
     def drop_all(self, runtime: Runtime) -> None:
         """Forget everything, here and on the workers: the function is gone."""
         for cached in self._plans.values():
             runtime.drop_plan(cached.plan.plan_id)
-        self.repeat = None
+        self.repeats.clear()
         self._plans.clear()
 
     def forget(self) -> None:
         """Drop everything; the runtime is closed."""
-        self.repeat = None
+        self.repeats.clear()
         self._plans.clear()
 
     def discard(self, cached: CachedPlan, runtime: Runtime) -> None:
         """Forget one plan, here and on the workers."""
-        self.repeat = None
+        self.repeats.pop(cached.lane.index, None)
         self._plans = OrderedDict((key, value) for key, value in self._plans.items() if value is not cached)
         runtime.drop_plan(cached.plan.plan_id)
 
@@ -114,6 +119,7 @@ class Call:
     rows: list[int]
     objects: tuple[bytes, list[memoryview]] | None
     owned: Assignment | None = None
+    has_group: bool = False  # whether its large outputs are reduced by NCCL
 
 
 class RepeatedCall:
@@ -123,12 +129,13 @@ class RepeatedCall:
     checks, which the last call has passed. Holds no argument: what the user drops is freed.
     """
 
-    def __init__(self, runtime: Runtime, cached: CachedPlan, call: Call) -> None:
+    def __init__(self, cached: CachedPlan, call: Call) -> None:
+        lane = cached.lane
         self.cached = cached
         self.call = replace(call, arguments=[], selection=None)
-        self._staging = runtime.staging
-        self._numbers = runtime.last_numbers
-        self._block = runtime.team.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1].copy()
+        self._staging = lane.staging
+        self._numbers = lane.last_numbers
+        self._block = lane.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1].copy()
         targets = iter(cached.staged)
         self._arguments: list[tuple[Any, Any, np.ndarray | None]] = []
         for argument in call.arguments:
@@ -147,7 +154,8 @@ class RepeatedCall:
 
     def stage(self, runtime: Runtime, args: tuple[Any, ...]) -> bool:
         """Bring the arguments of a new call into place; return False where it is another kind of call."""
-        is_known = self.cached.is_agreed and runtime.staging is self._staging
+        lane = self.cached.lane
+        is_known = self.cached.is_agreed and lane.staging is self._staging
         if not is_known or len(args) != len(self._arguments):
             return False
         for value, (first, second, target) in zip(args, self._arguments):
@@ -160,10 +168,10 @@ class RepeatedCall:
             if target is not None:
                 copy_into(target, value)
                 runtime.counters["bytes_staged"] += target.nbytes
-        if runtime.last_numbers is not self._numbers:  # a call with other bounds came between
-            runtime.last_numbers = None  # until all of them are written
-            runtime.team.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1] = self._block
-            runtime.last_numbers = self._numbers
+        if lane.last_numbers is not self._numbers:  # a call with other bounds came between
+            lane.last_numbers = None  # until all of them are written
+            lane.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1] = self._block
+            lane.last_numbers = self._numbers
         return True
 
 

@@ -21,9 +21,19 @@ from synk import _failpoints
 from synk._channel import Channel, poll_awake
 from synk._failures import pack_failure
 from synk._memory import Segment
-from synk._messages import HAS_BODY, IS_UNRECEIVED, Down, Extras, Kind, Status, control_nbytes
+from synk._messages import (
+    HAS_BODY,
+    IS_UNRECEIVED,
+    LANE_SHIFT,
+    Down,
+    Extras,
+    Kind,
+    Status,
+    control_nbytes,
+    is_interrupted,
+)
 from synk._version import __version__
-from synk._worker import DeviceLost, Interrupted, Worker, pickle_reply
+from synk._worker import DeviceLost, Doorbell, Interrupted, Worker, pickle_reply
 from synk.errors import SharedMemoryError
 
 
@@ -39,6 +49,9 @@ class WorkerLoop:
         self._lifeline = fds["lifeline"]
         self._worker: Worker | None = None
         self._master_fd = -1
+        self._peeked: Doorbell | None = None  # taken from the pipe and not acted on yet
+        self._arriving = select.poll()
+        self._arriving.register(self._channel.read_fd, select.POLLIN)
 
     def start(self) -> None:
         """Tie this process to the master's life, take over the signals, say hello."""
@@ -61,6 +74,7 @@ class WorkerLoop:
         eventfds = [setup["fds"][f"event{rank}"] for rank in range(setup["world_size"])]
         self._worker = Worker(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
         self._worker.failpoint = failpoint
+        self._worker.peek = self._peek
         self._worker.patience_s = setup["spin_s"]
         control.close_fd()
         failpoint("start.ready")
@@ -82,10 +96,12 @@ class WorkerLoop:
         # Messages follow each other closely, and it can take 50 us and more to wake a process whose core sleeps.
         spin_s = self._setup["spin_s"]
         while True:
-            ready = [fd for fd, _ in poll_awake(waiting, spin_s) or waiting.poll()]
-            if channel.read_fd not in ready:
-                os.killpg(0, signal.SIGKILL)  # only the master's pidfd is ready: it is gone
-            message = channel.answer()
+            message, self._peeked = self._peeked, None
+            if message is None:
+                ready = [fd for fd, _ in poll_awake(waiting, spin_s) or waiting.poll()]
+                if channel.read_fd not in ready:
+                    os.killpg(0, signal.SIGKILL)  # only the master's pidfd is ready: it is gone
+                message = channel.answer()
             if message is None:
                 os.killpg(0, signal.SIGKILL)
                 return
@@ -94,12 +110,13 @@ class WorkerLoop:
                 extras = self._receive_extras(sequence) if flags & HAS_BODY else None
             except SharedMemoryError as error:  # a limit of this process: the master sends all of it again
                 if kind == Kind.CALL:
+                    worker.lane = worker.lanes[flags >> LANE_SHIFT]
                     worker.leave_call()
                 failure = pack_failure(error, worker.rank, worker.device)
                 self._reply(Status.ERROR, IS_UNRECEIVED, sequence, failure)
                 continue
             try:
-                status, reply_flags, body = worker.handle(kind, sequence, value, extras)
+                status, reply_flags, body = worker.handle(kind, flags >> LANE_SHIFT, sequence, value, extras)
             except DeviceLost as error:
                 sys.stderr.write(f"{error}\n")
                 _flush_output()
@@ -119,6 +136,12 @@ class WorkerLoop:
                 return
             worker.tidy(kind, status)
             del body, extras
+
+    def _peek(self) -> Doorbell | None:
+        """Return the next doorbell if it has arrived; it stays the next one."""
+        if self._peeked is None and self._arriving.poll(0):
+            self._peeked = self._channel.answer()
+        return self._peeked
 
     def close(self) -> None:
         """Release the connection; the end of the process follows."""
@@ -169,7 +192,7 @@ class WorkerLoop:
         # A late signal, meant for a call that has ended, must not hit the next one.
         if worker is None or not worker.is_interruptible:
             return
-        if int(worker.down[worker.rank, Down.INTERRUPT]) == worker.sequence:
+        if is_interrupted(int(worker.down[worker.rank, Down.INTERRUPT]), worker.sequence):
             raise Interrupted
 
 

@@ -28,7 +28,17 @@ from synk._inline import InlineProcess
 from synk._interrupts import deferred, held_back
 from synk._links import ASSEMBLED, DONE, Link, Reply
 from synk._memory import Segment
-from synk._messages import HAS_BODY, IS_ASSEMBLED, IS_UNRECEIVED, Down, Extras, Kind, Status
+from synk._messages import (
+    HAS_BODY,
+    IS_ASSEMBLED,
+    IS_UNRECEIVED,
+    LANE_SHIFT,
+    Down,
+    Extras,
+    Kind,
+    Status,
+    interrupt_word,
+)
 from synk._process import WorkerProcess
 from synk.errors import CallTimeout, ClosedError, SerializationError, StartupError, WorkerDied
 
@@ -41,9 +51,37 @@ START_TIMEOUT_S = 120.0
 _logger = logging.getLogger("synk")
 
 
-Pack = Callable[[Link, Any, Sequence[Segment]], tuple["Extras | None", list[Segment]]]
+Pack = Callable[[Link, Any, Sequence[Segment], int], tuple["Extras | None", list[Segment]]]
 Packed = dict[int, tuple["Extras | None", list[Segment]]]
 """By rank: the body of its message, and the segments whose descriptors ride along."""
+
+_HELLO = 0  # the sequence number of a worker's first word; messages count from 1
+
+
+class Flight:
+    """A message on its way: sent to some ranks, of which not all may have answered.
+
+    Attributes
+    ----------
+    pending : set of int
+        Ranks that owe a reply.
+    replies : dict of int to Reply
+        By rank.
+    phase, what : str
+        For errors.
+    is_lost : bool
+        Whether it was given up: no reply will come any more.
+    """
+
+    __slots__ = ("is_lost", "pending", "phase", "replies", "sequence", "what")
+
+    def __init__(self, sequence: int, ranks: Iterable[int], phase: str, what: str) -> None:
+        self.sequence = sequence
+        self.pending = set(ranks)
+        self.replies: dict[int, Reply] = {}
+        self.phase = phase
+        self.what = what
+        self.is_lost = False
 
 
 class Team(Crew):
@@ -59,13 +97,15 @@ class Team(Crew):
     counters : dict of str to int
     token : bytes
     pack : callable
-        ``pack(link, content, segments)`` returns the body of a message for a rank (None if it needs none) and the
-        segments whose descriptors ride along.
+        ``pack(link, content, segments, lane)`` returns the body of a message for a rank (None if it needs none) and
+        the segments whose descriptors ride along.
     on_idle : callable
         Called when workers were made idle after a failure, before anything else is sent.
 
     Attributes
     ----------
+    flights : dict of int to Flight
+        Messages that were not answered by all, by sequence number, oldest first.
     restarted : list of int
         Ranks that were started anew; whoever has seen to them takes them out.
     cause : BaseException or None
@@ -96,7 +136,7 @@ class Team(Crew):
         self._pack = pack
         self._on_trouble = on_trouble
         self._on_idle = on_idle
-        self._unsettled: list[int] = []
+        self.flights: dict[int, Flight] = {}
         self._hellos: dict[int, Reply] = {}  # kept here: an interrupt in the wait must not lose one
         self._restarts: deque[float] = deque()
         self._stuck_after_s = stuck_after_s()
@@ -122,8 +162,13 @@ class Team(Crew):
         limit = time.monotonic() + START_TIMEOUT_S
         is_hurried = deadline is not None and deadline < limit
         try:
-            pending = waiting - self._hellos.keys()
-            self._wait(pending, None, deadline if is_hurried else limit, "start", replies=self._hellos)
+            hello = Flight(_HELLO, waiting - self._hellos.keys(), "start", "")
+            hello.replies = self._hellos
+            self.flights[_HELLO] = hello
+            try:
+                self._wait(hello, deadline if is_hurried else limit)
+            finally:
+                self.flights.pop(_HELLO, None)
             for rank in waiting:
                 self._greet(self.links[rank], self._hellos[rank])
         except (WorkerDied, CallTimeout, ProtocolError, SerializationError) as error:
@@ -162,7 +207,7 @@ class Team(Crew):
             If workers died too often.
         StartupError
         """
-        if self._unsettled:
+        if self.flights:
             self._settle()
         if not self.is_inline:
             self._drain_events()
@@ -220,7 +265,7 @@ class Team(Crew):
     # -- exchanging ---------------------------------------------------------------------------------------------------
 
     def next_sequence(self) -> int:
-        self.sequence = (self.sequence + 1) & 0xFFFF
+        self.sequence = self.sequence % 0xFFFF + 1
         return self.sequence
 
     def exchange(
@@ -233,8 +278,30 @@ class Team(Crew):
         deadline: float | None,
         phase: str,
         what: str,
+        lane: int = 0,
     ) -> dict[int, Reply]:
         """Send one message to each of ``ranks`` and return their replies.
+
+        Raises
+        ------
+        WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
+            The workers that are alive then are idle again, and all flights are lost.
+        """
+        return self.finish(self.launch(kind, ranks, value, contents, segments, deadline, phase, what, lane), deadline)
+
+    def launch(
+        self,
+        kind: Kind,
+        ranks: Sequence[int],
+        value: int,
+        contents: dict[int, Any],
+        segments: Iterable[Segment],
+        deadline: float | None,
+        phase: str,
+        what: str,
+        lane: int = 0,
+    ) -> Flight:
+        """Send one message to each of ``ranks``; :meth:`finish` returns the replies.
 
         Parameters
         ----------
@@ -246,11 +313,13 @@ class Team(Crew):
             Monotonic time at which the exchange ends with ``CallTimeout``.
         phase, what : str
             For errors.
+        lane : int
+            That of the call which the message belongs to.
 
         Raises
         ------
         WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
-            The workers that are alive then are idle again.
+            As :meth:`exchange`.
         """
         fallen = [rank for rank in ranks if self.links[rank].is_dead]
         if fallen:  # it answered an earlier message of this operation and died then
@@ -258,44 +327,93 @@ class Team(Crew):
                 self._unreported_deaths.pop(rank, None)
             raise self._worker_died(fallen, phase, what)
         needed = list(segments)
-
-        def packed() -> Packed:
-            return {rank: self._pack(self.links[rank], contents.get(rank), needed) for rank in ranks}
-
-        messages = packed()
+        pack, links = self._pack, self.links
+        messages = {rank: pack(links[rank], contents.get(rank), needed, lane) for rank in ranks}
         # No rank gets the message before all have room for its descriptors: what it answers would be taken for nothing.
         while not self.is_inline and any(len(part) > MAX_FDS for _, part in messages.values()):
             surplus = {rank: part[:MAX_FDS] for rank, (_, part) in messages.items() if len(part) > MAX_FDS}
             supplies: Packed = {rank: (Extras(segments=Link.describe(part)), part) for rank, part in surplus.items()}
-            raise_failures(self._converse(Kind.SUPPLY, 0, supplies, deadline, phase, what), self.world_size, phase)
-            messages = packed()
-        return self._converse(kind, value, messages, deadline, phase, what)
+            replies = self.finish(self._fly(Kind.SUPPLY, 0, supplies, 0, phase, what), deadline)
+            raise_failures(replies, self.world_size, phase)
+            messages = {rank: pack(links[rank], contents.get(rank), needed, lane) for rank in ranks}
+        return self._fly(kind, value, messages, lane, phase, what)
 
-    def _converse(
-        self, kind: Kind, value: int, messages: Packed, deadline: float | None, phase: str, what: str
-    ) -> dict[int, Reply]:
-        """Send each rank its message and wait for the replies of all."""
+    def _fly(self, kind: Kind, value: int, messages: Packed, lane: int, phase: str, what: str) -> Flight:
+        """Send each rank its message."""
         sequence = self.next_sequence()
-        self._unsettled = list(messages)
+        flight = self.flights[sequence] = Flight(sequence, messages, phase, what)
         try:
             for rank, (extras, missing) in messages.items():
-                self._send(self.links[rank], kind, sequence, value, extras, missing)
-            replies = self._wait(set(messages), sequence, deadline, phase, what)
-        except WorkerDied:
-            self._unsettled = []
-            raise
+                self._send(self.links[rank], kind, lane, sequence, value, extras, missing)
         except BaseException:
-            if self._unsettled and not self.is_closed:
-                self._settle()
+            self._settle_unless_closed()
             raise
-        self._unsettled = []
+        return flight
+
+    def finish(self, flight: Flight, deadline: float | None) -> dict[int, Reply]:
+        """Wait for the replies of all ranks and return them.
+
+        Raises
+        ------
+        WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
+            As :meth:`exchange`.
+        """
+        try:
+            if flight.pending:
+                self._wait(flight, deadline)
+        except BaseException:
+            self._settle_unless_closed()
+            raise
+        replies = flight.replies
         for rank, reply in replies.items():
             if reply.flags & IS_UNRECEIVED:
                 self.links[rank].forget_sent()
+        self.flights.pop(flight.sequence, None)
         return replies
 
+    def wait_for(self, flight: Flight, until: float) -> bool:
+        """Wait until no rank owes ``flight`` a reply, at most until the monotonic time given; return whether it is so.
+
+        Raises
+        ------
+        WorkerDied, ClosedError, KeyboardInterrupt
+            As :meth:`exchange`.
+        """
+        try:
+            while flight.pending and not flight.is_lost and (remaining := until - time.monotonic()) > 0:
+                self._take_events(math.ceil(remaining * 1000))
+        except BaseException:
+            self._settle_unless_closed()
+            raise
+        return not flight.pending
+
+    def pump(self) -> None:
+        """Take in, without waiting, what workers have answered; a death ends all flights.
+
+        Raises
+        ------
+        WorkerDied, ClosedError, KeyboardInterrupt
+        """
+        try:
+            while self._take_events(0):
+                pass
+        except BaseException:
+            self._settle_unless_closed()
+            raise
+
+    def _settle_unless_closed(self) -> None:
+        if self.flights and not self.is_closed:
+            self._settle()
+
     def _send(
-        self, link: Link, kind: Kind, sequence: int, value: int, extras: Extras | None, missing: list[Segment]
+        self,
+        link: Link,
+        kind: Kind,
+        lane: int,
+        sequence: int,
+        value: int,
+        extras: Extras | None,
+        missing: list[Segment],
     ) -> None:
         process = link.process
         self.counters["messages_down"] += 1
@@ -307,72 +425,79 @@ class Team(Crew):
             process.handle(kind, sequence, value, extras)
             return
         if extras is None:
-            process.channel.ring(kind, 0, sequence, value)
+            process.channel.ring(kind, lane << LANE_SHIFT, sequence, value)
             return
         body = pickle.dumps(extras, protocol=5)
         self.counters["bytes_down"] += len(body)
         with deferred():  # what the rank holds and what is noted must not differ
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its death is found in the wait
                 process.channel.send_body(sequence, body, [segment.fd for segment in missing])
-            process.channel.ring(kind, HAS_BODY, sequence, value)
+            process.channel.ring(kind, HAS_BODY | lane << LANE_SHIFT, sequence, value)
             link.note_sent(extras, missing)
 
-    def _wait(
-        self,
-        pending: set[int],
-        sequence: int | None,
-        deadline: float | None,
-        phase: str,
-        what: str = "",
-        replies: dict[int, Reply] | None = None,
-    ) -> dict[int, Reply]:
-        """Collect one reply from each pending rank; a death or the deadline ends the wait with an error.
-
-        Replies are taken before deaths: a worker that answered and then died has answered.
-        """
-        replies = {} if replies is None else replies
-        dead: list[int] = []
+    def _wait(self, flight: Flight, deadline: float | None) -> None:
+        """Wait until no rank owes ``flight`` a reply; a death or the deadline ends the wait with an error."""
         if self.is_inline:
             process = self.links[0].process
             assert isinstance(process, InlineProcess)
             self.counters["messages_up"] += 1
             self.counters["bytes_up"] += 8
-            return {0: process.reply()}
+            flight.replies[0] = process.reply()
+            flight.pending.clear()
+            return
         report_at = time.monotonic() + self._stuck_after_s
-        while pending:
+        while flight.pending:
             now = time.monotonic()
-            if deadline is not None and now >= deadline:
-                self._on_timeout(pending, phase, what)
             if now >= report_at:
                 report_at = math.inf
-                _logger.warning("%s has run for more than %g s:\n%s", what or phase, self._stuck_after_s, self.where())
+                what = flight.what or flight.phase
+                _logger.warning("%s has run for more than %g s:\n%s", what, self._stuck_after_s, self.where())
             next_event = report_at if deadline is None else min(report_at, deadline)
-            timeout_ms = None if next_event == math.inf else math.ceil((next_event - now) * 1000)
-            # What a function printed lies in its pipe before the doorbell rings, so one poll reports both, and the
-            # lines are shown before the call returns.
-            for fd, _ in self._poll.poll(timeout_ms):
-                kind, rank = self._fds.get(fd, ("", -1))
-                if kind == "up" and phase == "start":
-                    with deferred():  # a hello comes once
-                        self._take_reply(rank, sequence, pending, replies)
-                elif kind == "up":
-                    self._take_reply(rank, sequence, pending, replies)
-                elif kind == "death":
-                    dead.append(rank)
-                elif kind == "output":
-                    self._forward(self.links[rank], fd)
-                elif kind == "wake":
-                    self._on_wake(fd)
-            if dead:
-                self._on_deaths(dead, pending, replies, sequence, phase, what)
-                dead = []
-        return replies
+            timeout_ms = None if next_event == math.inf else max(math.ceil((next_event - now) * 1000), 0)
+            has_replies = self._take_events(timeout_ms)
+            # What came in time but was not looked at before the deadline still counts.
+            if deadline is not None and now >= deadline and not has_replies:
+                self._on_timeout(flight)
 
-    def _take_reply(self, rank: int, sequence: int | None, pending: set[int], replies: dict[int, Reply]) -> None:
-        reply = self._read_reply(self.links[rank], sequence)
-        if reply is not None and rank in pending:
-            replies[rank] = reply
-            pending.discard(rank)
+    def _take_events(self, timeout_ms: int | None) -> bool:
+        """Handle what happens within a time limit; return whether replies came.
+
+        Replies are taken before deaths: a worker that answered and then died has answered. What a function printed
+        lies in its pipe before the doorbell rings, so one poll reports both, and the lines are shown before the call
+        returns.
+        """
+        dead: list[int] = []
+        has_replies = False
+        for fd, _ in self._poll.poll(timeout_ms):
+            kind, rank = self._fds.get(fd, ("", -1))
+            if kind == "up":
+                has_replies = True
+                if _HELLO in self.flights:
+                    with deferred():  # a hello comes once
+                        self._take_reply(rank)
+                else:
+                    self._take_reply(rank)
+            elif kind == "death":
+                dead.append(rank)
+            elif kind == "output":
+                self._forward(self.links[rank], fd)
+            elif kind == "wake":
+                self._on_wake(fd)
+        if dead:
+            self._on_deaths(dead)
+        return has_replies
+
+    def _take_reply(self, rank: int) -> bool:
+        """Read one doorbell and its body into its flight; return False where there is none."""
+        message = self._read_reply(self.links[rank])
+        if message is None:
+            return False
+        sequence, reply = message
+        flight = self.flights.get(sequence)  # None: the answer to a message that was given up
+        if flight is not None and rank in flight.pending:
+            flight.replies[rank] = reply
+            flight.pending.discard(rank)
+        return True
 
     def _on_wake(self, fd: int) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -382,97 +507,94 @@ class Team(Crew):
         if self.is_closing:
             raise ClosedError("the call was ended: the runtime is being closed by another thread.")
 
-    def _read_reply(self, link: Link, sequence: int | None) -> Reply | None:
-        """Read one doorbell and its body; None for the answer to an earlier message."""
+    def _read_reply(self, link: Link) -> tuple[int, Reply] | None:
+        """Read one doorbell and its body; return the number of the message that it answers, and the reply."""
         process = link.process
         assert isinstance(process, WorkerProcess)
         message = process.channel.answer()
         if message is None:
             self._unwatch(process.channel.read_fd)  # its end is closed; the pidfd tells of the death
             return None
-        status, flags, got_sequence, _ = message
+        status, flags, sequence, _ = message
         self.counters["messages_up"] += 1
         self.counters["bytes_up"] += 8
-        if sequence is not None and got_sequence != sequence:
-            return None
         if status == Status.DONE and not flags & HAS_BODY:
-            return ASSEMBLED if flags & IS_ASSEMBLED else DONE
+            return sequence, ASSEMBLED if flags & IS_ASSEMBLED else DONE
         body = b""
         if flags & HAS_BODY:
             try:
                 with deferred():  # descriptors have no owner until they are closed
-                    body, fds = process.channel.receive_body(got_sequence)
+                    body, fds = process.channel.receive_body(sequence)
                     for fd in fds:
                         os.close(fd)
             except (ProtocolError, EOFError, ConnectionResetError):
                 process.kill()  # what it sends is not what our worker sends
                 return None
             self.counters["bytes_up"] += len(body)
-        return Reply(Status(status), flags, body)
+        return sequence, Reply(Status(status), flags, body)
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
-    def _on_deaths(
-        self,
-        dead: list[int],
-        pending: set[int],
-        replies: dict[int, Reply],
-        sequence: int | None,
-        phase: str,
-        what: str,
-    ) -> None:
+    def _on_deaths(self, dead: list[int]) -> None:
         """Take late replies of dead ranks; raise WorkerDied if one of them still owed a reply."""
         for rank in dead:
-            link = self.links[rank]
-            process = link.process
+            process = self.links[rank].process
             assert isinstance(process, WorkerProcess)
             os.set_blocking(process.channel.read_fd, False)
-            while rank in pending:
-                try:
-                    reply = self._read_reply(link, sequence)
-                except BlockingIOError:
-                    break
-                if reply is not None:
-                    replies[rank] = reply
-                    pending.discard(rank)
-                elif process.channel.read_fd not in self._fds:
-                    break
-        owing = [rank for rank in dead if rank in pending]
+            with contextlib.suppress(BlockingIOError):
+                while self._take_reply(rank):
+                    pass
+        owed = [flight for flight in self.flights.values() if not flight.pending.isdisjoint(dead)]
+        owing = [rank for rank in dead if any(rank in flight.pending for flight in owed)]
         for rank in dead:
             how = self._bury(self.links[rank])
             if rank not in owing:
                 self._unreported_deaths[rank] = how
         if not owing:
             return
-        fallen = sorted(owing)
-        if phase != "start":  # a worker that is still coming up cannot be interrupted; the teardown ends it
-            survivors = pending - set(owing)
+        flight = owed[0]  # the oldest: what they were at
+        fallen = set(owing)
+        if flight.phase != "start":  # a worker that is still coming up cannot be interrupted; the teardown ends it
+            survivors = self._debtors() - fallen
             self._end_calls(survivors, kill_at=time.monotonic() + GRACE_S)
-            fallen = sorted(set(owing) | {rank for rank in survivors if self.links[rank].is_dead})
-        error = self._worker_died(fallen, phase, what)
+            fallen |= {rank for rank in survivors if self.links[rank].is_dead}
+        error = self._worker_died(sorted(fallen), flight.phase, flight.what)
         self.cause = copy.copy(error)  # without the traceback that will hold the caller's frames
         raise error
 
-    def _on_timeout(self, pending: set[int], phase: str, what: str) -> None:
-        ranks = f"rank {', '.join(map(str, sorted(pending)))} of {self.world_size}"
-        if phase == "start":
+    def _debtors(self) -> set[int]:
+        """Return the ranks that owe a reply."""
+        return {rank for flight in self.flights.values() for rank in flight.pending}
+
+    def _on_timeout(self, flight: Flight) -> None:
+        ranks = f"rank {', '.join(map(str, sorted(flight.pending)))} of {self.world_size}"
+        if flight.phase == "start":
             raise CallTimeout(
                 f"the workers were not up in time: {ranks} is still starting. Raise timeout=, or call again."
             )
         self._settle()
         raise CallTimeout(
-            f"{what or phase} did not end in time on {ranks}. Raise timeout=, or give the function less to do."
+            f"{flight.what or flight.phase} did not end in time on {ranks}. "
+            "Raise timeout=, or give the function less to do."
         )
 
     def _end_calls(self, ranks: Iterable[int], kill_at: float) -> None:
-        """Have ``ranks`` give up what they run: SIGINT, then a ping whose answer proves them idle, then SIGKILL."""
+        """End all flights, which only ``ranks`` still work on.
+
+        They get SIGINT, then a ping whose answer proves them idle, then SIGKILL.
+        """
         ranks = [rank for rank in ranks if not self.links[rank].is_dead]
-        if not ranks:
-            return
-        running = self.sequence
+        if ranks:
+            self._interrupt(ranks, kill_at)
+        for flight in self.flights.values():
+            flight.is_lost = True
+        self.flights.clear()
+
+    def _interrupt(self, ranks: list[int], kill_at: float) -> None:
+        interrupted = interrupt_word(next(iter(self.flights)), self.sequence)
         self._on_trouble()
         for rank in ranks:
-            self.down[rank, Down.INTERRUPT] = running
+            self.down[rank, Down.INTERRUPT] = interrupted
             process = self.links[rank].process
             assert isinstance(process, WorkerProcess)
             process.signal(signal.SIGINT)
@@ -486,8 +608,8 @@ class Team(Crew):
             for fd, _ in self._poll.poll(max(1, math.ceil((kill_at - time.monotonic()) * 1000))):
                 kind, rank = self._fds.get(fd, ("", -1))
                 if kind == "up":
-                    reply = self._read_reply(self.links[rank], ping)
-                    if reply is not None:
+                    message = self._read_reply(self.links[rank])
+                    if message is not None and message[0] == ping:
                         silent.discard(rank)
                 elif kind == "death":
                     self._bury(self.links[rank])
@@ -506,10 +628,10 @@ class Team(Crew):
         self._on_idle()
 
     def _settle(self) -> None:
-        """After an exception in the middle of an exchange: every rank idle again, or dead."""
-        ranks = list(self._unsettled)
+        """After an exception in the middle of an exchange: every rank idle again, or dead. All flights are lost."""
+        ranks = sorted(self._debtors())
         if self.is_inline:
-            self._unsettled = []
+            self.flights.clear()
             return
         kill_at = [time.monotonic() + GRACE_S]
         is_second = False
@@ -525,7 +647,6 @@ class Team(Crew):
 
         with held_back(on_interrupt):
             self._end_calls(ranks, kill_at[0])
-            self._unsettled = []
             if is_second:
                 self.fail(ClosedError("the runtime was closed by a second Ctrl-C while it ended a call."))
         if is_second:
@@ -545,7 +666,7 @@ class Team(Crew):
 
     def say_goodbye(self) -> None:
         """Ask idle workers to end; the teardown kills whoever does not."""
-        if self.is_closed or self.is_inline or self._unsettled:
+        if self.is_closed or self.is_inline or self.flights:
             return
         sequence = self.next_sequence()
         waiting = set()
@@ -563,7 +684,7 @@ class Team(Crew):
                 elif kind == "output":
                     self._forward(self.links[rank], fd)
                 elif kind == "up":
-                    self._read_reply(self.links[rank], sequence)  # the bye; the death follows
+                    self._read_reply(self.links[rank])  # the bye; the death follows
                 elif kind == "wake":
                     os.eventfd_read(fd)
 

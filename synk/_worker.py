@@ -21,8 +21,11 @@ from synk._execute import Executor, LoadedFunction, PreparedPlan
 from synk._failures import Failure, pack_failure
 from synk._memory import Fence, Segment
 from synk._messages import (
+    HAS_BODY,
     IS_ASSEMBLED,
     IS_COLLATERAL,
+    LANE_SHIFT,
+    NUM_LANES,
     Down,
     Exchange,
     Extras,
@@ -34,18 +37,21 @@ from synk._messages import (
     Status,
     Up,
     control_blocks,
+    is_interrupted,
 )
 from synk._steps import run_steps
 from synk._variables import VariableStore
-from synk.backends import DeviceBackend, open_backend
+from synk.backends import Backend, DeviceBackend, open_backend
 from synk.communicators._shm import Aborted, ShmCommunicator
-from synk.errors import CollectiveMismatch, SerializationError, SynkError
+from synk.errors import CollectiveMismatch, SerializationError, SharedMemoryError, SynkError
 
 if TYPE_CHECKING:
     from synk._device_comm import DeviceCollectives
     from synk._group import WorkerGroup
 
 _Reply = tuple[Status, int, Any]
+Doorbell = tuple[int, int, int, int]
+"""kind, flags, sequence, value"""
 
 
 _RSS_INTERVAL_NS = 1_000_000_000
@@ -57,6 +63,20 @@ class Interrupted(KeyboardInterrupt):
 
 class DeviceLost(SynkError):
     """The device failed in a way that only a new process can get over."""
+
+
+class WorkerLane:
+    """What a call has to itself on its rank; see ``synk._lanes``."""
+
+    def __init__(self, index: int, rank: int, world_size: int, control: Segment, backend: Backend) -> None:
+        self.index = index
+        self.down, self.up = control_blocks(control.buffer, world_size, index)
+        self.executor = Executor(rank, backend, self.down)
+        self.first_down = memoryview(self.down[0])
+        self.own_up = memoryview(self.up[rank])  # stores through it cost a third of NumPy's
+        self.published = memoryview(self.up.T[Up.PUBLISHED])
+        self.communicator: ShmCommunicator | None = None
+        self.called: PreparedPlan | None = None  # the plan of the last call
 
 
 class Worker:
@@ -85,29 +105,30 @@ class Worker:
         self.world_size = world_size
         self.device = device
         self._control = control  # keeps the mapping alive
-        self.down, self.up = control_blocks(control.buffer, world_size)
         self.backend = open_backend(backend_name, device)
-        self.executor = Executor(rank, self.backend, self.down)
+        self.lanes = [WorkerLane(index, rank, world_size, control, self.backend) for index in range(NUM_LANES)]
+        self.lane = self.lanes[0]  # that of the message under way
+        self.down, self.up = self.lane.down, self.lane.up
         self.segments: dict[int, Segment] = {}
         self.functions: dict[int, LoadedFunction] = {}
         self.plans: dict[int, PreparedPlan] = {}
         self.failpoint: Callable[[str], None] = _failpoints.nothing
+        self.peek: Callable[[], Doorbell | None] = _see_nothing
+        if self.backend.is_device:
+            for lane in self.lanes:
+                lane.executor.look_ahead = self._look_ahead
         self.sequence = -1
         self.is_interruptible = False
         self.variables = VariableStore(rank, self.segments, self.down, self.backend)
         self._eventfds = eventfds
         self._own_down = memoryview(self.down[rank])
-        self._first_down = memoryview(self.down[0])
-        self._own_up = memoryview(self.up[rank])  # stores through it cost a third of NumPy's
-        self._published = memoryview(self.up.T[Up.PUBLISHED])
+        self._own_up = self.lane.own_up
         self._fence = Fence()
         self.patience_s = 0.0
         self._rss_measured = 0
         self.group: WorkerGroup | None = None
-        self._communicator: ShmCommunicator | None = None
         self._is_communicating = False
         self._function: LoadedFunction | None = None
-        self._called: PreparedPlan | None = None  # the plan of the last call
 
     def close(self) -> None:
         """Let go of the device and of all memory; where the process ends anyway nobody needs to."""
@@ -124,9 +145,14 @@ class Worker:
         self.segments[segment.id] = segment
         self.backend.note_segment(segment)
 
-    def handle(self, kind: int, sequence: int, value: int, extras: Extras | None) -> _Reply:
+    @property
+    def executor(self) -> Executor:
+        return self.lane.executor
+
+    def handle(self, kind: int, lane: int, sequence: int, value: int, extras: Extras | None) -> _Reply:
         """Act on one message; return ``(status, flags, body)`` of the reply. Never raises but what ends the process."""
         self.sequence = sequence
+        self.lane = self.lanes[lane]
         outer, cell.worker = cell.worker, self
         try:
             if kind not in (Kind.PUBLISH, Kind.ASSEMBLE, Kind.SUPPLY):  # those belong to the call before
@@ -148,6 +174,8 @@ class Worker:
             if kind == Kind.SUPPLY:
                 return Status.DONE, 0, None
             if kind == Kind.PING:
+                for every in self.lanes:
+                    every.executor.forget()
                 self._recover("")
                 return Status.PONG, 0, None
             return Status.BYE, 0, None
@@ -170,14 +198,15 @@ class Worker:
                     self.backend.forget_segment(segment)
                     segment.close()
         if extras.exchange is not None:
-            segment_id, self.executor.slot_nbytes = extras.exchange
-            self.executor.exchange = self.segments[segment_id]
+            lane, segment_id, slot_nbytes = extras.exchange
+            executor = self.lanes[lane].executor
+            executor.exchange, executor.slot_nbytes = self.segments[segment_id], slot_nbytes
             for prepared in self.plans.values():  # views of the old slots would keep their memory
                 prepared.slot_views, prepared.slot_key, prepared.repeat = [], None, None
-        if extras.collective_id:
-            self._communicator = ShmCommunicator(
-                self.segments[extras.collective_id], self.rank, self.world_size, self._eventfds
-            )
+        if extras.collective is not None:
+            lane, segment_id = extras.collective
+            segment = self.segments[segment_id]
+            self.lanes[lane].communicator = ShmCommunicator(segment, self.rank, self.world_size, self._eventfds)
         self.variables.forget(extras.dropped_variables)
         self.variables.declare(extras.declarations)
 
@@ -233,12 +262,13 @@ class Worker:
     def _call(self, plan_id: int, sequence: int, extras: Extras | None) -> _Reply:
         started = time.monotonic_ns()
         self.failpoint("call.received")
-        up = self._own_up
-        up[Up.FUNCTION_NS] = 0
+        lane, up = self.lane, self._own_up
+        lane.own_up[Up.FUNCTION_NS] = 0
         try:
             try:
                 self.is_interruptible = True
-                if self._own_down[Down.INTERRUPT] == sequence:
+                interrupt = self._own_down[Down.INTERRUPT]
+                if interrupt >= 0 and is_interrupted(interrupt, sequence):
                     raise Interrupted  # the signal came before this call could take it
                 reply = self._run(self._prepared(plan_id, extras))
             except Interrupted:
@@ -254,8 +284,8 @@ class Worker:
         self.leave_call()
         ended = time.monotonic_ns()
         up[Up.PHASE] = Phase.IDLE
-        up[Up.OUTPUT_NBYTES] += self.executor.output_nbytes
-        up[Up.WORKER_NS] = ended - started
+        up[Up.OUTPUT_NBYTES] += lane.executor.output_nbytes
+        lane.own_up[Up.WORKER_NS] = ended - started
         if ended - self._rss_measured > _RSS_INTERVAL_NS:
             self._rss_measured = ended
             up[Up.RSS] = _resident_nbytes()
@@ -263,19 +293,20 @@ class Worker:
 
     def _run(self, prepared: PreparedPlan) -> _Reply:
         """Call the function, publish its outputs, and bring large ones into place where all ranks are as far."""
-        executor, up = self.executor, self._own_up
+        lane, up = self.lane, self._own_up
+        executor = lane.executor
         self.failpoint("call.before_function")
         with self.backend.running():
             up[Up.PHASE] = Phase.FUNCTION
             started = time.monotonic_ns()
             result = executor.run(prepared, self.variables)
-            up[Up.FUNCTION_NS] = time.monotonic_ns() - started
+            lane.own_up[Up.FUNCTION_NS] = time.monotonic_ns() - started
             up[Up.PHASE] = Phase.PUBLISHING
             self.failpoint("call.after_function")
             status, body = executor.publish(prepared, result, self.variables)
             self._check_group()
             self.failpoint("call.published")
-            result_id = self._first_down[Down.RESULT]
+            result_id = lane.first_down[Down.RESULT]
             looks_as_before = status == Status.DONE and (body is None or body[0] is None)
             if not (result_id and looks_as_before and self._meet()):
                 return status, 0, body
@@ -290,8 +321,8 @@ class Worker:
 
         Waits awake and not for long: a rank that was too early is asked again by the master when all have replied.
         """
-        call = self._first_down[Down.CALL]
-        published = self._published
+        call = self.lane.first_down[Down.CALL]
+        published = self.lane.published
         self._fence()  # the outputs come before the word that tells of them
         published[self.rank] = call
         ranks = self.executor.participants
@@ -303,24 +334,45 @@ class Worker:
         self._fence()
         return True
 
+    def _look_ahead(self, is_hurried: bool) -> None:
+        """Bring the inputs of the next call to the device while this one computes, where it has arrived already."""
+        self.is_interruptible = False  # what is taken from the pipe must not be lost
+        doorbell = self.peek()
+        self.is_interruptible = True
+        if is_interrupted(self._own_down[Down.INTERRUPT], self.sequence):
+            raise Interrupted  # the signal came meanwhile
+        if doorbell is None:
+            return
+        kind, flags, _, plan_id = doorbell
+        prepared = self.plans.get(plan_id)
+        if kind == Kind.CALL and not flags & HAS_BODY and prepared is not None:
+            self.lanes[flags >> LANE_SHIFT].executor.prefetch(prepared, is_hurried=is_hurried)
+
     def leave_call(self) -> None:
         """Let nobody wait for this rank any longer."""
-        call = self._first_down[Down.CALL]
-        if self._published[self.rank] != call:
-            self._published[self.rank] = -call
-        if self._communicator is not None:
+        lane = self.lane
+        call = lane.first_down[Down.CALL]
+        if lane.published[self.rank] != call:
+            lane.published[self.rank] = -call
+        if lane.communicator is not None:
             if self._is_communicating:
                 self._is_communicating = False
-                self._communicator.end()
+                lane.communicator.end()
             else:
-                self._communicator.skip(call)
+                lane.communicator.skip(call)
 
     def _prepared(self, plan_id: int, extras: Extras | None) -> PreparedPlan:
         """Return the plan of a call, which its first message brings."""
         if extras is not None and isinstance(extras.content, Plan):
             plan = extras.content
-            self.plans[plan_id] = PreparedPlan(plan, self.functions[plan.function_id], self.segments)
-        prepared = self._called = self.plans[plan_id]
+            try:
+                self.plans[plan_id] = PreparedPlan(plan, self.functions[plan.function_id], self.segments)
+            except KeyError as error:
+                raise SharedMemoryError(
+                    f"cannot find shared segment {error}: it came with an earlier call, which this process could not "
+                    "take in. Call again."
+                ) from error
+        prepared = self.lane.called = self.plans[plan_id]
         self._function = prepared.function
         return prepared
 
@@ -332,18 +384,20 @@ class Worker:
                 f"cannot communicate in {self.function_name!r}: the call has num_slices above 1, so each rank runs the "
                 "function several times, and not all of them equally often. Call it with num_slices=1."
             )
-        assert self._communicator is not None and function is not None
-        ranks = tuple(self.executor.participants)
+        lane = self.lane
+        communicator = lane.communicator
+        assert communicator is not None and function is not None
+        ranks = tuple(lane.executor.participants)
         if not self._is_communicating:
-            self._communicator.begin(ranks, int(self.down[0, Down.CALL]))
+            communicator.begin(ranks, lane.first_down[Down.CALL])
             self._is_communicating = True
         framework = (function.to_framework, function.from_framework)
         if self.backend.is_device:
             from synk._group import device_collectives
 
-            has_group = self.executor.has_group
-            return device_collectives(self.backend, self._communicator, self.group if has_group else None, framework)
-        return HostCollectives(self._communicator, len(ranks), framework)
+            has_group = lane.executor.has_group
+            return device_collectives(self.backend, communicator, self.group if has_group else None, framework)
+        return HostCollectives(communicator, len(ranks), framework)
 
     @property
     def function_name(self) -> str:
@@ -370,7 +424,7 @@ class Worker:
 
     def _assemble(self, result_id: int, extras: Extras | None) -> _Reply:
         self.failpoint("reduce.before")
-        prepared = self._called
+        prepared = self.lane.called
         assert prepared is not None
         if extras is not None and extras.content is not None:
             prepared.moves = extras.content
@@ -414,14 +468,19 @@ class Worker:
                 return {"unique_id": self.group.new_id()}
             with self.backend.running():
                 library = self.group.join(order.number, order.unique_id)
-            self.executor.collectives = self.group.collectives()
+            for lane in self.lanes:
+                lane.executor.collectives = self.group.collectives()
             return {"library": library}
 
         return self._guarded(join)
 
     def _check_group(self) -> None:
-        if self.group is not None and int(self.down[self.rank, Down.GROUP]):
+        if self.group is not None and self.executor.has_group:
             self.group.check()
+
+
+def _see_nothing() -> None:
+    return None
 
 
 def _drop_frames(error: BaseException) -> None:

@@ -87,6 +87,7 @@ class Data:
     def data(self) -> np.ndarray:
         """The array, a view of the shared memory; shape as ``shape``."""
         self._runtime.check_open(f"use {self._label}")
+        self._await_readers()
         return self._array
 
     @property
@@ -178,6 +179,7 @@ class Data:
                 f"cannot set {self._label}: got dtype {array.dtype}, expected {self._dtype}. "
                 "Convert it with astype, or pass force_cast=True."
             )
+        self._await_readers()
         self._resize(array.shape, oversize, keep=False)
         with np.errstate(invalid="ignore" if force_cast else "warn"):
             np.copyto(self._array, array, casting="unsafe")
@@ -234,6 +236,11 @@ class Data:
                     self._runtime.release(old)
             return
         self._array = self._segment.view(0, shape, self._dtype)
+
+    def _await_readers(self) -> None:
+        """Wait for submitted calls that read this: they must see it as it was."""
+        if self._segment is not None:
+            self._runtime.queue.release(self._segment)
 
     def _drop_segment(self) -> None:
         segment, self._segment = self._segment, None

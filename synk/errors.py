@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "CallCancelled",
     "CallTimeout",
     "ClosedError",
     "CollectiveMismatch",
@@ -97,6 +98,10 @@ class RemoteError(SynkError):
 
 class CallTimeout(SynkError, TimeoutError):
     """A call did not end within its ``timeout``."""
+
+
+class CallCancelled(SynkError):
+    """A submitted call was ended because of something else: another call under way timed out, or Ctrl-C."""
 
 
 class CollectiveMismatch(SynkError, ValueError):

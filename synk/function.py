@@ -17,6 +17,7 @@ from synk._cell import cell, refuse_inside_worker
 from synk._current import current, fork
 from synk._ops import REDUCE_OPS, check_outputs
 from synk._plans import PlanCache
+from synk._queue import PendingCall
 from synk.data import Data
 from synk.errors import ClosedError, SerializationError, SynkError, WorkerDied
 from synk.runtime import Runtime, check_timeout
@@ -137,6 +138,57 @@ class Function:
             batch, None, _check_slices(num_slices), _subset(output_subset), check_timeout(timeout), is_serial=True
         )
         return self._run(args, kwargs, options)
+
+    def submit(
+        self,
+        /,
+        *args: Any,
+        batch: Any = None,
+        shard_batch: Any = None,
+        num_slices: int = 1,
+        output_subset: Any = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> PendingCall:
+        """Send the call and return without waiting for it; ``result()`` of what is returned waits.
+
+        Three calls can be under way: one runs, the inputs of the next are brought to the devices meanwhile, and one
+        waits. A fourth ``submit`` first waits for the oldest, and so do all other operations of the runtime for all of
+        them. Calls run in the order in which they were submitted, each rank going on with the next one as soon as it
+        has finished its own part; a call that fails does not stop those behind it, a worker that dies does.
+
+        Arrays and objects are copied before ``submit`` returns. ``Data`` is not: to change it waits for the calls that
+        read it, unless it is changed through an array that was taken from ``.data`` before. Calls that use shared
+        variables are never under way together with others: the next one waits until the assignments of the one before
+        hold.
+
+        Parameters
+        ----------
+        batch, shard_batch, num_slices, output_subset
+            As for a call.
+        timeout : float, optional
+            Seconds from now until ``CallTimeout``; the calls before it count.
+
+        Returns
+        -------
+        PendingCall
+
+        Raises
+        ------
+        TypeError, ValueError, IndexError
+            For wrong input, at once. What the call itself raises comes from ``result()``.
+        """
+        if self._retry:
+            raise ValueError(
+                f"cannot submit {self.name!r}: it was built with retry={self._retry}, and a submitted call is never "
+                "run again. Call it, or build it without retry."
+            )
+        runtime = self._bound_runtime()
+        options = CallOptions(
+            batch, shard_batch, _check_slices(num_slices), _subset(output_subset), check_timeout(timeout)
+        )
+        with runtime.entered(f"submit {self.name!r}"):
+            return runtime.queue.submit(self, args, kwargs, options, runtime.deadline(timeout))
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         runtime = self._bound_runtime()

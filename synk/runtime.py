@@ -16,7 +16,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,20 +27,18 @@ from synk._device_values import restore
 from synk._failures import rebuild
 from synk._groups import Group
 from synk._interrupts import deferred
+from synk._lanes import Lane, Lanes
 from synk._links import Link
-from synk._memory import PAGE_NBYTES, Segment, round_up
+from synk._memory import Segment
 from synk._messages import Down, Extras, Kind, Layout, Status
 from synk._placement import place
 from synk._profile import Profile
+from synk._queue import Queue
 from synk._results import Lease, ResultPool
 from synk._team import GRACE_S, Team
-from synk.communicators._shm import required_nbytes, reset, set_abort
 from synk.data import Data
 from synk.errors import ClosedError, ReentrancyError, SerializationError, SynkError
 from synk.shared import Shared, check_owner
-
-_SLOT_NBYTES = 1 << 19
-_COLLECTIVE_SLOT_NBYTES = 1 << 22
 
 _open_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
@@ -125,31 +123,28 @@ class Runtime:
         self.has_devices = self.backend != "numpy"
         self._flip_call = -1
         self.bound: weakref.WeakSet[Any] = weakref.WeakSet()  # functions that are on the workers
-        self.last_numbers: Any = None
         self.profile = Profile()
         self._num_calls = 0
         self._num_changes = 0
         self.results = ResultPool()
-        self.staging: Segment | None = None
-        self.slot_nbytes = _SLOT_NBYTES
-        self.exchange_segment = Segment.create(self.world_size * _SLOT_NBYTES, is_worker_writable=True)
-        self._collective_segment: Segment | None = None
         self.group = Group(placement.can_use_nccl)
+        self.team = Team(
+            placement,
+            is_inline=inline,
+            max_restarts=max_restarts,
+            failpoints=_failpoints,
+            counters=self.counters,
+            token=os.urandom(32),
+            pack=self._pack,
+            on_trouble=self._abort_collectives,
+            on_idle=self._reset_collectives,
+        )
         try:
-            self.team = Team(
-                placement,
-                is_inline=inline,
-                max_restarts=max_restarts,
-                failpoints=_failpoints,
-                counters=self.counters,
-                token=os.urandom(32),
-                pack=self._pack,
-                on_trouble=self._abort_collectives,
-                on_idle=self._reset_collectives,
-            )
+            self.lanes = Lanes(self.team)
         except BaseException:
-            self.exchange_segment.close()
+            self.team.tear_down()
             raise
+        self.queue = Queue(self)
         _open_runtimes.add(self)
 
     # -- entering -----------------------------------------------------------------------------------------------------
@@ -185,18 +180,30 @@ class Runtime:
         """
         refuse_inside_worker(verb)
         self.check_open(verb)
-        if self._is_mine():
+        if self.is_mine():
             raise ReentrancyError(
                 f"cannot {verb} while this thread is in another call: got here from a signal handler or a finalizer."
             )
         return self._lock
 
-    def _is_mine(self) -> bool:
+    @contextlib.contextmanager
+    def entered_if_free(self) -> Iterator[bool]:
+        """Hold the lock for the body where nobody holds it; say whether it is held now."""
+        if self.is_mine():
+            yield False
+            return
+        try:
+            yield self._lock.acquire(blocking=False)
+        finally:
+            if self.is_mine():  # asked of the lock itself: an interrupt may come as soon as it is taken
+                self._lock.release()
+
+    def is_mine(self) -> bool:
         """Whether this thread is in an operation."""
         return self._lock._is_owned()  # type: ignore[attr-defined]
 
     def begin(self, verb: str, deadline: float | None = None) -> None:
-        """Free what finalizers dropped, settle what was broken off, and bring the dead back.
+        """End the calls under way, free what finalizers dropped, settle what was broken off, bring the dead back.
 
         Raises
         ------
@@ -205,6 +212,8 @@ class Runtime:
             If the workers were not up at ``deadline`` (monotonic); they go on starting.
         """
         self.check_open(verb)  # it may have been closed while this thread waited for the lock
+        if self.queue.calls:
+            self.queue.drain()
         self._finish_commit()
         self._reclaim()
         while self._dropped_functions:
@@ -232,7 +241,14 @@ class Runtime:
 
     # -- what messages bring ------------------------------------------------------------------------------------------
 
-    def _pack(self, link: Link, content: Any, needed: Sequence[Segment]) -> tuple[Extras | None, list[Segment]]:
+    @property
+    def has_dropped(self) -> bool:
+        """Whether something was dropped that the next operation has to free."""
+        return bool(self._released or self._dropped_functions or self._dropped_variables)
+
+    def _pack(
+        self, link: Link, content: Any, needed: Sequence[Segment], lane: int
+    ) -> tuple[Extras | None, list[Segment]]:
         """Return the body of a message: its content, and whatever the rank does not know yet."""
         news: list[Shared] = []
         num_changes = self._num_changes  # read first: another thread may make a variable meanwhile
@@ -241,7 +257,7 @@ class Runtime:
             if len(news) == 0:
                 link.num_changes = num_changes
         wanted = [*needed, *(segment for variable in news for segment in variable.segments(link.rank))]
-        return link.extras(content, wanted, self.exchange_segment, self.slot_nbytes, news)
+        return link.extras(content, wanted, self.lanes[lane], news)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -252,14 +268,10 @@ class Runtime:
 
     def reclaim(self) -> None:
         """Free what finalizers dropped, if nothing is running."""
-        if not self._released or self._is_mine():
-            return
-        try:
-            if self._lock.acquire(blocking=False):
-                self._reclaim()
-        finally:
-            if self._is_mine():  # asked of the lock itself: an interrupt may come as soon as it is taken
-                self._lock.release()
+        if self._released and not self.queue.calls:
+            with self.entered_if_free() as is_free:
+                if is_free:
+                    self._reclaim()
 
     def _reclaim(self) -> None:
         while self._released:
@@ -278,32 +290,6 @@ class Runtime:
         with deferred():
             for link in self.team.links:
                 link.drop_plan(plan_id)
-
-    def reserve_staging(self, nbytes: int) -> Segment:
-        """Return the staging segment, grown to at least ``nbytes`` bytes."""
-        if self.staging is None or self.staging.nbytes < nbytes:
-            with deferred():
-                old, self.staging = self.staging, Segment.create(max(int(nbytes * 1.25), 1 << 16))
-                if old is not None:
-                    self.forget_segment(old)
-                    for function in list(self.bound):  # their views of the old one would keep its memory
-                        function.plans.drop_staging(old.id, self)
-        return self.staging
-
-    def grow_exchange(self, slot_nbytes: int, published: Sequence[int]) -> None:
-        """Make room for ``slot_nbytes`` bytes of outputs per rank; what ``published`` ranks wrote is carried over."""
-        slot_nbytes = round_up(max(slot_nbytes, int(self.slot_nbytes * 1.25)), PAGE_NBYTES)
-        larger = Segment.create(self.world_size * slot_nbytes, is_worker_writable=True)
-        for rank in published:
-            start = rank * self.slot_nbytes
-            slot = self.exchange_segment.buffer[start : start + self.slot_nbytes]
-            larger.buffer[rank * slot_nbytes : rank * slot_nbytes + self.slot_nbytes] = slot
-        with deferred():
-            old = self.exchange_segment
-            self.exchange_segment, self.slot_nbytes = larger, slot_nbytes
-            self.forget_segment(old)
-            for function in list(self.bound):
-                function.plans.drop_assemblies()
 
     def lease_result(self, nbytes: int) -> Lease:
         """Lease a buffer for large results."""
@@ -351,8 +337,9 @@ class Runtime:
                     batches[link.rank] = self._functions[missing[0]]
             if not batches:
                 return
+            self.lanes.first.connect()
             replies = self.team.exchange(
-                Kind.LOAD, list(batches), 0, batches, [self._collectives()], deadline, "distribute", names
+                Kind.LOAD, list(batches), 0, batches, self.lanes.first.segments, deadline, "distribute", names
             )
             failures = [pickle.loads(reply.body) for reply in replies.values() if reply.status == Status.ERROR]
             if failures:
@@ -367,30 +354,20 @@ class Runtime:
 
     # -- collectives inside functions ---------------------------------------------------------------------------------
 
-    def _collectives(self) -> Segment:
-        """Return the segment through which functions communicate; the first function brings it to the workers."""
-        if self._collective_segment is None:
-            nbytes = required_nbytes(self.world_size, _COLLECTIVE_SLOT_NBYTES)
-            self._collective_segment = Segment.create(nbytes, is_worker_writable=True)
-            reset(self._collective_segment, self.world_size, self.team.eventfds)
-            for link in self.team.links:
-                link.collective_id = self._collective_segment.id
-        return self._collective_segment
-
     def _abort_collectives(self) -> None:
         self.group.break_up(self.team)
-        if self._collective_segment is not None:
-            set_abort(self._collective_segment, self.team.eventfds)
+        for lane in self.lanes:
+            lane.abort_collectives()
 
     def _reset_collectives(self) -> None:
-        if self._collective_segment is not None:
-            reset(self._collective_segment, self.world_size, self.team.eventfds)
+        for lane in self.lanes:
+            lane.reset_collectives()
 
-    def next_call(self, result_id: int) -> None:
+    def next_call(self, lane: Lane, result_id: int) -> None:
         """Number the call that is about to be sent, and say which segment is for its large outputs (0: none yet)."""
         self._num_calls += 1
-        self.team.down[0, Down.CALL] = self._num_calls
-        self.team.down[0, Down.RESULT] = result_id
+        lane.down[0, Down.CALL] = self._num_calls
+        lane.down[0, Down.RESULT] = result_id
 
     # -- variables ----------------------------------------------------------------------------------------------------
 
@@ -622,7 +599,7 @@ class Runtime:
     def close(self) -> None:
         """End the workers and release everything; safe to repeat, bounded in time.
 
-        A call that runs in another thread is ended with ``ClosedError`` there.
+        A call that runs in another thread is ended with ``ClosedError`` there, and so are calls that were submitted.
         """
         team = self.team
         if os.getpid() != self._pid:
@@ -631,7 +608,7 @@ class Runtime:
             self._release_memory()
             return
         refuse_inside_worker("close")
-        if self._is_mine():
+        if self.is_mine():
             raise ReentrancyError("cannot close the runtime while this thread is in a call.")
         team.wake()
         try:
@@ -643,13 +620,13 @@ class Runtime:
                 team.tear_down()
                 self._release_memory()
         finally:
-            if self._is_mine():
+            if self.is_mine():
                 self._lock.release()
 
     def _release_memory(self) -> None:
-        for segment in (self.exchange_segment, self.staging, self._collective_segment):
-            if segment is not None:
-                segment.close()
+        self.queue.close()
+        for lane in self.lanes:
+            lane.close()
         while self._released:
             self._released.popleft().close()
         self._dropped_functions.clear()  # their plans hold views of the staging segment

@@ -426,7 +426,7 @@ def test_a_death_while_the_others_are_in_nccl(gpu: Any) -> None:
     assert time.monotonic() - started < 10
     got = rt.function(lambda x: np.full(LARGE * 4, 1.0), outputs="sum")(np.ones(3))
     assert (got == 3.0).all()
-    assert rt.group.is_in_use
+    assert rt.group.is_usable(rt.team)
 
 
 def test_a_rank_that_fails_before_a_reduction_frees_the_others(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:

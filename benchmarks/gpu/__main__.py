@@ -15,9 +15,15 @@ from typing import Any
 import synk
 from benchmarks._harness import ROOT
 from benchmarks._report import table
-from benchmarks.gpu import overhead, programs, resnet, transfers
+from benchmarks.gpu import overhead, overlap, programs, resnet, transfers
 
-FAMILIES = {"programs": programs, "overhead": overhead, "transfers": transfers, "resnet": resnet}
+FAMILIES = {
+    "programs": programs,
+    "overhead": overhead,
+    "transfers": transfers,
+    "overlap": overlap,
+    "resnet": resnet,
+}
 
 
 def main() -> int:

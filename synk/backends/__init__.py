@@ -98,6 +98,18 @@ class DeviceBackend(Backend, Protocol):
     stream_handle: int
     """The stream on which all work of this process is queued."""
 
+    def beside(self) -> contextlib.AbstractContextManager[Any]:
+        """Have ``from_host`` and ``take_rows`` in the body bring arrays beside the work under way; yields an event.
+
+        The arrays may be used after ``join(event)``, and must be kept until the work that uses them is done.
+        """
+
+    def join(self, event: Any) -> None:
+        """Have all later work wait for what was brought; the host does not."""
+
+    def is_pinned(self, host: np.ndarray) -> bool:
+        """Whether bringing a host array to the device does not hold up the host."""
+
     def is_idle(self) -> bool:
         """Whether everything queued is done; does not wait."""
 

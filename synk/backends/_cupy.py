@@ -1,7 +1,9 @@
-"""The CUDA backend: one GPU, CuPy arrays, one non-blocking stream on which everything of a worker happens in order.
+"""The CUDA backend: one GPU, CuPy arrays, one non-blocking stream on which everything of a call happens in order.
 
 Copies in are queued before the user's function runs and copies out after it; the host waits once, at the end of a call.
 The user's arrays, the copies and the collectives share the stream, so none of them needs an event to follow another.
+The exception are the inputs of a call that is known before the one before it has ended: a second stream brings them
+while the first computes, and an event says when they are there.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ class CupyBackend:
         self._cuda_device.use()
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.stream_handle = int(self.stream.ptr)
+        self._copy_stream = cupy.cuda.Stream(non_blocking=True)
+        self._input_stream = self.stream  # on which inputs are brought at this moment
         self._scratch: Any = None
         has_read_only = bool(runtime.deviceGetAttribute(runtime.cudaDevAttrHostRegisterReadOnlySupported, ordinal))
         self._segments = PinnedSegments(runtime, ordinal, has_read_only)
@@ -87,10 +91,10 @@ class CupyBackend:
             kind = self._runtime.memcpyHostToDevice
             start, target = address(host), array.data.ptr
             for offset, nbytes in self._segments.pieces(start, host.nbytes):
-                self._runtime.memcpyAsync(target + offset, start + offset, nbytes, kind, self.stream.ptr)
+                self._runtime.memcpyAsync(target + offset, start + offset, nbytes, kind, self._input_stream.ptr)
         else:
             self._ring.copy_rows(
-                host.shape, host.dtype, array.data.ptr, self.stream,
+                host.shape, host.dtype, array.data.ptr, self._input_stream,
                 lambda start, stop, out: np.copyto(out, host[start:stop]),
             )  # fmt: skip
         return array
@@ -101,7 +105,7 @@ class CupyBackend:
         if array.size:
             # The master has checked the range; mode "raise" would go through a buffer of NumPy's own.
             self._ring.copy_rows(
-                shape, host.dtype, array.data.ptr, self.stream,
+                shape, host.dtype, array.data.ptr, self._input_stream,
                 lambda start, stop, out: np.take(host, indices[start:stop], axis=0, out=out, mode="clip"),
             )  # fmt: skip
         return array
@@ -120,6 +124,26 @@ class CupyBackend:
         if type(leaf) is np.ndarray and leaf.dtype.name in DEVICE_DTYPES and leaf.dtype.isnative:
             return self.from_host(leaf)
         return leaf
+
+    # -- ahead of a call ----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[Any]:
+        # Memory of the pool belongs to the stream it was taken on: what is freed goes to the next one brought ahead.
+        event = self.xp.cuda.Event(disable_timing=True)
+        self._input_stream = self._copy_stream
+        try:
+            with self._copy_stream:
+                yield event
+        finally:
+            self._input_stream = self.stream
+            event.record(self._copy_stream)
+
+    def join(self, event: Any) -> None:
+        self.stream.wait_event(event)
+
+    def is_pinned(self, host: np.ndarray) -> bool:
+        return bool(host.flags.c_contiguous) and self._segments.is_pinned(address(host), host.nbytes)
 
     # -- from the device ----------------------------------------------------------------------------------------------
 
@@ -223,6 +247,7 @@ class CupyBackend:
         later call of CUDA reports it again.
         """
         try:
+            self._copy_stream.synchronize()
             self.stream.synchronize()
             self.xp.get_default_memory_pool().free_all_blocks()
         except self._runtime.CUDARuntimeError:

@@ -118,6 +118,17 @@ class PinnedSegments:
                 self._order(region, chunk)
         return result
 
+    def is_pinned(self, start: int, nbytes: int) -> bool:
+        """Whether all of ``nbytes`` bytes at ``start`` are registered now: a copy from there does not hold the host."""
+        if nbytes == 0:
+            return True
+        place = bisect.bisect_right(self._starts, start) - 1
+        region = self._regions[self._starts[place]] if place >= 0 else None
+        if region is None or start + nbytes > region.stop:
+            return False
+        first, last = (start - region.start) // CHUNK_NBYTES, (start + nbytes - 1 - region.start) // CHUNK_NBYTES
+        return all(state == _PINNED for state in region.states[first : last + 1])
+
     def _order(self, region: _Region, chunk: int) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="synk-pin", daemon=True)

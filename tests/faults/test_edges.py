@@ -164,7 +164,7 @@ def test_D4_the_lock_is_free_after_ctrl_c(runtime: Fork, monkeypatch: pytest.Mon
         interrupt_in(patch, rt, "_reclaim")
         with pytest.raises(KeyboardInterrupt):
             data.free_memory()
-    assert not rt._is_mine()
+    assert not rt.is_mine()
     with same_workers(rt):
         assert_right(rt)
 

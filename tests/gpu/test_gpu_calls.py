@@ -40,6 +40,12 @@ from test_gpu_path import (  # noqa: F401  (collected here, with the fixtures be
     test_the_master_imports_no_cupy,
     test_variables_are_on_the_device_until_they_are_read,
 )
+from test_gpu_submitted import (  # noqa: F401
+    num_ahead,
+    test_inputs_are_brought_ahead_and_are_right,
+    test_torch_and_slices_and_large_outputs,
+    test_variables_on_devices_between_submitted_calls,
+)
 
 import synk
 from synk.backends._devices import visible_devices
@@ -120,6 +126,61 @@ def test_a_segment_is_registered_and_read_only_memory_too(gpu: Any) -> None:
     ((nbytes,), (refusal,)) = rt.function(registered, outputs=None)(np.ones(1))
     assert (nbytes >= 1 << 27, refusal) == (True, "")
     assert f(x) == 1 << 24
+
+
+def test_the_next_inputs_arrive_while_the_device_computes(gpu: Any) -> None:
+    """The event of the copy is over before the kernel that was started ahead of it."""
+    rt = gpu(1)
+
+    def work(x: Any, cycles: Any) -> Any:
+        import cupy
+
+        from synk._cell import cell
+
+        worker: Any = cell.worker
+        spin = cupy.RawKernel(
+            'extern "C" __global__ void spin(long long n) { long long t = clock64(); while (clock64() - t < n); }',
+            "spin",
+        )
+        ahead = [lane.executor._ahead for lane in worker.lanes if lane.executor._ahead is not None]
+        total = x.sum()
+        spin((1,), (1,), (cycles.item(),))
+        overtaken = -1.0  # no call was waiting
+        for each in ahead:
+            limit = time.monotonic() + 5
+            while not each.event.done and time.monotonic() < limit:
+                time.sleep(0.001)
+            overtaken = float(each.event.done and not worker.backend.stream.done)
+        return total, overtaken
+
+    f = rt.function(work, bcast_inputs="cycles", outputs="sum")
+    rows = [rt.data(np.full(1 << 22, float(k))) for k in range(4)]
+    for data in rows:
+        f(data, np.int64(1))
+    time.sleep(1)  # the segments are registered meanwhile
+    for _ in range(3):
+        pending = [f.submit(rows[k % 4], np.int64(1_000_000_000)) for k in range(8)]
+        results = [call.result() for call in pending]
+    assert [total for total, _ in results] == [(k % 4) * float(1 << 22) for k in range(8)]
+    assert sum(overtaken == 1.0 for _, overtaken in results) >= 3, results
+    assert not any(overtaken == 0.0 for _, overtaken in results), results
+
+
+def test_many_submitted_calls_do_not_mix_their_inputs(gpu: Any) -> None:
+    """Device memory that is used again at once, for inputs of many sizes that are read late by long kernels."""
+    rt = gpu(2)
+
+    def work(x: Any, k: Any) -> Any:
+        for _ in range(20):
+            x = x * 1.0
+        return x.min(), x.max(), x.sum()
+
+    f = rt.function(work, bcast_inputs="k", outputs=("min", "max", "sum"))
+    rng = np.random.default_rng(0)
+    cases = [(float(k), int(rng.integers(2, 3_000_000))) for k in range(100)]
+    pending = [f.submit(np.full(length, value), np.int64(0)) for value, length in cases]
+    for (value, length), call in zip(cases, pending):
+        assert call.result() == (value, value, value * length)
 
 
 def test_out_of_device_memory_and_on(gpu: Any) -> None:

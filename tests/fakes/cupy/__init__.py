@@ -42,7 +42,7 @@ class _Flags:
 class ndarray(NDArrayOperatorsMixin):
     """An array "on the device"."""
 
-    __slots__ = ("_a",)
+    __slots__ = ("__weakref__", "_a")
 
     def __init__(self, shape: Any, dtype: Any = float) -> None:
         nbytes = int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize

@@ -43,10 +43,16 @@ class Device:
 
 
 class Stream:
+    """Work on the outermost current stream is done at once; on one entered inside it, when somebody waits for it."""
+
     def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
         global _num_streams
         _num_streams += 1
         self.ptr = 4096 + _num_streams
+
+    def wait_event(self, event: Event) -> None:
+        if event.stream is not None:
+            runtime.arrive(event.stream, event.count)
 
     def synchronize(self) -> None:
         runtime.finish(self.ptr)
@@ -60,21 +66,28 @@ class Stream:
         pass
 
     def __enter__(self) -> Stream:
+        runtime.current.append(self.ptr)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        pass
+        runtime.current.pop()
 
 
 class Event:
     def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
         self._time = 0.0
+        self.stream: int | None = None
+        self.count = 0
 
     def record(self, stream: Any = None) -> None:
         self._time = time.perf_counter()
+        if stream is not None:
+            self.stream, self.count = stream.ptr, runtime.num_copies(stream.ptr)
 
     def synchronize(self) -> None:
         runtime.check()
+        if self.stream is not None:
+            runtime.arrive(self.stream, self.count)
 
     @property
     def done(self) -> bool:

@@ -17,6 +17,11 @@ cudaDevAttrHostRegisterReadOnlySupported = 113
 _sticky = 0
 _pending: dict[int, list[tuple[int, bytes]]] = {}
 _registered: dict[int, int] = {}
+_on_their_way: dict[int, list[tuple[int, int, int]]] = {}
+_num_arrived: dict[int, int] = {}
+current: list[int] = []
+"""The streams entered, outermost first."""
+
 _lock = threading.Lock()
 
 
@@ -37,8 +42,23 @@ def fail_launch() -> None:
     _sticky = 719
 
 
+def num_copies(stream: int) -> int:
+    """Return how many copies to the device were ordered on a stream so far."""
+    return _num_arrived.get(stream, 0) + len(_on_their_way.get(stream, []))
+
+
+def arrive(stream: int, count: int) -> None:
+    """Do the first ``count`` copies to the device that were ordered on a stream."""
+    waiting = _on_their_way.get(stream, [])
+    while waiting and _num_arrived.get(stream, 0) < count:
+        target, source, size = waiting.pop(0)
+        ctypes.memmove(target, source, size)
+        _num_arrived[stream] = _num_arrived.get(stream, 0) + 1
+
+
 def finish(stream: int) -> None:
     check()
+    arrive(stream, num_copies(stream))
     for target, data in _pending.pop(stream, []):
         ctypes.memmove(target, data, len(data))
 
@@ -64,6 +84,9 @@ def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
     else:
         if kind == memcpyHostToDevice:
             _check_registration(src, size)
+            if current and current[0] != stream:
+                _on_their_way.setdefault(stream, []).append((dst, src, size))
+                return
         ctypes.memmove(dst, src, size)
 
 

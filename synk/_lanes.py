@@ -1,0 +1,156 @@
+"""What a call under way has to itself in shared memory: its numbers, its staged arguments, the slots of its outputs.
+
+Whatever happens alone uses lane 0. Calls that are submitted take turns in all of them, so that the arguments of one can
+be written and its outputs wait while another runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from synk._interrupts import deferred
+from synk._memory import PAGE_NBYTES, Segment, round_up
+from synk._messages import NUM_LANES
+from synk.communicators._shm import required_nbytes, reset, set_abort
+
+if TYPE_CHECKING:
+    from synk._team import Team
+    from synk.runtime import Runtime
+
+_SLOT_NBYTES = 1 << 19
+_COLLECTIVE_SLOT_NBYTES = 1 << 22
+
+
+class Lane:
+    """One lane, in the master.
+
+    Parameters
+    ----------
+    index : int
+        Smaller than ``NUM_LANES``.
+    team : Team
+        Its workers.
+
+    Attributes
+    ----------
+    down, up : ndarray of int64, shape (world_size, BLOCK_LENGTH)
+        Its numbers; see ``synk._messages``.
+    up_words : list of memoryview
+        The rows of ``up``: a word is read through them in a third of NumPy's time.
+    exchange : Segment
+        The slots in which ranks publish outputs, ``slot_nbytes`` bytes each.
+    staging : Segment or None
+        Where the master copies plain arrays, pickles and indices.
+    collective : Segment or None
+        Through which functions communicate.
+    last_numbers
+        What stands in ``down``, to write only what changes; None where that is not known.
+
+    Raises
+    ------
+    SharedMemoryError
+    """
+
+    def __init__(self, index: int, team: Team) -> None:
+        self.index = index
+        self.slot_nbytes = _SLOT_NBYTES
+        self.exchange = Segment.create(team.world_size * _SLOT_NBYTES, is_worker_writable=True)
+        self.staging: Segment | None = None
+        self.collective: Segment | None = None
+        self.last_numbers: Any = None
+        self.down, self.up = team.blocks(index)
+        self.up_words = [memoryview(row) for row in self.up]
+        self._team = team
+
+    @property
+    def segments(self) -> list[Segment]:
+        """What a rank must hold for any call in this lane."""
+        return [] if self.collective is None else [self.collective]
+
+    def reserve_staging(self, nbytes: int, runtime: Runtime) -> Segment:
+        """Return the staging segment, grown to at least ``nbytes`` bytes."""
+        if self.staging is None or self.staging.nbytes < nbytes:
+            with deferred():
+                old, self.staging = self.staging, Segment.create(max(int(nbytes * 1.25), 1 << 16))
+                if old is not None:
+                    runtime.forget_segment(old)
+                    for function in list(runtime.bound):  # their views of the old one would keep its memory
+                        function.plans.drop_staging(old.id, runtime)
+        return self.staging
+
+    def grow_exchange(self, slot_nbytes: int, published: Sequence[int], runtime: Runtime) -> None:
+        """Make room for ``slot_nbytes`` bytes of outputs per rank; what ``published`` ranks wrote is carried over."""
+        slot_nbytes = round_up(max(slot_nbytes, int(self.slot_nbytes * 1.25)), PAGE_NBYTES)
+        larger = Segment.create(self._team.world_size * slot_nbytes, is_worker_writable=True)
+        for rank in published:
+            start = rank * self.slot_nbytes
+            slot = self.exchange.buffer[start : start + self.slot_nbytes]
+            larger.buffer[rank * slot_nbytes : rank * slot_nbytes + self.slot_nbytes] = slot
+        with deferred():
+            old = self.exchange
+            self.exchange, self.slot_nbytes = larger, slot_nbytes
+            runtime.forget_segment(old)
+            for function in list(runtime.bound):
+                function.plans.drop_assemblies(self)
+
+    def connect(self) -> None:
+        """Make the segment through which functions communicate, where there is none yet."""
+        if self.collective is None:
+            team = self._team
+            nbytes = required_nbytes(team.world_size, _COLLECTIVE_SLOT_NBYTES)
+            self.collective = Segment.create(nbytes, is_worker_writable=True)
+            reset(self.collective, team.world_size, team.eventfds)
+
+    def abort_collectives(self) -> None:
+        """Have ranks that wait for one another give up."""
+        if self.collective is not None:
+            set_abort(self.collective, self._team.eventfds)
+
+    def reset_collectives(self) -> None:
+        """Make functions' collectives usable again; all ranks are idle."""
+        if self.collective is not None:
+            reset(self.collective, self._team.world_size, self._team.eventfds)
+
+    def close(self) -> None:
+        """Release the memory; safe to repeat."""
+        for segment in (self.exchange, self.staging, self.collective):
+            if segment is not None:
+                segment.close()
+        self.down = self.up = np.empty((0, 0), np.int64)
+        self.up_words = []
+
+
+class Lanes:
+    """The lanes of a runtime, each made when it is first used.
+
+    Parameters
+    ----------
+    team : Team
+    """
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._lanes: list[Lane] = [Lane(0, team)]
+        self.first = self._lanes[0]
+
+    def __getitem__(self, index: int) -> Lane:
+        return self._lanes[index]
+
+    def __iter__(self) -> Iterator[Lane]:
+        return iter(self._lanes)
+
+    def after(self, lane: Lane) -> Lane:
+        """Return the lane whose turn follows that of ``lane``."""
+        index = (lane.index + 1) % NUM_LANES
+        if index == len(self._lanes):
+            new = Lane(index, self._team)
+            try:
+                new.connect()
+            except BaseException:
+                new.close()
+                raise
+            self._lanes.append(new)
+        return self._lanes[index]

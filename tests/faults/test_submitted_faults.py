@@ -1,0 +1,360 @@
+"""Faults while several calls are under way: deaths, time limits, Ctrl-C, limits of the system."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import os
+import random
+import resource
+import signal
+import termios
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import (
+    FAILPOINTS,
+    assert_right,
+    failpoint,
+    kill_and_wait,
+    pids,
+    replaced_workers,
+    same_workers,
+    script,
+    wait_for,
+    wait_until_dead,
+)
+
+from synk.errors import CallCancelled, CallTimeout, ReentrancyError, SharedMemoryError, WorkerDied
+
+Fork = Callable[..., Any]
+
+
+def total_of(rt: Any, seconds: float = 0.0) -> Any:
+    return rt.function(lambda x: (time.sleep(seconds), x.sum())[1], outputs="sum", name="total")
+
+
+def num_waiting_bytes(rt: Any, rank: int) -> int:
+    """Return how much of what a worker has answered lies in its pipe."""
+    waiting = array.array("i", [0])
+    fcntl.ioctl(rt.team.links[rank].process.channel.read_fd, termios.FIONREAD, waiting)
+    return waiting[0]
+
+
+def warm(f: Any) -> None:
+    for call in [f.submit(np.ones(4)) for _ in range(4)]:
+        call.result()
+
+
+@pytest.mark.parametrize("num_done", [0, 1, 2])
+def test_A_a_death_ends_all_calls_under_way(runtime: Fork, num_done: int) -> None:
+    rt = runtime(2)
+    f = rt.function(lambda x, n: (time.sleep(60) if n == 1 else None, x.sum())[1], bcast_inputs="n", outputs="sum")
+    for k in (0, 2, 3, 4):
+        f(np.ones(4), np.int64(k))
+    with replaced_workers(rt, [1]) as workers:
+        done = [f.submit(np.ones(4), np.int64(0)) for _ in range(num_done)]
+        pending = [f.submit(np.ones(4), np.int64(k)) for k in (1, 2, 3)[: 3 - num_done]]
+        for call in done:
+            assert wait_for(call.done)
+        os.kill(workers[1], signal.SIGKILL)
+        for call in reversed(pending):
+            with pytest.raises(WorkerDied, match="SIGKILL") as caught:
+                call.result()
+            assert caught.value.ranks == (1,)
+        assert [call.result() for call in done] == [4.0] * num_done
+
+
+def test_A_a_death_between_calls_is_met_at_the_next(runtime: Fork) -> None:
+    rt = runtime(2)
+    f = total_of(rt)
+    warm(f)
+    workers = pids(rt)
+    pending = [f.submit(np.ones(4)) for _ in range(2)]
+    assert wait_for(lambda: num_waiting_bytes(rt, 0) == 16), "two doorbells"
+    kill_and_wait(workers[0])
+    assert [call.result() for call in pending] == [4.0, 4.0], "who answered and then died has answered"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a death while idle
+        assert f.submit(np.ones(4)).result() == 4.0
+    assert pids(rt)[1] == workers[1]
+
+
+@pytest.mark.parametrize("name", [name for name in FAILPOINTS if name.startswith(("call.", "reduce."))])
+@pytest.mark.parametrize("nth", [2, 6])
+def test_A_a_death_at_each_step(runtime: Fork, name: str, nth: int) -> None:
+    """What was answered is right, what was not is WorkerDied, and then all is well."""
+    rt = runtime(2, failpoint(name, 1, nth))
+    large = rt.function(lambda x: (np.full(50_000, x.sum()), x.sum()), outputs="sum")
+    pending = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for k in range(9):
+            with contextlib.suppress(WorkerDied):
+                pending.append((k, large.submit(np.full(4, float(k)))))
+        outcomes = []
+        for k, call in pending:
+            try:
+                summed, value = call.result()
+                assert (summed == 4.0 * k).all() and value == 4.0 * k
+                outcomes.append("right")
+            except WorkerDied:
+                outcomes.append("died")
+        assert_right(rt)
+    assert "right" in outcomes and len(pending) == 9
+    assert outcomes.count("died") <= 3
+
+
+def test_B_a_call_that_takes_too_long_takes_those_behind_it_along(runtime: Fork) -> None:
+    rt = runtime(2)
+    f = rt.function(lambda x, n: (time.sleep(float(n)), x.sum())[1], bcast_inputs="n", outputs="sum")
+    for _ in range(4):
+        f.submit(np.ones(4), np.float64(0)).result()
+    with same_workers(rt):
+        first = f.submit(np.ones(4), np.float64(0))
+        slow = f.submit(np.ones(4), np.float64(30), timeout=0.2)
+        last = f.submit(np.ones(4), np.float64(0))
+        with pytest.raises(CallCancelled, match="did not end in time") as caught:
+            last.result()
+        assert isinstance(caught.value.__cause__, CallTimeout)
+        with pytest.raises(CallTimeout):
+            slow.result()
+        assert first.result() == 4.0
+
+
+def test_B_an_answer_that_came_in_time_counts_whenever_it_is_asked_for(runtime: Fork) -> None:
+    rt = runtime(2)
+    f = total_of(rt)
+    warm(f)
+    pending = [f.submit(np.full(4, float(k)), timeout=0.1) for k in range(3)]
+    time.sleep(0.3)
+    assert [call.result() for call in pending] == [0.0, 4.0, 8.0]
+
+
+@pytest.mark.parametrize("where", ["result", "submit", "drain", "limited"])
+def test_D_ctrl_c_ends_all_calls_under_way(runtime: Fork, where: str) -> None:
+    rt = runtime(2)
+    f = total_of(rt, 0.5)
+    quick = total_of(rt)
+    warm(quick)
+    with same_workers(rt):
+        done = quick.submit(np.ones(4))
+        assert done.result() == 4.0
+        pending = [f.submit(np.ones(4)) for _ in range(3)]
+        main = threading.get_ident()
+        timer = threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGINT))
+        timer.start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            if where == "result":
+                pending[1].result()
+            elif where == "submit":
+                f.submit(np.ones(4))
+            elif where == "drain":
+                quick(np.ones(4))
+            else:
+                pending[1].result(timeout=20)
+        assert time.monotonic() - began < 2
+        timer.join()
+        for call in pending:
+            assert call.done()
+            with pytest.raises(CallCancelled, match="interrupt"):
+                call.result()
+
+
+def test_D_storm_of_interrupts(storm_count: Callable[[int], int]) -> None:
+    """Ctrl-C at any moment of submitting and waiting: each call has one outcome, and it is right or cancelled."""
+    script(
+        f"""
+        import random
+        from harness import assert_right, census, pids, settled_census
+        from synk.errors import CallCancelled
+        rng = random.Random(4)
+        rt = synk.fork(2, backend="numpy")
+        total = rt.function(lambda x: x.sum(), outputs="sum")
+        large = rt.function(lambda x: np.full(40_000, x.sum()), outputs="sum")
+        w = rt.shared(0.0)
+        def add(x):
+            w.value = w.value + 1.0
+            return x.sum()
+        adding = rt.function(add, outputs="sum")
+        for f in (total, large, adding) * 4:
+            f.submit(np.ones(4)).result()
+        assert_right(rt)
+        before, base = pids(rt), census()
+        number_of = {{"right": 0, "cancelled": 0}}
+        for _ in range({storm_count(150)}):
+            held = []
+            interrupt = threading.Timer(rng.uniform(0, 0.01), os.kill, (os.getpid(), signal.SIGINT))
+            try:
+                interrupt.start()
+                while True:
+                    f = rng.choice([total, total, large, adding])
+                    value = rng.randrange(1000)
+                    call = f.submit(np.full(4, float(value)))
+                    held.append((call, 4.0 * value))
+                    if len(held) > rng.randrange(6):
+                        call, right = held.pop(rng.randrange(len(held)))
+                        assert np.all(call.result() == right)
+                        number_of["right"] += 1
+            except KeyboardInterrupt:
+                pass
+            interrupt.join()
+            for call, right in held:
+                try:
+                    assert np.all(call.result() == right)
+                    number_of["right"] += 1
+                except CallCancelled:
+                    number_of["cancelled"] += 1
+            assert total(np.full(4, 2.0)) == 8.0
+        assert pids(rt) == before
+        assert_right(rt)
+        assert min(number_of.values()) > 10, number_of
+        rt.close()
+        """,
+        timeout=120,
+    ).check(stderr=None)
+
+
+def test_D_interrupts_around_assignments_lose_none_and_repeat_none(storm_count: Callable[[int], int]) -> None:
+    """The variable has counted exactly the calls that did not fail, or one that was cut off after its commit."""
+    script(
+        f"""
+        import random
+        from synk.errors import CallCancelled
+        rng = random.Random(5)
+        rt = synk.fork(2, backend="numpy")
+        w = rt.shared(0.0)
+        def add(x):
+            w.value = w.value + 1.0
+            return w.value
+        adding = rt.function(add, outputs="first")
+        adding(np.ones(2))
+        for _ in range({storm_count(150)}):
+            before = float(w.value)
+            interrupt = threading.Timer(rng.uniform(0, 0.004), os.kill, (os.getpid(), signal.SIGINT))
+            calls = []
+            try:
+                interrupt.start()
+                while True:
+                    calls.append(adding.submit(np.ones(2)))
+            except KeyboardInterrupt:
+                pass
+            interrupt.join()
+            right = cancelled = 0
+            for call in calls:
+                try:
+                    right += 1
+                    assert call.result() == before + right
+                except CallCancelled:
+                    right -= 1
+                    cancelled += 1
+            now = float(w.value)
+            # An interrupt can hide the handle of the last call, or cut a call off whose assignments hold already.
+            assert before + right <= now <= before + right + cancelled + 1, (before, right, cancelled, now)
+        rt.close()
+        """,
+        timeout=120,
+    ).check(stderr=None)
+
+
+def test_E_a_forked_copy_cannot_ask(runtime: Fork) -> None:
+    rt = runtime(2)
+    f = total_of(rt, 0.2)
+    pending = f.submit(np.ones(4))
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            try:
+                pending.result()
+            except ReentrancyError:
+                status = 0
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert pending.result() == 4.0
+
+
+def test_E_the_program_may_end_with_calls_under_way() -> None:
+    script(
+        """
+        rt = synk.fork(2, backend="numpy")
+        f = rt.function(lambda x: (time.sleep(30), x.sum())[1], outputs="sum")
+        pending = [f.submit(np.ones(4)) for _ in range(3)]
+        """
+    ).check("")
+
+
+def test_G_a_rank_that_cannot_take_in_what_is_new(runtime: Fork) -> None:
+    """The call that brought it fails, and those that rely on it; then all of it is sent again."""
+    rt = runtime(2)
+    total = rt.function(lambda x: x.sum(), outputs="sum")
+    warm(total)
+    workers = pids(rt)
+    limits = resource.prlimit(workers[1], resource.RLIMIT_NOFILE)
+    data = [rt.data(np.full(4, float(k))) for k in range(3)]
+    resource.prlimit(workers[1], resource.RLIMIT_NOFILE, (4, limits[1]))
+    pending = [total.submit(data[k]) for k in (0, 0, 1)]
+    for call in pending:
+        with pytest.raises(SharedMemoryError):
+            call.result()
+    resource.prlimit(workers[1], resource.RLIMIT_NOFILE, limits)
+    assert [call.result() for call in [total.submit(each) for each in data]] == [0.0, 4.0, 8.0]
+    assert pids(rt) == workers
+
+
+def test_G_calls_take_no_descriptors_and_no_memory(runtime: Fork) -> None:
+    from harness import census, settled_census
+
+    rt = runtime(2)
+    total = rt.function(lambda x: (x.sum(), np.full(40_000, 1.0)), outputs=("sum", "first"))
+    warm(total)
+    before = census()
+    for _ in range(200):
+        pending = [total.submit(np.ones(4)) for _ in range(3)]
+        del pending
+    total(np.ones(4))
+    assert len(settled_census(before).leftovers(before)) <= 3, "at most buffers of results that are used again"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_A_chaos(runtime: Fork, seed: int, storm_count: Callable[[int], int]) -> None:
+    """Kills at random moments: a call's result is right, or it is WorkerDied; and the runtime goes on."""
+    rt = runtime(3, max_restarts=10_000)
+    rng = random.Random(seed)
+    work = rt.function(lambda x: (time.sleep(0.0005), x.sum(), np.full(30_000, x.sum()))[1:], outputs="sum")
+    warm_calls = [work.submit(np.ones(4)) for _ in range(4)]
+    for call in warm_calls:
+        call.result()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(storm_count(12)):
+            workers = [link.process.pid for link in rt.team.links]  # not pids(rt), which might meet a death
+            victim = rng.randrange(3)
+            timer = threading.Timer(rng.uniform(0, 0.02), _kill, (workers[victim],))
+            timer.start()
+            pending = []
+            for _ in range(8):
+                value = float(rng.randrange(100))
+                with contextlib.suppress(WorkerDied):
+                    pending.append((value, work.submit(np.full(6, value))))
+            for value, call in pending:
+                try:
+                    total, filled = call.result()
+                    assert total == 6 * value and (filled == 6 * value).all()
+                except WorkerDied as error:
+                    assert error.ranks == (victim,)
+            timer.join()
+            assert wait_until_dead(workers[victim])  # or the next round would meet this death
+        assert_right(rt)
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

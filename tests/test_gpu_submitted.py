@@ -1,0 +1,205 @@
+"""Submitted calls on GPU workers: the inputs of a call come to the device while the one before it computes.
+
+On the stand-in for CuPy a copy on a second stream arrives only when somebody waits for it, so an array that is used too
+early holds rubbish. What a GPU does with it is in ``tests/gpu``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import assert_right, same_workers
+from test_gpu_path import LARGE, Gpus
+
+import synk
+from synk.errors import CallCancelled, CallTimeout
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., synk.Runtime]]:
+    made = Gpus(monkeypatch, True)
+    yield made
+    while made.opened:
+        made.opened.pop().close()
+
+
+def num_ahead() -> int:
+    """Inside a function: how many inputs of this call were brought before it began."""
+    from synk._cell import cell
+
+    return len(cell.worker.executor._inputs)
+
+
+def reader(rt: synk.Runtime) -> synk.Function:
+    """A function that takes some time and says how many of its inputs were there when it began."""
+
+    def read(x: Any, w: Any) -> Any:
+        count = num_ahead()
+        time.sleep(0.01)
+        return x.sum(axis=0) * w, float(count)
+
+    return rt.function(read, bcast_inputs="w", outputs=("sum", "max"), name="read")
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize(
+    "batch",
+    [None, 17, slice(3, 90, 7), slice(None, None, -1), [5, 3, 3, 99, 0]],
+    ids=["all", "first", "step", "back", "list"],
+)
+def test_inputs_are_brought_ahead_and_are_right(gpu: Any, num_workers: int, batch: Any) -> None:
+    rt = gpu(num_workers)
+    f = reader(rt)
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((101, 5))
+    data = rt.data(rows)
+    index = slice(batch) if isinstance(batch, int) else slice(None) if batch is None else batch
+    sources = [data if k % 2 else rows + k for k in range(12)]
+    expected = [(rows if k % 2 else rows + k)[index].sum(axis=0) * k for k in range(12)]
+    for _ in range(2):
+        pending = [f.submit(source, np.float64(k), batch=batch) for k, source in enumerate(sources)]
+        results = [call.result() for call in pending]
+    for (got, _), right in zip(results, expected):
+        np.testing.assert_allclose(got, right, rtol=1e-12, atol=1e-12)
+    assert sum(count > 0 for _, count in results) >= 6, "the first has none before it"
+
+
+@pytest.mark.parametrize("refuse", ["", "1"])
+def test_it_does_not_matter_whether_memory_can_be_registered(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, refuse: str
+) -> None:
+    monkeypatch.setenv("SYNK_FAKE_REFUSE", refuse)
+    rt = gpu(2)
+    f = reader(rt)
+    for _ in range(3):
+        pending = [f.submit(np.full((1000, 4), float(k)), np.float64(2.0)) for k in range(6)]
+        for k, call in enumerate(pending):
+            assert (call.result()[0] == 2000.0 * k).all()
+
+
+def test_no_room_for_the_inputs_of_two_calls(gpu: Any) -> None:
+    """Then each call brings its own when it runs."""
+    rt = gpu(2)
+
+    def spoil(x: Any) -> None:
+        import cupy
+
+        original = cupy.empty
+
+        def empty(shape: Any, dtype: Any = float) -> Any:
+            if len(cupy.cuda.runtime.current) > 1:
+                raise cupy.cuda.memory.OutOfMemoryError(1, 1)
+            return original(shape, dtype)
+
+        cupy.empty = empty
+
+    f = reader(rt)
+    rt.function(spoil, outputs=None)(np.ones(2))
+    pending = [f.submit(np.full((10, 4), float(k)), np.float64(2.0)) for k in range(8)]
+    for k, call in enumerate(pending):
+        got, count = call.result()
+        assert (got == 20.0 * k).all() and count == 0
+
+
+def test_inputs_are_kept_until_the_device_has_used_them(gpu: Any) -> None:
+    """Their memory goes to the inputs of the next call, which arrive beside the work under way."""
+    rt = gpu(2)
+
+    def watch(x: Any) -> None:
+        import cupy
+
+        cupy.kept = []
+        cupy.refs = []
+        original = cupy.cuda.Stream.synchronize
+
+        def synchronize(self: Any) -> None:
+            cupy.kept.extend(ref() is not None for ref in cupy.refs)
+            cupy.refs.clear()
+            original(self)
+
+        cupy.cuda.Stream.synchronize = synchronize
+
+    def note(x: Any) -> Any:
+        import weakref
+
+        import cupy
+
+        if num_ahead():
+            cupy.refs.append(weakref.ref(x))
+        time.sleep(0.01)
+        return x.sum()
+
+    def kept(x: Any) -> Any:
+        import cupy
+
+        return len(cupy.kept), all(cupy.kept)
+
+    f = rt.function(note, outputs="sum")
+    rt.function(watch, outputs=None)(np.ones(2))
+    for call in [f.submit(np.full(10, float(k))) for k in range(9)]:
+        call.result()
+    counts, were_kept = rt.function(kept, outputs=None)(np.ones(2))
+    assert min(counts) >= 4 and all(were_kept)
+
+
+def test_torch_and_slices_and_large_outputs(gpu: Any) -> None:
+    rt = gpu(2)
+    f = rt.function(lambda x: (x * 2, x.sum()), outputs=("gather", "sum"))
+    large = rt.function(lambda x: (x.sum() + 0 * x[0]).repeat(LARGE), outputs="sum")
+    pending = []
+    for k in range(10):
+        pending.append((f.submit(np.full(20, float(k)), num_slices=1 + k % 3), k))
+        pending.append((large.submit(np.full(4, float(k))), k))
+    for position, (call, k) in enumerate(pending):
+        if position % 2:
+            got = call.result()
+            assert got.shape == (LARGE,) and (got == 4.0 * k).all()
+        else:
+            gathered, total = call.result()
+            assert (gathered == 2 * k).all() and gathered.shape == (20,) and total == 20 * k
+
+
+def test_a_time_limit_with_inputs_on_their_way(gpu: Any) -> None:
+    rt = gpu(2)
+    f = reader(rt)
+    for call in [f.submit(np.full((10, 4), float(k)), np.float64(1.0)) for k in range(4)]:
+        call.result()
+    g = rt.function(lambda x: (time.sleep(float(x[0])), x.sum())[1], outputs="sum", name="sleep")
+    for call in [g.submit(np.zeros(2)) for _ in range(3)]:
+        call.result()
+    with same_workers(rt):
+        slow = g.submit(np.full(2, 30.0), timeout=0.3)
+        behind = [f.submit(np.full((10, 4), 1.0), np.float64(1.0)) for _ in range(2)]
+        with pytest.raises(CallTimeout):
+            slow.result()
+        for call in behind:
+            with pytest.raises(CallCancelled):
+                call.result()
+        assert_right(rt)
+        pending = [f.submit(np.full((10, 4), float(k)), np.float64(1.0)) for k in range(6)]
+        assert [call.result()[0][0] for call in pending] == [10.0 * k for k in range(6)]
+
+
+def test_variables_on_devices_between_submitted_calls(gpu: Any) -> None:
+    rt = gpu(3)
+    w = rt.shared(np.zeros(4))
+
+    def step(x: Any) -> Any:
+        w.value = w.value + x.sum()
+        return w.value
+
+    f = rt.function(step, outputs="avg")
+    plain = reader(rt)
+    expected, pending = np.zeros(4), []
+    for k in range(6):
+        pending.append((plain.submit(np.full((6, 2), float(k)), np.float64(1.0)), np.full(2, 6.0 * k)))
+        expected = expected + 2.0 * k
+        pending.append((f.submit(np.full(6, float(k))), expected))
+    for call, right in pending:
+        got = call.result()
+        np.testing.assert_allclose(got[0] if isinstance(got, tuple) else got, right)
+    np.testing.assert_allclose(w.value, expected)
