@@ -14,13 +14,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _report, calls, collectives, footprint, startup, state
+from benchmarks import _report, calls, collectives, footprint, startup, state, submitted
 from benchmarks._harness import ROOT, Harness
 
 RESULTS = ROOT / "benchmarks" / "results"
 MARKS = ("<!-- results -->", "<!-- end of results -->")
 FAMILIES = {
     "calls": calls.run,
+    "submitted": submitted.run,
     "startup": startup.run,
     "footprint": footprint.run,
     "state": state.run,

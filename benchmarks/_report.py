@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import _bars
+from benchmarks import _bars, submitted
 from benchmarks._harness import GLOO, MPI, PEERS
 
 Results = dict[str, Any]
@@ -30,8 +30,13 @@ def report(results: Results) -> str:
         + ", ".join(f"{name} {version}" for name, version in results["versions"].items() if version)
     ]
     sections: dict[str, Callable[[Any], str]] = {
-        "calls": _calls, "startup": _startup, "footprint": _footprint, "state": _state, "collectives": _collectives,
-    }  # fmt: skip
+        "calls": _calls,
+        "submitted": _submitted,
+        "startup": _startup,
+        "footprint": _footprint,
+        "state": _state,
+        "collectives": _collectives,
+    }
     for family, section in sections.items():
         if family in results:
             error = results[family].get("error")
@@ -89,6 +94,10 @@ def _quantity(entry: Any, name: str, quantity: str) -> float | None:
     if quantity == "over":
         return entry[name]["call_s"] - entry["ideal"]["call_s"]
     return entry[name].get(quantity)
+
+
+def _submitted(family: Any) -> str:
+    return table(("case", "way", "us a call", "to a plain call", "range"), submitted.lines(family))
 
 
 def _startup(family: Any) -> str:
