@@ -94,6 +94,7 @@ class Launched:
     function: Callee
     call: Call
     cached: CachedPlan
+    number: int
     flight: Flight
     lease: Lease | None
     deadline: float | None
@@ -122,8 +123,10 @@ def launch(
     options: CallOptions,
     deadline: float | None,
     lane: Lane,
+    *,
+    is_alone: bool = False,
 ) -> Launched:
-    """Send a call; ``lane`` is one that no call under way uses."""
+    """Send a call in ``lane``, which no call under way uses; with ``is_alone``, as soon as none is under way."""
     started = time.monotonic_ns()
     counters, team = runtime.counters, runtime.team
     staged, pickled = counters["bytes_staged"], counters["bytes_pickled"]
@@ -137,6 +140,13 @@ def launch(
     counters["calls"] += 1
     name = repr(function.name)
     plan_id = cached.plan.plan_id
+    number = runtime.next_number()
+    if is_alone and runtime.queue.calls:
+        lane.down[0, Down.CALL] = number
+        if runtime.has_devices:
+            team.prefetch(call.ranks, plan_id, lane.index)
+        runtime.begin(f"submit {name}", deadline)
+        _load(runtime, function, call, deadline)
     lease = None
     try:
         call.has_group = runtime.group.announce(team, lane, len(call.ranks))
@@ -146,12 +156,13 @@ def launch(
         cached.is_agreed = False  # until the call has ended well: a worker may tell of a layout that is not taken in
         for rank in contents:
             team.links[rank].plans.add(plan_id)
-        runtime.next_call(lane, result_id=0 if lease is None else lease.segment.id)
+        lane.down[0, Down.CALL] = number
+        lane.down[0, Down.RESULT] = 0 if lease is None else lease.segment.id
         flight = team.launch(Kind.CALL, call.ranks, plan_id, contents, segments, deadline, "call", name, lane.index)
     except BaseException as error:
         _abandon(runtime, function, cached, lease, error)
         raise
-    return Launched(function, call, cached, flight, lease, deadline, started, staged, pickled)
+    return Launched(function, call, cached, number, flight, lease, deadline, started, staged, pickled)
 
 
 def collect(runtime: Runtime, launched: Launched) -> Any:
@@ -460,7 +471,7 @@ def _collect(runtime: Runtime, launched: Launched, replies: dict[int, Reply]) ->
         root = lease.root
     result = assembly.build(call.rows, objects, root, call.owned.order if call.owned is not None else None)
     if assembly.has_assignments:
-        runtime.commit(call.ranks, layouts)
+        runtime.commit(call.ranks, layouts, launched.number)
     return result
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from synk._failures import raise_failures
-from synk._messages import DEVICE_DTYPES, Exchange, Fetch, Kind, Layout
+from synk._messages import DEVICE_DTYPES, Down, Exchange, Fetch, Kind, Layout
 from synk._variables import Shapes
 from synk.errors import WorkerDied
 
@@ -56,7 +56,8 @@ def exchange(runtime: Runtime, variable: Shared, kind: str, shapes: Shapes, op: 
         return False
     check_not_lost([variable], [0] if kind == "broadcast" else None, f"{kind} variable {variable.name!r}")
     ranks = list(range(runtime.world_size))
-    runtime.next_call(runtime.lanes.first, result_id=0)
+    number = runtime.next_number()
+    runtime.lanes.first.down[0, Down.CALL] = number
     replies = runtime.team.exchange(
         Kind.VARIABLE,
         ranks,
@@ -68,7 +69,7 @@ def exchange(runtime: Runtime, variable: Shared, kind: str, shapes: Shapes, op: 
         f"variable {variable.name!r}",
     )
     raise_failures(replies, runtime.world_size, variable.name)
-    runtime.commit(ranks, [Layout(None, (), ((variable._id, shapes),))] * len(ranks))
+    runtime.commit(ranks, [Layout(None, (), ((variable._id, shapes),))] * len(ranks), number)
     return True
 
 

@@ -83,7 +83,7 @@ class DeviceReplica(Replica):
 
     def _is_shown(self) -> bool:
         """Whether ranks that do not take part in the call follow this one: the lowest that does."""
-        participates = self._store.down[:, Down.PARTICIPATES]
+        participates = self._store.call_down[:, Down.PARTICIPATES]
         if self._known.is_sharded or participates.all():
             return False
         return int(participates.argmax()) == self._store.rank

@@ -176,7 +176,7 @@ class Executor:
             self.look_ahead(True)
         objects = self._load_objects(prepared)
         is_sliced = plan.num_slices > 1 and not plan.is_rowless
-        variables.begin(function, is_sliced)
+        variables.begin(function, is_sliced, self._down)
         if is_sliced:
             bounds = [(low + a, low + b) for a, b in shard_bounds(high - low, plan.num_slices) if b > a]
             result = self._run_slices(prepared, numbers, bounds or [(low, high)], objects, variables)

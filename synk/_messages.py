@@ -65,6 +65,7 @@ class Kind(IntEnum):
     CLOSE = 7
     GROUP = 8  # join NCCL
     SUPPLY = 9  # segments of the next message, where they are more than one can bring
+    PREFETCH = 10  # value = plan: bring the inputs of the call that will follow in this lane; gets no answer
 
 
 class Status(IntEnum):

@@ -115,20 +115,22 @@ class Queue:
     ) -> PendingCall:
         """Send a call and return at once, or as soon as fewer than ``NUM_LANES`` are under way. The runtime is held."""
         runtime = self._runtime
-        is_alone = bool(function.variables) or any(isinstance(value, Shared) for value in (*args, *kwargs.values()))
-        if is_alone or not self._can_join(function):
+        # What rows a rank has of a sharded argument can depend on what the calls before assign.
+        has_variables = any(isinstance(value, Shared) for value in (*args, *kwargs.values()))
+        if has_variables or not self._can_join(function):
             runtime.begin(f"submit {function.name!r}", deadline)
+        is_alone = has_variables or bool(function.variables) or (bool(self.calls) and self.calls[-1]._is_alone)
         while len(self.calls) >= NUM_LANES:
             self._collect_oldest()
         newest = self.calls[-1]._launched if self.calls else None
         lane = runtime.lanes.first if newest is None else runtime.lanes.after(newest.cached.lane)
         pending = PendingCall(self, function.name)
         try:
-            pending._launched = launch(runtime, function, args, kwargs, options, deadline, lane)
+            pending._launched = launch(runtime, function, args, kwargs, options, deadline, lane, is_alone=is_alone)
         except BaseException as error:
             self._end_lost(error)
             raise
-        pending._is_alone = is_alone or bool(function.variables)  # some are known only when it has been sent
+        pending._is_alone = has_variables or bool(function.variables)  # some are known only when it has been sent
         self.calls.append(pending)
         if runtime.team.is_inline:  # it has run already
             self._collect_oldest()
@@ -139,7 +141,6 @@ class Queue:
         runtime, team = self._runtime, self._runtime.team
         return (
             bool(self.calls)
-            and not self.calls[-1]._is_alone
             and function in runtime.bound
             and not runtime.has_dropped
             and not team.has_dead

@@ -106,6 +106,9 @@ class WorkerLoop:
                 os.killpg(0, signal.SIGKILL)
                 return
             kind, flags, sequence, value = message
+            if kind == Kind.PREFETCH:
+                worker.prefetch(flags >> LANE_SHIFT, value)
+                continue
             try:
                 extras = self._receive_extras(sequence) if flags & HAS_BODY else None
             except SharedMemoryError as error:  # a limit of this process: the master sends all of it again

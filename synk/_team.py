@@ -45,6 +45,9 @@ from synk.errors import CallTimeout, ClosedError, SerializationError, StartupErr
 GRACE_S = 2.0
 """How long a worker may take to answer an interrupt before it is killed."""
 
+NCCL_GRACE_S = 5.0
+"""Likewise where they use NCCL: aborting it can take seconds, and a process that is killed loses its device's values."""
+
 RESTART_WINDOW_S = 60.0
 START_TIMEOUT_S = 120.0
 
@@ -110,6 +113,8 @@ class Team(Crew):
         Ranks that were started anew; whoever has seen to them takes them out.
     cause : BaseException or None
         The first fault that may have closed the team.
+    grace_s : float
+        How long a worker may take to answer an interrupt before it is killed.
     """
 
     def __init__(
@@ -131,6 +136,7 @@ class Team(Crew):
         self.is_closing = False
         self.is_exiting = False
         self.sequence = 0
+        self.grace_s = NCCL_GRACE_S if placement.can_use_nccl else GRACE_S
         self.restarted: list[int] = []
         self._failpoints = failpoints
         self._pack = pack
@@ -337,6 +343,15 @@ class Team(Crew):
             raise_failures(replies, self.world_size, phase)
             messages = {rank: pack(links[rank], contents.get(rank), needed, lane) for rank in ranks}
         return self._fly(kind, value, messages, lane, phase, what)
+
+    def prefetch(self, ranks: Sequence[int], plan_id: int, lane: int) -> None:
+        """Have ranks bring the inputs of a call to their devices, which follows when those under way have ended."""
+        for rank in ranks:
+            process = self.links[rank].process
+            if isinstance(process, WorkerProcess) and plan_id in self.links[rank].plans:
+                self.counters["messages_down"] += 1
+                self.counters["bytes_down"] += 8
+                process.channel.ring(Kind.PREFETCH, lane << LANE_SHIFT, 0, plan_id)
 
     def _fly(self, kind: Kind, value: int, messages: Packed, lane: int, phase: str, what: str) -> Flight:
         """Send each rank its message."""
@@ -556,7 +571,7 @@ class Team(Crew):
         fallen = set(owing)
         if flight.phase != "start":  # a worker that is still coming up cannot be interrupted; the teardown ends it
             survivors = self._debtors() - fallen
-            self._end_calls(survivors, kill_at=time.monotonic() + GRACE_S)
+            self._end_calls(survivors, kill_at=time.monotonic() + self.grace_s)
             fallen |= {rank for rank in survivors if self.links[rank].is_dead}
         error = self._worker_died(sorted(fallen), flight.phase, flight.what)
         self.cause = copy.copy(error)  # without the traceback that will hold the caller's frames
@@ -633,7 +648,7 @@ class Team(Crew):
         if self.is_inline:
             self.flights.clear()
             return
-        kill_at = [time.monotonic() + GRACE_S]
+        kill_at = [time.monotonic() + self.grace_s]
         is_second = False
 
         def on_interrupt(count: int) -> None:
@@ -674,7 +689,7 @@ class Team(Crew):
             if link.is_ready and not link.is_dead and isinstance(link.process, WorkerProcess):
                 link.process.channel.ring(Kind.CLOSE, 0, sequence, 0)
                 waiting.add(link.rank)
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + self.grace_s
         while waiting and (remaining := deadline - time.monotonic()) > 0:
             for fd, _ in self._poll.poll(math.ceil(remaining * 1000)):
                 kind, rank = self._fds.get(fd, ("", -1))

@@ -318,7 +318,7 @@ class VariableStore:
     segments : dict of int to Segment
         The worker's own.
     down : ndarray
-        The control block that the master writes.
+        The control block that the master writes, of lane 0.
     backend : Backend
     """
 
@@ -326,7 +326,8 @@ class VariableStore:
         self.rank = rank
         self.segments = segments
         self.backend = backend
-        self.down = down
+        self._down = down
+        self.call_down = down  # of the lane of the call under way
         self._replicas: dict[int, Replica] = {}
         self.assigned: dict[Replica, list[Any]] = {}
         self._stored: tuple[int, list[Replica]] = (-1, [])
@@ -379,21 +380,22 @@ class VariableStore:
         with self.backend.running():
             replica.store_on_device(replica.exchange(kind, op, collectives))
             self.backend.synchronize()
-        self._stored = (int(self.down[0, Down.CALL]), [replica])
+        self._stored = (int(self._down[0, Down.CALL]), [replica])
 
     # -- one call -----------------------------------------------------------------------------------------------------
 
     def resolve(self) -> None:
         """Settle the call before: its assignments hold if the master committed it, and never happened otherwise."""
         call, replicas = self._stored
-        if replicas and int(self.down[self.rank, Down.COMMITTED]) == call:
+        if replicas and int(self._down[self.rank, Down.COMMITTED]) == call:
             for replica in replicas:
                 replica.flip()
         self._stored = (-1, [])
         self.abandon()
 
-    def begin(self, function: Any, is_sliced: bool) -> None:
-        """Prepare for a call of ``function``."""
+    def begin(self, function: Any, is_sliced: bool, down: np.ndarray) -> None:
+        """Prepare for a call of ``function``, whose numbers are in ``down``."""
+        self.call_down = down
         self.is_sliced = is_sliced
         self._updates = [update if isinstance(update, tuple) else (update, "avg") for update in function.updates]
         self._is_updating = bool(self._updates)
@@ -474,7 +476,7 @@ class VariableStore:
         has_room = [replica.store(pending) for replica, pending in self.assigned.items()]
         if False in has_room:
             return False
-        self._stored = (int(self.down[0, Down.CALL]), list(self.assigned))
+        self._stored = (int(self.call_down[0, Down.CALL]), list(self.assigned))
         self.abandon()
         return True
 
@@ -486,7 +488,7 @@ class VariableStore:
         replica = self._replicas[item.segment_id]
         leaves: list[Any] = list(replica.leaves())
         if item.kind == "shard":
-            numbers = self.down[self.rank]
+            numbers = self.call_down[self.rank]
             if local_indices is not None:
                 leaves = [self.backend.take(leaf, local_indices[low:high]) for leaf in leaves]
             else:

@@ -344,9 +344,14 @@ class Worker:
         if doorbell is None:
             return
         kind, flags, _, plan_id = doorbell
+        if kind in (Kind.CALL, Kind.PREFETCH) and not flags & HAS_BODY:
+            self.prefetch(flags >> LANE_SHIFT, plan_id, is_hurried=is_hurried)
+
+    def prefetch(self, lane: int, plan_id: int, *, is_hurried: bool = False) -> None:
+        """Bring the inputs of a call that will come, if it can be done."""
         prepared = self.plans.get(plan_id)
-        if kind == Kind.CALL and not flags & HAS_BODY and prepared is not None:
-            self.lanes[flags >> LANE_SHIFT].executor.prefetch(prepared, is_hurried=is_hurried)
+        if prepared is not None:
+            self.lanes[lane].executor.prefetch(prepared, is_hurried=is_hurried)
 
     def leave_call(self) -> None:
         """Let nobody wait for this rank any longer."""

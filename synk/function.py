@@ -159,7 +159,7 @@ class Function:
 
         Arrays and objects are copied before ``submit`` returns. ``Data`` is not: to change it waits for the calls that
         read it, unless it is changed through an array that was taken from ``.data`` before. Calls that use shared
-        variables are never under way together with others: the next one waits until the assignments of the one before
+        variables are never under way together with others: ``submit`` waits until the assignments of the one before
         hold.
 
         Parameters

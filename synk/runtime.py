@@ -27,7 +27,7 @@ from synk._device_values import restore
 from synk._failures import rebuild
 from synk._groups import Group
 from synk._interrupts import deferred
-from synk._lanes import Lane, Lanes
+from synk._lanes import Lanes
 from synk._links import Link
 from synk._memory import Segment
 from synk._messages import Down, Extras, Kind, Layout, Status
@@ -35,7 +35,7 @@ from synk._placement import place
 from synk._profile import Profile
 from synk._queue import Queue
 from synk._results import Lease, ResultPool
-from synk._team import GRACE_S, Team
+from synk._team import Team
 from synk.data import Data
 from synk.errors import ClosedError, ReentrancyError, SerializationError, SynkError
 from synk.shared import Shared, check_owner
@@ -363,11 +363,10 @@ class Runtime:
         for lane in self.lanes:
             lane.reset_collectives()
 
-    def next_call(self, lane: Lane, result_id: int) -> None:
-        """Number the call that is about to be sent, and say which segment is for its large outputs (0: none yet)."""
+    def next_number(self) -> int:
+        """Return the number of the call, or the collective on devices, that is about to be made."""
         self._num_calls += 1
-        lane.down[0, Down.CALL] = self._num_calls
-        lane.down[0, Down.RESULT] = result_id
+        return self._num_calls
 
     # -- variables ----------------------------------------------------------------------------------------------------
 
@@ -386,8 +385,8 @@ class Runtime:
     def variable(self, variable_id: int) -> Shared:
         return self._variables[variable_id]
 
-    def commit(self, ranks: Sequence[int], layouts: Sequence[Layout]) -> None:
-        """Make the assignments of the call under way hold, on all of its ranks at once.
+    def commit(self, ranks: Sequence[int], layouts: Sequence[Layout], number: int) -> None:
+        """Make the assignments of call ``number`` hold, on all of its ranks at once.
 
         One store into shared memory decides: before it the call has changed nothing, after it everything. What follows
         is bookkeeping that an interrupt can put off.
@@ -407,9 +406,9 @@ class Runtime:
                 # drift.
                 variable.copy_back(ranks[0], absent)
                 flips += [(variable, rank, 1 - variable.front[rank], True) for rank in absent]
-        self._flip_call = self._num_calls
+        self._flip_call = number
         self._to_flip = flips
-        self.team.down[list(ranks), Down.COMMITTED] = self._num_calls
+        self.team.down[list(ranks), Down.COMMITTED] = number
         self._finish_commit()
 
     def _finish_commit(self) -> None:
@@ -612,9 +611,9 @@ class Runtime:
             raise ReentrancyError("cannot close the runtime while this thread is in a call.")
         team.wake()
         try:
-            if not self._lock.acquire(timeout=GRACE_S + 1):
+            if not self._lock.acquire(timeout=team.grace_s + 1):
                 team.kill()
-                self._lock.acquire(timeout=GRACE_S + 1)
+                self._lock.acquire(timeout=team.grace_s + 1)
             with deferred(lambda count: team.kill()):
                 team.say_goodbye()
                 team.tear_down()

@@ -184,6 +184,35 @@ def test_a_time_limit_with_inputs_on_their_way(gpu: Any) -> None:
         assert [call.result()[0][0] for call in pending] == [10.0 * k for k in range(6)]
 
 
+def test_inputs_of_calls_on_variables_are_brought_ahead_too(gpu: Any) -> None:
+    """They are sent when the call before them is committed, but their inputs come while it runs."""
+    rt = gpu(2)
+    w = rt.shared(np.zeros(3))
+
+    def step(x: Any) -> Any:
+        count = num_ahead()
+        time.sleep(0.01)
+        w.value = w.value * 2 + x.mean(axis=0)
+        return w.value, float(count)
+
+    f = rt.function(step, outputs=("avg", "max"))
+    data = rt.data(np.ones((8, 3)))
+    expected = np.zeros(3)
+    for _ in range(2):
+        pending = []
+        for k in range(8):
+            source, value = (data, 1.0) if k % 2 else (np.full((8, 3), float(k)), float(k))
+            expected = expected * 2 + value
+            pending.append((f.submit(source), expected))
+        counts = []
+        for call, right in pending:
+            got, count = call.result()
+            np.testing.assert_allclose(got, right)
+            counts.append(count)
+    assert sum(count > 0 for count in counts) >= 5
+    np.testing.assert_allclose(w.value, expected)
+
+
 def test_variables_on_devices_between_submitted_calls(gpu: Any) -> None:
     rt = gpu(3)
     w = rt.shared(np.zeros(4))
@@ -203,3 +232,24 @@ def test_variables_on_devices_between_submitted_calls(gpu: Any) -> None:
         got = call.result()
         np.testing.assert_allclose(got[0] if isinstance(got, tuple) else got, right)
     np.testing.assert_allclose(w.value, expected)
+
+
+def test_what_a_copy_may_still_read_is_kept(gpu: Any) -> None:
+    """Where devices read pageable memory themselves, a copy from it is under way when its call returns."""
+    rt = gpu(1)
+
+    def body(x: Any) -> Any:
+        import weakref
+
+        from synk._cell import cell
+
+        backend: Any = cell.worker.backend  # type: ignore[union-attr]
+        host = np.arange(1000.0)
+        seen = weakref.ref(host)
+        array = backend.from_host(host)
+        del host
+        is_kept = seen() is not None
+        backend.synchronize()
+        return is_kept, seen() is None, float(array.sum())
+
+    assert rt.function(body, outputs="first")(np.ones(1)) == (True, True, 499500.0)

@@ -55,6 +55,9 @@ class CupyBackend:
         self.stream_handle = int(self.stream.ptr)
         self._copy_stream = cupy.cuda.Stream(non_blocking=True)
         self._input_stream = self.stream  # on which inputs are brought at this moment
+        # Host arrays that copies may still read: where a device reads pageable memory itself (Grace Hopper), a copy
+        # from it is under way when its call returns.
+        self._sources: list[np.ndarray] = []
         self._scratch: Any = None
         has_read_only = bool(runtime.deviceGetAttribute(runtime.cudaDevAttrHostRegisterReadOnlySupported, ordinal))
         self._segments = PinnedSegments(runtime, ordinal, has_read_only)
@@ -88,6 +91,7 @@ class CupyBackend:
         if host.size == 0:
             return array
         if host.flags.c_contiguous:
+            self._sources.append(host)
             kind = self._runtime.memcpyHostToDevice
             start, target = address(host), array.data.ptr
             for offset, nbytes in self._segments.pieces(start, host.nbytes):
@@ -212,6 +216,7 @@ class CupyBackend:
 
     def synchronize(self) -> None:
         self.stream.synchronize()
+        self._sources.clear()
 
     def is_idle(self) -> bool:
         return bool(self.stream.done)
@@ -248,7 +253,7 @@ class CupyBackend:
         """
         try:
             self._copy_stream.synchronize()
-            self.stream.synchronize()
+            self.synchronize()
             self.xp.get_default_memory_pool().free_all_blocks()
         except self._runtime.CUDARuntimeError:
             return False
