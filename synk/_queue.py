@@ -224,7 +224,8 @@ class Queue:
         pending = self.calls[0]
         launched = pending._launched
         if launched is None or pending._is_collecting or launched.flight.is_lost:  # an interrupt has broken this off
-            pending._end(None, pending._error or _cancelled(pending, None))
+            if launched is not None:
+                pending._end(None, _cancelled(pending, None))
             self.calls.popleft()
             return
         pending._is_collecting = True

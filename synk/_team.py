@@ -46,7 +46,7 @@ GRACE_S = 2.0
 """How long a worker may take to answer an interrupt before it is killed."""
 
 NCCL_GRACE_S = 5.0
-"""Likewise where they use NCCL: aborting it can take seconds, and a process that is killed loses its device's values."""
+"""Likewise with NCCL: aborting it can take seconds, and a process that is killed loses its device's values."""
 
 RESTART_WINDOW_S = 60.0
 START_TIMEOUT_S = 120.0
