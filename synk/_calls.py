@@ -9,7 +9,7 @@ import functools
 import itertools
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,13 +32,14 @@ from synk._device_values import check_not_lost
 from synk._failures import raise_failures
 from synk._lanes import Lane
 from synk._links import ASSEMBLED, DONE, Reply
+from synk._memory import Segment
 from synk._messages import BLOCK_LENGTH, IS_ASSEMBLED, Down, Kind, Layout, Plan, Status, Up, slot_offsets
 from synk._ops import match_ops
 from synk._plans import CachedPlan, Call, Places, PlanCache, RepeatedCall
 from synk._results import Lease
 from synk._shards import Assignment, Selection, shard_bounds
 from synk._trees import flatten
-from synk.errors import ClosedError, SerializationError, SharedMemoryError, SynkError
+from synk.errors import CallCancelled, ClosedError, SerializationError, SharedMemoryError, SynkError
 
 if TYPE_CHECKING:
     from synk._team import Flight
@@ -160,33 +161,32 @@ def launch(
         lane.down[0, Down.RESULT] = 0 if lease is None else lease.segment.id
         flight = team.launch(Kind.CALL, call.ranks, plan_id, contents, segments, deadline, "call", name, lane.index)
     except BaseException as error:
-        _abandon(runtime, function, cached, lease, error)
+        _forget(runtime, function, cached, lease, error)
         raise
     return Launched(function, call, cached, number, flight, lease, deadline, started, staged, pickled)
 
 
 def collect(runtime: Runtime, launched: Launched) -> Any:
     """Wait for the replies to a call and return its result."""
-    function, call, cached = launched.function, launched.call, launched.cached
+    steps = collecting(runtime, launched)
     try:
-        replies = runtime.team.finish(launched.flight, launched.deadline)
-        result = _collect(runtime, launched, replies)
+        flight = next(steps)
+        while True:
+            flight = steps.send(runtime.team.finish(flight))
+    except StopIteration as end:
+        return end.value
     except BaseException as error:
-        _abandon(runtime, function, cached, launched.lease, error)
+        steps.close()
+        abandon(runtime, launched, error)
         raise
-    cached.is_agreed = True
-    up_words = cached.lane.up_words
-    record = runtime.profile.record(function.name)
-    record.num_calls += 1
-    record.function_ns += max([up_words[rank][Up.FUNCTION_NS] for rank in call.ranks])
-    record.output_nbytes += cached.output_nbytes
-    record.staged_nbytes += launched.staged_nbytes
-    record.pickled_nbytes += launched.pickled_nbytes
-    record.wall_ns += time.monotonic_ns() - launched.started_ns
-    return result
 
 
-def _abandon(runtime: Runtime, function: Callee, cached: CachedPlan, lease: Lease | None, error: BaseException) -> None:
+def abandon(runtime: Runtime, launched: Launched, error: BaseException) -> None:
+    """Clean up after a call that did not end well."""
+    _forget(runtime, launched.function, launched.cached, launched.lease, error)
+
+
+def _forget(runtime: Runtime, function: Callee, cached: CachedPlan, lease: Lease | None, error: BaseException) -> None:
     """Forget the plan of a call that did not end well, and take its buffer back."""
     function.plans.discard(cached, runtime)
     if lease is not None:
@@ -438,11 +438,15 @@ assert max(Down) < BLOCK_LENGTH
 # -- replies ----------------------------------------------------------------------------------------------------------
 
 
-def _collect(runtime: Runtime, launched: Launched, replies: dict[int, Reply]) -> Any:
-    """Turn replies into the result: errors first, then agreement, then the large outputs, then the values."""
-    call, cached, lease, deadline = launched.call, launched.cached, launched.lease, launched.deadline
+def collecting(runtime: Runtime, launched: Launched) -> Generator[Flight, dict[int, Reply], Any]:
+    """Turn replies into the result: errors first, then agreement, then the large outputs, then the values.
+
+    A generator: it yields each message whose replies it needs, is sent these, and returns the result.
+    """
+    call, cached, lease = launched.call, launched.cached, launched.lease
     name, outputs = launched.function.name, launched.function.outputs
     lane = cached.lane
+    replies = yield launched.flight
     is_plain = all(reply is DONE or reply is ASSEMBLED for reply in replies.values())
     if not is_plain:
         raise_failures(replies, runtime.world_size, name)
@@ -453,7 +457,7 @@ def _collect(runtime: Runtime, launched: Launched, replies: dict[int, Reply]) ->
             runtime.variable(variable_id).note_back(rank, shapes)
     if not is_plain and any(reply.status == Status.UNPUBLISHED for reply in replies.values()):
         waiting = [rank for rank in call.ranks if replies[rank].status == Status.UNPUBLISHED]
-        _republish(runtime, name, outputs, call, lane, layouts, waiting, deadline)
+        raise_failures((yield _republish(runtime, launched, layouts, waiting)), runtime.world_size, name)
     assembly = cached.assembly
     if assembly is None or not assembly.fits(call.ranks, layouts, lane.exchange, call.has_group):
         assembly = cached.assembly = Assembly(
@@ -467,11 +471,27 @@ def _collect(runtime: Runtime, launched: Launched, replies: dict[int, Reply]) ->
         waiting = [rank for rank in call.ranks if not replies[rank].flags & IS_ASSEMBLED]
         lease = lease or runtime.lease_result(assembly.result_nbytes)
         if waiting:
-            _assemble_large(runtime, name, cached, assembly, waiting, lease, deadline)
+            try:
+                assembled = yield _assemble_large(runtime, launched, assembly, waiting, lease)
+                raise_failures(assembled, runtime.world_size, name)
+            except BaseException:
+                runtime.results.give_back(lease)  # the exception may be kept, and this frame with it
+                raise
+            for rank in waiting:
+                runtime.team.links[rank].assemblies[cached.plan.plan_id] = assembly.number
         root = lease.root
     result = assembly.build(call.rows, objects, root, call.owned.order if call.owned is not None else None)
     if assembly.has_assignments:
         runtime.commit(call.ranks, layouts, launched.number)
+    cached.is_agreed = True
+    up_words = lane.up_words
+    record = runtime.profile.record(name)
+    record.num_calls += 1
+    record.function_ns += max([up_words[rank][Up.FUNCTION_NS] for rank in call.ranks])
+    record.output_nbytes += cached.output_nbytes
+    record.staged_nbytes += launched.staged_nbytes
+    record.pickled_nbytes += launched.pickled_nbytes
+    record.wall_ns += time.monotonic_ns() - launched.started_ns
     return result
 
 
@@ -502,18 +522,30 @@ def _unpickle(data: bytes, name: str, rank: int, what: str) -> Any:
         ) from error
 
 
-def _republish(
+def _ask(
     runtime: Runtime,
-    name: str,
-    outputs: Any,
-    call: Call,
-    lane: Lane,
-    layouts: list[Layout],
-    waiting: list[int],
-    deadline: float | None,
-) -> None:
+    launched: Launched,
+    kind: Kind,
+    ranks: list[int],
+    value: int,
+    contents: dict[int, Any],
+    segments: Sequence[Segment],
+    phase: str,
+) -> Flight:
+    """Send ranks a message about the outputs of a call that they have run."""
+    if launched.flight.is_cut:
+        raise CallCancelled(
+            f"the outputs of {launched.function.name!r} were lost before they were collected: another call that was "
+            "under way was ended. Submit it again."
+        )
+    name, lane = repr(launched.function.name), launched.cached.lane.index
+    return runtime.team.launch(kind, ranks, value, contents, segments, launched.deadline, phase, name, lane)
+
+
+def _republish(runtime: Runtime, launched: Launched, layouts: list[Layout], waiting: list[int]) -> Flight:
     """Make room for the outputs and new values of shared variables; the ranks ``waiting`` for it publish again."""
-    ranks = call.ranks
+    call, lane = launched.call, launched.cached.lane
+    function, ranks = launched.function, call.ranks
     for rank, layout in zip(ranks, layouts):
         if rank not in waiting:
             continue
@@ -522,12 +554,11 @@ def _republish(
     needed = 0
     for layout in layouts:
         leaves, _ = flatten(layout.skeleton)
-        ops = match_ops(outputs, layout.skeleton, len(leaves), repr(name))
+        ops = match_ops(function.outputs, layout.skeleton, len(leaves), repr(function.name))
         needed = max(needed, slot_offsets(layout.leaves, ops, len(ranks), call.has_group)[1])
     if needed > lane.slot_nbytes:
         lane.grow_exchange(needed, [rank for rank in ranks if rank not in waiting], runtime)
-    replies = runtime.team.exchange(Kind.PUBLISH, waiting, 0, {}, [], deadline, "publish", repr(name), lane.index)
-    raise_failures(replies, runtime.world_size, name)
+    return _ask(runtime, launched, Kind.PUBLISH, waiting, 0, {}, [], "publish")
 
 
 def _lease(runtime: Runtime, cached: CachedPlan, call: Call) -> Lease | None:
@@ -551,26 +582,8 @@ def _lease(runtime: Runtime, cached: CachedPlan, call: Call) -> Lease | None:
         return None
 
 
-def _assemble_large(
-    runtime: Runtime,
-    name: str,
-    cached: CachedPlan,
-    assembly: Assembly,
-    ranks: list[int],
-    lease: Lease,
-    deadline: float | None,
-) -> None:
+def _assemble_large(runtime: Runtime, launched: Launched, assembly: Assembly, ranks: list[int], lease: Lease) -> Flight:
     """Have ``ranks`` bring their parts of the large outputs into a leased buffer."""
-    links = runtime.team.links
-    plan_id, lane = cached.plan.plan_id, cached.lane.index
+    links, plan_id = runtime.team.links, launched.cached.plan.plan_id
     contents = {rank: assembly.moves[rank] for rank in ranks if links[rank].assemblies.get(plan_id) != assembly.number}
-    try:
-        replies = runtime.team.exchange(
-            Kind.ASSEMBLE, ranks, lease.segment.id, contents, [lease.segment], deadline, "reduce", repr(name), lane
-        )
-        raise_failures(replies, runtime.world_size, name)
-    except BaseException:
-        runtime.results.give_back(lease)  # the exception may be kept, and this frame with it
-        raise
-    for rank in contents:
-        links[rank].assemblies[plan_id] = assembly.number
+    return _ask(runtime, launched, Kind.ASSEMBLE, ranks, lease.segment.id, contents, [lease.segment], "reduce")

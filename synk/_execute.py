@@ -155,7 +155,7 @@ class Executor:
         self._objects: list[Any] = []
         self._result: Any = None
         self._ahead: Ahead | None = None
-        self._inputs: list[Any] = []  # of the call under way, where the device may read them when the function is over
+        self.num_ahead = 0  # inputs of the call under way that were brought before it began
         self.look_ahead: Callable[[bool], None] = _do_nothing  # whether a call waits whose inputs can be brought
         self.output_nbytes = 0  # of the last call
         self.is_waiting = False  # whether outputs of the last call are still to be assembled
@@ -172,7 +172,7 @@ class Executor:
         arrays = None
         if ahead is not None and ahead.prepared is prepared and ahead.call == self._down[0, Down.CALL]:
             cast(DeviceBackend, self.backend).join(ahead.event)
-            arrays = self._inputs = ahead.arrays
+            arrays, self.num_ahead = ahead.arrays, len(ahead.arrays)
             self.look_ahead(True)
         objects = self._load_objects(prepared)
         is_sliced = plan.num_slices > 1 and not plan.is_rowless
@@ -381,7 +381,6 @@ class Executor:
             status = Status.UNPUBLISHED
         self.look_ahead(False)
         self.backend.synchronize()
-        self._inputs = []
         is_complete = status == Status.DONE and not assigned and not objects and subset is None
         prepared.repeat = self._repeat(prepared, result, values) if is_complete else None
         return status, (layout if is_new else None, objects) if is_new or objects else None
@@ -535,7 +534,7 @@ class Executor:
         """Drop the outputs of the last call."""
         self.is_waiting = False
         self._ahead = None
-        self._inputs = []
+        self.num_ahead = 0
         self._prepared = self._result = None
         self._outputs = []
         self._objects = []

@@ -25,7 +25,7 @@ _COLLECTIVE_SLOT_NBYTES = 1 << 22
 
 
 class Lane:
-    """One lane, in the master.
+    """One lane, in the master. Plans refer to it, and the interpreter's exit to them: it must not hold the runtime.
 
     Parameters
     ----------
@@ -63,7 +63,6 @@ class Lane:
         self.last_numbers: Any = None
         self.down, self.up = team.blocks(index)
         self.up_words = [memoryview(row) for row in self.up]
-        self._team = team
 
     @property
     def segments(self) -> list[Segment]:
@@ -84,7 +83,7 @@ class Lane:
     def grow_exchange(self, slot_nbytes: int, published: Sequence[int], runtime: Runtime) -> None:
         """Make room for ``slot_nbytes`` bytes of outputs per rank; what ``published`` ranks wrote is carried over."""
         slot_nbytes = round_up(max(slot_nbytes, int(self.slot_nbytes * 1.25)), PAGE_NBYTES)
-        larger = Segment.create(self._team.world_size * slot_nbytes, is_worker_writable=True)
+        larger = Segment.create(runtime.world_size * slot_nbytes, is_worker_writable=True)
         for rank in published:
             start = rank * self.slot_nbytes
             slot = self.exchange.buffer[start : start + self.slot_nbytes]
@@ -96,23 +95,22 @@ class Lane:
             for function in list(runtime.bound):
                 function.plans.drop_assemblies(self)
 
-    def connect(self) -> None:
+    def connect(self, team: Team) -> None:
         """Make the segment through which functions communicate, where there is none yet."""
         if self.collective is None:
-            team = self._team
             nbytes = required_nbytes(team.world_size, _COLLECTIVE_SLOT_NBYTES)
             self.collective = Segment.create(nbytes, is_worker_writable=True)
             reset(self.collective, team.world_size, team.eventfds)
 
-    def abort_collectives(self) -> None:
+    def abort_collectives(self, team: Team) -> None:
         """Have ranks that wait for one another give up."""
         if self.collective is not None:
-            set_abort(self.collective, self._team.eventfds)
+            set_abort(self.collective, team.eventfds)
 
-    def reset_collectives(self) -> None:
+    def reset_collectives(self, team: Team) -> None:
         """Make functions' collectives usable again; all ranks are idle."""
         if self.collective is not None:
-            reset(self.collective, self._team.world_size, self._team.eventfds)
+            reset(self.collective, team.world_size, team.eventfds)
 
     def close(self) -> None:
         """Release the memory; safe to repeat."""
@@ -148,7 +146,7 @@ class Lanes:
         if index == len(self._lanes):
             new = Lane(index, self._team)
             try:
-                new.connect()
+                new.connect(self._team)
             except BaseException:
                 new.close()
                 raise

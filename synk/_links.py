@@ -56,6 +56,7 @@ class Link:
         self._dropped_plans: list[int] = []
         self._dropped_functions: list[int] = []
         self._exchange_ids: dict[int, int] = {}  # by lane
+        self._collective_ids: dict[int, int] = {}
 
     def forget_sent(self) -> None:
         """Send everything again: the rank could not take in the last message."""
@@ -65,6 +66,7 @@ class Link:
         self.variables.clear()
         self.num_changes = -1
         self._exchange_ids.clear()
+        self._collective_ids.clear()
 
     def drop_segment(self, segment_id: int) -> None:
         if segment_id in self.segments:
@@ -107,9 +109,15 @@ class Link:
             new_exchange = (lane.index, exchange.id, lane.slot_nbytes)
             if exchange.id not in known:
                 missing.append(exchange)
-        has_collective = collective is not None and any(segment is collective for segment in missing)
+        new_collective = None
+        if (
+            collective is not None
+            and self._collective_ids.get(lane.index) != collective.id
+            and (collective.id in known or any(segment is collective for segment in missing))
+        ):
+            new_collective = (lane.index, collective.id)
         dropped = self._dropped_segments or self._dropped_plans or self._dropped_functions or self._dropped_variables
-        if content is None and not missing and not new_exchange and not dropped and not news:
+        if content is None and not (missing or new_exchange or new_collective or dropped or news):
             return None, missing
         return (
             Extras(
@@ -118,7 +126,7 @@ class Link:
                 dropped_plans=list(self._dropped_plans),
                 dropped_functions=list(self._dropped_functions),
                 exchange=new_exchange,
-                collective=(lane.index, collective.id) if has_collective and collective is not None else None,
+                collective=new_collective,
                 declarations=[variable.declaration(self.rank) for variable in news],
                 dropped_variables=list(self._dropped_variables),
                 content=content,
@@ -140,3 +148,6 @@ class Link:
         if extras.exchange is not None:
             lane, exchange_id, _ = extras.exchange
             self._exchange_ids[lane] = exchange_id
+        if extras.collective is not None:
+            lane, collective_id = extras.collective
+            self._collective_ids[lane] = collective_id

@@ -40,6 +40,9 @@ NUM_LANES = 3
 LANE_SHIFT = 6
 """Where in a doorbell's flags the lane of the call begins."""
 
+IS_ALONE = 16
+"""Flag of a message: no other is under way, so the rank need not remember what happened in other lanes."""
+
 SLOT_ALIGNMENT = 64
 DEVICE_DTYPES = frozenset(
     (

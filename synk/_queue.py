@@ -9,16 +9,21 @@ import copy
 import logging
 import time
 from collections import deque
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-from synk._calls import Callee, CallOptions, Launched, collect, launch
+from synk._calls import Callee, CallOptions, Launched, abandon, collecting, launch
+from synk._links import Reply
 from synk._memory import Segment
 from synk._messages import NUM_LANES
-from synk.errors import CallCancelled, ClosedError, WorkerDied
+from synk.errors import CallCancelled, CallTimeout, ClosedError, WorkerDied
 from synk.shared import Shared
 
 if TYPE_CHECKING:
+    from synk._team import Flight
     from synk.runtime import Runtime
+
+Steps = Generator["Flight", dict[int, Reply], Any]
 
 _logger = logging.getLogger("synk")
 
@@ -38,10 +43,13 @@ class PendingCall:
 
     def __init__(self, queue: Queue, name: str) -> None:
         self.name = name
-        self._is_alone = True  # whether no other call may be under way with it
         self._queue = queue
         self._launched: Launched | None = None  # None: it has an outcome
-        self._is_collecting = False
+        self._steps: Steps | None = None
+        self._flight: Flight | None = None  # what it waits for
+        self._is_alone = True  # whether no other call may be under way with it
+        self._is_stepping = False
+        self._trouble: BaseException | None = None  # after which the workers remember nothing of it
         self._value: Any = None
         self._error: BaseException | None = None
         self._is_seen = False
@@ -57,7 +65,7 @@ class PendingCall:
         Raises
         ------
         TimeoutError
-            If the call has not ended in that time; ask again.
+            If the call has not ended in that time, or another thread uses the runtime as long; ask again.
         CallCancelled
             If it was ended because of something else: another call that timed out, or Ctrl-C.
         Exception
@@ -66,9 +74,13 @@ class PendingCall:
         if self._launched is not None:
             self._queue.wait(self, timeout)
         self._is_seen = True
-        if self._error is not None:
-            raise self._error
-        return self._value
+        error = self._error
+        if error is None:
+            return self._value
+        try:
+            raise BaseException.with_traceback(error, None)  # not those of earlier times
+        finally:
+            del self, error  # the traceback holds this frame
 
     def done(self) -> bool:
         """Return whether the call has ended, well or not; never waits for it."""
@@ -76,11 +88,15 @@ class PendingCall:
             self._queue.look()
         return self._launched is None
 
+    def _begin(self, launched: Launched, steps: Steps, is_alone: bool) -> None:
+        self._launched, self._steps, self._is_alone = launched, steps, is_alone
+        self._flight = next(steps)
+
     def _end(self, value: Any, error: BaseException | None) -> None:
         if error is not None:  # its frames hold this object, and arrays
             BaseException.with_traceback(error, None)
         self._value, self._error = value, error
-        self._launched = None
+        self._launched = self._steps = self._flight = None
 
     def __repr__(self) -> str:
         state = "under way" if self._launched is not None else "failed" if self._error is not None else "done"
@@ -114,26 +130,29 @@ class Queue:
         deadline: float | None,
     ) -> PendingCall:
         """Send a call and return at once, or as soon as fewer than ``NUM_LANES`` are under way. The runtime is held."""
-        runtime = self._runtime
+        runtime, verb = self._runtime, f"submit {function.name!r}"
         # What rows a rank has of a sharded argument can depend on what the calls before assign.
         has_variables = any(isinstance(value, Shared) for value in (*args, *kwargs.values()))
         if has_variables or not self._can_join(function):
-            runtime.begin(f"submit {function.name!r}", deadline)
+            runtime.begin(verb, deadline)
         is_alone = has_variables or bool(function.variables) or (bool(self.calls) and self.calls[-1]._is_alone)
         while len(self.calls) >= NUM_LANES:
-            self._collect_oldest()
+            self._collect_oldest(verb, deadline)
         newest = self.calls[-1]._launched if self.calls else None
         lane = runtime.lanes.first if newest is None else runtime.lanes.after(newest.cached.lane)
         pending = PendingCall(self, function.name)
         try:
-            pending._launched = launch(runtime, function, args, kwargs, options, deadline, lane, is_alone=is_alone)
+            launched = launch(runtime, function, args, kwargs, options, deadline, lane, is_alone=is_alone)
         except BaseException as error:
             self._end_lost(error)
             raise
-        pending._is_alone = has_variables or bool(function.variables)  # some are known only when it has been sent
+        # The rest is up to synk, and its messages wait behind the calls that come after this one.
+        launched.deadline = None
+        # Some variables are known only when the function has been sent.
+        pending._begin(launched, collecting(runtime, launched), has_variables or bool(function.variables))
         self.calls.append(pending)
         if runtime.team.is_inline:  # it has run already
-            self._collect_oldest()
+            self._collect_oldest(verb, None)
         return pending
 
     def _can_join(self, function: Callee) -> bool:
@@ -141,6 +160,7 @@ class Queue:
         runtime, team = self._runtime, self._runtime.team
         return (
             bool(self.calls)
+            and not team.is_inline
             and function in runtime.bound
             and not runtime.has_dropped
             and not team.has_dead
@@ -149,10 +169,16 @@ class Queue:
 
     # -- outcomes -----------------------------------------------------------------------------------------------------
 
-    def drain(self) -> None:
-        """Wait for all calls. What they raise is kept for whoever asks for their results."""
+    def drain(self, verb: str, deadline: float | None) -> None:
+        """Wait for all calls. What they raise is kept for whoever asks for their results.
+
+        Raises
+        ------
+        CallTimeout
+            If they have not ended at ``deadline``; they go on.
+        """
         while self.calls:
-            self._collect_oldest()
+            self._collect_oldest(verb, deadline)
 
     def wait(self, pending: PendingCall, timeout: float | None) -> None:
         """Wait until ``pending`` has an outcome.
@@ -161,56 +187,55 @@ class Queue:
         ------
         TimeoutError
         """
-        until = None if timeout is None else time.monotonic() + timeout
-        with self._runtime.entered(f"wait for {pending.name!r}"):
-            while pending._launched is not None and self.calls:
-                if until is not None and not self._has_ended(self.calls[0], until):
-                    raise TimeoutError(f"{pending.name!r} has not ended within {timeout:g} s; it goes on.")
-                self._collect_oldest()
-            if pending._launched is not None:
-                pending._end(None, _cancelled(pending, None))
+        runtime, verb = self._runtime, f"wait for {pending.name!r}"
+        if timeout is None:
+            with runtime.entered(verb):
+                self._wait(pending, None)
+            return
+        runtime.entered(verb)  # only what it checks
+        until = time.monotonic() + max(timeout, 0.0)
+        runtime.if_free(lambda: self._wait(pending, until), max(timeout, 0.0))
+        if pending._launched is not None:
+            raise TimeoutError(f"{pending.name!r} has not ended within {timeout:g} s; it goes on.")
 
-    def _has_ended(self, pending: PendingCall, until: float) -> bool:
-        """Wait until a call has ended or reached its own time limit, not beyond ``until``; return whether it did."""
-        launched = pending._launched
-        if launched is None or (launched.deadline is not None and launched.deadline <= until):
-            return True
-        try:
-            return self._runtime.team.wait_for(launched.flight, until)
-        except Exception as error:
-            self._end_lost(error)
-            return True
-        except BaseException as error:
-            self._end_lost(error)
-            raise
+    def _wait(self, pending: PendingCall, until: float | None) -> None:
+        while pending._launched is not None and self.calls:
+            if not self._step_oldest(until):
+                return
+        if pending._launched is not None:
+            pending._end(None, _cancelled(pending, None))
 
     def look(self) -> None:
         """Take in what has ended, without waiting for anything."""
-        runtime = self._runtime
-        with runtime.entered_if_free() as is_free:
-            if not is_free or not self.calls:
-                return
-            if runtime.is_closed:  # by itself: workers died too often
-                self.close()
-                return
-            try:
-                runtime.team.pump()
-            except Exception as error:
-                self._end_lost(error)
-            except BaseException as error:
-                self._end_lost(error)
+        self._runtime.check_process("look at a call")
+        self._runtime.if_free(self._look)
+
+    def _look(self) -> None:
+        if not self.calls:
+            return
+        if self._runtime.is_closed:  # by itself: workers died too often
+            self.close()
+            return
+        try:
+            self._runtime.team.pump()
+        except BaseException as error:
+            self._end_lost(error)
+            if not isinstance(error, Exception):
                 raise
-            while self.calls and ((launched := self.calls[0]._launched) is None or not launched.flight.pending):
-                self._collect_oldest()
+        while self.calls and ((flight := self.calls[0]._flight) is None or not flight.pending):
+            self._step_oldest(None)
 
     def release(self, segment: Segment) -> None:
         """Wait for the calls that read ``segment``, which is about to be changed."""
-        runtime = self._runtime
-        if not self.calls or runtime.is_mine():
+        if not self._reads(segment) or self._runtime.is_mine():
             return
-        with runtime.entered("change Data"):
-            while any(segment in pending._launched.cached.segments for pending in self.calls if pending._launched):
-                self._collect_oldest()
+        with self._runtime.entered("change Data"):
+            while self._reads(segment):
+                self._step_oldest(None)
+
+    def _reads(self, segment: Segment) -> bool:
+        launched = [pending._launched for pending in list(self.calls)]
+        return any(segment in each.cached.segments for each in launched if each is not None)
 
     def close(self) -> None:
         """End all calls: the runtime is closed."""
@@ -218,42 +243,72 @@ class Queue:
             pending = self.calls.popleft()
             pending._end(None, ClosedError(f"the call of {pending.name!r} was ended: the runtime was closed."))
 
-    def _collect_oldest(self) -> None:
+    def _collect_oldest(self, verb: str, deadline: float | None) -> None:
+        oldest = self.calls[0] if self.calls else None  # None: closed meanwhile
+        while self.calls and self.calls[0] is oldest:
+            if not self._step_oldest(deadline):
+                raise CallTimeout(
+                    f"cannot {verb} in time: calls that were submitted before are still under way. Raise timeout=, or "
+                    "wait for their results first."
+                )
+
+    def _step_oldest(self, until: float | None) -> bool:
+        """Wait for what the oldest call waits for, and go on with it; return False if it was not there at ``until``."""
         if not self.calls:  # closed meanwhile
-            return
-        pending = self.calls[0]
-        launched = pending._launched
-        if launched is None or pending._is_collecting or launched.flight.is_lost:  # an interrupt has broken this off
-            if launched is not None:
+            return True
+        pending, runtime = self.calls[0], self._runtime
+        launched, steps, flight = pending._launched, pending._steps, pending._flight
+        if launched is None or steps is None or flight is None or pending._is_stepping or flight.is_lost:
+            if launched is not None:  # an interrupt has broken this off
                 pending._end(None, _cancelled(pending, None))
             self.calls.popleft()
-            return
-        pending._is_collecting = True
+            return True
         try:
-            pending._end(collect(self._runtime, launched), None)
-        except Exception as error:
-            pending._end(None, error)
-            self._end_lost(error)
+            if not runtime.team.wait_for(flight, until):
+                return False
+            pending._is_stepping = True
+            pending._flight = steps.send(runtime.team.finish(flight))
+            pending._is_stepping = False
+        except StopIteration as end:
+            pending._end(end.value, None)
         except BaseException as error:
-            pending._end(None, _cancelled(pending, error))
             self._end_lost(error)
-            raise
-        if self.calls and self.calls[0] is pending:
+            if flight.is_cut and not pending._is_stepping:  # answered by all: what came is not about this call
+                if isinstance(error, Exception):
+                    return True
+                raise
+            steps.close()
+            if pending._launched is not None:
+                pending._end(None, _outcome(pending, error))
+            abandon(runtime, launched, error)
+            if not isinstance(error, Exception):
+                raise
+        if pending._launched is None and self.calls and self.calls[0] is pending:
             self.calls.popleft()
+        return True
 
     def _end_lost(self, error: BaseException) -> None:
         """After ``error``: end the calls that it has taken along."""
-        kept: deque[PendingCall] = deque()
-        for pending in self.calls:
-            if pending._launched is None:
-                continue
-            if not pending._launched.flight.is_lost:
-                kept.append(pending)
-            elif isinstance(error, (WorkerDied, ClosedError)):
-                pending._end(None, copy.copy(error))
-            else:
-                pending._end(None, _cancelled(pending, error))
-        self.calls = kept
+        for pending in list(self.calls):
+            if pending._flight is not None and pending._flight.is_lost:
+                pending._end(None, _outcome(pending, error))
+            elif pending._flight is not None and pending._flight.is_cut:
+                pending._trouble = pending._trouble or error
+        self.calls = deque(pending for pending in self.calls if pending._launched is not None)
+
+
+def _outcome(pending: PendingCall, error: BaseException) -> BaseException:
+    """Return what a call raises that ``error`` has ended."""
+    flight = pending._flight
+    if flight is not None and flight.error is not None:
+        return flight.error
+    if isinstance(error, CallCancelled):
+        error = pending._trouble or error
+    if isinstance(error, (WorkerDied, ClosedError)):
+        return copy.copy(error)
+    if isinstance(error, CallTimeout) or not isinstance(error, Exception):
+        return _cancelled(pending, error)
+    return error
 
 
 def _cancelled(pending: PendingCall, error: BaseException | None) -> CallCancelled:

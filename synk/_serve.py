@@ -119,7 +119,7 @@ class WorkerLoop:
                 self._reply(Status.ERROR, IS_UNRECEIVED, sequence, failure)
                 continue
             try:
-                status, reply_flags, body = worker.handle(kind, flags >> LANE_SHIFT, sequence, value, extras)
+                status, reply_flags, body = worker.handle(kind, flags, sequence, value, extras)
             except DeviceLost as error:
                 sys.stderr.write(f"{error}\n")
                 _flush_output()

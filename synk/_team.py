@@ -30,6 +30,7 @@ from synk._links import ASSEMBLED, DONE, Link, Reply
 from synk._memory import Segment
 from synk._messages import (
     HAS_BODY,
+    IS_ALONE,
     IS_ASSEMBLED,
     IS_UNRECEIVED,
     LANE_SHIFT,
@@ -70,21 +71,29 @@ class Flight:
         Ranks that owe a reply.
     replies : dict of int to Reply
         By rank.
+    deadline : float or None
+        Monotonic time by which all must have answered.
     phase, what : str
         For errors.
     is_lost : bool
         Whether it was given up: no reply will come any more.
+    is_cut : bool
+        Whether all have answered, but the workers remember nothing of it any more.
+    error : CallTimeout or None
+        What ended it, where it was the cause itself.
     """
 
-    __slots__ = ("is_lost", "pending", "phase", "replies", "sequence", "what")
+    __slots__ = ("deadline", "error", "is_cut", "is_lost", "pending", "phase", "replies", "sequence", "what")
 
-    def __init__(self, sequence: int, ranks: Iterable[int], phase: str, what: str) -> None:
+    def __init__(self, sequence: int, ranks: Iterable[int], deadline: float | None, phase: str, what: str) -> None:
         self.sequence = sequence
         self.pending = set(ranks)
         self.replies: dict[int, Reply] = {}
+        self.deadline = deadline
         self.phase = phase
         self.what = what
-        self.is_lost = False
+        self.is_lost = self.is_cut = False
+        self.error: CallTimeout | None = None
 
 
 class Team(Crew):
@@ -168,11 +177,11 @@ class Team(Crew):
         limit = time.monotonic() + START_TIMEOUT_S
         is_hurried = deadline is not None and deadline < limit
         try:
-            hello = Flight(_HELLO, waiting - self._hellos.keys(), "start", "")
+            hello = Flight(_HELLO, waiting - self._hellos.keys(), deadline if is_hurried else limit, "start", "")
             hello.replies = self._hellos
             self.flights[_HELLO] = hello
             try:
-                self._wait(hello, deadline if is_hurried else limit)
+                self._wait(hello)
             finally:
                 self.flights.pop(_HELLO, None)
             for rank in waiting:
@@ -215,6 +224,7 @@ class Team(Crew):
         """
         if self.flights:
             self._settle()
+            self.flights.clear()
         if not self.is_inline:
             self._drain_events()
         if any(link.is_dead for link in self.links):
@@ -293,7 +303,7 @@ class Team(Crew):
         WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
             The workers that are alive then are idle again, and all flights are lost.
         """
-        return self.finish(self.launch(kind, ranks, value, contents, segments, deadline, phase, what, lane), deadline)
+        return self.finish(self.launch(kind, ranks, value, contents, segments, deadline, phase, what, lane))
 
     def launch(
         self,
@@ -339,10 +349,10 @@ class Team(Crew):
         while not self.is_inline and any(len(part) > MAX_FDS for _, part in messages.values()):
             surplus = {rank: part[:MAX_FDS] for rank, (_, part) in messages.items() if len(part) > MAX_FDS}
             supplies: Packed = {rank: (Extras(segments=Link.describe(part)), part) for rank, part in surplus.items()}
-            replies = self.finish(self._fly(Kind.SUPPLY, 0, supplies, 0, phase, what), deadline)
+            replies = self.finish(self._fly(Kind.SUPPLY, 0, supplies, 0, deadline, phase, what))
             raise_failures(replies, self.world_size, phase)
             messages = {rank: pack(links[rank], contents.get(rank), needed, lane) for rank in ranks}
-        return self._fly(kind, value, messages, lane, phase, what)
+        return self._fly(kind, value, messages, lane, deadline, phase, what)
 
     def prefetch(self, ranks: Sequence[int], plan_id: int, lane: int) -> None:
         """Have ranks bring the inputs of a call to their devices, which follows when those under way have ended."""
@@ -353,32 +363,30 @@ class Team(Crew):
                 self.counters["bytes_down"] += 8
                 process.channel.ring(Kind.PREFETCH, lane << LANE_SHIFT, 0, plan_id)
 
-    def _fly(self, kind: Kind, value: int, messages: Packed, lane: int, phase: str, what: str) -> Flight:
+    def _fly(
+        self, kind: Kind, value: int, messages: Packed, lane: int, deadline: float | None, phase: str, what: str
+    ) -> Flight:
         """Send each rank its message."""
         sequence = self.next_sequence()
-        flight = self.flights[sequence] = Flight(sequence, messages, phase, what)
+        flags = lane << LANE_SHIFT | (0 if self.flights else IS_ALONE)
+        flight = self.flights[sequence] = Flight(sequence, messages, deadline, phase, what)
         try:
             for rank, (extras, missing) in messages.items():
-                self._send(self.links[rank], kind, lane, sequence, value, extras, missing)
+                self._send(self.links[rank], kind, flags, sequence, value, extras, missing)
         except BaseException:
             self._settle_unless_closed()
             raise
         return flight
 
-    def finish(self, flight: Flight, deadline: float | None) -> dict[int, Reply]:
+    def finish(self, flight: Flight) -> dict[int, Reply]:
         """Wait for the replies of all ranks and return them.
 
         Raises
         ------
         WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
-            As :meth:`exchange`.
+            As :meth:`exchange`; ``CallTimeout`` also for another flight, whose ``error`` it is then.
         """
-        try:
-            if flight.pending:
-                self._wait(flight, deadline)
-        except BaseException:
-            self._settle_unless_closed()
-            raise
+        self.wait_for(flight, None)
         replies = flight.replies
         for rank, reply in replies.items():
             if reply.flags & IS_UNRECEIVED:
@@ -386,45 +394,46 @@ class Team(Crew):
         self.flights.pop(flight.sequence, None)
         return replies
 
-    def wait_for(self, flight: Flight, until: float) -> bool:
+    def wait_for(self, flight: Flight, until: float | None) -> bool:
         """Wait until no rank owes ``flight`` a reply, at most until the monotonic time given; return whether it is so.
 
         Raises
         ------
-        WorkerDied, ClosedError, KeyboardInterrupt
-            As :meth:`exchange`.
+        WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
+            As :meth:`finish`.
         """
         try:
-            while flight.pending and not flight.is_lost and (remaining := until - time.monotonic()) > 0:
-                self._take_events(math.ceil(remaining * 1000))
+            return not flight.pending or self._wait(flight, until)
         except BaseException:
             self._settle_unless_closed()
             raise
-        return not flight.pending
 
     def pump(self) -> None:
-        """Take in, without waiting, what workers have answered; a death ends all flights.
+        """Take in, without waiting, what workers have answered; a death or a time limit ends all flights.
 
         Raises
         ------
-        WorkerDied, ClosedError, KeyboardInterrupt
+        WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
         """
         try:
             while self._take_events(0):
                 pass
+            for flight in list(self.flights.values()):
+                if flight.pending and flight.deadline is not None and time.monotonic() >= flight.deadline:
+                    self._on_timeout(flight)
         except BaseException:
             self._settle_unless_closed()
             raise
 
     def _settle_unless_closed(self) -> None:
-        if self.flights and not self.is_closed:
+        if self._debtors() and not self.is_closed:
             self._settle()
 
     def _send(
         self,
         link: Link,
         kind: Kind,
-        lane: int,
+        flags: int,
         sequence: int,
         value: int,
         extras: Extras | None,
@@ -440,18 +449,21 @@ class Team(Crew):
             process.handle(kind, sequence, value, extras)
             return
         if extras is None:
-            process.channel.ring(kind, lane << LANE_SHIFT, sequence, value)
+            process.channel.ring(kind, flags, sequence, value)
             return
         body = pickle.dumps(extras, protocol=5)
         self.counters["bytes_down"] += len(body)
         with deferred():  # what the rank holds and what is noted must not differ
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its death is found in the wait
                 process.channel.send_body(sequence, body, [segment.fd for segment in missing])
-            process.channel.ring(kind, HAS_BODY | lane << LANE_SHIFT, sequence, value)
+            process.channel.ring(kind, HAS_BODY | flags, sequence, value)
             link.note_sent(extras, missing)
 
-    def _wait(self, flight: Flight, deadline: float | None) -> None:
-        """Wait until no rank owes ``flight`` a reply; a death or the deadline ends the wait with an error."""
+    def _wait(self, flight: Flight, until: float | None = None) -> bool:
+        """Wait until no rank owes ``flight`` a reply, or until ``until``; return whether it is so.
+
+        A death, or the time limit of any flight, ends the wait with an error.
+        """
         if self.is_inline:
             process = self.links[0].process
             assert isinstance(process, InlineProcess)
@@ -459,7 +471,7 @@ class Team(Crew):
             self.counters["bytes_up"] += 8
             flight.replies[0] = process.reply()
             flight.pending.clear()
-            return
+            return True
         report_at = time.monotonic() + self._stuck_after_s
         while flight.pending:
             now = time.monotonic()
@@ -467,12 +479,23 @@ class Team(Crew):
                 report_at = math.inf
                 what = flight.what or flight.phase
                 _logger.warning("%s has run for more than %g s:\n%s", what, self._stuck_after_s, self.where())
-            next_event = report_at if deadline is None else min(report_at, deadline)
+            urgent = flight if len(self.flights) == 1 else self._most_urgent(flight)
+            next_event = report_at if urgent.deadline is None else min(report_at, urgent.deadline)
+            if until is not None:
+                next_event = min(next_event, until)
             timeout_ms = None if next_event == math.inf else max(math.ceil((next_event - now) * 1000), 0)
-            has_replies = self._take_events(timeout_ms)
-            # What came in time but was not looked at before the deadline still counts.
-            if deadline is not None and now >= deadline and not has_replies:
-                self._on_timeout(flight)
+            if self._take_events(timeout_ms):
+                continue  # what came in time but was not looked at before the deadline still counts
+            if urgent.deadline is not None and now >= urgent.deadline:
+                self._on_timeout(urgent)
+            if until is not None and now >= until:
+                return False
+        return True
+
+    def _most_urgent(self, flight: Flight) -> Flight:
+        """Return the flight whose time limit comes first; ``flight`` if none has one."""
+        limited = [each for each in self.flights.values() if each.pending and each.deadline is not None]
+        return min(limited, key=lambda each: each.deadline or 0.0, default=flight)
 
     def _take_events(self, timeout_ms: int | None) -> bool:
         """Handle what happens within a time limit; return whether replies came.
@@ -587,14 +610,15 @@ class Team(Crew):
             raise CallTimeout(
                 f"the workers were not up in time: {ranks} is still starting. Raise timeout=, or call again."
             )
-        self._settle()
-        raise CallTimeout(
+        flight.error = CallTimeout(
             f"{flight.what or flight.phase} did not end in time on {ranks}. "
             "Raise timeout=, or give the function less to do."
         )
+        self._settle()
+        raise flight.error
 
     def _end_calls(self, ranks: Iterable[int], kill_at: float) -> None:
-        """End all flights, which only ``ranks`` still work on.
+        """End all flights, which only ``ranks`` still work on; those that were answered by all stay.
 
         They get SIGINT, then a ping whose answer proves them idle, then SIGKILL.
         """
@@ -602,8 +626,8 @@ class Team(Crew):
         if ranks:
             self._interrupt(ranks, kill_at)
         for flight in self.flights.values():
-            flight.is_lost = True
-        self.flights.clear()
+            flight.is_lost, flight.is_cut = bool(flight.pending), not flight.pending
+        self.flights = {sequence: flight for sequence, flight in self.flights.items() if not flight.is_lost}
 
     def _interrupt(self, ranks: list[int], kill_at: float) -> None:
         interrupted = interrupt_word(next(iter(self.flights)), self.sequence)
@@ -681,7 +705,7 @@ class Team(Crew):
 
     def say_goodbye(self) -> None:
         """Ask idle workers to end; the teardown kills whoever does not."""
-        if self.is_closed or self.is_inline or self.flights:
+        if self.is_closed or self.is_inline or self._debtors():
             return
         sequence = self.next_sequence()
         waiting = set()

@@ -22,6 +22,7 @@ from synk._failures import Failure, pack_failure
 from synk._memory import Fence, Segment
 from synk._messages import (
     HAS_BODY,
+    IS_ALONE,
     IS_ASSEMBLED,
     IS_COLLATERAL,
     LANE_SHIFT,
@@ -128,6 +129,7 @@ class Worker:
         self._rss_measured = 0
         self.group: WorkerGroup | None = None
         self._is_communicating = False
+        self._used_lanes: set[int] = set()  # in which something may be remembered of a call
         self._function: LoadedFunction | None = None
 
     def close(self) -> None:
@@ -149,10 +151,15 @@ class Worker:
     def executor(self) -> Executor:
         return self.lane.executor
 
-    def handle(self, kind: int, lane: int, sequence: int, value: int, extras: Extras | None) -> _Reply:
+    def handle(self, kind: int, flags: int, sequence: int, value: int, extras: Extras | None) -> _Reply:
         """Act on one message; return ``(status, flags, body)`` of the reply. Never raises but what ends the process."""
         self.sequence = sequence
+        lane = flags >> LANE_SHIFT
         self.lane = self.lanes[lane]
+        used = self._used_lanes
+        if flags & IS_ALONE and len(used) > (lane in used):
+            self._forget_lanes(used - {lane})
+        used.add(lane)
         outer, cell.worker = cell.worker, self
         try:
             if kind not in (Kind.PUBLISH, Kind.ASSEMBLE, Kind.SUPPLY):  # those belong to the call before
@@ -174,13 +181,19 @@ class Worker:
             if kind == Kind.SUPPLY:
                 return Status.DONE, 0, None
             if kind == Kind.PING:
-                for every in self.lanes:
-                    every.executor.forget()
+                self._forget_lanes(set(self._used_lanes))
                 self._recover("")
                 return Status.PONG, 0, None
             return Status.BYE, 0, None
         finally:
             cell.worker = outer
+
+    def _forget_lanes(self, lanes: set[int]) -> None:
+        """Drop what is remembered of calls that are over: outputs of a call that another rank failed in, views."""
+        for index in lanes:
+            self.lanes[index].executor.forget()
+            self.lanes[index].called = None
+        self._used_lanes -= lanes
 
     def _take_in(self, extras: Extras) -> None:
         for plan_id in extras.dropped_plans:
@@ -351,6 +364,7 @@ class Worker:
         """Bring the inputs of a call that will come, if it can be done."""
         prepared = self.plans.get(plan_id)
         if prepared is not None:
+            self._used_lanes.add(lane)
             self.lanes[lane].executor.prefetch(prepared, is_hurried=is_hurried)
 
     def leave_call(self) -> None:

@@ -16,7 +16,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -160,12 +160,16 @@ class Runtime:
 
     def check_open(self, verb: str) -> None:
         """Raise ClosedError or ReentrancyError where ``verb`` cannot work any more."""
+        self.check_process(verb)
+        if self.team.is_closed or self.team.is_closing:
+            raise ClosedError(f"cannot {verb}: the runtime is closed. Call synk.fork() again.") from self.cause
+
+    def check_process(self, verb: str) -> None:
+        """Raise ReentrancyError in a forked copy of the master."""
         if os.getpid() != self._pid:
             raise ReentrancyError(
                 f"cannot {verb}: this process is a forked copy of the master, and the workers belong to the original."
             )
-        if self.team.is_closed or self.team.is_closing:
-            raise ClosedError(f"cannot {verb}: the runtime is closed. Call synk.fork() again.") from self.cause
 
     def entered(self, verb: str) -> contextlib.AbstractContextManager[Any]:
         """Return the lock to hold for one operation; :meth:`begin` is the first thing to do under it.
@@ -186,17 +190,24 @@ class Runtime:
             )
         return self._lock
 
-    @contextlib.contextmanager
-    def entered_if_free(self) -> Iterator[bool]:
-        """Hold the lock for the body where nobody holds it; say whether it is held now."""
+    def if_free(self, action: Callable[[], None], timeout: float = 0.0) -> bool:
+        """Do ``action`` under the lock if it can be had within ``timeout`` seconds; return whether it was done."""
         if self.is_mine():
-            yield False
-            return
+            return False
+        lock = self._lock
+        has_acted = False
         try:
-            yield self._lock.acquire(blocking=False)
+            # An interrupt may come as soon as the lock is taken, and before the next line of Python anywhere; it is
+            # given back by C code that nothing can come before.
+            if lock.acquire(timeout=timeout):
+                action()
+                has_acted = True
         finally:
-            if self.is_mine():  # asked of the lock itself: an interrupt may come as soon as it is taken
-                self._lock.release()
+            try:  # noqa: SIM105
+                lock.release()
+            except RuntimeError:  # another thread holds it
+                pass
+        return has_acted
 
     def is_mine(self) -> bool:
         """Whether this thread is in an operation."""
@@ -209,11 +220,12 @@ class Runtime:
         ------
         ClosedError, StartupError
         CallTimeout
-            If the workers were not up at ``deadline`` (monotonic); they go on starting.
+            If calls that were submitted had not ended, or the workers were not up, at ``deadline`` (monotonic); they go
+            on.
         """
         self.check_open(verb)  # it may have been closed while this thread waited for the lock
         if self.queue.calls:
-            self.queue.drain()
+            self.queue.drain(verb, deadline)
         self._finish_commit()
         self._reclaim()
         while self._dropped_functions:
@@ -269,9 +281,7 @@ class Runtime:
     def reclaim(self) -> None:
         """Free what finalizers dropped, if nothing is running."""
         if self._released and not self.queue.calls:
-            with self.entered_if_free() as is_free:
-                if is_free:
-                    self._reclaim()
+            self.if_free(self._reclaim)
 
     def _reclaim(self) -> None:
         while self._released:
@@ -337,7 +347,7 @@ class Runtime:
                     batches[link.rank] = self._functions[missing[0]]
             if not batches:
                 return
-            self.lanes.first.connect()
+            self.lanes.first.connect(self.team)
             replies = self.team.exchange(
                 Kind.LOAD, list(batches), 0, batches, self.lanes.first.segments, deadline, "distribute", names
             )
@@ -357,11 +367,11 @@ class Runtime:
     def _abort_collectives(self) -> None:
         self.group.break_up(self.team)
         for lane in self.lanes:
-            lane.abort_collectives()
+            lane.abort_collectives(self.team)
 
     def _reset_collectives(self) -> None:
         for lane in self.lanes:
-            lane.reset_collectives()
+            lane.reset_collectives(self.team)
 
     def next_number(self) -> int:
         """Return the number of the call, or the collective on devices, that is about to be made."""

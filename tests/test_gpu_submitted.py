@@ -31,7 +31,7 @@ def num_ahead() -> int:
     """Inside a function: how many inputs of this call were brought before it began."""
     from synk._cell import cell
 
-    return len(cell.worker.executor._inputs)
+    return cell.worker.executor.num_ahead
 
 
 def reader(rt: synk.Runtime) -> synk.Function:
@@ -88,14 +88,10 @@ def test_no_room_for_the_inputs_of_two_calls(gpu: Any) -> None:
     def spoil(x: Any) -> None:
         import cupy
 
-        original = cupy.empty
+        def alloc(size: int) -> Any:
+            raise cupy.cuda.memory.OutOfMemoryError(1, 1)
 
-        def empty(shape: Any, dtype: Any = float) -> Any:
-            if len(cupy.cuda.runtime.current) > 1:
-                raise cupy.cuda.memory.OutOfMemoryError(1, 1)
-            return original(shape, dtype)
-
-        cupy.empty = empty
+        cupy.cuda.alloc = alloc  # of memory beside the stream
 
     f = reader(rt)
     rt.function(spoil, outputs=None)(np.ones(2))
@@ -105,45 +101,52 @@ def test_no_room_for_the_inputs_of_two_calls(gpu: Any) -> None:
         assert (got == 20.0 * k).all() and count == 0
 
 
-def test_inputs_are_kept_until_the_device_has_used_them(gpu: Any) -> None:
-    """Their memory goes to the inputs of the next call, which arrive beside the work under way."""
+def test_memory_of_inputs_comes_back_when_the_device_is_done(gpu: Any) -> None:
+    """It goes to the inputs of the next call, which arrive beside the work under way; also that of inputs which a
+    function has kept from one call and dropped in another.
+    """
     rt = gpu(2)
 
     def watch(x: Any) -> None:
         import cupy
 
-        cupy.kept = []
-        cupy.refs = []
+        cupy.num_waiting = []
+        cupy.kept = None
         original = cupy.cuda.Stream.synchronize
 
         def synchronize(self: Any) -> None:
-            cupy.kept.extend(ref() is not None for ref in cupy.refs)
-            cupy.refs.clear()
+            from synk._cell import cell
+
+            backend: Any = cell.worker.backend  # type: ignore[union-attr]
+            if self is backend.stream:
+                cupy.num_waiting.append(len(backend._returned))
             original(self)
 
         cupy.cuda.Stream.synchronize = synchronize
 
-    def note(x: Any) -> Any:
-        import weakref
-
+    def keep(x: Any) -> Any:
         import cupy
 
-        if num_ahead():
-            cupy.refs.append(weakref.ref(x))
+        previous, cupy.kept = cupy.kept, x
+        total = 0.0 if previous is None else float(previous.sum())
         time.sleep(0.01)
-        return x.sum()
+        return total, float(num_ahead())
 
-    def kept(x: Any) -> Any:
+    def counts(x: Any) -> Any:
         import cupy
 
-        return len(cupy.kept), all(cupy.kept)
+        cupy.kept = None
+        return cupy.num_waiting
 
-    f = rt.function(note, outputs="sum")
+    f = rt.function(keep, outputs=("sum", "max"))
     rt.function(watch, outputs=None)(np.ones(2))
-    for call in [f.submit(np.full(10, float(k))) for k in range(9)]:
-        call.result()
-    counts, were_kept = rt.function(kept, outputs=None)(np.ones(2))
-    assert min(counts) >= 4 and all(were_kept)
+    results = [call.result() for call in [f.submit(np.full(10, float(k))) for k in range(12)]]
+    assert [total for total, _ in results] == [0.0, *(10.0 * k for k in range(11))]
+    num_ahead_in_all = sum(count > 0 for _, count in results)
+    assert num_ahead_in_all >= 6
+    for waiting in zip(*rt.function(counts, outputs=None)(np.ones(2))):
+        # Each block waits for the end of the call in which its array was dropped, the one after that it came for.
+        assert 5 <= sum(waiting) <= num_ahead_in_all and max(waiting) <= 2
 
 
 def test_torch_and_slices_and_large_outputs(gpu: Any) -> None:

@@ -101,7 +101,7 @@ class DeviceBackend(Backend, Protocol):
     def beside(self) -> contextlib.AbstractContextManager[Any]:
         """Have ``from_host`` and ``take_rows`` in the body bring arrays beside the work under way; yields an event.
 
-        The arrays may be used after ``join(event)``, and must be kept until the work that uses them is done.
+        The arrays may be used after ``join(event)``.
         """
 
     def join(self, event: Any) -> None:

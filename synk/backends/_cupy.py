@@ -9,6 +9,7 @@ while the first computes, and an event says when they are there.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,17 @@ from synk._trees import flatten, unflatten
 from synk.backends._frameworks import Converter, device_converters
 from synk.backends._numpy import NumpyBackend
 from synk.backends._pinned import PinnedRing, PinnedSegments, address
+
+
+class _Borrowed:
+    """Owns a block of device memory for an array, and gives it to ``returned`` when the array is gone."""
+
+    def __init__(self, memory: Any, returned: list[Any]) -> None:
+        self._memory = memory
+        self._returned = returned
+
+    def __del__(self) -> None:
+        self._returned.append(self._memory)
 
 
 class CupyBackend:
@@ -55,6 +67,9 @@ class CupyBackend:
         self.stream_handle = int(self.stream.ptr)
         self._copy_stream = cupy.cuda.Stream(non_blocking=True)
         self._input_stream = self.stream  # on which inputs are brought at this moment
+        # Memory of inputs that were brought ahead and are gone. It belongs to the second stream, where it would be used
+        # again at once, while the first may still read it: it goes back to the pool when the first one is done.
+        self._returned: list[Any] = []
         # Host arrays that copies may still read: where a device reads pageable memory itself (Grace Hopper), a copy
         # from it is under way when its call returns.
         self._sources: list[np.ndarray] = []
@@ -84,7 +99,13 @@ class CupyBackend:
                 f"cannot bring an array of dtype {dtype} to {self.device}: expected bools, integers, floats or complex "
                 "numbers. Pass it inside a broadcast tuple, or encode it as integers."
             )
-        return self.xp.empty(shape, dtype)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if self._input_stream is self.stream or nbytes == 0:
+            return self.xp.empty(shape, dtype)
+        cuda = self.xp.cuda
+        memory = cuda.alloc(nbytes)
+        borrowed = cuda.UnownedMemory(memory.ptr, nbytes, _Borrowed(memory, self._returned), self._ordinal)
+        return self.xp.ndarray(shape, dtype, cuda.MemoryPointer(borrowed, 0))
 
     def from_host(self, host: np.ndarray) -> Any:
         array = self.empty(host.shape, host.dtype)
@@ -133,7 +154,6 @@ class CupyBackend:
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[Any]:
-        # Memory of the pool belongs to the stream it was taken on: what is freed goes to the next one brought ahead.
         event = self.xp.cuda.Event(disable_timing=True)
         self._input_stream = self._copy_stream
         try:
@@ -217,6 +237,7 @@ class CupyBackend:
     def synchronize(self) -> None:
         self.stream.synchronize()
         self._sources.clear()
+        self._returned.clear()
 
     def is_idle(self) -> bool:
         return bool(self.stream.done)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import array
 import contextlib
 import fcntl
+import gc
+import linecache
 import os
 import random
 import resource
 import signal
+import sys
 import termios
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +27,7 @@ from harness import (
     assert_right,
     failpoint,
     kill_and_wait,
+    mapped_memfds,
     pids,
     replaced_workers,
     same_workers,
@@ -31,6 +36,8 @@ from harness import (
     wait_until_dead,
 )
 
+import synk
+from synk._queue import Queue
 from synk.errors import CallCancelled, CallTimeout, ReentrancyError, SharedMemoryError, WorkerDied
 
 Fork = Callable[..., Any]
@@ -358,3 +365,260 @@ def test_A_chaos(runtime: Fork, seed: int, storm_count: Callable[[int], int]) ->
 def _kill(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+
+# ----- what a call owes to its own time limit, and what to others
+
+
+def sleeper(rt: Any) -> Any:
+    f = rt.function(lambda x, n: (time.sleep(float(n)), x.sum())[1], bcast_inputs="n", outputs="sum", name="nap")
+    f(np.ones(4), np.float64(0))
+    return lambda seconds, **options: f.submit(np.ones(4), np.float64(seconds), **options)
+
+
+def took(action: Callable[[], object]) -> float:
+    began = time.monotonic()
+    action()
+    return time.monotonic() - began
+
+
+def test_B_large_outputs_that_were_ready_in_time_count_too(runtime: Fork) -> None:
+    """Bringing them into place is synk's own work, and may wait behind the calls that came after."""
+    rt = runtime(2)
+    nap = sleeper(rt)
+    large = rt.function(lambda x: np.full(100_000, x.sum()), outputs="sum")
+    for _ in range(2):
+        first, slow = large.submit(np.ones(4), timeout=0.5), nap(1.0)
+        assert took(first.done) < 0.5
+        assert (first.result() == 4.0).all()
+        assert slow.result() == 4.0
+
+
+def test_B_each_time_limit_holds_behind_a_call_without(runtime: Fork) -> None:
+    rt = runtime(2)
+    nap = sleeper(rt)
+    plain = rt.function(lambda x: x.sum(), outputs="sum")
+    plain(np.ones(4))
+    with same_workers(rt):
+        first, limited = nap(30.0), nap(0.0, timeout=0.2)
+        with pytest.raises(CallTimeout):
+            limited.result()
+        with pytest.raises(CallCancelled, match="nap"):
+            first.result()
+
+        first, limited = nap(30.0), nap(0.0, timeout=0.2)
+        assert wait_for(limited.done), "also where nobody waits for it"
+        with pytest.raises(CallCancelled):
+            first.result()
+
+        first = nap(0.6)
+        with pytest.raises(CallTimeout, match="still under way"):
+            plain(np.ones(4), timeout=0.2)
+        others = [nap(0.0), nap(0.0)]
+        with pytest.raises(CallTimeout, match="still under way"):
+            nap(0.0, timeout=0.1)
+        assert [call.result() for call in (first, *others)] == [4.0] * 3, "they went on"
+
+
+def test_B_no_time_at_all_is_enough_for_what_has_ended(runtime: Fork) -> None:
+    rt = runtime(2)
+    nap = sleeper(rt)
+    call = nap(0.0)
+    assert wait_for(lambda: num_waiting_bytes(rt, 0) and num_waiting_bytes(rt, 1))
+    assert call.result(timeout=0) == 4.0
+    slow = nap(0.2)
+    with pytest.raises(TimeoutError):
+        slow.result(timeout=0)
+    assert slow.result() == 4.0
+
+
+def test_A_a_call_that_was_answered_survives_a_death_in_the_next(runtime: Fork) -> None:
+    rt = runtime(2)
+    f = rt.function(
+        lambda x, n: (os.kill(os.getpid(), signal.SIGKILL) if n == 1 else None, x.sum())[1],
+        bcast_inputs="n", outputs="sum",
+    )  # fmt: skip
+    f(np.ones(4), np.int64(0))
+    for _ in range(2):
+        answered, died = f.submit(np.ones(4), np.int64(0)), f.submit(np.ones(4), np.int64(1))
+        for link in rt.team.links:
+            assert wait_until_dead(link.process.pid)
+        assert answered.result() == 4.0
+        with pytest.raises(WorkerDied):
+            died.result()
+        assert f(np.ones(4), np.int64(0)) == 4.0
+
+
+def test_A_large_outputs_that_a_death_has_lost(runtime: Fork) -> None:
+    """All had answered, but had not been asked to bring them into place."""
+    rt = runtime(2)
+    large = rt.function(lambda x: np.full(100_000, x.sum()), outputs="sum")
+    kill = rt.function(lambda x: os.kill(os.getpid(), signal.SIGKILL), outputs=None)
+    rt.distribute()
+    workers = [link.process.pid for link in rt.team.links]
+    answered, died = large.submit(np.ones(4)), kill.submit(np.ones(1))
+    assert wait_until_dead(workers[0])
+    for call in (answered, died):
+        with pytest.raises(WorkerDied):
+            call.result()
+    assert_right(rt)
+
+
+# ----- threads, forks, drops
+
+
+def test_E_a_forked_copy_cannot_look_either(runtime: Fork) -> None:
+    rt = runtime(2)
+    nap = sleeper(rt)
+    total = rt.function(lambda x: synk.comm.all_reduce(x.sum(), "sum"), outputs="first")
+    pending = nap(0.3)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            try:
+                pending.done()
+            except ReentrancyError:
+                status = 0
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert pending.result() == 4.0
+    assert total(np.ones(4)) == 4.0
+
+
+def test_E_other_threads_wait_for_what_concerns_them(runtime: Fork) -> None:
+    rt = runtime(2)
+    nap = sleeper(rt)
+    data = rt.data(np.ones(4))
+    slow, behind = nap(1.0), nap(0.0)
+    waiting = threading.Thread(target=slow.result)
+    waiting.start()
+    assert wait_for(lambda: not rt.if_free(lambda: None))
+    assert took(lambda: data[0]) < 0.5
+    with pytest.raises(TimeoutError):
+        assert took(lambda: behind.result(timeout=0.1)) < 0.5
+    assert not behind.done()
+    waiting.join()
+    assert behind.result() == 4.0
+
+
+def test_E_a_runtime_dropped_with_calls_under_way_is_collected() -> None:
+    def drop() -> tuple[Any, list[int]]:
+        rt = synk.Runtime(2, backend="numpy")
+        nap = sleeper(rt)
+        calls = [nap(30.0) for _ in range(3)]
+        assert not calls[0].done()
+        return weakref.ref(rt), [link.process.pid for link in rt.team.links]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        dropped, workers = drop()
+        gc.collect()
+        assert dropped() is None
+    for pid in workers:
+        assert wait_until_dead(pid)
+
+
+def test_G_workers_remember_nothing_of_calls_that_are_over(runtime: Fork) -> None:
+    """Outputs of a call that another rank failed in, and plans over Data that is gone."""
+    rt = runtime(2)
+
+    def half(x: Any) -> Any:
+        if x[0] != 0:
+            raise ValueError("rank 1")
+        return np.ones(2_000_000)
+
+    failing = rt.function(half, outputs="sum")
+    total = rt.function(lambda x: x.sum(), outputs="sum")
+    warm(total)
+    pid = rt.team.links[0].process.pid
+    before = len(mapped_memfds(pid))
+    for call in [failing.submit(np.array([0.0, 1.0])) for _ in range(3)]:
+        with pytest.raises(ValueError, match="rank 1"):
+            call.result()
+    data = [rt.data(np.ones(100_000)) for _ in range(3)]
+    for call in [total.submit(each) for each in data]:
+        call.result()
+    views = [each.data[:1] for each in data]
+    for each in data:
+        each.free_memory()
+    total(np.ones(4))
+    del views
+    total(np.ones(4))
+
+    def remembered(x: Any) -> Any:
+        from synk._cell import cell
+
+        lanes: Any = cell.worker.lanes  # type: ignore[union-attr]
+        return sum(len(lane.executor._outputs) for lane in lanes) + sum(lane.called is not None for lane in lanes)
+
+    assert rt.function(remembered, outputs=None)(np.ones(2)) == [1, 1], "the call itself"
+    assert len(mapped_memfds(pid)) <= before
+
+
+def test_G_a_lane_whose_first_message_brings_many_segments(runtime: Fork) -> None:
+    rt = runtime(2)
+    total = rt.function(lambda x: x.sum(), outputs="sum")
+    meet = rt.function(lambda x: synk.comm.all_reduce(x.sum(), "sum"), outputs="first")
+    assert (total(np.ones(4)), meet(np.ones(4))) == (4.0, 4.0)
+    first = total.submit(np.ones(4))
+    variables = [rt.shared(np.ones(2)) for _ in range(260)]
+    second = total.submit(np.ones(4))
+    assert (first.result(), second.result()) == (4.0, 4.0)
+    for _ in range(3):
+        assert [call.result() for call in [meet.submit(np.ones(4)) for _ in range(3)]] == [4.0] * 3
+    del variables
+
+
+# ----- Ctrl-C between two steps
+
+
+def interrupted_at(code: Any, text: str) -> Any:
+    """Return a trace function that raises SIGINT when a line of ``code`` that holds ``text`` is reached, once."""
+
+    def on_line(frame: Any, event: str, arg: Any) -> Any:
+        if event == "line" and text in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+        return on_line
+
+    return lambda frame, event, arg: on_line if frame.f_code is code else None
+
+
+def test_D_inline_ctrl_c_between_running_and_collecting(runtime: Fork) -> None:
+    rt = runtime(None, inline=True)
+    total = rt.function(lambda x: x.sum(), outputs="sum")
+    total(np.ones(4))
+    sys.settrace(interrupted_at(Queue.submit.__code__, "if runtime.team.is_inline"))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            total.submit(np.ones(4))
+    finally:
+        sys.settrace(None)
+    assert [total.submit(np.ones(length)).result() for length in (10, 20, 30)] == [10.0, 20.0, 30.0]
+
+
+def test_D_the_lock_is_free_after_ctrl_c_in_done(storm_count: Callable[[int], int]) -> None:
+    script(
+        f"""
+        import random
+        rng = random.Random(6)
+        rt = synk.fork(2, backend="numpy")
+        nap = rt.function(lambda x: (time.sleep(0.003), x.sum())[1], outputs="sum")
+        nap(np.ones(4))
+        for _ in range({storm_count(300)}):
+            interrupt = threading.Timer(rng.uniform(0, 0.003), os.kill, (os.getpid(), signal.SIGINT))
+            try:
+                interrupt.start()
+                call = nap.submit(np.ones(4))
+                while True:
+                    call.done()
+            except KeyboardInterrupt:
+                pass
+            interrupt.join()
+            assert not rt.is_mine()
+        assert nap(np.ones(4)) == 4.0
+        rt.close()
+        """,
+        timeout=120,
+    ).check(stderr=None)

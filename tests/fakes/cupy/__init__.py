@@ -44,10 +44,13 @@ class ndarray(NDArrayOperatorsMixin):
 
     __slots__ = ("__weakref__", "_a")
 
-    def __init__(self, shape: Any, dtype: Any = float) -> None:
+    def __init__(self, shape: Any, dtype: Any = float, memptr: Any = None) -> None:
         nbytes = int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
         if nbytes > LIMIT_NBYTES:
             raise cuda.memory.OutOfMemoryError(nbytes, 0)
+        if memptr is not None:
+            self._a = np.ndarray(shape, dtype, np.asarray(_Bytes(memptr, nbytes)))
+            return
         self._a = np.empty(shape, dtype)
         self._a.view(np.uint8 if self._a.ndim else self._a.dtype)[...] = 1 if self._a.size else 0
 
@@ -124,6 +127,19 @@ class ndarray(NDArrayOperatorsMixin):
 
     def __dlpack_device__(self) -> Any:
         return self._a.__dlpack_device__()
+
+
+class _Bytes:
+    """Bytes of a block, which arrays over them keep alive."""
+
+    def __init__(self, memptr: Any, nbytes: int) -> None:
+        self.owner = memptr
+        self.__array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (memptr.ptr, False),
+            "version": 3,
+        }
 
 
 def _wrap(value: Any) -> Any:

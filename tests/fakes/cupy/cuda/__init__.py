@@ -6,6 +6,8 @@ import os
 import time
 from typing import Any
 
+import numpy as np
+
 from . import memory as memory
 from . import runtime
 
@@ -18,8 +20,30 @@ _num_streams = 0
 
 
 class MemoryPointer:
-    def __init__(self, ptr: int) -> None:
-        self.ptr = ptr
+    def __init__(self, mem: Any, offset: int = 0) -> None:
+        self.mem = mem
+        self.ptr = mem + offset if isinstance(mem, int) else mem.ptr + offset
+
+
+class _Block:
+    """A piece of the pool. Filled with rubbish when it comes back: whoever still reads it must notice."""
+
+    def __init__(self, size: int) -> None:
+        self.size = max(size, 1)
+        self.array = np.ones(self.size, np.uint8)
+        self.ptr = self.array.__array_interface__["data"][0]
+
+    def __del__(self) -> None:
+        self.array[:] = 251
+
+
+class UnownedMemory:
+    def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
+        self.ptr, self.size, self.owner = ptr, size, owner
+
+
+def alloc(size: int) -> MemoryPointer:
+    return MemoryPointer(_Block(size))
 
 
 class Pool:
