@@ -82,7 +82,12 @@ class Trials:
                 raise Injected
             return x.sum(axis=0)
 
+        def plain_sum(x: np.ndarray) -> np.ndarray:
+            time.sleep(CALL_S / 3)
+            return x.sum(axis=0)
+
         self.function = self.runtime.function(slow_sum, outputs="sum", bcast_inputs="is_bad")
+        self.plain = self.runtime.function(plain_sum, outputs="sum")
         self.pids = self.runtime.function(lambda row: os.getpid(), outputs=None)
 
     def worker_pids(self) -> list[int]:
@@ -96,6 +101,25 @@ class Trials:
         answer = self.function(x, is_bad, **options)
         self.expected_total += 1
         return np.allclose(answer, x.sum(axis=0), rtol=1e-9, atol=1e-12)
+
+    def submitted_calls(self) -> bool:
+        """Have three calls under way at once; return whether all answers are NumPy's, and raise the first error."""
+        import synk
+
+        errors: list[BaseException] = []
+        is_right = True
+        blocks = [self.rows.standard_normal((self.random.randrange(8, 40), 4)) for _ in range(3)]
+        pending = []
+        for x in blocks:
+            pending.append((x, self.plain.submit(x)))
+        for x, call in pending:
+            try:
+                is_right &= np.allclose(call.result(), x.sum(axis=0), rtol=1e-9, atol=1e-12)
+            except (synk.errors.SynkError, KeyboardInterrupt) as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return bool(is_right)
 
     def is_total_right(self, may_have_counted: bool = False) -> bool:
         """Compare the shared variable on all ranks, once the workers answer again."""
@@ -149,6 +173,16 @@ def freeze(trials: Trials) -> Callable[[], None]:
     return lambda: os.kill(victim, signal.SIGSTOP)
 
 
+def kill_submitted(trials: Trials) -> Callable[[], None]:
+    """A worker is killed with three submitted calls under way."""
+    return kill_one(trials)
+
+
+def interrupt_submitted(trials: Trials) -> Callable[[], None]:
+    """Ctrl-C in the master with three submitted calls under way."""
+    return interrupt(trials)
+
+
 def raise_in_function(trials: Trials) -> None:
     """The function raises on one rank."""
 
@@ -160,6 +194,8 @@ KINDS: dict[str, Callable[[Trials], Callable[[], None] | None]] = {
     "interrupt": interrupt,
     "freeze": freeze,
     "exception": raise_in_function,
+    "kill-submitted": kill_submitted,
+    "interrupt-submitted": interrupt_submitted,
 }
 OPTIONS: dict[str, dict[str, Any]] = {"freeze": {"timeout": 0.05}, "exception": {"is_bad": True}}
 SHARES = {"freeze": 0.1}  # of the count: each waits for its time limit, and for the grace after it
@@ -178,14 +214,16 @@ def inject(trials: Trials, kind: str, outcome: Outcome) -> None:
             fault()
 
     timer = threading.Timer(trials.random.uniform(0, 2 * CALL_S), fire)
-    failures = (synk.errors.WorkerDied, synk.errors.CallTimeout, KeyboardInterrupt, Injected)
+    errors = synk.errors
+    failures = (errors.WorkerDied, errors.CallTimeout, errors.CallCancelled, KeyboardInterrupt, Injected)
     outcome.num_injected += 1
     is_calling = False
     try:
         if fault:
             timer.start()
         is_calling = True
-        outcome.num_wrong += not trials.call(**OPTIONS.get(kind, {}))
+        is_right = trials.submitted_calls() if "submitted" in kind else trials.call(**OPTIONS.get(kind, {}))
+        outcome.num_wrong += not is_right
         is_calling = False
         while timer.is_alive():  # an interrupt comes in here
             time.sleep(0.001)
