@@ -6,7 +6,7 @@ be written and its outputs wait while another runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -121,34 +121,33 @@ class Lane:
         self.up_words = []
 
 
-class Lanes:
+class Lanes(list[Lane]):
     """The lanes of a runtime, each made when it is first used.
 
     Parameters
     ----------
     team : Team
+
+    Attributes
+    ----------
+    first : Lane
+        For whatever happens alone.
     """
 
     def __init__(self, team: Team) -> None:
+        super().__init__([Lane(0, team)])
+        self.first = self[0]
         self._team = team
-        self._lanes: list[Lane] = [Lane(0, team)]
-        self.first = self._lanes[0]
-
-    def __getitem__(self, index: int) -> Lane:
-        return self._lanes[index]
-
-    def __iter__(self) -> Iterator[Lane]:
-        return iter(self._lanes)
 
     def after(self, lane: Lane) -> Lane:
         """Return the lane whose turn follows that of ``lane``."""
         index = (lane.index + 1) % NUM_LANES
-        if index == len(self._lanes):
+        if index == len(self):
             new = Lane(index, self._team)
             try:
                 new.connect(self._team)
             except BaseException:
                 new.close()
                 raise
-            self._lanes.append(new)
-        return self._lanes[index]
+            self.append(new)
+        return self[index]

@@ -83,7 +83,8 @@ class Flight:
         What ended it, where it was the cause itself.
     """
 
-    __slots__ = ("deadline", "error", "is_cut", "is_lost", "pending", "phase", "replies", "sequence", "what")
+    is_lost = is_cut = False
+    error: CallTimeout | None = None
 
     def __init__(self, sequence: int, ranks: Iterable[int], deadline: float | None, phase: str, what: str) -> None:
         self.sequence = sequence
@@ -92,8 +93,6 @@ class Flight:
         self.deadline = deadline
         self.phase = phase
         self.what = what
-        self.is_lost = self.is_cut = False
-        self.error: CallTimeout | None = None
 
 
 class Team(Crew):
@@ -386,7 +385,12 @@ class Team(Crew):
         WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
             As :meth:`exchange`; ``CallTimeout`` also for another flight, whose ``error`` it is then.
         """
-        self.wait_for(flight, None)
+        try:
+            if flight.pending:
+                self._wait(flight)
+        except BaseException:
+            self._settle_unless_closed()
+            raise
         replies = flight.replies
         for rank, reply in replies.items():
             if reply.flags & IS_UNRECEIVED:
@@ -403,7 +407,7 @@ class Team(Crew):
             As :meth:`finish`.
         """
         try:
-            return not flight.pending or self._wait(flight, until)
+            return self._wait(flight, until)
         except BaseException:
             self._settle_unless_closed()
             raise

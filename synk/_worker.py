@@ -459,8 +459,9 @@ class Worker:
     def tidy(self, kind: int, status: Status) -> None:
         """After the reply: drop outputs that nobody needs any more. Finalizers of the user's objects run here."""
         is_call = kind in (Kind.CALL, Kind.PUBLISH, Kind.ASSEMBLE)
-        if is_call and status == Status.DONE and not self.executor.is_waiting:
-            self.executor.forget()
+        executor = self.lane.executor
+        if is_call and status == Status.DONE and not executor.is_waiting:
+            executor.forget()
 
     def _publish_again(self) -> _Reply:
         def publish() -> Status:

@@ -160,7 +160,8 @@ class Runtime:
 
     def check_open(self, verb: str) -> None:
         """Raise ClosedError or ReentrancyError where ``verb`` cannot work any more."""
-        self.check_process(verb)
+        if os.getpid() != self._pid:
+            self.check_process(verb)
         if self.team.is_closed or self.team.is_closing:
             raise ClosedError(f"cannot {verb}: the runtime is closed. Call synk.fork() again.") from self.cause
 
