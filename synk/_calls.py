@@ -141,7 +141,7 @@ def launch(
     counters["calls"] += 1
     name = repr(function.name)
     plan_id = cached.plan.plan_id
-    number = runtime.next_number()
+    number = next(runtime.numbers)
     if is_alone and runtime.queue.calls:
         lane.down[0, Down.CALL] = number
         if runtime.has_devices:
@@ -366,8 +366,7 @@ def _plan(runtime: Runtime, function: Callee, call: Call, options: CallOptions, 
         call.selection is None,
         (staging.id, local_at, len(local_indices)) if local_indices is not None else None,
     )
-    segments = lane.segments
-    segments += [a.data._segment for a in call.arguments if a.data is not None and a.data._segment is not None]
+    segments = [a.data._segment for a in call.arguments if a.data is not None and a.data._segment is not None]
     if offset:
         segments.append(staging)
     places = Places(

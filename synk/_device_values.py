@@ -56,7 +56,7 @@ def exchange(runtime: Runtime, variable: Shared, kind: str, shapes: Shapes, op: 
         return False
     check_not_lost([variable], [0] if kind == "broadcast" else None, f"{kind} variable {variable.name!r}")
     ranks = list(range(runtime.world_size))
-    number = runtime.next_number()
+    number = next(runtime.numbers)
     runtime.lanes.first.down[0, Down.CALL] = number
     replies = runtime.team.exchange(
         Kind.VARIABLE,

@@ -92,6 +92,7 @@ class PreparedPlan:
         self.bases: list[Any] = [
             self._array_view(item, segments) if item.kind in ("rows", "whole") else None for item in plan.inputs
         ]
+        self.nothing = (None,) * len(plan.inputs)  # for inputs of which none was brought ahead
         self.indices = self._index_view(plan.indices_place, segments)
         self.local_indices = self._index_view(plan.local_indices_place, segments)
         self.pickle_view: memoryview | None = None
@@ -215,11 +216,16 @@ class Executor:
         function = prepared.function
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        arrays = self._bring(prepared, numbers, low, high) if arrays is None else arrays
-        for item, value in zip(prepared.plan.inputs, arrays):
-            if item.kind == "object":
+        for item, base, ahead in zip(prepared.plan.inputs, prepared.bases, arrays or prepared.nothing):
+            if ahead is not None:
+                value = ahead
+            elif item.kind == "rows":
+                value = self._rows(prepared, item, base, numbers, low, high)
+            elif item.kind == "whole":
+                value = self.backend.from_host(base)
+            elif item.kind == "object":
                 value = objects[item.offset]
-            elif item.kind not in ("rows", "whole"):
+            else:
                 value = variables.argument(item, prepared.local_indices, low, high, numbers[Down.LOW])
             if function.to_framework is not None and item.kind in ("rows", "whole"):
                 value = function.to_framework(value)

@@ -46,6 +46,8 @@ class Lane:
         Where the master copies plain arrays, pickles and indices.
     collective : Segment or None
         Through which functions communicate.
+    ids : tuple of int
+        Those of ``exchange`` and ``collective`` (0: none): what a rank has to know of the lane.
     last_numbers
         What stands in ``down``, to write only what changes; None where that is not known.
 
@@ -60,14 +62,10 @@ class Lane:
         self.exchange = Segment.create(team.world_size * _SLOT_NBYTES, is_worker_writable=True)
         self.staging: Segment | None = None
         self.collective: Segment | None = None
+        self.ids = (self.exchange.id, 0)
         self.last_numbers: Any = None
         self.down, self.up = team.blocks(index)
         self.up_words = [memoryview(row) for row in self.up]
-
-    @property
-    def segments(self) -> list[Segment]:
-        """What a rank must hold for any call in this lane."""
-        return [] if self.collective is None else [self.collective]
 
     def reserve_staging(self, nbytes: int, runtime: Runtime) -> Segment:
         """Return the staging segment, grown to at least ``nbytes`` bytes."""
@@ -91,6 +89,7 @@ class Lane:
         with deferred():
             old = self.exchange
             self.exchange, self.slot_nbytes = larger, slot_nbytes
+            self.ids = (larger.id, self.ids[1])
             runtime.forget_segment(old)
             for function in list(runtime.bound):
                 function.plans.drop_assemblies(self)
@@ -101,6 +100,7 @@ class Lane:
             nbytes = required_nbytes(team.world_size, _COLLECTIVE_SLOT_NBYTES)
             self.collective = Segment.create(nbytes, is_worker_writable=True)
             reset(self.collective, team.world_size, team.eventfds)
+            self.ids = (self.ids[0], self.collective.id)
 
     def abort_collectives(self, team: Team) -> None:
         """Have ranks that wait for one another give up."""

@@ -55,8 +55,7 @@ class Link:
         self._dropped_segments: list[int] = []
         self._dropped_plans: list[int] = []
         self._dropped_functions: list[int] = []
-        self._exchange_ids: dict[int, int] = {}  # by lane
-        self._collective_ids: dict[int, int] = {}
+        self._lane_ids: dict[int, tuple[int, int]] = {}  # what it knows of each lane, see Lane.ids
 
     def forget_sent(self) -> None:
         """Send everything again: the rank could not take in the last message."""
@@ -65,8 +64,7 @@ class Link:
         self.assemblies.clear()
         self.variables.clear()
         self.num_changes = -1
-        self._exchange_ids.clear()
-        self._collective_ids.clear()
+        self._lane_ids.clear()
 
     def drop_segment(self, segment_id: int) -> None:
         if segment_id in self.segments:
@@ -103,19 +101,18 @@ class Link:
         missing = [segment for segment in needed if segment.id not in known]
         if len(missing) > 1:  # equal values of several ranks lie in one
             missing = list({segment.id: segment for segment in missing}.values())
-        new_exchange = None
-        exchange, collective = lane.exchange, lane.collective
-        if self._exchange_ids.get(lane.index) != exchange.id:
-            new_exchange = (lane.index, exchange.id, lane.slot_nbytes)
-            if exchange.id not in known:
-                missing.append(exchange)
-        new_collective = None
-        if (
-            collective is not None
-            and self._collective_ids.get(lane.index) != collective.id
-            and (collective.id in known or any(segment is collective for segment in missing))
-        ):
-            new_collective = (lane.index, collective.id)
+        new_exchange = new_collective = None
+        if self._lane_ids.get(lane.index) != lane.ids:
+            exchange_id, collective_id = self._lane_ids.get(lane.index, (0, 0))
+            exchange, collective = lane.exchange, lane.collective
+            if exchange_id != exchange.id:
+                new_exchange = (lane.index, exchange.id, lane.slot_nbytes)
+                if exchange.id not in known:
+                    missing.append(exchange)
+            if collective is not None and collective_id != collective.id:
+                new_collective = (lane.index, collective.id)
+                if collective.id not in known and not any(segment is collective for segment in missing):
+                    missing.append(collective)
         dropped = self._dropped_segments or self._dropped_plans or self._dropped_functions or self._dropped_variables
         if content is None and not (missing or new_exchange or new_collective or dropped or news):
             return None, missing
@@ -147,7 +144,7 @@ class Link:
             self.variables[declaration.variable_id] = declaration.version
         if extras.exchange is not None:
             lane, exchange_id, _ = extras.exchange
-            self._exchange_ids[lane] = exchange_id
+            self._lane_ids[lane] = (exchange_id, self._lane_ids.get(lane, (0, 0))[1])
         if extras.collective is not None:
             lane, collective_id = extras.collective
-            self._collective_ids[lane] = collective_id
+            self._lane_ids[lane] = (self._lane_ids.get(lane, (0, 0))[0], collective_id)

@@ -342,16 +342,18 @@ class Team(Crew):
                 self._unreported_deaths.pop(rank, None)
             raise self._worker_died(fallen, phase, what)
         needed = list(segments)
-        pack, links = self._pack, self.links
-        messages = {rank: pack(links[rank], contents.get(rank), needed, lane) for rank in ranks}
+        messages = self._packed(ranks, contents, needed, lane)
         # No rank gets the message before all have room for its descriptors: what it answers would be taken for nothing.
         while not self.is_inline and any(len(part) > MAX_FDS for _, part in messages.values()):
             surplus = {rank: part[:MAX_FDS] for rank, (_, part) in messages.items() if len(part) > MAX_FDS}
             supplies: Packed = {rank: (Extras(segments=Link.describe(part)), part) for rank, part in surplus.items()}
             replies = self.finish(self._fly(Kind.SUPPLY, 0, supplies, 0, deadline, phase, what))
             raise_failures(replies, self.world_size, phase)
-            messages = {rank: pack(links[rank], contents.get(rank), needed, lane) for rank in ranks}
+            messages = self._packed(ranks, contents, needed, lane)
         return self._fly(kind, value, messages, lane, deadline, phase, what)
+
+    def _packed(self, ranks: Sequence[int], contents: dict[int, Any], segments: Sequence[Segment], lane: int) -> Packed:
+        return {rank: self._pack(self.links[rank], contents.get(rank), segments, lane) for rank in ranks}
 
     def prefetch(self, ranks: Sequence[int], plan_id: int, lane: int) -> None:
         """Have ranks bring the inputs of a call to their devices, which follows when those under way have ended."""

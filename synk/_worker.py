@@ -156,10 +156,10 @@ class Worker:
         self.sequence = sequence
         lane = flags >> LANE_SHIFT
         self.lane = self.lanes[lane]
-        used = self._used_lanes
-        if flags & IS_ALONE and len(used) > (lane in used):
-            self._forget_lanes(used - {lane})
-        used.add(lane)
+        if self._used_lanes != {lane}:
+            if flags & IS_ALONE:
+                self._forget_lanes(self._used_lanes - {lane})
+            self._used_lanes.add(lane)
         outer, cell.worker = cell.worker, self
         try:
             if kind not in (Kind.PUBLISH, Kind.ASSEMBLE, Kind.SUPPLY):  # those belong to the call before

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import pickle
 import sys
@@ -124,7 +125,7 @@ class Runtime:
         self._flip_call = -1
         self.bound: weakref.WeakSet[Any] = weakref.WeakSet()  # functions that are on the workers
         self.profile = Profile()
-        self._num_calls = 0
+        self.numbers = itertools.count(1)  # of calls, and of collectives on devices
         self._num_changes = 0
         self.results = ResultPool()
         self.group = Group(placement.can_use_nccl)
@@ -349,9 +350,7 @@ class Runtime:
             if not batches:
                 return
             self.lanes.first.connect(self.team)
-            replies = self.team.exchange(
-                Kind.LOAD, list(batches), 0, batches, self.lanes.first.segments, deadline, "distribute", names
-            )
+            replies = self.team.exchange(Kind.LOAD, list(batches), 0, batches, [], deadline, "distribute", names)
             failures = [pickle.loads(reply.body) for reply in replies.values() if reply.status == Status.ERROR]
             if failures:
                 raise SerializationError(
@@ -373,11 +372,6 @@ class Runtime:
     def _reset_collectives(self) -> None:
         for lane in self.lanes:
             lane.reset_collectives(self.team)
-
-    def next_number(self) -> int:
-        """Return the number of the call, or the collective on devices, that is about to be made."""
-        self._num_calls += 1
-        return self._num_calls
 
     # -- variables ----------------------------------------------------------------------------------------------------
 
