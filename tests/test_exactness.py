@@ -406,3 +406,20 @@ def test_texts_of_different_width_get_a_hint(shared_runtimes: Any) -> None:
     f = rt.function(lambda x: np.array([f"row {i}" for i in x]), outputs="gather")
     with pytest.raises(CollectiveMismatch, match=r"one width, as in astype\('U20'\)"):
         f(np.array([1, 2, 10, 11]))
+
+
+def test_outputs_may_look_different_in_every_call(shared_runtimes: Any) -> None:
+    """Other shapes, dtypes and structures, again and again: views of slots of an earlier look are never used."""
+    rt = shared_runtimes[2]
+
+    def work(x: Any, n: Any) -> Any:
+        if n % 3 == 0:
+            return np.full(int(n), 1, np.int16)
+        return {"a": np.full(int(n), x.sum()), "b": [str(n)] if n % 2 else None}
+
+    f = rt.function(work, bcast_inputs="n", outputs=None)
+    rng = np.random.default_rng(0)
+    for n in rng.choice([1, 2, 3, 4, 5, 6, 100_000, 200_001, 300_000], 150):
+        result = f(np.ones(4), np.int64(n))
+        for part in result if n % 3 == 0 else result["a"]:
+            assert part.shape == (n,) and (part == (1 if n % 3 == 0 else 2.0)).all()
