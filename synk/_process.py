@@ -29,7 +29,7 @@ from synk.errors import StartupError
 _BOOTSTRAP = """\
 import sys
 if sys.path and sys.path[0] == "": del sys.path[0]
-import importlib.util, json, socket
+import contextlib, importlib.util, json, socket
 sock = socket.socket(fileno=int(sys.argv[1]))
 setup = json.loads(sock.recv(1 << 17))
 sys.path[:] = setup["import_path"]
@@ -41,12 +41,15 @@ class Package(type(sys)):
 package.__class__ = Package
 def complete(name):
     if name.startswith("_") and name != "__version__": raise AttributeError(name)
+    from synk._cell import cell
     del package.__getattr__
-    try:
-        spec.loader.exec_module(package)
-    except BaseException:
-        package.__getattr__ = complete
-        raise
+    # An import that is broken off leaves files open.
+    with cell.worker.uninterrupted() if cell.worker else contextlib.nullcontext():
+        try:
+            spec.loader.exec_module(package)
+        except BaseException:
+            package.__getattr__ = complete
+            raise
     return getattr(package, name)
 package.__getattr__ = complete
 sys.modules["synk"] = package

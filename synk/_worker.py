@@ -7,11 +7,12 @@ messages; it never asks. It ends when the master says so, and when the master en
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from synk import _failpoints
@@ -347,13 +348,21 @@ class Worker:
         self._fence()
         return True
 
+    @contextlib.contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        """Hold back an interrupt of the call under way while the body runs."""
+        was_interruptible, self.is_interruptible = self.is_interruptible, False
+        try:
+            yield
+        finally:
+            self.is_interruptible = was_interruptible
+        if was_interruptible and is_interrupted(self._own_down[Down.INTERRUPT], self.sequence):
+            raise Interrupted  # the signal came meanwhile
+
     def _look_ahead(self, is_hurried: bool) -> None:
         """Bring the inputs of the next call to the device while this one computes, where it has arrived already."""
-        self.is_interruptible = False  # what is taken from the pipe must not be lost
-        doorbell = self.peek()
-        self.is_interruptible = True
-        if is_interrupted(self._own_down[Down.INTERRUPT], self.sequence):
-            raise Interrupted  # the signal came meanwhile
+        with self.uninterrupted():  # what is taken from the pipe must not be lost
+            doorbell = self.peek()
         if doorbell is None:
             return
         kind, flags, _, plan_id = doorbell
