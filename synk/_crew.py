@@ -128,7 +128,10 @@ class Crew:
     @property
     def has_dead(self) -> bool:
         """Whether a worker died that was not started again yet."""
-        return any(link.is_dead for link in self.links)
+        for link in self.links:  # asked at each call: no generator  # noqa: SIM110
+            if link.is_dead:
+                return True
+        return False
 
     def where(self) -> str:
         """Return what each rank is doing: phase, bytes published, Python stacks. For any thread, also during a call."""

@@ -226,9 +226,14 @@ class Team(Crew):
             self.flights.clear()
         if not self.is_inline:
             self._drain_events()
-        if any(link.is_dead for link in self.links):
-            self._revive(deadline)
-        self.await_ready(deadline)
+        for link in self.links:
+            if link.is_dead:
+                self._revive(deadline)
+                break
+        for link in self.links:
+            if not link.is_ready:
+                self.await_ready(deadline)
+                break
 
     def _drain_events(self) -> None:
         """Handle what happened while nobody waited: deaths, and lines printed by threads of workers."""

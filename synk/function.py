@@ -25,6 +25,9 @@ from synk.shared import Shared, check_owner, pickled
 
 FRAMEWORKS = (None, "torch", "jax")
 
+_PLAIN = CallOptions()
+"""Those of nearly all calls."""
+
 _function_ids = itertools.count(1)
 _waiting: weakref.WeakSet[Function] = weakref.WeakSet()
 _waiting_lock = threading.Lock()
@@ -118,6 +121,9 @@ class Function:
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
+        is_plain = batch is None and shard_batch is None and output_subset is None and timeout is None
+        if is_plain and type(num_slices) is int and num_slices == 1:
+            return self._run(args, kwargs, _PLAIN)
         options = CallOptions(
             batch, shard_batch, _check_slices(num_slices), _subset(output_subset), check_timeout(timeout)
         )

@@ -270,7 +270,9 @@ class Runtime:
             news = [v for v in self._living_variables() if link.variables.get(v._id) != v.version]
             if len(news) == 0:
                 link.num_changes = num_changes
-        wanted = [*needed, *(segment for variable in news for segment in variable.segments(link.rank))]
+        wanted = needed
+        if news:
+            wanted = [*needed, *(segment for variable in news for segment in variable.segments(link.rank))]
         return link.extras(content, wanted, self.lanes[lane], news)
 
     # -- memory -------------------------------------------------------------------------------------------------------
