@@ -94,7 +94,7 @@ def test_A_a_death_between_calls_is_met_at_the_next(runtime: Fork) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FAILPOINTS if name.startswith(("call.", "reduce."))])
-@pytest.mark.parametrize("nth", [2, 6])
+@pytest.mark.parametrize("nth", [5])
 def test_A_a_death_at_each_step(runtime: Fork, name: str, nth: int) -> None:
     """What was answered is right, what was not is WorkerDied, and then all is well."""
     rt = runtime(2, failpoint(name, 1, nth))
@@ -330,7 +330,7 @@ def test_G_calls_take_no_descriptors_and_no_memory(runtime: Fork) -> None:
     assert len(settled_census(before).leftovers(before)) <= 3, "at most buffers of results that are used again"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_A_chaos(runtime: Fork, seed: int, storm_count: Callable[[int], int]) -> None:
     """Kills at random moments: a call's result is right, or it is WorkerDied; and the runtime goes on."""
     rt = runtime(3, max_restarts=10_000)
