@@ -174,12 +174,12 @@ def freeze(trials: Trials) -> Callable[[], None]:
 
 
 def kill_submitted(trials: Trials) -> Callable[[], None]:
-    """A worker is killed with three submitted calls under way."""
+    """A worker is killed, three submitted calls under way."""
     return kill_one(trials)
 
 
 def interrupt_submitted(trials: Trials) -> Callable[[], None]:
-    """Ctrl-C in the master with three submitted calls under way."""
+    """Ctrl-C in the master, three submitted calls under way."""
     return interrupt(trials)
 
 
