@@ -278,9 +278,13 @@ class Queue:
                     return True
                 raise
             steps.close()
+            outcome = _outcome(pending, error)
+            try:
+                abandon(runtime, launched, error)
+            except ClosedError as closed:  # by another thread: what it broke inside says nothing to the user
+                outcome = closed
             if pending._launched is not None:
-                pending._end(None, _outcome(pending, error))
-            abandon(runtime, launched, error)
+                pending._end(None, outcome)
             if not isinstance(error, Exception):
                 raise
         if pending._launched is None and self.calls and self.calls[0] is pending:

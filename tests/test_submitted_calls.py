@@ -379,10 +379,26 @@ def test_close_from_another_thread_ends_a_wait(runtime: Any, tmp_path: Path) -> 
             call.result()
 
 
+def test_what_a_close_breaks_inside_is_told_as_the_close(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread closes the runtime in the middle of a step: ClosedError, however often the result is asked for."""
+    rt = runtime(2)
+    total = rt.function(lambda x: x.sum(), outputs="sum")
+    total(np.ones(4))
+    call = total.submit(np.ones(4))
+
+    def broken(flight: Any) -> Any:
+        rt.team.tear_down()
+        raise TypeError("an inner error")
+
+    monkeypatch.setattr(rt.team, "finish", broken)
+    for _ in range(2):
+        with pytest.raises(ClosedError, match="closed by another thread"):
+            call.result()
+
+
 def test_submit_inside_a_function_is_refused(runtime: Any) -> None:
     rt = runtime(None, inline=True)
     functions = {"inner": rt.function(lambda x: x.sum(), outputs="sum")}
-    called: list[Any] = []
 
     class Handle:
         """Travels by name, so that the function below finds the master's own object."""
@@ -398,7 +414,6 @@ def test_submit_inside_a_function_is_refused(runtime: Any) -> None:
 
     with pytest.raises(ReentrancyError, match="submit"):
         rt.function(outer)(np.ones(2))
-    assert not called
 
 
 _handles: list[Any] = []
