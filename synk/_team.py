@@ -392,12 +392,8 @@ class Team(Crew):
         WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
             As :meth:`exchange`; ``CallTimeout`` also for another flight, whose ``error`` it is then.
         """
-        try:
-            if flight.pending:
-                self._wait(flight)
-        except BaseException:
-            self._settle_unless_closed()
-            raise
+        if flight.pending:
+            self.wait_for(flight, None)
         replies = flight.replies
         for rank, reply in replies.items():
             if reply.flags & IS_UNRECEIVED:
