@@ -20,6 +20,12 @@ import harness  # noqa: E402
 import synk  # noqa: E402
 
 
+def pytest_configure() -> None:
+    """Undo the ignored SIGINT of a run started in the background: the scenarios that it starts would inherit it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     """Remember whether the test's body failed: its traceback then holds what the census would count."""
