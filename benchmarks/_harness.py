@@ -59,6 +59,7 @@ class Spec:
 
 SYNK = Spec("synk", "synk_calls", requires=("synk",), one_thread=False)
 IDEAL = Spec("ideal", "processes", "ranks")
+BARE = Spec("bare loop", "bare")
 POOL = Spec("multiprocessing.Pool", "pool")
 MPI = Spec("mpi4py (mpich)", "mpi", "mpiexec", ("mpi4py",))
 GLOO = Spec("torch gloo", "gloo", "ranks", ("torch",), {"GLOO_SOCKET_IFNAME": "lo"})
@@ -70,6 +71,7 @@ JAX = Spec(
     one_thread=False,
 )
 PEERS = (
+    BARE,
     POOL,
     MPI,
     GLOO,

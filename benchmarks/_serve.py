@@ -45,15 +45,18 @@ def serve(jobs: Mapping[str, Prepare], *, rank: int = 0, start_s: float | None =
             hello = {"rank": rank, "version": version, "start_s": start_s or seconds_since_launch()}
             print(json.dumps(hello), file=stream, flush=True)
             call: Call = _nothing
+            before: Callable[[], None] = _rest
             for line in stream:
                 request = json.loads(line)
                 answer: dict[str, Any] = {}
                 try:
                     if "prepare" in request:
                         call = _nothing  # lets go of the last job's arrays before the next one takes its own
-                        call = jobs[request["prepare"]](**request["params"])
+                        params = request["params"]
+                        before = memory_traffic() if params.pop("is_cold", False) and rank == 0 else _rest
+                        call = jobs[request["prepare"]](**params)
                     else:
-                        answer["call_s"], answer["inner_s"] = _run(call, request["calls"])
+                        answer["call_s"], answer["inner_s"] = _run(call, before, request["calls"])
                 except Exception as error:
                     traceback.print_exc()
                     answer["error"] = f"{type(error).__name__}: {error}"
@@ -64,10 +67,25 @@ def _nothing(call: int) -> float | None:
     return None
 
 
-def _run(call: Call, calls: int) -> tuple[list[float], list[float | None]]:
+def _rest() -> None:
+    pass
+
+
+def memory_traffic(nbytes: int = 64 << 20) -> Callable[[], None]:
+    """Return what to do before each call, untimed, so that it finds workers asleep and caches flushed."""
+    source, target = bytearray(nbytes // 2), bytearray(nbytes // 2)
+
+    def move() -> None:
+        target[:] = source
+
+    return move
+
+
+def _run(call: Call, before: Callable[[], None], calls: int) -> tuple[list[float], list[float | None]]:
     clock = time.perf_counter
     seconds, inner = [], []
     for number in range(calls):
+        before()
         start = clock()
         slowest = call(number)
         seconds.append(clock() - start)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 COLUMNS = 100
-ROWS = {"tiny": 8, "linear": 100_000, "work": 1024}
+ROWS = {"tiny": 8, "linear": 100_000, "linear 1.5 ms": 28_000, "linear 15 ms": 280_000, "work": 1024}
 
 
 @functools.cache

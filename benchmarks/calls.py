@@ -16,7 +16,9 @@ def run(harness: Harness) -> dict[str, Any]:
     results: dict[str, Any] = {}
     with harness.baselines() as baselines:
         start_s: dict[str, list[Any]] = {peer.name: [peer.start_s] for peer in baselines[1:]}
-        cases: dict[str, Case] = {job: {"job": job} for job in ("tiny", "linear", "linear passed")}
+        jobs = ("tiny", "linear 1.5 ms", "linear", "linear 15 ms", "linear passed")
+        cases: dict[str, Case] = {job: {"job": job} for job in jobs}
+        cases["tiny, cold"] = {"job": "tiny", "is_cold": 1}
         cases |= {job: {"job": job, "repeats": _repeats(baselines[0], job)} for job in WORK_S}
         cases |= {name: {"job": "output", "nbytes": nbytes} for name, nbytes in OUTPUTS.items()}
         for _ in range(harness.rounds):
