@@ -36,7 +36,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Injected(Exception):
-    """What a function raises on purpose."""
+    """What a function, or a signal handler of the program, raises on purpose."""
+
+
+def _raise_injected(number: int, frame: Any) -> None:
+    raise Injected
 
 
 @dataclass
@@ -173,6 +177,29 @@ def freeze(trials: Trials) -> Callable[[], None]:
     return lambda: os.kill(victim, signal.SIGSTOP)
 
 
+def raise_in_handler(trials: Trials) -> Callable[[], None]:
+    """A signal handler of the program raises."""
+    signal.signal(signal.SIGUSR1, _raise_injected)
+    return lambda: os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def raise_in_handler_submitted(trials: Trials) -> Callable[[], None]:
+    """A signal handler raises, three submitted calls under way."""
+    return raise_in_handler(trials)
+
+
+def freeze_and_interrupt(trials: Trials) -> Callable[[], None]:
+    """Ctrl-C while a call that timed out waits for a stopped worker."""
+    victim = trials.random.choice(trials.worker_pids())
+
+    def fault() -> None:
+        os.kill(victim, signal.SIGSTOP)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    return fault
+
+
 def kill_submitted(trials: Trials) -> Callable[[], None]:
     """A worker is killed, three submitted calls under way."""
     return kill_one(trials)
@@ -192,13 +219,20 @@ KINDS: dict[str, Callable[[Trials], Callable[[], None] | None]] = {
     "kill-all": kill_all,
     "segfault": segfault,
     "interrupt": interrupt,
+    "handler": raise_in_handler,
     "freeze": freeze,
+    "freeze-interrupt": freeze_and_interrupt,
     "exception": raise_in_function,
     "kill-submitted": kill_submitted,
     "interrupt-submitted": interrupt_submitted,
+    "handler-submitted": raise_in_handler_submitted,
 }
-OPTIONS: dict[str, dict[str, Any]] = {"freeze": {"timeout": 0.05}, "exception": {"is_bad": True}}
-SHARES = {"freeze": 0.1}  # of the count: each waits for its time limit, and for the grace after it
+OPTIONS: dict[str, dict[str, Any]] = {
+    "freeze": {"timeout": 0.05},
+    "freeze-interrupt": {"timeout": 0.05},
+    "exception": {"is_bad": True},
+}
+SHARES = {"freeze": 0.1, "freeze-interrupt": 0.1}  # of the count: each waits for its time limit, and for the grace after it
 
 
 def inject(trials: Trials, kind: str, outcome: Outcome) -> None:
@@ -234,7 +268,7 @@ def inject(trials: Trials, kind: str, outcome: Outcome) -> None:
     while timer.is_alive():
         time.sleep(0.001)
     # Ctrl-C can come when the call has just ended: then it counts, and only its result was lost.
-    outcome.num_wrong += not trials.is_total_right(may_have_counted=kind == "interrupt")
+    outcome.num_wrong += not trials.is_total_right(may_have_counted=kind in ("interrupt", "handler"))
     while True:
         try:
             is_right = trials.call()
