@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# One test process for each core, up to eight.  make test JOBS=0 runs them all in one, where a debugger can stop.
+JOBS ?= logical
 
 # What a shell may bring along and would reach into the environment from outside.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
@@ -28,7 +30,7 @@ demo: $(DEMOS)
 	@$(PY) demos/10_digits_softmax.py
 
 test: $(TEST)
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -n $(JOBS) --maxprocesses 8 $(ARGS)
 
 storm: $(TEST)
 	@$(PY) -m pytest -m storm -o faulthandler_timeout=1800 $(ARGS)

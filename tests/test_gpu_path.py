@@ -130,11 +130,11 @@ def test_every_op_and_dtype_equals_numpy(gpus: Gpus, num_workers: int) -> None:
 
         return {name: cupy.asarray(array) for name, array in outputs(int(row[0])).items()}
 
-    names = outputs(0)
-    f = rt.function(body, outputs={name: name.split()[1] for name in names})
+    made = [outputs(rank) for rank in range(num_workers)]
+    f = rt.function(body, outputs={name: name.split()[1] for name in made[0]})
     got = f(np.arange(num_workers))
-    for name in names:
-        parts = np.stack([outputs(rank)[name] for rank in range(num_workers)])
+    for name in made[0]:
+        parts = np.stack([arrays[name] for arrays in made])
         with np.errstate(all="ignore"):
             expected = NUMPY[name.split()[1]](parts)
         assert got[name].dtype == expected.dtype, name
