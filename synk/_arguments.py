@@ -66,6 +66,11 @@ class Argument:
         return self.kind
 
     @property
+    def is_minibatch(self) -> bool:
+        """Whether it holds the rows of the batch only."""
+        return self.data is not None and self.data.minibatch
+
+    @property
     def num_rows(self) -> int:
         if self.kind == "shard":
             return int(self.value.num_rows)
@@ -207,8 +212,8 @@ def select(arguments: Sequence[Argument], batch: Any, function_name: str) -> Sel
         if batch is not None:
             raise ValueError(f"cannot select rows of {function_name!r}: batch was given, but no argument is scattered.")
         return None
-    whole = [(a.label, a.num_rows) for a in rows if a.data is None or not a.data.minibatch]
-    mini = [(a.label, a.num_rows) for a in rows if a.data is not None and a.data.minibatch]
+    whole = [(a.label, a.num_rows) for a in rows if not a.is_minibatch]
+    mini = [(a.label, a.num_rows) for a in rows if a.is_minibatch]
     return select_common(batch, whole, mini, repr(function_name))
 
 
@@ -238,17 +243,18 @@ def assign(
     else:
         assignment = assign_owned(batch, lengths, repr(function_name))
         expected = sum(lengths)
-    span = assignment.selection.highest - assignment.selection.lowest + 1
+    is_batched = batch is not None or shard_batch is not None
     for argument in arguments:
         if argument.kind != "rows":
             continue
-        is_mini = argument.data is not None and argument.data.minibatch and batch is not None
-        if (argument.num_rows < span) if is_mini else (argument.num_rows != expected):
+        is_mini = argument.is_minibatch and is_batched
+        wanted = assignment.selection.count if is_mini else expected
+        if argument.num_rows < wanted or (argument.num_rows > wanted and not is_mini):
             raise ValueError(
                 f"cannot scatter {argument.label} of {function_name!r}: got {argument.num_rows} rows, expected "
-                f"{span if is_mini else expected}, one for each {'selected ' if shard_batch is not None else ''}row "
-                f"of the "
-                f"sharded variable {shards[0].label}."
+                f"{wanted}{' or more' if is_mini else ''}, one for each "
+                f"{'selected ' if is_mini or shard_batch is not None else ''}row of the sharded variable "
+                f"{shards[0].label}."
             )
     return assignment
 

@@ -307,8 +307,7 @@ def _check_no_rows(outputs: Any, name: str) -> None:
 def _plan(runtime: Runtime, function: Callee, call: Call, options: CallOptions, lane: Lane) -> CachedPlan:
     """Return the plan for this call's signature, from the cache where it was seen before."""
     plans = function.plans
-    local_indices = call.owned.local_indices if call.owned is not None else None
-    indices = call.selection.indices if call.selection is not None else None
+    index_arrays = call.index_arrays
     buffer_sizes: tuple[int, ...] = ()
     capacity = 0
     if call.objects is not None:
@@ -319,8 +318,7 @@ def _plan(runtime: Runtime, function: Callee, call: Call, options: CallOptions, 
         tuple([(argument.keyword, argument.key) for argument in call.arguments]),
         options.num_slices,
         options.output_subset,
-        -1 if indices is None else len(indices),
-        -1 if local_indices is None else len(local_indices),
+        tuple([-1 if indices is None else len(indices) for indices in index_arrays]),
         capacity,
         buffer_sizes,
         lane.index,
@@ -342,8 +340,7 @@ def _plan(runtime: Runtime, function: Callee, call: Call, options: CallOptions, 
     array_places = [reserve(a.array.size * a.dtype.itemsize) if a.array is not None else 0 for a in call.arguments]
     pickle_at = reserve(capacity) if capacity else 0
     buffers_at = [reserve(size) for size in buffer_sizes]
-    indices_at = reserve(len(indices) * 8) if indices is not None else 0
-    local_at = reserve(len(local_indices) * 8) if local_indices is not None else 0
+    indices_at = [reserve(indices.nbytes) if indices is not None else 0 for indices in index_arrays]
     staging = lane.reserve_staging(offset, runtime)
     key = (*key[:-1], staging.id)
     staged: list[np.ndarray] = []
@@ -354,6 +351,10 @@ def _plan(runtime: Runtime, function: Callee, call: Call, options: CallOptions, 
         num_objects += argument.kind == "object"
         if argument.array is not None:
             staged.append(staging.view(place, argument.array.shape, argument.dtype))
+    index_places = [
+        (staging.id, at, len(indices)) if indices is not None else None
+        for at, indices in zip(indices_at, index_arrays)
+    ]
     plan = Plan(
         next(_plan_ids),
         function.id,
@@ -362,9 +363,10 @@ def _plan(runtime: Runtime, function: Callee, call: Call, options: CallOptions, 
         options.output_subset,
         (staging.id, pickle_at, capacity) if capacity else None,
         tuple((staging.id, at, size) for at, size in zip(buffers_at, buffer_sizes)),
-        (staging.id, indices_at, len(indices)) if indices is not None else None,
-        call.selection is None,
-        (staging.id, local_at, len(local_indices)) if local_indices is not None else None,
+        is_rowless=call.selection is None,
+        indices_place=index_places[0],
+        local_indices_place=index_places[1],
+        order_place=index_places[2],
     )
     segments = [a.data._segment for a in call.arguments if a.data is not None and a.data._segment is not None]
     if offset:
@@ -372,8 +374,10 @@ def _plan(runtime: Runtime, function: Callee, call: Call, options: CallOptions, 
     places = Places(
         staging.buffer[pickle_at : pickle_at + capacity] if capacity else None,
         [staging.buffer[at : at + size] for at, size in zip(buffers_at, buffer_sizes)],
-        staging.view(indices_at, (len(indices),), np.dtype(np.int64)) if indices is not None else None,
-        staging.view(local_at, (len(local_indices),), np.dtype(np.int64)) if local_indices is not None else None,
+        [
+            staging.view(at, indices.shape, indices.dtype) if indices is not None else None
+            for at, indices in zip(indices_at, index_arrays)
+        ],
     )
     cached = CachedPlan(plan, lane, segments, staged, places)
     plans.put(key, cached, runtime)
@@ -394,12 +398,10 @@ def _stage(runtime: Runtime, cached: CachedPlan, call: Call) -> None:
         for target, view in zip(places.buffers, buffers):
             copy_into(target, np.frombuffer(view, np.uint8))
             nbytes += view.nbytes
-    if places.indices is not None and call.selection is not None:
-        places.indices[...] = call.selection.indices
-        nbytes += places.indices.nbytes
-    if places.local_indices is not None and call.owned is not None:
-        places.local_indices[...] = call.owned.local_indices
-        nbytes += places.local_indices.nbytes
+    for place, indices in zip(places.indices, call.index_arrays):
+        if place is not None:
+            place[...] = indices
+            nbytes += place.nbytes
     runtime.counters["bytes_staged"] += nbytes
 
 
@@ -407,11 +409,9 @@ def _write_numbers(lane: Lane, call: Call) -> None:
     """Write each rank's bounds into the control segment, where they differ from those of the call before."""
     selection = call.selection
     is_rowless = selection is None
-    start, step, count, lowest = (0, 1, 0, 0) if selection is None else (
-        selection.start, selection.step, selection.count, selection.lowest,
-    )  # fmt: skip
+    start, step, count = (0, 1, 0) if selection is None else (selection.start, selection.step, selection.count)
     local = call.owned.local_ranges if call.owned is not None else None
-    key = (call.bounds, call.ranks, start, step, count, lowest, is_rowless, local)
+    key = (call.bounds, call.ranks, start, step, count, is_rowless, local)
     if lane.last_numbers != key:
         lane.last_numbers = None  # until all of them are written
         running = set(call.ranks)
@@ -423,7 +423,6 @@ def _write_numbers(lane: Lane, call: Call) -> None:
                 start,
                 step,
                 count,
-                lowest,
                 is_rowless or high - low,
                 *(local[rank] if local else (0, 1)),
             )

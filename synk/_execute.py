@@ -95,13 +95,14 @@ class PreparedPlan:
         self.nothing = (None,) * len(plan.inputs)  # for inputs of which none was brought ahead
         self.indices = self._index_view(plan.indices_place, segments)
         self.local_indices = self._index_view(plan.local_indices_place, segments)
+        self.order = self._index_view(plan.order_place, segments)
         self.pickle_view: memoryview | None = None
         self.buffer_views: list[memoryview] = []
         if plan.pickle_place is not None:
             self.pickle_view = self._bytes_view(plan.pickle_place, segments)
             self.buffer_views = [self._bytes_view(place, segments) for place in plan.buffers]
         self.segment_ids = {item.segment_id for item in plan.inputs if item.kind in ("rows", "whole")}
-        places = (plan.pickle_place, plan.indices_place, plan.local_indices_place, *plan.buffers)
+        places = (plan.pickle_place, plan.indices_place, plan.local_indices_place, plan.order_place, *plan.buffers)
         self.segment_ids.update(place[0] for place in places if place is not None)
         self.layout: Layout | None = None
         self.ops: list[Op] = []
@@ -258,7 +259,7 @@ class Executor:
         numbers = self._down[self.rank].tolist()
         low, high = numbers[Down.LOW], numbers[Down.HIGH]
         if is_hurried:
-            is_range = prepared.indices is None and numbers[Down.STEP] == 1
+            is_range = prepared.indices is None and prepared.order is None and numbers[Down.STEP] == 1
             if not is_range or not all(base is None or backend.is_pinned(base) for base in prepared.bases):
                 return
         try:
@@ -272,12 +273,11 @@ class Executor:
         self, prepared: PreparedPlan, item: Input, base: np.ndarray, numbers: list[int], low: int, high: int
     ) -> Any:
         """Return the rows ``low`` to ``high`` of the selection, as a view where they are a range."""
-        shift = numbers[Down.LOWEST] if item.is_minibatch else 0
-        if prepared.indices is not None:
-            indices = prepared.indices[low:high]
-            return self.backend.take_rows(base, indices - shift if shift else indices)
-        step = numbers[Down.STEP]
-        first = numbers[Down.START] + low * step - shift
+        indices = prepared.order if item.is_minibatch else prepared.indices
+        if indices is not None:
+            return self.backend.take_rows(base, indices[low:high])
+        start, step = (0, 1) if item.is_minibatch else (numbers[Down.START], numbers[Down.STEP])
+        first = start + low * step
         if step == 1:
             return self.backend.from_host(base[first : first + high - low])
         stop: int | None = first + (high - low) * step

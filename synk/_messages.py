@@ -96,15 +96,14 @@ class Down(IntEnum):
     START = 4  # of the selection
     STEP = 5
     COUNT = 6
-    LOWEST = 7  # row by which minibatch inputs are shifted
-    ROWS = 8  # weight of the rank in averages
-    LOCAL_START = 9  # of the rank's rows among those of its shard
-    LOCAL_STEP = 10
-    CALL = 11  # number of the call; rank 0's entry counts for all
-    COMMITTED = 12  # number of the last call whose assignments hold on this rank
-    GROUP = 13  # number of the NCCL group by which the devices reduce the call's large outputs; 0: through the host
-    BROKEN = 14  # number of the last NCCL group that is given up
-    RESULT = 15  # segment for the call's large outputs, 0: they are asked for later; rank 0's entry counts for all
+    ROWS = 7  # weight of the rank in averages
+    LOCAL_START = 8  # of the rank's rows among those of its shard
+    LOCAL_STEP = 9
+    CALL = 10  # number of the call; rank 0's entry counts for all
+    COMMITTED = 11  # number of the last call whose assignments hold on this rank
+    GROUP = 12  # number of the NCCL group by which the devices reduce the call's large outputs; 0: through the host
+    BROKEN = 13  # number of the last NCCL group that is given up
+    RESULT = 14  # segment for the call's large outputs, 0: they are asked for later; rank 0's entry counts for all
 
 
 class Up(IntEnum):
@@ -182,6 +181,7 @@ class Input:
     shape, dtype
         Of the whole array, axis 0 being the rows.
     is_minibatch : bool
+        Whether axis 0 is the rows of the batch, and not of the data set that the batch was chosen from.
     """
 
     name: str
@@ -205,6 +205,8 @@ class Plan:
         The selected rows as int64, where they are no range.
     local_indices_place : tuple (segment_id, offset, count) or None
         Likewise the rows of sharded variables, as positions in each rank's own shard.
+    order_place : tuple (segment_id, offset, count) or None
+        Likewise the rows of minibatch inputs, where the ranks' rows are not in the order of the batch.
     """
 
     plan_id: int
@@ -217,6 +219,7 @@ class Plan:
     indices_place: tuple[int, int, int] | None = None
     is_rowless: bool = False
     local_indices_place: tuple[int, int, int] | None = None
+    order_place: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,7 @@ class Places:
 
     pickle: np.ndarray | None
     buffers: list[np.ndarray]
-    indices: np.ndarray | None
-    local_indices: np.ndarray | None
+    indices: list[np.ndarray | None]  # as Call.index_arrays
 
 
 class PlanCache:
@@ -120,6 +119,15 @@ class Call:
     objects: tuple[bytes, list[memoryview]] | None
     owned: Assignment | None = None
     has_group: bool = False  # whether its large outputs are reduced by NCCL
+
+    @property
+    def index_arrays(self) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
+        """Which rows of whole inputs, of the ranks' own shards and of minibatch inputs to take; None: a range."""
+        indices = self.selection.indices if self.selection is not None else None
+        if self.owned is None:
+            return indices, None, None
+        has_minibatch = any(argument.is_minibatch for argument in self.arguments)
+        return indices, self.owned.local_indices, self.owned.order if has_minibatch else None
 
 
 class RepeatedCall:

@@ -47,24 +47,6 @@ class Selection:
     step: int = 1
     indices: npt.NDArray[np.int64] | None = None
 
-    @property
-    def lowest(self) -> int:
-        """The lowest row selected: what ``minibatch`` data is shifted by."""
-        if self.count == 0:
-            return 0
-        if self.indices is not None:
-            return int(self.indices.min())
-        return min(self.start, self.start + (self.count - 1) * self.step)
-
-    @property
-    def highest(self) -> int:
-        """The highest row selected, or -1 where there is none."""
-        if self.count == 0:
-            return -1
-        if self.indices is not None:
-            return int(self.indices.max())
-        return max(self.start, self.start + (self.count - 1) * self.step)
-
     def positions(self) -> npt.NDArray[np.int64]:
         """All selected rows as an int64 array of shape ``(count,)``."""
         if self.indices is not None:
@@ -128,12 +110,7 @@ def select_rows(batch: Any, num_rows: int, what: str) -> Selection:
 
 def _index_array(batch: Any, num_rows: int, what: str) -> npt.NDArray[np.int64]:
     """Return ``batch`` as a 1-d int64 array; a mask becomes the positions of its True values."""
-    try:
-        indices = np.asarray(batch)
-    except Exception as error:
-        raise TypeError(
-            f"cannot select rows of {what}: got a batch of type {type(batch).__name__} ({error})."
-        ) from error
+    indices = _as_array(batch, what)
     if indices.size == 0 and indices.ndim == 1 and not isinstance(batch, np.ndarray):
         return np.empty(0, np.int64)
     if indices.ndim != 1 or indices.dtype.kind not in "biu":
@@ -155,6 +132,15 @@ def _index_array(batch: Any, num_rows: int, what: str) -> npt.NDArray[np.int64]:
     return indices.astype(np.int64)
 
 
+def _as_array(batch: Any, what: str) -> np.ndarray:
+    try:
+        return np.asarray(batch)
+    except Exception as error:
+        raise TypeError(
+            f"cannot select rows of {what}: got a batch of type {type(batch).__name__} ({error})."
+        ) from error
+
+
 def select_common(
     batch: Any, lengths: Sequence[tuple[str, int]], minibatch_lengths: Sequence[tuple[str, int]], what: str
 ) -> Selection:
@@ -167,7 +153,8 @@ def select_common(
     lengths : sequence of (name, rows)
         Inputs that hold the whole data set. They may differ in length only where ``batch`` means the same rows of all.
     minibatch_lengths : sequence of (name, rows)
-        Inputs that hold just the current minibatch: with a ``batch`` its lowest row is their row 0.
+        Inputs that hold just the rows of the batch, in its order: row j belongs to the j-th row that it picks. They may
+        be longer. Without a ``batch`` they are as long as the others.
     what : str
 
     Raises
@@ -196,35 +183,40 @@ def select_common(
                     f"rows) and {name} ({rows} rows). Pass inputs of equal length, or non-negative indices."
                 )
     else:
-        selection = _select_unbounded(batch, what)
+        selection = Selection(_count_unbounded(batch, what))
     for name, rows in minibatch_lengths:
-        needed = selection.highest - selection.lowest + 1 if selection.count else 0
-        if needed > rows:
+        if rows < selection.count:
             raise IndexError(
-                f"cannot select rows of {what}: batch spans {needed} rows, and minibatch input {name} has {rows}."
+                f"cannot select rows of {what}: batch picks {selection.count} rows, and minibatch input {name} has "
+                f"{rows}, expected as many or more."
             )
     return selection
 
 
-def _select_unbounded(batch: Any, what: str) -> Selection:
-    """Resolve ``batch`` where only minibatch data is passed: positions in a data set whose length nobody knows."""
+def _count_unbounded(batch: Any, what: str) -> int:
+    """Return how many rows ``batch`` picks of a data set whose length nobody knows: only minibatch data is passed."""
     if isinstance(batch, slice):
-        start, stop, step = batch.start or 0, batch.stop, 1 if batch.step is None else batch.step
-        if stop is None or start < 0 or stop < 0 or step < 0:
-            raise ValueError(
-                f"cannot select rows of {what}: got batch={batch!r} with minibatch data only, expected a slice with "
-                "start, stop and step of zero or more."
-            )
-        return select_rows(batch, stop, what)
-    if isinstance(batch, (int, np.integer)):
-        return select_rows(batch, int(batch), what)
-    if isinstance(batch, np.ndarray) and batch.dtype.kind == "b":
-        return select_rows(batch, batch.size, what)
-    indices = np.asarray(batch)
-    if indices.size and indices.dtype.kind in "iu" and indices.min() < 0:
-        raise IndexError(f"cannot select rows of {what}: negative indices have no meaning with minibatch data only.")
-    return select_rows(
-        batch, int(indices.max()) + 1 if indices.size and indices.dtype.kind in "iu" else len(indices), what
+        step = 1 if batch.step is None else batch.step
+        start = 0 if batch.start is None and step > 0 else batch.start
+        if start is None or batch.stop is None or start < 0 or batch.stop < 0:
+            raise _uncountable(what, repr(batch), "a slice that has a stop and counts from row 0")
+        return len(range(start, batch.stop, step))
+    if isinstance(batch, (int, np.integer)) and not isinstance(batch, bool):
+        if batch < 0:
+            raise _uncountable(what, repr(batch), "zero rows or more")
+        return int(batch)
+    indices = _as_array(batch, what)
+    if indices.dtype.kind == "b" and indices.ndim:
+        raise _uncountable(what, "a mask", "the number of rows that it picks")
+    if indices.size and indices.dtype.kind == "i" and indices.min() < 0:
+        raise _uncountable(what, f"index {indices.min()}", "indices of zero or more")
+    return select_rows(batch, 1 << 62, what).count
+
+
+def _uncountable(what: str, got: str, expected: str) -> ValueError:
+    return ValueError(
+        f"cannot select rows of {what} with minibatch data only: got {got} as its batch, expected {expected}. There is "
+        "no data set whose rows it could count."
     )
 
 

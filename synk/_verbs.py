@@ -39,7 +39,8 @@ def data(
     dtype, shape, ndim
         Of the array; needed where there is no value (dtype, and one of the others).
     minibatch : bool
-        The object will hold only the rows of the current batch.
+        The object will hold only the rows of the current batch, in its order: row j belongs to the j-th row that
+        ``batch`` picks of the other inputs.
     force_cast : bool
         Allow a cast of ``value`` to ``dtype`` that can lose information.
     oversize : float

@@ -33,7 +33,8 @@ class Data:
     data : ndarray
         The whole array, a view.
     minibatch : bool
-        Whether the object holds only the rows of the current batch; see ``batch`` in :class:`synk.Function`.
+        Whether the object holds only the rows of the current batch, in its order: row j belongs to the j-th row that
+        ``batch`` picks; see :class:`synk.Function`.
     name : str or None
     """
 

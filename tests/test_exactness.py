@@ -260,19 +260,6 @@ def test_large_outputs_take_the_other_path_to_the_same_numbers(
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
-def test_a_batch_of_minibatch_data_is_shifted_to_its_lowest_row(shared_runtimes: Any, num_workers: int) -> None:
-    rt = shared_runtimes[num_workers]
-    whole = np.arange(40.0).reshape(20, 2)
-    data = rt.data(whole)
-    for batch in (slice(5, 12), slice(6, 17, 3), [9, 7, 12, 7], np.array([19, 4])):
-        low = min(batch) if not isinstance(batch, slice) else batch.start
-        loaded = whole[low : low + 16] * 10
-        minibatch = rt.data(loaded, minibatch=True)
-        f = rt.function(lambda x, y: x * 10 - y, outputs="gather")
-        np.testing.assert_array_equal(f(data, minibatch, batch=batch), np.zeros_like(whole[batch]))
-
-
-@pytest.mark.parametrize("num_workers", WORKERS)
 def test_a_subset_of_the_outputs_is_the_same_numbers(shared_runtimes: Any, num_workers: int) -> None:
     rt = shared_runtimes[num_workers]
     x = rows_of("float64", "sum", 13, 2, 1)

@@ -120,13 +120,13 @@ def test_a_call_on_shards_equals_numpy_on_all_rows(
     f = functions(rt)
     check(f.alone(x.variable, batch=batch, num_slices=num_slices), x.whole[positions], counts, num_slices)
     assert_same(f.alone.serial(x.variable, batch=batch)[0], x.whole[positions].sum(axis=0))
-    # Other inputs hold the whole data set, or, as minibatch data, what the batch spans.
+    # Other inputs hold the whole data set, or, as minibatch data, the rows of the batch in its order.
     y = np.random.default_rng(seed).integers(-3, 4, sum(lengths)).astype(float)
     w = rt.shared(2.0)
     rows = x.whole[positions] * y[positions][:, None]
     inputs = [y, rt.data(y)]
     if batch is not None:
-        inputs.append(rt.data(y[positions.min() : positions.max() + 1], minibatch=True))
+        inputs.append(rt.data(np.append(y[positions], [9.0] * (seed % 3)), minibatch=True))
     for given_y in inputs:
         result = f.beside(x.variable, given_y, w, batch=batch, num_slices=num_slices)
         check(result, rows, counts, num_slices, scale=2.0)
@@ -313,7 +313,7 @@ def test_inputs_that_do_not_match_the_shards(shared_runtimes: Any) -> None:
         (IndexError, "index 5", lambda: g(x, batch=[5])),
         (IndexError, "batch=6", lambda: g(x, batch=6)),
         (IndexError, "mask of 4", lambda: g(x, batch=np.ones(4, bool))),
-        (ValueError, "got 2 rows, expected 3", lambda: f(x, rt.data(np.ones(2), minibatch=True), batch=[0, 2])),
+        (ValueError, "got 1 rows, expected 2 or more", lambda: f(x, rt.data(np.ones(1), minibatch=True), batch=[0, 2])),
     ]  # fmt: skip
     for error, words, call in wrong:
         messages = rt.counters["messages_down"]
