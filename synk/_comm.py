@@ -5,6 +5,7 @@ A function refers to ``synk.comm`` as to any module; it means something only on 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,9 @@ class Comm:
 
     Arrays are of the backend's own library (NumPy on CPU workers); results are new arrays. All ranks that run the
     function must make the same calls in the same order; ranks without rows in a call do not take part.
+
+    Nothing here is differentiated: a torch tensor that requires grad is refused with a TypeError, because the result
+    would be a constant to autograd. Pass ``tensor.detach()``.
 
     Attributes
     ----------
@@ -94,35 +98,42 @@ class Comm:
         CollectiveMismatch
             If the ranks' requests differ, or one has left the function.
         TypeError, ValueError
-            For an op that the dtype does not have.
+            For an op that the dtype does not have, and for a torch tensor that requires grad.
         """
         self._check_op(op)
+        _check_constant(array, "all_reduce")
         return _worker().collectives().all_reduce(array, op, self._weight(op, weight))
 
     def reduce(self, array: Any, op: str = "avg", root: int = 0, *, weight: float | None = None) -> Any:
         """Reduce ``array`` of all ranks to rank ``root``; others get None."""
         self._check_op(op)
+        _check_constant(array, "reduce")
         return _worker().collectives().reduce(array, op, root, self._weight(op, weight))
 
     def broadcast(self, array: Any, root: int = 0) -> Any:
         """Return ``array`` of rank ``root``; the others' arrays say its shape and dtype."""
+        _check_constant(array, "broadcast")
         return _worker().collectives().broadcast(array, root)
 
     def all_gather(self, array: Any) -> Any:
         """Return the arrays of all ranks (of one shape), stacked: shape ``(len(ranks), *shape)``."""
+        _check_constant(array, "all_gather")
         return _worker().collectives().all_gather(array)
 
     def reduce_scatter(self, array: Any, op: str = "sum", *, weight: float | None = None) -> Any:
         """Reduce ``array``, shape ``(len(ranks) * n, *rest)``, and return the rank's own block of n rows."""
         self._check_op(op)
+        _check_constant(array, "reduce_scatter")
         return _worker().collectives().reduce_scatter(array, op, self._weight(op, weight))
 
     def send(self, array: Any, peer: int, tag: int = 0) -> None:
         """Send ``array`` to rank ``peer``."""
+        _check_constant(array, "send")
         _worker().collectives().send(array, peer, tag)
 
     def recv(self, like: Any, peer: int, tag: int = 0) -> Any:
         """Return a new array of the shape and dtype of ``like`` with what rank ``peer`` sent."""
+        _check_constant(like, "recv")
         return _worker().collectives().recv(like, peer, tag)
 
     def barrier(self) -> None:
@@ -144,6 +155,16 @@ class Comm:
 
     def __reduce__(self) -> Any:
         return _the_comm, ()
+
+
+def _check_constant(array: Any, verb: str) -> None:
+    """Refuse a tensor through which autograd would follow a value: it cannot follow it to the other ranks."""
+    torch = sys.modules.get("torch")  # where it was never imported there is no tensor
+    if torch is not None and isinstance(array, torch.Tensor) and array.requires_grad:
+        raise TypeError(
+            f"cannot {verb} a torch tensor: got one that requires grad, expected one without, because synk.comm never "
+            "differentiates and its result would be a constant to autograd. Pass tensor.detach()."
+        )
 
 
 class HostCollectives:

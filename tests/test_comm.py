@@ -299,6 +299,39 @@ def test_torch_tensors_stay_tensors(shared_runtimes: Any) -> None:
     assert_same(f(np.arange(4.0)), np.arange(4.0) * 5)
 
 
+VERBS: dict[str, Any] = {
+    "all_reduce": lambda x: synk.comm.all_reduce(x, "sum"),
+    "reduce": lambda x: synk.comm.reduce(x, "sum"),
+    "broadcast": lambda x: synk.comm.broadcast(x),
+    "all_gather": lambda x: synk.comm.all_gather(x),
+    "reduce_scatter": lambda x: synk.comm.reduce_scatter(x),
+    "send": lambda x: synk.comm.send(x, 1 - synk.comm.rank),
+    "recv": lambda x: synk.comm.recv(x, 1 - synk.comm.rank),
+}
+
+
+@pytest.mark.parametrize("framework", [None, "torch"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_tensor_that_requires_grad_is_refused(shared_runtimes: Any, verb: str, framework: Any) -> None:
+    """Its gradient would end there without a word. The same tensor detached is taken."""
+    pytest.importorskip("torch")
+    rt, communicate = shared_runtimes[2], VERBS[verb]
+
+    def body(x: Any, is_detached: bool) -> int:
+        import torch
+
+        leaf = torch.ones(len(x), requires_grad=True)
+        for tensor in (leaf, leaf * 2):
+            communicate(tensor.detach() if is_detached else tensor)
+        return 1
+
+    f = rt.function(body, outputs="sum", framework=framework, bcast_inputs="is_detached")
+    with pytest.raises(TypeError, match=rf"cannot {verb} a torch tensor: .*requires grad.*\.detach\(\)"):
+        f(np.arange(4.0), False)
+    if verb not in ("send", "recv"):
+        assert f(np.arange(4.0), True) == 2
+
+
 # ----- misuse
 
 

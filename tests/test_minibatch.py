@@ -36,10 +36,11 @@ def test_row_j_goes_with_the_jth_row_of_the_batch(shared_runtimes: Any, where: A
     whole = np.arange(COUNT * 2.0).reshape(COUNT, 2)
     places = [whole, rt.data(whole), rt.shared(whole, sharded=True)]
     f = rt.function(lambda x, y: (x * 100 + y, (x * y).sum(axis=0)), outputs=("gather", "sum"))
-    for seed in range(12):
+    for seed in range(6):
         rng = np.random.default_rng(seed)
         batch = batch_of(kind, rng)
-        rows = whole[:batch] if isinstance(batch, int) else whole[np.array(batch, int) if isinstance(batch, list) else batch]
+        picked = slice(batch) if isinstance(batch, int) else np.array(batch, int) if isinstance(batch, list) else batch
+        rows = whole[picked]
         loaded = rng.integers(0, 50, (len(rows) + int(rng.integers(0, 3)), 2)).astype(float)
         minibatch = rt.data(loaded, minibatch=True)
         expected = rows * 100 + loaded[: len(rows)]
