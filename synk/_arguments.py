@@ -16,7 +16,7 @@ import numpy as np
 from synk._arrays import as_plain_array, check_shareable
 from synk._messages import Input
 from synk._shards import Assignment, Selection, assign_local, assign_owned, select_common
-from synk.data import Data, check_same_runtime
+from synk.data import Contents, Data, check_same_runtime
 from synk.errors import SerializationError
 
 _ALIGNMENT = 64
@@ -39,6 +39,9 @@ class Argument:
     array : ndarray or None
         What must be staged (``rows`` and ``whole`` that are no ``Data``).
     data : Data or None
+    contents : Contents or None
+        Of ``data`` when the argument was bound. Another thread may replace them at any time, so the whole call goes by
+        these.
     value : object
         For ``object``, ``shard`` and ``replica``.
     """
@@ -48,17 +51,16 @@ class Argument:
     kind: str
     array: np.ndarray | None = None
     data: Data | None = None
+    contents: Contents | None = None
     value: Any = None
     dtype: Any = None
 
     @property
     def key(self) -> Any:
         """What must be equal for a plan to be used again."""
-        if self.data is not None:
-            segment = self.data._segment
-            dtype = self.data.dtype
-            place = segment.id if segment else 0
-            return (self.kind, place, self.data.shape, dtype, dtype.type, self.data.minibatch)
+        if self.contents is not None:
+            array = self.contents.array
+            return (self.kind, self.contents.segment_id, array.shape, array.dtype, array.dtype.type, self.is_minibatch)
         if self.array is not None:  # the type as well: NumPy calls np.record equal to a plain record
             return (self.kind, self.array.shape, self.dtype, self.dtype.type)
         if self.kind in ("shard", "replica"):
@@ -74,7 +76,7 @@ class Argument:
     def num_rows(self) -> int:
         if self.kind == "shard":
             return int(self.value.num_rows)
-        return len(self.data) if self.data is not None else len(self.array)  # type: ignore[arg-type]
+        return len(self.contents.array if self.contents is not None else self.array)  # type: ignore[arg-type]
 
 
 OPTION_NAMES = frozenset({"batch", "shard_batch", "num_slices", "output_subset", "timeout"})
@@ -185,7 +187,7 @@ def check_argument(
         check_same_runtime(value, runtime, what)
         if not is_broadcast and value.ndim == 0:
             raise TypeError(_no_rows(label, function_name, "a Data with no axes"))
-        return Argument(label, keyword, "whole" if is_broadcast else "rows", data=value)
+        return Argument(label, keyword, "whole" if is_broadcast else "rows", data=value, contents=value._contents)
     if hasattr(value, "_synk_shared"):
         return value._as_argument(label, keyword, is_broadcast, function_name, runtime)
     if is_broadcast:
@@ -313,9 +315,8 @@ def input_of(argument: Argument, segment_id: int, offset: int) -> Input:
         return Input(argument.keyword, "object", 0, offset)
     if argument.kind in ("shard", "replica"):
         return argument.value.as_input(argument.keyword, argument.kind)
-    if argument.data is not None:
-        data = argument.data
-        segment_id = data._segment.id if data._segment is not None else 0
-        return Input(argument.keyword, argument.kind, segment_id, 0, data.shape, data.dtype, data.minibatch)
+    if argument.contents is not None:
+        array, segment_id = argument.contents.array, argument.contents.segment_id
+        return Input(argument.keyword, argument.kind, segment_id, 0, array.shape, array.dtype, argument.is_minibatch)
     assert argument.array is not None
     return Input(argument.keyword, argument.kind, segment_id, offset, argument.array.shape, argument.dtype)

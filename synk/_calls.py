@@ -146,7 +146,7 @@ def launch(
         lane.down[0, Down.CALL] = number
         if runtime.has_devices:
             team.prefetch(call.ranks, plan_id, lane.index)
-        runtime.begin(f"submit {name}", deadline)
+        runtime.resume(f"submit {name}", deadline)
         _load(runtime, function, call, deadline)
     lease = None
     try:
@@ -221,7 +221,7 @@ def _load(runtime: Runtime, function: Callee, call: Call, deadline: float | None
     """See that all workers live, have the function, and hold the values that it reads."""
     function.load(runtime, deadline)
     while runtime.team.has_dead:  # one that died after it had loaded the function
-        runtime.begin(f"call {function.name!r}", deadline)
+        runtime.resume(f"call {function.name!r}", deadline)
         function.load(runtime, deadline)
     if runtime.has_devices:  # a value there ends with its worker
         used = [argument.value for argument in call.arguments if argument.kind in ("shard", "replica")]
@@ -352,8 +352,7 @@ def _plan(runtime: Runtime, function: Callee, call: Call, options: CallOptions, 
         if argument.array is not None:
             staged.append(staging.view(place, argument.array.shape, argument.dtype))
     index_places = [
-        (staging.id, at, len(indices)) if indices is not None else None
-        for at, indices in zip(indices_at, index_arrays)
+        (staging.id, at, len(indices)) if indices is not None else None for at, indices in zip(indices_at, index_arrays)
     ]
     plan = Plan(
         next(_plan_ids),
@@ -368,7 +367,8 @@ def _plan(runtime: Runtime, function: Callee, call: Call, options: CallOptions, 
         local_indices_place=index_places[1],
         order_place=index_places[2],
     )
-    segments = [a.data._segment for a in call.arguments if a.data is not None and a.data._segment is not None]
+    contents = [argument.contents for argument in call.arguments if argument.contents is not None]
+    segments = [each.segment for each in contents if each.segment is not None]
     if offset:
         segments.append(staging)
     places = Places(

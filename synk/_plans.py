@@ -147,8 +147,8 @@ class RepeatedCall:
         targets = iter(cached.staged)
         self._arguments: list[tuple[Any, Any, np.ndarray | None]] = []
         for argument in call.arguments:
-            if argument.data is not None:
-                self._arguments.append((weakref.ref(argument.data), weakref.ref(argument.data._array), None))
+            if argument.data is not None and argument.contents is not None:
+                self._arguments.append((weakref.ref(argument.data), weakref.ref(argument.contents.array), None))
             elif argument.array is not None:
                 self._arguments.append((_kind_of(argument.array), argument.array.shape, next(targets)))
 
@@ -168,7 +168,7 @@ class RepeatedCall:
             return False
         for value, (first, second, target) in zip(args, self._arguments):
             if target is None:
-                if value is None or value is not first() or value._array is not second():
+                if value is None or value is not first() or value._contents.array is not second():
                     return False
             elif type(value) is not np.ndarray or _kind_of(value) != first or value.shape != second:
                 return False

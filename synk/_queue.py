@@ -227,13 +227,14 @@ class Queue:
 
     def release(self, segment: Segment) -> None:
         """Wait for the calls that read ``segment``, which is about to be changed."""
-        if not self._reads(segment) or self._runtime.is_mine():
+        if not self.reads(segment) or self._runtime.is_mine():
             return
         with self._runtime.entered("change Data"):
-            while self._reads(segment):
+            while self.reads(segment):
                 self._step_oldest(None)
 
-    def _reads(self, segment: Segment) -> bool:
+    def reads(self, segment: Segment) -> bool:
+        """Whether a call that has not ended reads ``segment``."""
         launched = [pending._launched for pending in list(self.calls)]
         return any(segment in each.cached.segments for each in launched if each is not None)
 

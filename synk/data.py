@@ -5,14 +5,17 @@ Owns one segment at a time. Makes no message: workers learn of a segment with th
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
+import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from synk._array_like import ArrayLike
 from synk._arrays import as_plain_array, check_shareable
 from synk._interrupts import deferred
 from synk._memory import Segment
@@ -22,11 +25,37 @@ if TYPE_CHECKING:
     from synk.runtime import Runtime
 
 
-class Data:
+class Contents(NamedTuple):
+    """What a ``Data`` holds at one moment.
+
+    Replaced as a whole, so that whoever has taken it has the memory and the rows of one moment.
+    """
+
+    segment: Segment | None
+    array: np.ndarray
+
+    @property
+    def segment_id(self) -> int:
+        return self.segment.id if self.segment is not None else 0
+
+
+class Data(ArrayLike):
     """An array in shared memory, of fixed dtype and number of axes; axis 0 is the rows that calls scatter.
 
     Made by :func:`synk.data`. Reads like a NumPy array: indexing gives views, assignment writes through to where the
     workers read. Nothing is copied to the workers, who map the same memory read-only.
+
+    NumPy's operators and functions take it as an array, and give ordinary arrays; so do the methods ``astype``,
+    ``copy``, ``mean``, ``sum``, ``min``, ``max``, ``reshape`` and ``tolist`` and the attribute ``T`` (all others are
+    those of ``.data``). What works in place, as ``d += 1``, ``d[...] = x`` and ``np.add(d, 1, out=d)``, writes to where
+    the workers read, when the submitted calls that read it have ended. ``==`` compares elements, but hashing goes by
+    identity.
+
+    Notes
+    -----
+    Several threads may use one object. ``set_value``, ``set_length``, ``set_shape`` and ``free_memory`` replace the
+    contents in one step: a call in another thread works on all of the old rows or on all of the new ones. Writing in
+    place waits for submitted calls only: what a plain call reads that another thread runs meanwhile is not defined.
 
     Attributes
     ----------
@@ -52,7 +81,9 @@ class Data:
         name: str | None = None,
     ) -> None:
         self._runtime = runtime
-        self._segment: Segment | None = None
+        # Held by whoever replaces the contents, and never while waiting for the runtime: a call that converts its
+        # arguments may come here.
+        self._writing = threading.RLock()
         self.name = name
         self.minibatch = bool(minibatch)
         label = self._label
@@ -63,7 +94,7 @@ class Data:
             if shape is not None and shape != array.shape:
                 raise ValueError(f"cannot make {label}: got a value of shape {array.shape} and shape={shape}.")
             self._ndim = array.ndim if ndim is None else ndim
-            self._array = np.empty((0,) * self._ndim, self._dtype)
+            self._contents = Contents(None, np.empty((0,) * self._ndim, self._dtype))
             if dtype is not None and not hasattr(value, "dtype"):
                 # Whoever names a dtype for a list of Python numbers means NumPy's conversion, with its errors.
                 array = np.array(value, dtype=self._dtype)
@@ -75,7 +106,7 @@ class Data:
             raise ValueError(f"cannot make {label}: got shape={shape} and ndim={ndim}.")
         self._dtype = check_shareable(np.dtype(dtype), label)
         self._ndim = len(shape) if shape is not None else int(ndim or 0)
-        self._array = np.empty((0,) * self._ndim, self._dtype)
+        self._contents = Contents(None, np.empty((0,) * self._ndim, self._dtype))
         self.set_shape(shape if shape is not None else (0,) * self._ndim, oversize=oversize)
 
     @property
@@ -88,12 +119,15 @@ class Data:
     def data(self) -> np.ndarray:
         """The array, a view of the shared memory; shape as ``shape``."""
         self._runtime.check_open(f"use {self._label}")
-        self._await_readers()
-        return self._array
+        return self._await_readers().array
+
+    def _operand(self) -> np.ndarray:
+        self._runtime.check_open(f"use {self._label}")
+        return self._contents.array
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self._array.shape
+        return self._contents.array.shape
 
     @property
     def dtype(self) -> np.dtype:
@@ -105,21 +139,22 @@ class Data:
 
     @property
     def size(self) -> int:
-        return self._array.size
+        return self._contents.array.size
 
     @property
     def nbytes(self) -> int:
-        return self._array.nbytes
+        return self._contents.array.nbytes
 
     @property
     def alloc_size(self) -> int:
         """How many elements fit without a new allocation."""
-        return self._segment.nbytes // self._dtype.itemsize if self._segment is not None else 0
+        segment = self._contents.segment
+        return segment.nbytes // self._dtype.itemsize if segment is not None else 0
 
     def __len__(self) -> int:
         if self._ndim == 0:
             raise TypeError(f"len() of {self._label} with no axes")
-        return len(self._array)
+        return len(self._contents.array)
 
     def __getitem__(self, index: Any) -> Any:
         return self.data[index]
@@ -128,10 +163,11 @@ class Data:
         self.data[index] = value
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        own = self.data
         if copy:
-            return np.array(self.data, dtype=dtype)
-        array = np.asarray(self.data, dtype=dtype)
-        if copy is False and array is not self._array:
+            return np.array(own, dtype=dtype)
+        array = np.asarray(own, dtype=dtype)
+        if copy is False and array is not own:
             raise ValueError(f"cannot view {self._label} as {np.dtype(dtype)} without a copy: it holds {self._dtype}.")
         return array
 
@@ -151,7 +187,10 @@ class Data:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def set_value(self, value: Any, *, force_cast: bool = False, oversize: float = 1.0) -> None:
-        """Replace the whole contents, reallocating where the value does not fit.
+        """Replace the whole contents.
+
+        They take the place of the old ones where these have room for them and no call is running in another thread;
+        otherwise they get new memory. Waits for submitted calls that read the old ones.
 
         Parameters
         ----------
@@ -180,16 +219,20 @@ class Data:
                 f"cannot set {self._label}: got dtype {array.dtype}, expected {self._dtype}. "
                 "Convert it with astype, or pass force_cast=True."
             )
+        _check_oversize(oversize, self._label)
         self._await_readers()
-        self._resize(array.shape, oversize, keep=False)
-        with np.errstate(invalid="ignore" if force_cast else "warn"):
-            np.copyto(self._array, array, casting="unsafe")
+        with self._writing, np.errstate(invalid="ignore" if force_cast else "warn"):
+            if not self._overwrite(array):
+                contents = self._allocated(array.shape, oversize)
+                np.copyto(contents.array, array, casting="unsafe")
+                self._replace(contents)
 
     def set_length(self, length: int, *, oversize: float = 1.0) -> None:
         """Change the number of rows; the rows that fit are kept, new ones hold zeros or old contents."""
         if self._ndim == 0:
             raise ValueError(f"cannot set the length of {self._label}: it has no axes.")
-        self.set_shape((operator.index(length), *self.shape[1:]), oversize=oversize)
+        with self._writing:
+            self.set_shape((operator.index(length), *self.shape[1:]), oversize=oversize)
 
     def set_shape(self, shape: Sequence[int] | int, *, oversize: float = 1.0) -> None:
         """Change the shape; rows are kept where only axis 0 changes, otherwise the contents are undefined."""
@@ -200,7 +243,9 @@ class Data:
             raise ValueError(f"cannot resize {self._label}: got shape {shape}, expected {self._ndim} axes.")
         if any(length < 0 for length in shape):
             raise ValueError(f"cannot resize {self._label}: got shape {shape}, expected lengths of zero or more.")
-        self._resize(shape, oversize, keep=shape[1:] == self.shape[1:])
+        _check_oversize(oversize, self._label)
+        with self._writing:
+            self._resize(shape, oversize)
 
     def free_memory(self) -> None:
         """Give the memory back; the length becomes 0. Views that exist keep theirs until they are gone.
@@ -213,47 +258,73 @@ class Data:
         self._runtime.check_open(f"free {self._label}")
         if self._ndim == 0:
             raise ValueError(f"cannot free {self._label}: it has no axes, so it cannot get a length of 0. Use del.")
-        self._array = np.empty((0, *self.shape[1:]), self._dtype)
-        self._drop_segment()
+        with self._writing:
+            self._replace(Contents(None, np.empty((0, *self.shape[1:]), self._dtype)))
 
-    def _resize(self, shape: tuple[int, ...], oversize: float, *, keep: bool) -> None:
-        _check_oversize(oversize, self._label)
-        count = 1
-        for length in shape:
-            count *= length
-        nbytes = count * self._dtype.itemsize
-        if nbytes == 0:
-            self._array = np.empty(shape, self._dtype)
+    def _resize(self, shape: tuple[int, ...], oversize: float) -> None:
+        segment, array = self._contents
+        nbytes = self._nbytes_of(shape)
+        if nbytes == 0 or (segment is not None and nbytes <= segment.nbytes):
+            self._contents = self._placed(segment, shape)
             return
-        if self._segment is None or nbytes > self._segment.nbytes:
-            segment = Segment.create(int(nbytes * oversize))
-            array = segment.view(0, shape, self._dtype)
-            if keep and self._array.size:
-                rows = min(len(self._array), shape[0])
-                array[:rows] = self._array[:rows]
-            with deferred():
-                old, self._segment, self._array = self._segment, segment, array
-                if old is not None:
-                    self._runtime.release(old)
-            return
-        self._array = self._segment.view(0, shape, self._dtype)
+        contents = self._allocated(shape, oversize)
+        if array.size and shape[1:] == array.shape[1:]:
+            rows = min(len(array), shape[0])
+            contents.array[:rows] = array[:rows]
+        self._replace(contents)
 
-    def _await_readers(self) -> None:
-        """Wait for submitted calls that read this: they must see it as it was."""
-        if self._segment is not None:
-            self._runtime.queue.release(self._segment)
+    def _overwrite(self, value: np.ndarray) -> bool:
+        """Write ``value`` over the old contents; return False where they have no room, or a call may read them."""
+        segment = self._contents.segment
+        is_done = False
 
-    def _drop_segment(self) -> None:
-        segment, self._segment = self._segment, None
-        if segment is not None:
-            self._runtime.release(segment)
+        def overwrite() -> None:
+            nonlocal is_done
+            if segment is not None and not self._runtime.queue.reads(segment):
+                contents = self._placed(segment, value.shape)
+                np.copyto(contents.array, value, casting="unsafe")
+                self._contents = contents
+                is_done = True
+
+        if segment is not None and self._nbytes_of(value.shape) <= segment.nbytes:
+            self._runtime.if_free(overwrite)
+        return is_done
+
+    def _nbytes_of(self, shape: tuple[int, ...]) -> int:
+        return math.prod(shape) * self._dtype.itemsize
+
+    def _placed(self, segment: Segment | None, shape: tuple[int, ...]) -> Contents:
+        """Return contents of ``shape`` in ``segment``, which is needed only where there are any bytes."""
+        if segment is None or self._nbytes_of(shape) == 0:
+            return Contents(segment, np.empty(shape, self._dtype))
+        return Contents(segment, segment.view(0, shape, self._dtype))
+
+    def _allocated(self, shape: tuple[int, ...], oversize: float) -> Contents:
+        nbytes = self._nbytes_of(shape)
+        return self._placed(Segment.create(int(nbytes * oversize)) if nbytes else None, shape)
+
+    def _replace(self, contents: Contents) -> None:
+        """Put other contents in place of the old ones, whose memory goes when no call reads it any more."""
+        with deferred():
+            old, self._contents = self._contents, contents
+            if old.segment is not None:
+                self._runtime.release(old.segment)
+
+    def _await_readers(self) -> Contents:
+        """Wait for submitted calls that read this: they must see it as it was. Return what may be written to."""
+        while True:
+            contents = self._contents
+            if contents.segment is not None:
+                self._runtime.queue.release(contents.segment)
+            if self._contents is contents:
+                return contents
 
     def __del__(self) -> None:
         # Finalizers run anywhere, also in the middle of a call: the segment is only queued.
         runtime = getattr(self, "_runtime", None)
-        segment = getattr(self, "_segment", None)
-        if runtime is not None and segment is not None and not runtime.is_closed:
-            runtime._released.append(segment)
+        contents = getattr(self, "_contents", None)
+        if runtime is not None and contents is not None and contents.segment is not None and not runtime.is_closed:
+            runtime._released.append(contents.segment)
 
 
 def _check_oversize(oversize: Any, label: str) -> None:

@@ -225,10 +225,22 @@ class Runtime:
             If calls that were submitted had not ended, or the workers were not up, at ``deadline`` (monotonic); they go
             on.
         """
+        self._settle(verb, deadline)
+        self._free_dropped()
+        self._revive(deadline)
+
+    def resume(self, verb: str, deadline: float | None) -> None:
+        """Begin again in the middle of an operation: as ``begin``, but nothing is freed, for it may be in use."""
+        self._settle(verb, deadline)
+        self._revive(deadline)
+
+    def _settle(self, verb: str, deadline: float | None) -> None:
         self.check_open(verb)  # it may have been closed while this thread waited for the lock
         if self.queue.calls:
             self.queue.drain(verb, deadline)
         self._finish_commit()
+
+    def _free_dropped(self) -> None:
         self._reclaim()
         while self._dropped_functions:
             with deferred():
@@ -242,6 +254,8 @@ class Runtime:
                 variable_id = self._dropped_variables.popleft()
                 for link in self.team.links:
                     link.drop_variable(variable_id)
+
+    def _revive(self, deadline: float | None) -> None:
         self.team.prepare(deadline)
         self.group.prepare(self.team)
         if self.team.restarted:
