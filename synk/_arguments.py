@@ -15,6 +15,7 @@ import numpy as np
 
 from synk._arrays import as_plain_array, check_shareable
 from synk._messages import Input
+from synk._read_only import ReadOnlyArray
 from synk._shards import Assignment, Selection, assign_local, assign_owned, select_common
 from synk.data import Contents, Data, check_same_runtime
 from synk.errors import SerializationError
@@ -190,6 +191,8 @@ def check_argument(
         return Argument(label, keyword, "whole" if is_broadcast else "rows", data=value, contents=value._contents)
     if hasattr(value, "_synk_shared"):
         return value._as_argument(label, keyword, is_broadcast, function_name, runtime)
+    if isinstance(value, ReadOnlyArray):
+        value = value.view(np.ndarray)
     if is_broadcast:
         if isinstance(value, np.ndarray) and not value.dtype.hasobject and type(value) is np.ndarray:
             return Argument(label, keyword, "whole", array=value, dtype=check_shareable(value.dtype, label))

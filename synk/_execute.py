@@ -186,6 +186,7 @@ class Executor:
             result = self._call(prepared, numbers, low, high, objects, variables, arrays)
         if function.updates:
             variables.finish_updates()
+        variables.check_given()
         return result
 
     def _load_objects(self, prepared: PreparedPlan) -> Sequence[Any]:

