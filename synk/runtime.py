@@ -226,20 +226,21 @@ class Runtime:
             If calls that were submitted had not ended, or the workers were not up, at ``deadline`` (monotonic); they go
             on.
         """
-        self._settle(verb, deadline)
-        self._free_dropped()
-        self._revive(deadline)
+        self.resume(verb, deadline)
+        if self._released or self._dropped_functions or self._dropped_variables:
+            self._free_dropped()
 
     def resume(self, verb: str, deadline: float | None) -> None:
-        """Begin again in the middle of an operation: as ``begin``, but nothing is freed, for it may be in use."""
-        self._settle(verb, deadline)
-        self._revive(deadline)
-
-    def _settle(self, verb: str, deadline: float | None) -> None:
+        """Do as ``begin`` in the middle of an operation: nothing is freed, because it may be in use."""
         self.check_open(verb)  # it may have been closed while this thread waited for the lock
         if self.queue.calls:
             self.queue.drain(verb, deadline)
         self._finish_commit()
+        self.team.prepare(deadline)
+        self.group.prepare(self.team)
+        if self.team.restarted:
+            restore(self, self._living_variables(), self.team.restarted)
+            self.team.restarted.clear()
 
     def _free_dropped(self) -> None:
         self._reclaim()
@@ -255,13 +256,6 @@ class Runtime:
                 variable_id = self._dropped_variables.popleft()
                 for link in self.team.links:
                     link.drop_variable(variable_id)
-
-    def _revive(self, deadline: float | None) -> None:
-        self.team.prepare(deadline)
-        self.group.prepare(self.team)
-        if self.team.restarted:
-            restore(self, self._living_variables(), self.team.restarted)
-            self.team.restarted.clear()
 
     def deadline(self, timeout: float | None) -> float | None:
         """Return the monotonic time at which an operation that begins now must end."""
