@@ -59,7 +59,8 @@ class Fence:
     """Calling it puts this process's reads and writes of shared memory before the call ahead of those after it.
 
     Plain stores of one process may be seen late, or in another order, by the others. Releasing a lock and taking it
-    again is a full memory barrier on every processor; the lock itself is private and never contended.
+    again is a full memory barrier on x86-64 and AArch64, also between a store and a later load; docs/design.md says
+    why, and which words rely on it. The lock itself is private and never contended.
     """
 
     def __init__(self) -> None:

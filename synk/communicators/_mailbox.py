@@ -182,7 +182,7 @@ class Mailbox:
             num_new = rendezvous.written[sender][rank] - read[sender]
             if num_new == 0:
                 return
-            rendezvous.fence()
+            rendezvous.rouse()
             start = read[sender] % self._capacity
             message = self._arriving.get(sender)
             if message is None:

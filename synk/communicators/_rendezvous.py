@@ -8,6 +8,9 @@ The unit of agreement is the *tick*: a rank raises its own tick, then waits unti
 high. Everything in shared memory that is written for tick ``t`` lies in one of two places, chosen by ``t & 1``. Reading
 it ends before the reader's tick ``t + 1``, and the next write to that place comes after the writer has seen tick
 ``t + 1`` of everybody: two places and one wait for each tick are enough.
+
+Which fence orders which words stands in one table of docs/design.md; tests/memory_model.py has the same steps and tries
+them in every order that a processor may choose.
 """
 
 from __future__ import annotations
@@ -116,6 +119,7 @@ class Rendezvous:
         self.tick = 0
         self.sequence = 0
         self._is_aborted = False
+        self._begun: set[int] = set()  # who is known to have joined the present call
         self._mailbox_nbytes = mailbox_nbytes
         self._eventfds = tuple(eventfds)
         self._poll = select.poll()
@@ -152,15 +156,16 @@ class Rendezvous:
         """Join the call ``sequence`` (above all earlier ones) of the ranks ``ranks``."""
         self.ranks, self.sequence, self.tick = ranks, sequence, 0
         self._is_aborted = False
+        self._begun = set()
         self._ticks[self.rank] = 0
-        self.fence()  # nobody may take an old tick for one of this call
+        self.fence()  # nobody may take an old tick, or an old count of bytes, for one of this call
         self._sequences[self.rank] = sequence
 
     def end(self) -> None:
         """Leave the call: whoever waits for this rank, now or later, learns that it will not come."""
         if self.ranks:
             self.ranks = ()
-            self.fence()  # what this rank wrote comes before the news that it left
+            # Whatever the others must see before this was followed by a wake-up, and so by a fence.
             self._left[self.rank] = self.sequence
             self.wake_all()
 
@@ -171,11 +176,19 @@ class Rendezvous:
 
     def has_begun(self, rank: int) -> bool:
         """Whether ``rank`` has joined the present call; its counters mean nothing before."""
-        return self._sequences[rank] == self.sequence
+        if rank not in self._begun:
+            if self._sequences[rank] != self.sequence:
+                return False
+            self.fence()  # its counters are read after this, or they could be those of the call before
+            self._begun.add(rank)
+        return True
 
     def has_left(self, rank: int) -> bool:
         """Whether ``rank`` has left the present call; what it wrote before can be seen after this returned True."""
-        return self._left[rank] == self.sequence
+        if self._left[rank] != self.sequence:
+            return False
+        self.fence()  # what it wrote is read after this
+        return True
 
     def room(self, sender: int, receiver: int) -> int:
         """Return how many bytes ``sender`` may write for ``receiver``, once both have begun."""
@@ -235,14 +248,14 @@ class Rendezvous:
         return False
 
     def _has_arrived(self, rank: int) -> bool:
-        # The sequence first: a rank that begins a call sets its tick back before it shows the call's number, so a tick
-        # read after that number is of this call. Read before it, it could be one of the call before.
-        return self._sequences[rank] == self.sequence and self._ticks[rank] >= self.tick
+        return self.has_begun(rank) and self._ticks[rank] >= self.tick
 
     # -- waiting and waking --------------------------------------------------------------------------------------
 
     def wait(self, is_ready: Callable[[], bool]) -> None:
         """Return when ``is_ready()``; it is called again after every wake-up and may raise.
+
+        What is read afterwards is as new as what ``is_ready`` has seen.
 
         Raises
         ------
@@ -251,24 +264,44 @@ class Rendezvous:
         CollectiveMismatch
             If no rank of the group can go on.
         """
-        for _ in range(SPIN_YIELDS):
-            if is_ready():
-                return
-            os.sched_yield()
-        number = self._sleeps[self.rank]  # even: awake, odd: asleep or about to be
         try:
-            self._sleeps[self.rank] = number + 1
+            for _ in range(SPIN_YIELDS):
+                if is_ready():
+                    return
+                os.sched_yield()
+            self._doze(is_ready)
+        finally:
+            self.rouse()
+
+    def _doze(self, is_ready: Callable[[], bool]) -> None:
+        """Sleep until ``is_ready()``."""
+        sleeps, rank = self._sleeps, self.rank
+        while True:
+            # What this rank has done and asked for comes before the news that it sleeps.
+            self.fence()
+            sleeps[rank] |= 1
             # The other side changes something, then looks who sleeps; this side says that it sleeps, then looks again.
             # Each has a fence between, so at least one of them sees the other: no wake-up is lost.
             self.fence()
-            while not is_ready():
-                self.check_abort()
-                if self._poll.poll(RECHECK_MS):
-                    os.eventfd_read(self._eventfds[self.rank])
-                else:
-                    self._check_deadlock()
-        finally:
-            self._sleeps[self.rank] = number + 2
+            if is_ready():
+                return
+            if not sleeps[rank] & 1:  # it was roused by what it saw, and has to look once more
+                continue
+            self.check_abort()
+            if self._poll.poll(RECHECK_MS):
+                os.eventfd_read(self._eventfds[rank])
+            else:
+                self._check_deadlock()
+
+    def rouse(self) -> None:
+        """Say that this rank is awake, before it changes anything and after each wait.
+
+        The number of naps is odd as long as the rank sleeps, and whoever sleeps changes nothing: ``_check_deadlock``
+        relies on it. The fence also puts what the rank has seen before whatever it reads next.
+        """
+        if self._sleeps[self.rank] & 1:
+            self._sleeps[self.rank] += 1
+        self.fence()
 
     def wake_all(self) -> None:
         """Wake every rank that sleeps, after a change that it may wait for."""

@@ -32,6 +32,7 @@ from synk._memory import Segment
 from synk.communicators import Buffer, _layout, _rendezvous, _shm
 from synk.communicators._buffers import DTYPE_NAMES, as_array, as_buffer, named_dtype, supported_dtypes
 from synk.communicators._layout import ControlLayout, Layout
+from synk.communicators._rendezvous import Request
 from synk.communicators._shm import Aborted, ShmCommunicator, required_nbytes, reset, set_abort
 from synk.errors import CollectiveMismatch, SynkError, UnsupportedError
 
@@ -499,6 +500,17 @@ class TestOneProcess:
         assert [comm.poll() for comm in comms] == ["error", "error" if is_by_master else "ok"]
         with pytest.raises(Aborted):
             comms[0].barrier()
+
+    def test_a_rank_that_takes_a_message_in_is_awake(self, pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        comms = pair[2]
+        asking = comms[0]._rendezvous
+        comms[0].send(as_buffer(np.zeros(2)), 1)
+        asking.post(Request("recv", dtype="float64", num_elements=2, peer=1))
+        asking._sleeps[0] += 1
+        # Rank 0 sleeps over an answer, and asks whether it will come just when rank 1 has taken the message in.
+        monkeypatch.setattr(comms[1]._rendezvous, "wake", lambda rank: asking._check_deadlock())
+        monkeypatch.setattr(_rendezvous, "SPIN_YIELDS", 0)
+        comms[1].recv(as_buffer(np.zeros(2)), 0)
 
     def test_reset_makes_it_as_new(self, pair: Any) -> None:
         segment, eventfds, comms = pair

@@ -1,0 +1,257 @@
+"""The protocols in shared memory, in every order that a processor may choose: no stale value, no lost wake-up.
+
+Also that a mistake in them would be found, and that the protocols of ``memory_model.py`` are those of the source.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+
+import memory_model
+import pytest
+from source_outline import outline, tree
+from weak_memory import (
+    FENCE,
+    Change,
+    Memory,
+    Origin,
+    Protocol,
+    Step,
+    await_,
+    block,
+    expect,
+    explore,
+    fences,
+    load,
+    ordered_stores,
+    store,
+    swapped,
+    without,
+)
+
+from synk import _calls, _channel, _team, _variables, _worker, runtime
+from synk._messages import Down, Up
+from synk.communicators import _mailbox, _rendezvous, _shm
+
+PROTOCOLS = memory_model.protocols()
+
+
+class TestTheMemory:
+    """Litmus tests whose outcomes on AArch64 are in the literature: the memory is as weak, and fences are fences."""
+
+    @staticmethod
+    def message_passing(*, writer_fence: bool, reader_fence: bool) -> Protocol:
+        """One process writes data and then a flag, the other waits for the flag and reads the data (MP)."""
+        between = (FENCE,) if writer_fence else ()
+        after = (FENCE,) if reader_fence else ()
+        writer = block("", store("data", 1), *between, store("flag", 1))
+        return Protocol((writer, block("", await_("flag", bool), *after, expect("data", 1))), {})
+
+    @pytest.mark.parametrize("writer_fence", (True, False))
+    @pytest.mark.parametrize("reader_fence", (True, False))
+    def test_message_passing_needs_a_fence_on_both_sides(self, writer_fence: bool, reader_fence: bool) -> None:
+        problem = explore(self.message_passing(writer_fence=writer_fence, reader_fence=reader_fence))
+        assert (problem is None) == (writer_fence and reader_fence)
+
+    @pytest.mark.parametrize("num_fences", (0, 1, 2))
+    def test_store_buffering_needs_a_fence_on_both_sides(self, num_fences: int) -> None:
+        """Each process stores to its own word, then loads the other's: both see nothing (SB)."""
+        processes = [
+            block("", store(mine, 1), *((FENCE,) if k < num_fences else ()), load(other, mine))
+            for k, (mine, other) in enumerate((("x", "y"), ("y", "x")))
+        ]
+
+        def check(registers: Memory) -> str | None:
+            return None if registers["x"] or registers["y"] else "neither has seen the other"
+
+        assert (explore(Protocol(tuple(processes), {}, check)) is None) == (num_fences == 2)
+
+    @pytest.mark.parametrize("num_fences", (0, 1, 2))
+    def test_load_buffering_needs_a_fence_on_both_sides(self, num_fences: int) -> None:
+        """Each process loads the other's word, then stores to its own: both see the other's store (LB)."""
+        processes = [
+            block("", load(other, mine), *((FENCE,) if k < num_fences else ()), store(mine, 1))
+            for k, (mine, other) in enumerate((("x", "y"), ("y", "x")))
+        ]
+
+        def check(registers: Memory) -> str | None:
+            return "each has seen what the other did later" if registers["x"] and registers["y"] else None
+
+        assert (explore(Protocol(tuple(processes), {}, check)) is None) == (num_fences == 2)
+
+    def test_accesses_to_one_word_keep_their_order(self) -> None:
+        writer = block("", store("x", 1), store("x", 2))
+        reader = block("", load("x", "first"), load("x", "second"))
+
+        def check(registers: Memory) -> str | None:
+            return "the word went back" if registers["second"] < registers["first"] else None
+
+        assert explore(Protocol((writer, reader), {}, check)) is None
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_no_order_of_the_steps_does_harm(name: str) -> None:
+    assert explore(PROTOCOLS[name]) is None
+
+
+# -- mistakes are found -----------------------------------------------------------------------------------------------
+
+
+PROGRAMS = [program for protocol in PROTOCOLS.values() for program in protocol.programs()]
+FENCES = sorted({fence for program in PROGRAMS for fence in fences(program)})
+PAIRS = sorted({pair for program in PROGRAMS for pair in ordered_stores(program)})
+
+
+def is_found(change: Change, concerns: Callable[[list[Step]], bool]) -> bool:
+    """Whether some protocol goes wrong if a program that it concerns is changed; small ones are tried first."""
+    return any(
+        explore(protocol.mutated(process, change)) is not None
+        for protocol in PROTOCOLS.values()
+        for process, program in enumerate(protocol.programs())
+        if concerns(program)
+    )
+
+
+# Pairs of stores that may change places: what the second tells of is not what the first wrote.
+UNORDERED = {
+    # That a rank has begun tells of what it wrote before.
+    ("Rendezvous.begin store sequences", "Rendezvous.meet store ticks"),
+    ("Rendezvous.begin store sequences", "Rendezvous._doze store sleeps"),
+    ("Rendezvous.begin store sequences", "Rendezvous.rouse store sleeps"),
+    # Where the last request lies is asked only about a rank that sleeps, which has a fence before that.
+    ("Rendezvous.post store places", "Rendezvous.meet store ticks"),
+    # Who wakes up must say so before it changes what others would judge it by, and they judge by ``written``.
+    ("Rendezvous.rouse store sleeps", "Mailbox._write store rings"),
+    # The fence is for the loads between the two.
+    ("Worker._meet store published", "assemble store results"),
+}
+
+
+def describe(origin: Origin) -> str:
+    return next(f"{origin[0]} {step.name}" for program in PROGRAMS for step in program if step.origin == origin)
+
+
+@pytest.mark.parametrize("fence", FENCES, ids=lambda fence: f"{fence[0]}-{fence[1]}")
+def test_a_fence_that_is_dropped_is_missed(fence: Origin) -> None:
+    assert is_found(without(fence), lambda program: fence in fences(program))
+
+
+ORDERED = [pair for pair in PAIRS if tuple(map(describe, pair)) not in UNORDERED]
+
+
+@pytest.mark.parametrize("pair", ORDERED, ids=lambda pair: " before ".join(map(describe, pair)))
+def test_stores_that_change_places_are_noticed(pair: tuple[Origin, Origin]) -> None:
+    assert is_found(swapped(*pair), lambda program: pair in ordered_stores(program))
+
+
+def test_every_pair_that_may_change_places_exists() -> None:
+    assert {tuple(map(describe, pair)) for pair in PAIRS} >= UNORDERED
+
+
+# -- the source -------------------------------------------------------------------------------------------------------
+
+MODULES = {
+    "Rendezvous": _rendezvous,
+    "set_abort": _rendezvous,
+    "Mailbox": _mailbox,
+    "ShmCommunicator": _shm,
+    "Worker": _worker,
+    "VariableStore": _variables,
+    "Team": _team,
+    "Channel": _channel,
+    "Runtime": runtime,
+    "launch": _calls,
+}
+# No functions of the source: what a call of ``is_ready`` does, and what Executor does with arrays.
+ABSTRACT = ("", "is_ready", "publish", "assemble")
+
+
+def collapsed(steps: Iterable[str]) -> tuple[str, ...]:
+    """Return ``steps`` with equal loads and equal calls in a row as one: the model unrolls what the source repeats."""
+    groups = ((step, list(group)) for step, group in itertools.groupby(steps))
+    return tuple(each for step, group in groups for each in (group[:1] if step.startswith(("load", "call")) else group))
+
+
+MODEL: dict[str, set[tuple[str, ...]]] = defaultdict(set)
+for each in PROTOCOLS.values():
+    for part in each.blocks():
+        if part.items and part.name not in ABSTRACT:
+            MODEL[part.name].add(collapsed(part.outline()))
+CALLS = {
+    step.removeprefix("call ")
+    for outlines in MODEL.values()
+    for steps in outlines
+    for step in steps
+    if step.startswith("call ")
+}
+
+
+def source_outline(name: str) -> tuple[str, ...]:
+    return collapsed(outline(MODULES[name.split(".")[0]], name, CALLS))
+
+
+@pytest.mark.parametrize("name", sorted(MODEL))
+def test_the_source_takes_the_steps_of_the_model(name: str) -> None:
+    assert MODEL[name] == {source_outline(name)}
+
+
+# What else touches shared words, and why no protocol has it.
+OTHERS = {
+    _rendezvous: {
+        "Rendezvous.skip": ("store left", "call wake_all"),  # tells of nothing but itself
+        "Rendezvous.check_abort": ("load abort",),
+        "Rendezvous.is_aborted": ("load abort",),
+        "Rendezvous.abort": ("write eventfds",),  # between threads of one process
+        "reset": ("poll", "read eventfds"),  # while all ranks are idle: pipes come before and after
+    },
+    _mailbox: {},
+}
+
+
+@pytest.mark.parametrize("module", (_rendezvous, _mailbox), ids=("rendezvous", "mailbox"))
+def test_nothing_else_touches_the_words(module: ModuleType) -> None:
+    body = tree(module).body
+    names = [node.name for node in body if isinstance(node, ast.FunctionDef)]
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            names += [f"{node.name}.{item.name}" for item in node.body if isinstance(item, ast.FunctionDef)]
+    outlines = {name: collapsed(outline(module, name, CALLS)) for name in names if name not in MODEL}
+    touching = {name: steps for name, steps in outlines.items() if not all(step.startswith("call") for step in steps)}
+    assert touching == OTHERS[module]
+
+
+# A collective writes into the half of the next meeting, meets, and reads the others' data: as _reduce in the model.
+COLLECTIVES = {
+    "_reduce": ("store halves", "call _meet", "load halves"),
+    "reduce_scatter": ("call _publish_shares", "call _meet", "call _fold_share"),
+    "_reduce_shares": ("call _publish_shares", "call _meet", "call _fold_share", "load halves"),
+    "_publish_shares": ("store halves",),
+    "_fold_share": ("load halves",),  # and the result into the rank's other half, which the next meeting shows
+    "broadcast": ("load halves", "call _meet"),  # a view of root's half: written before, or read after
+    "all_gather": ("store halves", "call _meet", "load halves"),
+    "barrier": ("call _meet",),
+    "agree": ("call _meet",),
+}
+
+
+@pytest.mark.parametrize("name", sorted(COLLECTIVES))
+def test_every_collective_meets_between_writing_and_reading(name: str) -> None:
+    calls = ("_meet", "_publish_shares", "_fold_share")
+    assert collapsed(outline(_shm, f"ShmCommunicator.{name}", calls)) == COLLECTIVES[name]
+
+
+# -- the documents ----------------------------------------------------------------------------------------------------
+
+
+def test_the_design_names_every_shared_word() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "design.md").read_text(encoding="utf-8")
+    section = text.split("### The memory model", 1)[1].split("\n### ", 1)[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    named = {word.strip(" `") for row in rows for word in row.split(",")}
+    columns = {"abort", "sequences", "ticks", "left", "sleeps", "places", "requests", "written", "read"}
+    assert named >= columns | {word.name for word in Down} | {word.name for word in Up}
