@@ -18,7 +18,7 @@ from synk._interrupts import deferred
 from synk._links import Link
 from synk._memory import Segment
 from synk._messages import Down, Phase, Up, control_blocks, control_nbytes
-from synk._process import WorkerProcess, cpu_environment, setup_message, startup_text
+from synk._process import WorkerProcess, setup_message, startup_text
 from synk.errors import StartupError, WorkerDied
 
 
@@ -96,8 +96,7 @@ class Crew:
         setup = setup_message(self.world_size, self.backend, device, self._placement.cpus_of(rank), failpoints)
         setup |= {"control_nbytes": self._control.nbytes, "spin_s": self._spin_s}
         events = {f"event{peer}": fd for peer, fd in enumerate(self.eventfds)}
-        environment = self._placement.environment(rank) or cpu_environment(self.world_size)
-        return WorkerProcess(rank, setup, environment, self._control.fd, self._token, events)
+        return WorkerProcess(rank, setup, self._placement.environment(rank), self._control.fd, self._token, events)
 
     # -- watching ------------------------------------------------------------------------------------------------------
 

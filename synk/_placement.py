@@ -13,18 +13,26 @@ from synk.communicators._nccl_library import nccl_environment
 from synk.errors import UnsupportedError
 
 _SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+_THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Backend and devices of the ranks; ``environments`` and ``cpus`` are empty where CPU workers' default applies.
+    """Backend and devices of the ranks.
 
     Attributes
     ----------
     environments : tuple of dict
-        The whole environment of each rank.
+        What the devices need, for each rank: a whole environment. Empty where the master's will do.
     cpus : tuple of tuple of int
-        The CPUs that each rank may run on.
+        The CPUs that each rank is bound to; empty where it may run on any.
     can_use_nccl : bool
         Whether NCCL can join the ranks: there are several, on a GPU each.
     """
@@ -35,8 +43,19 @@ class Placement:
     cpus: tuple[tuple[int, ...], ...] = ()
     can_use_nccl: bool = False
 
-    def environment(self, rank: int) -> dict[str, str] | None:
-        return self.environments[rank] if self.environments else None
+    def environment(self, rank: int) -> dict[str, str]:
+        """Return the whole environment of a rank: the device's, and a limit of threads unless the user has set one."""
+        environment = dict(self.environments[rank] if self.environments else os.environ)
+        if not any(name in environment for name in _THREAD_VARIABLES):
+            environment.update(dict.fromkeys(_THREAD_VARIABLES, str(self._num_threads(rank))))
+        return environment
+
+    def _num_threads(self, rank: int) -> int:
+        """Return how many threads a library of a rank may start: its cores, divided by the ranks that share them."""
+        if not self.cpus:
+            return max(len(os.sched_getaffinity(0)) // len(self.devices), 1)
+        cpus = set(self.cpus[rank])
+        return max(len(cpus) // sum(not cpus.isdisjoint(others) for others in self.cpus), 1)
 
     def cpus_of(self, rank: int) -> tuple[int, ...]:
         return self.cpus[rank] if self.cpus else ()

@@ -57,27 +57,10 @@ from synk._serve import main
 main(sock, setup)
 """
 
-_THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "BLIS_NUM_THREADS",
-    "VECLIB_MAXIMUM_THREADS",
-    "NUMEXPR_NUM_THREADS",
-)
 _STDERR_LINES = 20
 _LINE_NBYTES = 1 << 16
 _PIECE = 1024  # characters: at most 4096 bytes, which a pipe takes as a whole
 _STALL_MS = 50
-
-
-def cpu_environment(num_workers: int) -> dict[str, str]:
-    """Return the environment of a CPU worker: the cores divided by the workers, unless the user's says otherwise."""
-    threads = str(max(len(os.sched_getaffinity(0)) // num_workers, 1))
-    environment = dict(os.environ)
-    if not any(name in environment for name in _THREAD_VARIABLES):
-        environment.update(dict.fromkeys(_THREAD_VARIABLES, threads))
-    return environment
 
 
 class _Output:

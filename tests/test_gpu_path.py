@@ -309,6 +309,15 @@ def test_auto_takes_the_gpus(gpu: Any) -> None:
     assert "NCCL: nccl by fake 2.32.3" in text
 
 
+def test_workers_on_gpus_limit_their_threads(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [name for name in os.environ if name.endswith("_NUM_THREADS")]
+    for name in (*names, "VECLIB_MAXIMUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    expected = str(max(len(os.sched_getaffinity(0)) // 3, 1))
+    limits = gpu().function(lambda row: os.environ.get("OPENBLAS_NUM_THREADS"), outputs=None)(np.ones(3))
+    assert limits == [expected] * 3
+
+
 def test_nccl_that_cannot_start_again_is_not_waited_for(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers were told to reduce by NCCL; once it is given up they must hear that, too."""
     rt = gpu(2)
