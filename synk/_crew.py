@@ -162,7 +162,8 @@ class Crew:
             self._unwatch_link(link)
             return process.reap()
 
-    def _worker_died(self, ranks: list[int], phase: str, what: str) -> WorkerDied:
+    def _worker_died(self, ranks: list[int], phase: str, what: str, began: float) -> WorkerDied:
+        """Return the error for ``ranks``, with what they wrote to stderr since the monotonic time ``began``."""
         links = [self.links[rank] for rank in ranks]
         exits = tuple(link.process.exit_text for link in links)
         ended = "; ".join(
@@ -172,9 +173,9 @@ class Crew:
         )
         hints = "".join(self._kill_hint(link.rank) for link, how in zip(links, exits) if how == "SIGKILL")
         tails = [
-            f"stderr of rank {link.rank}: " + "\n  ".join(link.process.stderr_tail)
+            f"stderr of rank {link.rank}: " + "\n  ".join(lines)
             for link in links
-            if link.process.stderr_tail
+            if (lines := link.process.stderr_since(began))
         ]
         message = f"{ended} during {what or phase}.{hints} The next call starts dead workers again."
         return WorkerDied(

@@ -17,7 +17,6 @@ class InlineProcess:
     """Plays a :class:`synk._process.WorkerProcess` without a process."""
 
     exit_text = ""
-    stderr_tail: tuple[str, ...] = ()
 
     def __init__(
         self,

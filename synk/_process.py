@@ -6,13 +6,16 @@ Owns every descriptor of that worker in the master. Knows nothing of functions, 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -58,6 +61,7 @@ main(sock, setup)
 """
 
 _STDERR_LINES = 20
+_INT = struct.Struct("i")
 _LINE_NBYTES = 1 << 16
 _PIECE = 1024  # characters: at most 4096 bytes, which a pipe takes as a whole
 _STALL_MS = 50
@@ -72,7 +76,8 @@ class _Output:
         self._stream_name = stream_name
         self._rest = b""
         self._unwritten = ""
-        self.tail: deque[str] = deque(maxlen=_STDERR_LINES)
+        self._backlog = 0  # bytes in the pipe that were written before the operation under way
+        self._tail: deque[tuple[float, str]] = deque(maxlen=_STDERR_LINES)  # the last lines, and when they came
         os.set_blocking(fd, False)
 
     def forward(self, max_nbytes: int = 1 << 22) -> bool:
@@ -89,18 +94,30 @@ class _Output:
                 self._rest = b""
                 return False
             max_nbytes -= len(data)
+            num_old = data.count(b"\n", 0, self._backlog)
+            self._backlog = max(self._backlog - len(data), 0)
             *lines, self._rest = (self._rest + data).split(b"\n")
             if len(self._rest) > _LINE_NBYTES:
                 lines.append(self._rest)
                 self._rest = b""
-            self._write(lines)
+            self._write(lines, num_old)
         return True
 
-    def _write(self, lines: list[bytes]) -> None:
+    def note_backlog(self) -> None:
+        """Remember that what lies in the pipe is of earlier operations: the master's own stream is full."""
+        if self.fd >= 0:
+            (self._backlog,) = _INT.unpack(fcntl.ioctl(self.fd, termios.FIONREAD, bytes(_INT.size)))
+
+    def since(self, began: float) -> list[str]:
+        """Return the last lines that were written since the monotonic time ``began``."""
+        return [text for came, text in self._tail if came >= began]
+
+    def _write(self, lines: list[bytes], num_old: int = 0) -> None:
         texts = [line.decode("utf-8", "backslashreplace") for line in lines]
         if not texts:
             return
-        self.tail.extend(text[:2000] for text in texts)
+        now = time.monotonic()
+        self._tail.extend((now if k >= num_old else 0.0, text[:2000]) for k, text in enumerate(texts))
         self._unwritten += "".join(f"{self._prefix}{text}\n" for text in texts)
         self._flush()
 
@@ -252,9 +269,14 @@ class WorkerProcess:
                 is_open = output.forward() and is_open
         return is_open
 
-    @property
-    def stderr_tail(self) -> list[str]:
-        return list(self._outputs[1].tail) if self._outputs else []
+    def note_backlog(self) -> None:
+        """Remember that what the worker has written so far is of earlier operations."""
+        for output in self._outputs:
+            output.note_backlog()
+
+    def stderr_since(self, began: float) -> list[str]:
+        """Return the last lines that the worker wrote to stderr since the monotonic time ``began``."""
+        return self._outputs[1].since(began) if self._outputs else []
 
     def signal(self, number: int) -> None:
         """Send a signal to this very process, never to a stranger that got its pid."""

@@ -81,9 +81,12 @@ class Flight:
         Whether all have answered, but the workers remember nothing of it any more.
     error : CallTimeout or None
         What ended it, where it was the cause itself.
+    began : float
+        Monotonic time at which the operation began that it belongs to.
     """
 
     is_lost = is_cut = False
+    began = 0.0
     error: CallTimeout | None = None
 
     def __init__(self, sequence: int, ranks: Iterable[int], deadline: float | None, phase: str, what: str) -> None:
@@ -120,7 +123,7 @@ class Team(Crew):
     restarted : list of int
         Ranks that were started anew; whoever has seen to them takes them out.
     cause : BaseException or None
-        The first fault that may have closed the team.
+        The fault that closed the team.
     grace_s : float
         How long a worker may take to answer an interrupt before it is killed.
     """
@@ -153,6 +156,8 @@ class Team(Crew):
         self.flights: dict[int, Flight] = {}
         self._hellos: dict[int, Reply] = {}  # kept here: an interrupt in the wait must not lose one
         self._restarts: deque[float] = deque()
+        self._last_death: WorkerDied | None = None  # of the workers that are dead now
+        self._began = 0.0  # when the operation under way began
         self._stuck_after_s = stuck_after_s()
         super().__init__(placement, is_inline=is_inline, failpoints=failpoints, token=token)
 
@@ -191,7 +196,7 @@ class Team(Crew):
             if isinstance(error, WorkerDied) and self._restarts:
                 raise  # a replacement: one more death, and the next operation starts another
             died = getattr(error, "ranks", ()) or tuple(sorted(waiting))
-            self.cause = failure = StartupError(
+            failure = StartupError(
                 f"cannot start the workers: rank {', '.join(map(str, died))} of {self.world_size} did not come up. "
                 f"{error}"
             )
@@ -234,6 +239,7 @@ class Team(Crew):
             if not link.is_ready:
                 self.await_ready(deadline)
                 break
+        self._began = time.monotonic()
 
     def _drain_events(self) -> None:
         """Handle what happened while nobody waited: deaths, and lines printed by threads of workers."""
@@ -245,6 +251,7 @@ class Team(Crew):
                 self._unreported_deaths[rank] = how
             elif kind == "output":
                 self._forward(link, fd)
+                link.process.note_backlog()
             elif kind == "wake":
                 self._on_wake(fd)
 
@@ -265,9 +272,10 @@ class Team(Crew):
                 f"the runtime closed itself: workers died {len(self._restarts) + 1} times within "
                 f"{RESTART_WINDOW_S:.0f} s, last {ended}; max_restarts is {self.max_restarts}. Call synk.fork() again."
             )
-            cause = self.cause
+            error.__cause__ = self._last_death
             self.fail(error)
-            raise error from cause
+            raise error
+        self._last_death = None
         self._restarts.append(now)
         self._on_idle()
         lasting = [point for point in self._failpoints if point[2] == 0]
@@ -345,7 +353,7 @@ class Team(Crew):
         if fallen:  # it answered an earlier message of this operation and died then
             for rank in fallen:
                 self._unreported_deaths.pop(rank, None)
-            raise self._worker_died(fallen, phase, what)
+            raise self._worker_died(fallen, phase, what, self._began)
         needed = list(segments)
         messages = self._packed(ranks, contents, needed, lane)
         # No rank gets the message before all have room for its descriptors: what it answers would be taken for nothing.
@@ -375,7 +383,10 @@ class Team(Crew):
         """Send each rank its message."""
         sequence = self.next_sequence()
         flags = lane << LANE_SHIFT | (0 if self.flights else IS_ALONE)
+        if kind == Kind.CALL and self.flights:  # it was submitted, and joins others
+            self._began = time.monotonic()
         flight = self.flights[sequence] = Flight(sequence, messages, deadline, phase, what)
+        flight.began = self._began
         try:
             for rank, (extras, missing) in messages.items():
                 self._send(self.links[rank], kind, flags, sequence, value, extras, missing)
@@ -603,8 +614,8 @@ class Team(Crew):
             survivors = self._debtors() - fallen
             self._end_calls(survivors, kill_at=time.monotonic() + self.grace_s)
             fallen |= {rank for rank in survivors if self.links[rank].is_dead}
-        error = self._worker_died(sorted(fallen), flight.phase, flight.what)
-        self.cause = copy.copy(error)  # without the traceback that will hold the caller's frames
+        error = self._worker_died(sorted(fallen), flight.phase, flight.what, flight.began)
+        self._last_death = copy.copy(error)  # without the traceback that will hold the caller's frames
         raise error
 
     def _debtors(self) -> set[int]:

@@ -37,7 +37,7 @@ class NotForkedError(SynkError):
 
 
 class ClosedError(SynkError):
-    """The runtime was closed; ``__cause__`` holds the first cause where there was one."""
+    """The runtime was closed; ``__cause__`` holds the fault that closed it, where one did."""
 
 
 class StartupError(SynkError):

@@ -8,7 +8,9 @@ import multiprocessing
 import os
 import random
 import re
+import select
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -35,10 +37,12 @@ from harness import (
 )
 
 import synk
+from synk._process import _Output
 from synk.errors import CallTimeout, ClosedError, StartupError, WorkerDied
 
 Fork = Callable[..., Any]
 ROWS = np.arange(6.0)
+LARGE = 100_000
 CALL_STEPS = (
     "call.received",
     "call.before_function",
@@ -360,6 +364,132 @@ def test_A16_dies_again_on_every_respawn(runtime: Fork) -> None:
     with pytest.raises(ClosedError, match="max_restarts") as closed:
         total(rt)(ROWS)
     assert isinstance(closed.value.__cause__, WorkerDied)
+
+
+def test_a_death_that_was_recovered_did_not_close_the_runtime(runtime: Fork) -> None:
+    rt = runtime(2, failpoint("call.before_function", rank=1))
+    with pytest.raises(WorkerDied):
+        total(rt)(ROWS)
+    assert_right(rt)
+    rt.close()
+    with pytest.raises(ClosedError) as closed:
+        total(rt)(ROWS)
+    assert closed.value.__cause__ is None
+    with pytest.raises(ClosedError) as closed:
+        rt.where()
+    assert closed.value.__cause__ is None
+
+
+def test_deaths_in_idleness_do_not_blame_a_call(runtime: Fork) -> None:
+    rt = runtime(2, failpoint("call.before_function", rank=1), max_restarts=1)
+    with pytest.raises(WorkerDied):
+        total(rt)(ROWS)
+    assert_right(rt)
+    kill_and_wait(pids(rt)[0])
+    with pytest.raises(ClosedError, match="max_restarts") as closed:
+        total(rt)(ROWS)
+    assert closed.value.__cause__ is None
+    with pytest.raises(ClosedError) as again:
+        total(rt)(ROWS)
+    assert again.value.__cause__ is closed.value
+
+
+def complain(row: Any, text: str, is_last: bool) -> None:
+    """Write to stderr on rank 0, which ends there if these are its last words."""
+    if row[0] == 0:
+        print(text, file=sys.stderr)
+        if is_last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_only_the_stderr_of_its_own_call_is_quoted(runtime: Fork) -> None:
+    rt = runtime(2)
+    f = rt.function(complain, outputs=None, bcast_inputs=("text", "is_last"))
+    f(ROWS, "an earlier call", False)
+    with pytest.raises(WorkerDied) as died:
+        f(ROWS, "last words", True)
+    assert "last words" in str(died.value)
+    assert "an earlier call" not in str(died.value)
+
+
+def complain_later(row: Any, fifo: str) -> None:
+    """Have a thread write to stderr on rank 0 when somebody opens the fifo."""
+
+    def wait_and_complain() -> None:
+        with open(fifo, "rb"):
+            print("an earlier call", file=sys.stderr)
+
+    if row[0] == 0:
+        threading.Thread(target=wait_and_complain).start()
+
+
+def test_what_was_written_between_calls_is_not_quoted(runtime: Fork, tmp_path: Path) -> None:
+    """The line lies in the pipe when the call begins."""
+    rt = runtime(2)
+    fifo = str(tmp_path / "fifo")
+    os.mkfifo(fifo)
+    rt.function(complain_later, outputs=None, bcast_inputs="fifo")(ROWS, fifo)
+    stderr = rt.team.links[0].process.output_fds[1]
+    with open(fifo, "wb"):
+        assert select.select([stderr], [], [], 30.0)[0]
+    with pytest.raises(WorkerDied) as died:
+        rt.function(complain, outputs=None, bcast_inputs=("text", "is_last"))(ROWS, "last words", True)
+    assert "last words" in str(died.value)
+    assert "an earlier call" not in str(died.value)
+
+
+def test_submitted_calls_quote_what_came_after_they_were_sent(runtime: Fork) -> None:
+    rt = runtime(2)
+    f = rt.function(complain, outputs=None, bcast_inputs=("text", "is_last"))
+    f.submit(ROWS, "an earlier call", False).result()
+    pending = f.submit(ROWS, "the call before", False)
+    last = f.submit(ROWS, "last words", True)
+    pending.result()
+    with pytest.raises(WorkerDied) as died:
+        last.result()
+    assert "last words" in str(died.value)
+    assert "an earlier call" not in str(died.value)
+
+
+def test_a_death_after_the_function_quotes_what_the_function_wrote(runtime: Fork) -> None:
+    rt = runtime(2, failpoint("reduce.before", rank=0))
+
+    def warn(x: Any) -> Any:
+        print("words of this call", file=sys.stderr)
+        return np.full(LARGE, x.sum())
+
+    with pytest.raises(WorkerDied, match="words of this call"):
+        rt.function(warn, outputs="sum")(ROWS)
+
+
+def test_lines_that_wait_for_the_masters_stream_are_of_earlier_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, worker = os.pipe()
+    terminal, mine = os.pipe()
+    os.set_blocking(mine, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(mine, bytes(1 << 16))
+    output = _Output(source, 0, "stderr")
+    with open(mine, "w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        os.write(worker, b"read, not shown\n")
+        output.forward()
+        os.write(worker, b"not even read\n")
+        output.forward()
+        output.note_backlog()
+        began = time.monotonic()
+        os.write(worker, b"of this call\n")
+        os.set_blocking(terminal, False)
+        with contextlib.suppress(BlockingIOError):
+            while os.read(terminal, 1 << 20):
+                pass
+        output.forward()
+        assert output.since(0.0) == ["read, not shown", "not even read", "of this call"]
+        assert output.since(began) == ["of this call"]
+        monkeypatch.undo()
+    output.close()
+    os.close(worker)
+    os.close(terminal)
 
 
 def test_A17_killed_while_closing(runtime: Fork) -> None:
