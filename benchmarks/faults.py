@@ -232,7 +232,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "freeze-interrupt": {"timeout": 0.05},
     "exception": {"is_bad": True},
 }
-SHARES = {"freeze": 0.1, "freeze-interrupt": 0.1}  # of the count: each waits for its time limit, and for the grace after it
+SHARES = {
+    "freeze": 0.1,
+    "freeze-interrupt": 0.1,
+}  # of the count: each waits for its time limit, and for the grace after it
 
 
 def inject(trials: Trials, kind: str, outcome: Outcome) -> None:

@@ -7,6 +7,7 @@ of what synk can reach on a machine.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import select
@@ -116,9 +117,7 @@ class Team:
             self.exchange(REDUCE)
             return self.results
         total = sum(self.weights)
-        return [
-            sum(slot * (weight / total) for slot, weight in zip(leaf, self.weights)) for leaf in zip(*self.slots)
-        ]
+        return [sum(slot * (weight / total) for slot, weight in zip(leaf, self.weights)) for leaf in zip(*self.slots)]
 
     def close(self) -> None:
         """End the workers."""
@@ -141,7 +140,7 @@ def shared_like(value: Any) -> Array:
 def chunks(array: Array) -> list[tuple[int, int]]:
     """Return which part of an output each rank reduces."""
     bounds = [len(array) * rank // WORLD_SIZE for rank in range(WORLD_SIZE + 1)]
-    return list(zip(bounds, bounds[1:]))
+    return list(itertools.pairwise(bounds))
 
 
 _team: list[Team] = []
@@ -161,7 +160,7 @@ def prepare(job: str, **params: int) -> Call:
             parts = zip(np.array_split(x, WORLD_SIZE), np.array_split(y, WORLD_SIZE))
             for (to_x, to_y), (from_x, from_y) in zip(passed, parts):
                 to_x[...], to_y[...] = from_x, from_y
-        values = team.call(_work.fresh_weights(number))
+        team.call(_work.fresh_weights(number))
         return max(float(slots[2]) for slots in team.slots) if team.is_tuple else None
 
     return call
