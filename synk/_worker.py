@@ -158,8 +158,11 @@ class Worker:
         lane = flags >> LANE_SHIFT
         self.lane = self.lanes[lane]
         if self._used_lanes != {lane}:
+            others = self._used_lanes - {lane}
             if flags & IS_ALONE:
-                self._forget_lanes(self._used_lanes - {lane})
+                self._forget_lanes(others)
+            elif kind == Kind.CALL:
+                self._detach_outputs(others)
             self._used_lanes.add(lane)
         outer, cell.worker = cell.worker, self
         try:
@@ -195,6 +198,12 @@ class Worker:
             self.lanes[index].executor.forget()
             self.lanes[index].called = None
         self._used_lanes -= lanes
+
+    def _detach_outputs(self, lanes: set[int]) -> None:
+        """Before the user's code runs again: let it change nothing of what calls before have returned."""
+        with self.backend.running():
+            for index in lanes:
+                self.lanes[index].executor.detach()
 
     def _take_in(self, extras: Extras) -> None:
         for plan_id in extras.dropped_plans:
