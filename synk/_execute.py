@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
+from synk._loans import Loans, RowsOf
 from synk._memory import Segment
 from synk._messages import (
     LARGE_NBYTES,
@@ -28,6 +29,7 @@ from synk._messages import (
     slot_offsets,
 )
 from synk._ops import Accumulator, Op, check_op, is_reducible, match_ops, reduce_into
+from synk._pages import give_back
 from synk._shards import shard_bounds
 from synk._trees import flatten, skeleton_of, unflatten
 from synk._variables import VariableStore
@@ -92,18 +94,8 @@ class PreparedPlan:
     def __init__(self, plan: Plan, function: LoadedFunction, segments: dict[int, Segment]) -> None:
         self.plan = plan
         self.function = function
-        self.bases: list[Any] = [
-            self._array_view(item, segments) if item.kind in ("rows", "whole") else None for item in plan.inputs
-        ]
         self.nothing = (None,) * len(plan.inputs)  # for inputs of which none was brought ahead
-        self.indices = self._index_view(plan.indices_place, segments)
-        self.local_indices = self._index_view(plan.local_indices_place, segments)
-        self.order = self._index_view(plan.order_place, segments)
-        self.pickle_view: memoryview | None = None
-        self.buffer_views: list[memoryview] = []
-        if plan.pickle_place is not None:
-            self.pickle_view = self._bytes_view(plan.pickle_place, segments)
-            self.buffer_views = [self._bytes_view(place, segments) for place in plan.buffers]
+        self.map(segments)
         self.segment_ids = {item.segment_id for item in plan.inputs if item.kind in ("rows", "whole")}
         places = (plan.pickle_place, plan.indices_place, plan.local_indices_place, plan.order_place, *plan.buffers)
         self.segment_ids.update(place[0] for place in places if place is not None)
@@ -115,13 +107,17 @@ class PreparedPlan:
         self.repeat: Repeat | None = None
         self.moves: Sequence[Move] = ()  # this rank's part of the large outputs
 
-    @staticmethod
-    def _array_view(item: Input, segments: dict[int, Segment]) -> np.ndarray:
-        if 0 in item.shape or item.dtype.itemsize == 0:  # no bytes, so no segment
-            array = np.empty(item.shape, item.dtype)
-            array.flags.writeable = False
-            return array
-        return segments[item.segment_id].view(item.offset, item.shape, item.dtype)
+    def map(self, segments: dict[int, Segment]) -> None:
+        """Make the views of shared memory; again where a segment was mapped anew."""
+        plan = self.plan
+        self.loans = Loans(plan, segments, is_writable=self.function.to_framework is not None)
+        self.bases: list[Any] = self.loans.arrays
+        self.indices = self._index_view(plan.indices_place, segments)
+        self.local_indices = self._index_view(plan.local_indices_place, segments)
+        self.order = self._index_view(plan.order_place, segments)
+        self.pickle_view: memoryview | None = None
+        if plan.pickle_place is not None:
+            self.pickle_view = self._bytes_view(plan.pickle_place, segments)
 
     @staticmethod
     def _index_view(place: tuple[int, int, int] | None, segments: dict[int, Segment]) -> np.ndarray | None:
@@ -199,7 +195,7 @@ class Executor:
         if prepared.pickle_view is None:
             return ()
         try:
-            objects = pickle.loads(prepared.pickle_view, buffers=prepared.buffer_views)
+            objects = pickle.loads(prepared.pickle_view, buffers=prepared.loans.buffers)
             return [self.backend.from_objects(value) for value in objects]
         except KeyboardInterrupt:
             raise
@@ -282,14 +278,63 @@ class Executor:
         indices = prepared.order if item.is_minibatch else prepared.indices
         if indices is not None:
             return self.backend.take_rows(base, indices[low:high])
+        return self.backend.from_host(self._row_range(item, base, numbers, low, high))
+
+    @staticmethod
+    def _row_range(item: Input, base: np.ndarray, numbers: Sequence[int], low: int, high: int) -> np.ndarray:
+        """Return the rows of a range as a view."""
         start, step = (0, 1) if item.is_minibatch else (numbers[Down.START], numbers[Down.STEP])
         first = start + low * step
         if step == 1:
-            return self.backend.from_host(base[first : first + high - low])
+            return base[first : first + high - low]
         stop: int | None = first + (high - low) * step
         if stop is not None and stop < 0:  # a negative step that ends on row 0
             stop = None
-        return self.backend.from_host(base[first:stop:step] if high > low else base[:0])
+        return base[first:stop:step] if high > low else base[:0]
+
+    # -- what the function keeps of its inputs, and writes into them --------------------------------------------------
+
+    def _lent_rows(self, prepared: PreparedPlan, low: int, high: int) -> RowsOf:
+        """Return what tells which rows of an input the function got when it was called for ``low`` to ``high``."""
+        numbers = self._down[self.rank].tolist()
+
+        def rows(item: Input, base: np.ndarray) -> np.ndarray | None:
+            indices = prepared.order if item.is_minibatch else prepared.indices
+            if self.backend.is_device or indices is not None:
+                return None
+            return self._row_range(item, base, numbers, low, high)
+
+        return rows
+
+    def let_go(self) -> None:
+        """Hold the outputs of the last call no longer, or as copies: they may be views of its inputs."""
+        if self.is_waiting or not self._is_published:
+            self.detach()
+        else:
+            self.forget()
+
+    def take_back(self, prepared: PreparedPlan, low: int, high: int) -> None:
+        """Drop what the function has written into its inputs, if they are tensors, when it got these rows."""
+        for address, nbytes in prepared.loans.written(self._lent_rows(prepared, low, high)):
+            self.let_go()
+            give_back(address, nbytes)
+
+    def settle_inputs(self, prepared: PreparedPlan) -> bool:
+        """When a function has returned, see to what it keeps of its inputs and has written into them.
+
+        Return whether it keeps plain arrays. They have their own memory now, and the segment must be mapped anew.
+        """
+        low, high = self._down[self.rank, Down.LOW : Down.HIGH + 1].tolist()
+        loans = prepared.loans
+        if loans.is_kept():
+            self.let_go()
+            if loans.is_kept():
+                self.backend.forget_segment(loans.staging)
+                loans.make_own(self._lent_rows(prepared, low, high))
+                return True
+        if prepared.function.to_framework is not None:
+            self.take_back(prepared, low, high)
+        return False
 
     def _run_slices(
         self,
@@ -325,6 +370,8 @@ class Executor:
                 if callable(ops[position]):
                     value = self._as_object(value)
                 accumulator.add(value, stop - start)
+            if function.to_framework is not None:  # the next slice sees the inputs as they were
+                self.take_back(prepared, start, stop)
         totals = [
             _Object([self._as_object(part) for part in a.result()]) if op is None else a.result()
             for a, op in zip(accumulators, ops)

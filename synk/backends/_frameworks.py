@@ -49,7 +49,7 @@ def _torch_converters() -> tuple[Converter, Converter]:
 
     def to_torch(array: Any) -> Any:
         if any(stride < 0 for stride in array.strides):  # torch has no negative strides
-            array = np.ascontiguousarray(array)
+            array = array.copy()
         if array.dtype.name == "bfloat16":
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
@@ -97,7 +97,7 @@ def _torch_device_converters() -> tuple[Converter, Converter]:
 
     def to_torch(array: Any) -> Any:
         if any(stride < 0 for stride in array.strides):  # torch has no negative strides
-            array = cupy.ascontiguousarray(array)
+            array = array.copy()
         if array.dtype.name == "bfloat16":
             return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
         if array.dtype.kind == "b":
