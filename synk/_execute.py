@@ -332,8 +332,7 @@ class Executor:
                 self.backend.forget_segment(loans.staging)
                 loans.make_own(self._lent_rows(prepared, low, high))
                 return True
-        if prepared.function.to_framework is not None:
-            self.take_back(prepared, low, high)
+        self.take_back(prepared, low, high)
         return False
 
     def _run_slices(

@@ -79,7 +79,7 @@ class Loans:
         for loan in self._writable:
             _pages.let_write(loan.address, loan.array.nbytes)
         self._staged = [array for loan in self._loans if loan.segment.is_staging for array in (loan.array, loan.root)]
-        self._num_references = self._count()
+        self._num_references = sum(map(sys.getrefcount, self._staged))
         self._data_references = [self._references(loan) for loan in self._writable]
 
     def _lend(
@@ -93,18 +93,19 @@ class Loans:
             self._loans.append(Loan(array, root, segment, int(root.__array_interface__["data"][0]), item))
         return array
 
-    def _count(self) -> int:
-        return sum(map(sys.getrefcount, self._staged))
-
     @staticmethod
     def _references(loan: Loan) -> int:
         return sys.getrefcount(loan.array) + sys.getrefcount(loan.root)
 
     # -- what is kept -------------------------------------------------------------------------------------------------
 
+    def are_open(self) -> bool:
+        """Whether, after a call, anything may have been kept or written into."""
+        return bool(self._writable) or sum(map(sys.getrefcount, self._staged)) != self._num_references
+
     def is_kept(self) -> bool:
         """Whether somebody refers to arrays that the next call may overwrite."""
-        return self._count() != self._num_references
+        return sum(map(sys.getrefcount, self._staged)) != self._num_references
 
     @property
     def staging(self) -> Segment:

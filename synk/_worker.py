@@ -176,9 +176,9 @@ class Worker:
             status, reply_flags, body = pickle_reply(self, status, reply_flags, content)
             del content  # it may hold the function's inputs
         called = self.lane.called
-        if kind == Kind.CALL and called is not None:  # when the master has the reply it may write the next inputs
+        if kind == Kind.CALL and called is not None and called.loans.are_open():
             try:
-                self._settle_inputs(called)
+                self._settle_inputs(called)  # before the reply: when the master has it, it may write the next inputs
             except Exception as error:
                 status, reply_flags, content = self._failed(error)
                 body = pickle_reply(self, status, reply_flags, content)[2]

@@ -340,6 +340,23 @@ def test_tensors_that_are_kept_and_written_into_later(shared_runtimes: Any, size
         assert (reader(data), reader(data)) == (size * k,) * 2
 
 
+@pytest.mark.parametrize("where", ["inline", 2])
+def test_the_value_of_a_variable_changes_only_by_assignment(shared_runtimes: Any, where: Any) -> None:
+    pytest.importorskip("torch")
+    rt = shared_runtimes[where]
+    w = rt.shared(np.zeros(3))
+
+    def work(v: Any) -> Any:
+        seen = w.value[0].item(), v[0].item()
+        w.value.add_(1.0)
+        v.add_(1.0)
+        return seen
+
+    f = rt.function(work, outputs="first", bcast_inputs="v", framework="torch")
+    assert [f(w) for _ in range(3)] == [(0.0, 0.0)] * 3
+    assert (w.value == 0.0).all()
+
+
 # ----- devices
 
 
