@@ -6,11 +6,14 @@ Owns the outputs of the last call until the next message. Knows segments and pla
 from __future__ import annotations
 
 import pickle
+import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
+from synk._loans import Loans, RowsOf
 from synk._memory import Segment
 from synk._messages import (
     LARGE_NBYTES,
@@ -26,6 +29,7 @@ from synk._messages import (
     slot_offsets,
 )
 from synk._ops import Accumulator, Op, check_op, is_reducible, match_ops, reduce_into
+from synk._pages import give_back
 from synk._shards import shard_bounds
 from synk._trees import flatten, skeleton_of, unflatten
 from synk._variables import VariableStore
@@ -52,6 +56,7 @@ class LoadedFunction:
             self.to_framework, self.from_framework = backend.converters(framework)
 
 
+_IMMUTABLE_TYPES = (int, float, complex, str, bytes, type(None))
 _FIXED_TYPES = (float, complex, bool)  # Python's numbers whose dtype does not depend on their value
 
 
@@ -89,18 +94,8 @@ class PreparedPlan:
     def __init__(self, plan: Plan, function: LoadedFunction, segments: dict[int, Segment]) -> None:
         self.plan = plan
         self.function = function
-        self.bases: list[Any] = [
-            self._array_view(item, segments) if item.kind in ("rows", "whole") else None for item in plan.inputs
-        ]
         self.nothing = (None,) * len(plan.inputs)  # for inputs of which none was brought ahead
-        self.indices = self._index_view(plan.indices_place, segments)
-        self.local_indices = self._index_view(plan.local_indices_place, segments)
-        self.order = self._index_view(plan.order_place, segments)
-        self.pickle_view: memoryview | None = None
-        self.buffer_views: list[memoryview] = []
-        if plan.pickle_place is not None:
-            self.pickle_view = self._bytes_view(plan.pickle_place, segments)
-            self.buffer_views = [self._bytes_view(place, segments) for place in plan.buffers]
+        self.map(segments)
         self.segment_ids = {item.segment_id for item in plan.inputs if item.kind in ("rows", "whole")}
         places = (plan.pickle_place, plan.indices_place, plan.local_indices_place, plan.order_place, *plan.buffers)
         self.segment_ids.update(place[0] for place in places if place is not None)
@@ -112,13 +107,17 @@ class PreparedPlan:
         self.repeat: Repeat | None = None
         self.moves: Sequence[Move] = ()  # this rank's part of the large outputs
 
-    @staticmethod
-    def _array_view(item: Input, segments: dict[int, Segment]) -> np.ndarray:
-        if 0 in item.shape or item.dtype.itemsize == 0:  # no bytes, so no segment
-            array = np.empty(item.shape, item.dtype)
-            array.flags.writeable = False
-            return array
-        return segments[item.segment_id].view(item.offset, item.shape, item.dtype)
+    def map(self, segments: dict[int, Segment]) -> None:
+        """Make the views of shared memory; again where a segment was mapped anew."""
+        plan = self.plan
+        self.loans = Loans(plan, segments, is_writable=self.function.to_framework is not None)
+        self.bases: list[Any] = self.loans.arrays
+        self.indices = self._index_view(plan.indices_place, segments)
+        self.local_indices = self._index_view(plan.local_indices_place, segments)
+        self.order = self._index_view(plan.order_place, segments)
+        self.pickle_view: memoryview | None = None
+        if plan.pickle_place is not None:
+            self.pickle_view = self._bytes_view(plan.pickle_place, segments)
 
     @staticmethod
     def _index_view(place: tuple[int, int, int] | None, segments: dict[int, Segment]) -> np.ndarray | None:
@@ -154,7 +153,9 @@ class Executor:
         self.collectives: DeviceCollectives | None = None
         self._prepared: PreparedPlan | None = None
         self._outputs: list[Any] = []
-        self._objects: list[Any] = []
+        self._parts: dict[int, Any] = {}  # of the large outputs, what is needed at their assembly
+        self._is_published = False
+        self._lost: BaseException | None = None  # why the outputs of the last call are there no more
         self._result: Any = None
         self._ahead: Ahead | None = None
         self.num_ahead = 0  # inputs of the call under way that were brought before it began
@@ -194,7 +195,7 @@ class Executor:
         if prepared.pickle_view is None:
             return ()
         try:
-            objects = pickle.loads(prepared.pickle_view, buffers=prepared.buffer_views)
+            objects = pickle.loads(prepared.pickle_view, buffers=prepared.loans.buffers)
             return [self.backend.from_objects(value) for value in objects]
         except KeyboardInterrupt:
             raise
@@ -277,14 +278,62 @@ class Executor:
         indices = prepared.order if item.is_minibatch else prepared.indices
         if indices is not None:
             return self.backend.take_rows(base, indices[low:high])
+        return self.backend.from_host(self._row_range(item, base, numbers, low, high))
+
+    @staticmethod
+    def _row_range(item: Input, base: np.ndarray, numbers: Sequence[int], low: int, high: int) -> np.ndarray:
+        """Return the rows of a range as a view."""
         start, step = (0, 1) if item.is_minibatch else (numbers[Down.START], numbers[Down.STEP])
         first = start + low * step
         if step == 1:
-            return self.backend.from_host(base[first : first + high - low])
+            return base[first : first + high - low]
         stop: int | None = first + (high - low) * step
         if stop is not None and stop < 0:  # a negative step that ends on row 0
             stop = None
-        return self.backend.from_host(base[first:stop:step] if high > low else base[:0])
+        return base[first:stop:step] if high > low else base[:0]
+
+    # -- what the function keeps of its inputs, and writes into them --------------------------------------------------
+
+    def _lent_rows(self, prepared: PreparedPlan, low: int, high: int) -> RowsOf:
+        """Return what tells which rows of an input the function got when it was called for ``low`` to ``high``."""
+        numbers = self._down[self.rank].tolist()
+
+        def rows(item: Input, base: np.ndarray) -> np.ndarray | None:
+            indices = prepared.order if item.is_minibatch else prepared.indices
+            if self.backend.is_device or indices is not None:
+                return None
+            return self._row_range(item, base, numbers, low, high)
+
+        return rows
+
+    def let_go(self) -> None:
+        """Hold the outputs of the last call no longer, or as copies: they may be views of its inputs."""
+        if self.is_waiting or not self._is_published:
+            self.detach()
+        else:
+            self.forget()
+
+    def take_back(self, prepared: PreparedPlan, low: int, high: int) -> None:
+        """Drop what the function has written into its inputs, if they are tensors, when it got these rows."""
+        for address, nbytes in prepared.loans.written(self._lent_rows(prepared, low, high)):
+            self.let_go()
+            give_back(address, nbytes)
+
+    def settle_inputs(self, prepared: PreparedPlan) -> bool:
+        """When a function has returned, see to what it keeps of its inputs and has written into them.
+
+        Return whether it keeps plain arrays. They have their own memory now, and the segment must be mapped anew.
+        """
+        low, high = self._down[self.rank, Down.LOW : Down.HIGH + 1].tolist()
+        loans = prepared.loans
+        if loans.is_kept():
+            self.let_go()
+            if loans.is_kept():
+                self.backend.forget_segment(loans.staging)
+                loans.make_own(self._lent_rows(prepared, low, high))
+                return True
+        self.take_back(prepared, low, high)
+        return False
 
     def _run_slices(
         self,
@@ -314,15 +363,35 @@ class Executor:
                     f"expected {structure} as in the first slice."
                 )
             for position, (accumulator, value) in enumerate(zip(accumulators, values)):
-                value = self._array_or_object(value, ops[position], position, function)
+                value = self._snapshot(
+                    self._array_or_object(value, ops[position], position, function), position, function
+                )
                 if callable(ops[position]):
                     value = self._as_object(value)
                 accumulator.add(value, stop - start)
+            if function.to_framework is not None:  # the next slice sees the inputs as they were
+                self.take_back(prepared, start, stop)
         totals = [
             _Object([self._as_object(part) for part in a.result()]) if op is None else a.result()
             for a, op in zip(accumulators, ops)
         ]
         return unflatten(structure, totals)
+
+    def _snapshot(self, value: Any, position: int, function: LoadedFunction) -> Any:
+        """Return an object as it is now: the function may change it in the next slice. Arrays are copied elsewhere."""
+        if isinstance(value, (np.ndarray, np.generic, self.backend.xp.ndarray, *_IMMUTABLE_TYPES)):
+            return value
+        from synk._pickling import dumps
+
+        try:  # it will be pickled in any case
+            if isinstance(value, _Object):
+                return _Object(pickle.loads(dumps(value.value)))
+            return pickle.loads(dumps(value))
+        except Exception as error:
+            raise SerializationError(
+                f"cannot keep output {position} of {function.name!r} from one slice to the next: "
+                f"{type(error).__name__}: {error}. Return arrays, numbers or picklable objects, or pass num_slices=1."
+            ) from error
 
     def _as_object(self, value: Any) -> Any:
         """Return a value as it can travel in a pickle: the master must not touch a device."""
@@ -381,11 +450,12 @@ class Executor:
         if is_new:
             layout = prepared.layout = Layout(skeleton, tuple(leaves), assigned)
             prepared.slot_key = None
-        self._prepared, self._outputs, self._result, self._objects = prepared, outputs, result, objects
+        self._prepared, self._outputs, self._result = prepared, outputs, result
         self.is_waiting = any(leaf.nbytes >= LARGE_NBYTES for leaf in leaves)
         status = self._fill_slot(prepared)
         if assigned and not variables.store():
             status = Status.UNPUBLISHED
+        self._is_published = status == Status.DONE
         self.look_ahead(False)
         self.backend.synchronize()
         is_complete = status == Status.DONE and not assigned and not objects and subset is None
@@ -443,13 +513,16 @@ class Executor:
                 for offset, leaf, op in zip(offsets, layout.leaves, prepared.ops)
             ]
             prepared.slot_key = key
+        self._parts = {}
         for position, (array, view, op) in enumerate(zip(self._outputs, prepared.slot_views, prepared.ops)):
             if array is None or (op == "first" and self.rank != participants[0]):
                 continue
             if array.nbytes < LARGE_NBYTES:
                 self.backend.to_host(array, view)
             elif is_reducible(op):
-                self._publish_chunks(array, view, position, participants)
+                self._parts[position] = self._publish_chunks(array, view, participants)
+            else:
+                self._parts[position] = array
         return Status.DONE
 
     @property
@@ -457,26 +530,59 @@ class Executor:
         """The ranks that run the call under way, ascending."""
         return np.flatnonzero(self._down[:, Down.PARTICIPATES]).tolist()
 
-    def _publish_chunks(self, array: Any, view: np.ndarray, position: int, participants: list[int]) -> None:
-        """Copy the chunks that other ranks reduce; the rank's own one is read from private memory at assembly."""
+    def _publish_chunks(self, array: Any, view: np.ndarray, participants: list[int]) -> Any:
+        """Copy the chunks that other ranks reduce; return the elements that this rank reduces itself."""
         if view is _NO_VIEW and len(participants) > 1:  # the devices reduce it
             array = self.backend.as_array(array, "a large output")
         flat = self.backend.flat(array)
-        self._outputs[position] = flat
         if len(participants) == 1 or view is _NO_VIEW:
-            return
+            return flat
         flat_view = view.reshape(-1)
-        bounds = chunk_bounds(flat.size, flat.itemsize, len(participants))
-        for rank, (start, stop) in zip(participants, bounds):
-            if rank != self.rank:
-                self.backend.to_host(flat[start:stop], flat_view[start:stop])
+        bounds = dict(zip(participants, chunk_bounds(flat.size, flat.itemsize, len(participants))))
+        own_start, own_stop = bounds.pop(self.rank)
+        for start, stop in bounds.values():
+            self.backend.to_host(flat[start:stop], flat_view[start:stop])
+        return flat[own_start:own_stop]
+
+    def detach(self) -> None:
+        """Copy what is kept of the outputs of the last call and still belongs to the user's code, which runs next.
+
+        A function may return a buffer that it fills again in the next call, or state that it changes in place. In a
+        repeated call nothing is kept as long: its outputs are published and assembled before it ends.
+        """
+        if self._prepared is None or self._lost is not None:
+            return
+        self._result = None  # or its arrays would seem to be in use
+        if self._is_published:
+            self._outputs = [None] * len(self._outputs)
+        else:
+            self._parts = {}
+        try:
+            for position in self._parts:
+                self._parts[position] = self._own(self._parts, position)
+            for position, array in enumerate(self._outputs):
+                if array is not None:
+                    self._outputs[position] = self._own(self._outputs, position)
+        except Exception as error:  # no room: whoever asks for them is told
+            self._lost = error
+            self._parts, self._outputs = {}, []
+
+    def _own(self, holder: Any, position: int) -> Any:
+        """Return the array at ``holder[position]`` as one that nobody else can change."""
+        if self.backend.is_device or not is_only_reference(holder, position):
+            xp = np if isinstance(holder[position], np.ndarray) else self.backend.xp
+            return xp.array(holder[position])
+        return holder[position]
 
     def republish(self, variables: VariableStore) -> Status:
         """Publish the outputs of the last call again, into new slots and buffers."""
         assert self._prepared is not None
+        if self._lost is not None:
+            raise self._lost
         if variables.assigned and not variables.store():
             raise SharedMemoryError("cannot store the new value of a shared variable: its buffer has no room for it.")
         status = self._fill_slot(self._prepared)
+        self._is_published = status == Status.DONE
         self.backend.synchronize()
         return status
 
@@ -484,6 +590,8 @@ class Executor:
         """Bring this rank's part of the large outputs into the result segment."""
         if not self.is_waiting:  # its outputs are small, only those of others are large
             return
+        if self._lost is not None:
+            raise self._lost
         prepared = self._prepared
         assert prepared is not None and self.exchange is not None and prepared.layout is not None
         participants = self.participants
@@ -493,7 +601,7 @@ class Executor:
         for move in moves:
             leaf = prepared.layout.leaves[move.leaf]
             if move.kind == "copy":
-                self.backend.to_host(self._outputs[move.leaf], result.view(move.offset, leaf.shape, leaf.dtype))
+                self.backend.to_host(self._parts[move.leaf], result.view(move.offset, leaf.shape, leaf.dtype))
                 continue
             if move.kind == "device":
                 continue
@@ -501,12 +609,12 @@ class Executor:
             count = stop - start
             out = result.view(move.offset + start * leaf.dtype.itemsize, (count,), leaf.dtype)
             if len(participants) == 1:
-                self.backend.to_host(self._outputs[move.leaf].reshape(-1)[start:stop], out)
+                self.backend.to_host(self._parts[move.leaf], out)
                 continue
             values = []
             for rank in participants:
                 if rank == self.rank:
-                    values.append(self.backend.fetch(self._outputs[move.leaf].reshape(-1)[start:stop]))
+                    values.append(self.backend.fetch(self._parts[move.leaf]))
                 else:
                     at = rank * self.slot_nbytes + offsets[move.leaf] + start * leaf.dtype.itemsize
                     values.append(self.exchange.view(at, (count,), leaf.dtype))
@@ -528,9 +636,7 @@ class Executor:
         share = rows[self.rank] / sum(rows) if len(set(rows)) > 1 else None
         leaves = self._prepared.layout.leaves
         with self.collectives.guard():
-            items = [
-                (self._outputs[move.leaf].reshape(-1), move.op, share if move.op == "avg" else None) for move in moves
-            ]
+            items = [(self._parts[move.leaf], move.op, share if move.op == "avg" else None) for move in moves]
             blocks = self.collectives.reduce_blocks(items)
         for move, block in zip(moves, blocks):
             dtype = leaves[move.leaf].dtype
@@ -542,9 +648,9 @@ class Executor:
         self.is_waiting = False
         self._ahead = None
         self.num_ahead = 0
-        self._prepared = self._result = None
+        self._prepared = self._result = self._lost = None
         self._outputs = []
-        self._objects = []
+        self._parts = {}
 
 
 def _do_nothing(is_hurried: bool) -> None:
@@ -559,6 +665,23 @@ class _Object:
 
 
 _NO_VIEW = np.empty(0, np.uint8)
+
+
+def is_only_reference(holder: Any, position: int) -> bool:
+    """Whether nobody but ``holder[position]``, an array of NumPy, refers to its memory."""
+    return _references(holder, position) in _ONLY_REFERENCES
+
+
+def _references(holder: Any, position: int) -> tuple[bool, bool, int, int]:
+    """Return whose the memory of an array is, whether it is a view, and how often it and what it views are used."""
+    array = holder[position]
+    owner = array if array.base is None else array.base
+    is_own = type(owner) is np.ndarray and owner.flags.owndata and not weakref.getweakrefcount(owner)
+    return is_own, array is owner, sys.getrefcount(array), sys.getrefcount(owner)
+
+
+# Counted, for it depends on the interpreter what its own variables add.
+_ONLY_REFERENCES = (_references([np.empty(1)], 0), _references([np.empty(1)[:]], 0))
 
 
 def _kind_of(value: Any) -> str:

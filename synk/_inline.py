@@ -10,7 +10,7 @@ from synk import _failpoints
 from synk._links import Reply
 from synk._memory import Segment
 from synk._messages import HAS_BODY, Extras, Kind
-from synk._worker import Worker, pickle_reply
+from synk._worker import Worker
 
 
 class InlineProcess:
@@ -37,21 +37,28 @@ class InlineProcess:
         self._reply: Reply | None = None
 
     def give(self, segment: Segment) -> None:
-        """Share a segment: inline, the very same mapping, seen read-only where a worker would map it so."""
+        """Share a segment: inline, the very same mapping where a worker writes, else one like a worker's."""
         assert self._worker is not None
-        self._worker.add_segment(segment.shared_view())
+        if segment.is_worker_writable:
+            self._worker.add_segment(segment.shared_view())
+            return
+        fd = os.dup(segment.fd)
+        try:
+            twin = self._worker.map_segment(fd, segment.id, segment.nbytes, False, segment.is_staging)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._worker.add_segment(twin)
 
     def handle(self, kind: Kind, sequence: int, value: int, extras: Extras | None) -> None:
         """Act on a message at once; the reply waits for :meth:`reply`."""
         worker = self._worker
         assert worker is not None
         status, flags, body = worker.handle(kind, 0, sequence, value, extras)
-        data = b""
         if body is not None:
-            status, flags, data = pickle_reply(worker, status, flags, body)
             flags |= HAS_BODY
         worker.tidy(kind, status)
-        self._reply = Reply(status, flags, data)
+        self._reply = Reply(status, flags, body or b"")
 
     def reply(self) -> Reply:
         assert self._reply is not None

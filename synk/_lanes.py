@@ -72,6 +72,7 @@ class Lane:
         if self.staging is None or self.staging.nbytes < nbytes:
             with deferred():
                 old, self.staging = self.staging, Segment.create(max(int(nbytes * 1.25), 1 << 16))
+                self.staging.is_staging = True
                 if old is not None:
                     runtime.forget_segment(old)
                     for function in list(runtime.bound):  # their views of the old one would keep its memory

@@ -87,8 +87,8 @@ class Link:
             self._dropped_variables.append(variable_id)
 
     @staticmethod
-    def describe(segments: Sequence[Segment]) -> list[tuple[int, int, bool]]:
-        return [(segment.id, segment.nbytes, segment.is_worker_writable) for segment in segments]
+    def describe(segments: Sequence[Segment]) -> list[tuple[int, int, bool, bool]]:
+        return [(each.id, each.nbytes, each.is_worker_writable, each.is_staging) for each in segments]
 
     def extras(
         self, content: Any, needed: Sequence[Segment], lane: Lane, news: Sequence[Any]

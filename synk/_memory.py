@@ -118,18 +118,34 @@ class Segment:
         Whether this process may write through the mapping.
     segment_id : int
         The name under which messages refer to it.
+    is_private : bool
+        Whether the mapping shows the pages that this process writes, by whatever means, to nobody else.
+
+    Attributes
+    ----------
+    is_staging : bool
+        Whether it holds the arguments of one call after the other.
     """
 
-    __slots__ = ("__weakref__", "_mapping", "buffer", "fd", "id", "is_worker_writable", "nbytes")
+    __slots__ = ("__weakref__", "_mapping", "buffer", "fd", "id", "is_private", "is_staging", "is_worker_writable",
+                 "nbytes")  # fmt: skip
 
-    def __init__(self, fd: int, nbytes: int, *, is_writable: bool, segment_id: int) -> None:
+    def __init__(self, fd: int, nbytes: int, *, is_writable: bool, segment_id: int, is_private: bool = False) -> None:
         self.is_worker_writable = False
+        self.is_staging = False
+        self.is_private = is_private
         self.fd = -1
         self.nbytes = nbytes
         self.id = segment_id
+        self._map(fd, is_writable)
+        self.fd = fd  # last: whoever called owns it until here
+
+    def _map(self, fd: int, is_writable: bool) -> None:
+        nbytes = self.nbytes
         access = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
+        kind = mmap.MAP_PRIVATE if self.is_private else mmap.MAP_SHARED
         try:
-            self._mapping: mmap.mmap | None = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, access)
+            self._mapping: mmap.mmap | None = mmap.mmap(fd, nbytes, kind, access)
         except OSError as error:
             raise SharedMemoryError(
                 f"cannot map a shared segment of {nbytes} bytes: {os.strerror(error.errno or 0)}. Free some Data, or "
@@ -138,7 +154,10 @@ class Segment:
                 f"{'open files (ulimit -n)' if error.errno == errno.EMFILE else 'address space (ulimit -v)'}."
             ) from error
         self.buffer: npt.NDArray[np.uint8] = np.frombuffer(self._mapping, dtype=np.uint8)
-        self.fd = fd  # last: whoever called owns it until here
+
+    def map_again(self) -> None:
+        """Map what is only read a second time. The first mapping lives on as long as arrays refer to it."""
+        self._map(self.fd, False)
 
     @classmethod
     def create(cls, nbytes: int, *, is_worker_writable: bool = False) -> Segment:

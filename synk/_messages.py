@@ -319,7 +319,7 @@ class Extras:
 
     Attributes
     ----------
-    segments : list of (segment_id, nbytes, is_writable)
+    segments : list of (segment_id, nbytes, is_writable, is_staging)
     content : the message's own body
     exchange : (lane, segment_id, slot_nbytes) or None
         New slots for outputs.
@@ -329,7 +329,7 @@ class Extras:
         Shared variables that are new or have changed from the master's side.
     """
 
-    segments: list[tuple[int, int, bool]] = field(default_factory=list)
+    segments: list[tuple[int, int, bool, bool]] = field(default_factory=list)
     dropped_segments: list[int] = field(default_factory=list)
     dropped_plans: list[int] = field(default_factory=list)
     dropped_functions: list[int] = field(default_factory=list)

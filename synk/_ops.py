@@ -149,7 +149,7 @@ class Accumulator:
         """Take in the value of one slice of ``num_rows`` rows (an array, or any object where the op allows it)."""
         op = self.op
         self._rows.append(num_rows)
-        if not self._is_single and hasattr(value, "dtype"):
+        if not self._is_single and (_is_on_host(value) or isinstance(value, self._xp.ndarray)):
             # A function may return a buffer that it fills again for the next slice.
             value = (np if _is_on_host(value) else self._xp).array(value)
         if op is None or op == "gather":

@@ -33,7 +33,7 @@ from synk._messages import (
     is_interrupted,
 )
 from synk._version import __version__
-from synk._worker import DeviceLost, Doorbell, Interrupted, Worker, pickle_reply
+from synk._worker import DeviceLost, Doorbell, Interrupted, Worker
 from synk.errors import SharedMemoryError
 
 
@@ -82,7 +82,7 @@ class WorkerLoop:
 
         versions = {"python": platform.python_version(), "numpy": np.__version__, "synk": __version__}
         hello = {"versions": versions, "device": self._worker.backend.describe()}
-        self._reply(Status.HELLO, 0, 0, hello)
+        self._reply(Status.HELLO, 0, 0, pickle.dumps(hello, protocol=5))
 
     def serve(self) -> None:
         """Answer messages until the master says goodbye or is gone."""
@@ -116,7 +116,7 @@ class WorkerLoop:
                     worker.lane = worker.lanes[flags >> LANE_SHIFT]
                     worker.leave_call()
                 failure = pack_failure(error, worker.rank, worker.device)
-                self._reply(Status.ERROR, IS_UNRECEIVED, sequence, failure)
+                self._reply(Status.ERROR, IS_UNRECEIVED, sequence, pickle.dumps(failure, protocol=5))
                 continue
             try:
                 status, reply_flags, body = worker.handle(kind, flags, sequence, value, extras)
@@ -157,29 +157,27 @@ class WorkerLoop:
         extras = pickle.loads(body)
         assert isinstance(extras, Extras)
         arriving = iter(list(zip(extras.segments, fds)))
-        for (segment_id, nbytes, is_writable), fd in arriving:
+        for (segment_id, nbytes, is_writable, is_staging), fd in arriving:
             if segment_id in self._worker.segments:  # sent twice after an interrupt
                 os.close(fd)
                 continue
             try:
-                segment = Segment(fd, nbytes, is_writable=is_writable, segment_id=segment_id)
+                segment = self._worker.map_segment(fd, segment_id, nbytes, is_writable, is_staging)
             except SharedMemoryError:
                 for _, later in arriving:
                     os.close(later)
                 os.close(fd)
                 raise
-            segment.close_fd()
             self._worker.add_segment(segment)
         return extras
 
-    def _reply(self, status: Status, flags: int, sequence: int, body: Any) -> None:
+    def _reply(self, status: Status, flags: int, sequence: int, body: bytes | None) -> None:
         channel = self._channel
         if body is not None:
-            status, flags, data = pickle_reply(self._worker, status, flags, body)
             flags |= HAS_BODY
             # The body first: whoever sees the doorbell can read it without waiting.
             try:
-                channel.send_body(sequence, data)
+                channel.send_body(sequence, body)
             except SharedMemoryError as error:  # a large one needs a descriptor; what says so is small
                 assert self._worker is not None
                 self._worker.executor.forget()

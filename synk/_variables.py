@@ -228,7 +228,7 @@ class Replica:
         """This rank's value: a read-only array (or nesting of arrays), a view of shared memory."""
         leaves: list[Any] = list(self.leaves())
         if self._store.to_framework is not None:
-            leaves = [self._store.to_framework(leaf) for leaf in leaves]
+            leaves = [self._store.as_framework(leaf) for leaf in leaves]
         value = unflatten(self._structure, leaves)
         is_flat_tuple = isinstance(self._structure, tuple) and self._structure[0] is tuple
         if self._structure != "leaf" and not is_flat_tuple:
@@ -538,8 +538,12 @@ class VariableStore:
                     leaf[start : stop if stop >= 0 else None : step] if high > low else leaf[:0] for leaf in leaves
                 ]
         if self.to_framework is not None:
-            leaves = [self.to_framework(leaf) for leaf in leaves]
+            leaves = [self.as_framework(leaf) for leaf in leaves]
         return unflatten(replica._structure, leaves)
+
+    def as_framework(self, leaf: Any) -> Any:
+        """Return an array of a value as a tensor. On the host a copy: a tensor can be written into, a value cannot."""
+        return self.to_framework(leaf.copy() if isinstance(leaf, np.ndarray) else leaf)
 
 
 def resolve_variable(variable_id: int) -> Replica:

@@ -41,6 +41,7 @@ from synk._messages import (
     control_blocks,
     is_interrupted,
 )
+from synk._pages import give_back, is_written
 from synk._steps import run_steps
 from synk._variables import VariableStore
 from synk.backends import Backend, DeviceBackend, open_backend
@@ -132,6 +133,7 @@ class Worker:
         self._is_communicating = False
         self._used_lanes: set[int] = set()  # in which something may be remembered of a call
         self._function: LoadedFunction | None = None
+        self._kept_data: set[tuple[int, int, int]] = set()  # of which functions keep tensors; see Loans
 
     def close(self) -> None:
         """Let go of the device and of all memory; where the process ends anyway nobody needs to."""
@@ -143,6 +145,18 @@ class Worker:
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
+    def map_segment(self, fd: int, segment_id: int, nbytes: int, is_writable: bool, is_staging: bool) -> Segment:
+        """Return a segment that has arrived; what is only read is mapped so that nobody else sees what is written.
+
+        Devices read such memory past the page tables of this process, so it is mapped as it is there.
+        """
+        is_private = not (is_writable or self.backend.is_device)
+        segment = Segment(fd, nbytes, is_writable=is_writable, segment_id=segment_id, is_private=is_private)
+        segment.is_staging = is_staging
+        if not is_staging:  # which may have to be mapped again
+            segment.close_fd()
+        return segment
+
     def add_segment(self, segment: Segment) -> None:
         """Take in a segment that has arrived."""
         self.segments[segment.id] = segment
@@ -152,14 +166,34 @@ class Worker:
     def executor(self) -> Executor:
         return self.lane.executor
 
-    def handle(self, kind: int, flags: int, sequence: int, value: int, extras: Extras | None) -> _Reply:
+    def handle(
+        self, kind: int, flags: int, sequence: int, value: int, extras: Extras | None
+    ) -> tuple[Status, int, bytes | None]:
         """Act on one message; return ``(status, flags, body)`` of the reply. Never raises but what ends the process."""
+        status, reply_flags, content = self._act(kind, flags, sequence, value, extras)
+        body = None
+        if content is not None:
+            status, reply_flags, body = pickle_reply(self, status, reply_flags, content)
+            del content  # it may hold the function's inputs
+        called = self.lane.called
+        if kind == Kind.CALL and called is not None and called.loans.are_open():
+            try:
+                self._settle_inputs(called)  # before the reply: when the master has it, it may write the next inputs
+            except Exception as error:
+                status, reply_flags, content = self._failed(error)
+                body = pickle_reply(self, status, reply_flags, content)[2]
+        return status, reply_flags, body
+
+    def _act(self, kind: int, flags: int, sequence: int, value: int, extras: Extras | None) -> _Reply:
         self.sequence = sequence
         lane = flags >> LANE_SHIFT
         self.lane = self.lanes[lane]
         if self._used_lanes != {lane}:
+            others = self._used_lanes - {lane}
             if flags & IS_ALONE:
-                self._forget_lanes(self._used_lanes - {lane})
+                self._forget_lanes(others)
+            elif kind == Kind.CALL:
+                self._detach_outputs(others)
             self._used_lanes.add(lane)
         outer, cell.worker = cell.worker, self
         try:
@@ -189,12 +223,37 @@ class Worker:
         finally:
             cell.worker = outer
 
+    def _settle_inputs(self, prepared: PreparedPlan) -> None:
+        """See to what a function keeps of its inputs, so that later calls do not change it, nor it them."""
+        is_kept = self.lane.executor.settle_inputs(prepared)
+        if prepared.function.to_framework is not None:
+            self._kept_data |= prepared.loans.kept_data()
+        if is_kept:
+            segment = prepared.loans.staging
+            segment.map_again()
+            self.backend.note_segment(segment)
+            for other in self.plans.values():
+                if segment.id in other.segment_ids:
+                    other.map(self.segments)
+
+    def _renew_data(self, prepared: PreparedPlan) -> None:
+        """Before a call: drop what functions have written into ``Data`` by way of tensors that they have kept."""
+        for segment_id, address, nbytes in self._kept_data:
+            if segment_id in prepared.segment_ids and is_written(address, nbytes):
+                give_back(address, nbytes)
+
     def _forget_lanes(self, lanes: set[int]) -> None:
         """Drop what is remembered of calls that are over: outputs of a call that another rank failed in, views."""
         for index in lanes:
             self.lanes[index].executor.forget()
             self.lanes[index].called = None
         self._used_lanes -= lanes
+
+    def _detach_outputs(self, lanes: set[int]) -> None:
+        """Before the user's code runs again: let it change nothing of what calls before have returned."""
+        with self.backend.running():
+            for index in lanes:
+                self.lanes[index].executor.detach()
 
     def _take_in(self, extras: Extras) -> None:
         for plan_id in extras.dropped_plans:
@@ -206,6 +265,7 @@ class Worker:
         if dropped:
             for plan_id in [p for p, prepared in self.plans.items() if prepared.segment_ids & dropped]:
                 del self.plans[plan_id]
+            self._kept_data = {kept for kept in self._kept_data if kept[0] not in dropped}
             for segment_id in dropped:
                 segment = self.segments.pop(segment_id, None)
                 if segment is not None:
@@ -310,6 +370,8 @@ class Worker:
         lane, up = self.lane, self._own_up
         executor = lane.executor
         self.failpoint("call.before_function")
+        if self._kept_data:
+            self._renew_data(prepared)
         with self.backend.running():
             up[Up.PHASE] = Phase.FUNCTION
             started = time.monotonic_ns()

@@ -43,7 +43,8 @@ class Data(ArrayLike):
     """An array in shared memory, of fixed dtype and number of axes; axis 0 is the rows that calls scatter.
 
     Made by :func:`synk.data`. Reads like a NumPy array: indexing gives views, assignment writes through to where the
-    workers read. Nothing is copied to the workers, who map the same memory read-only.
+    workers read. Nothing is copied to the workers, who map the same memory read-only. A view that a function keeps in a
+    worker follows the ``Data``, as a view does in NumPy, until it is resized or freed.
 
     NumPy's operators and functions take it as an array, and give ordinary arrays; so do the methods ``astype``,
     ``copy``, ``mean``, ``sum``, ``min``, ``max``, ``reshape`` and ``tolist`` and the attribute ``T`` (all others are

@@ -173,7 +173,7 @@ def test_a_rank_sees_only_its_own_rows_without_a_copy(shared_runtimes: Any) -> N
             for line in file:
                 low, high = (int(word, 16) for word in line.split()[0].split("-"))
                 if low <= address < high:
-                    return "/memfd:synk" in line, " r--s " in line, x.flags.writeable, len(x)
+                    return "/memfd:synk" in line, " r--p " in line, x.flags.writeable, len(x)
         raise AssertionError("the rows lie nowhere")
 
     f = rt.function(describe, outputs=None)

@@ -149,6 +149,47 @@ def test_memory_of_inputs_comes_back_when_the_device_is_done(gpu: Any) -> None:
         assert 5 <= sum(waiting) <= num_ahead_in_all and max(waiting) <= 2
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_large_outputs_that_a_function_changes_in_place(gpu: Any, num_workers: int) -> None:
+    """On the device and on the host: each call returns what it computed, not what a later one made of it."""
+    rt = gpu(num_workers)
+    state: dict[str, Any] = {}
+
+    def step(x: Any) -> Any:
+        import cupy
+
+        device = state.setdefault("device", cupy.ones(LARGE))
+        host = state.setdefault("host", np.ones(LARGE))
+        device += 1.0
+        host += 1.0
+        return device, host, device[1:], device * 1.0
+
+    for op in ("sum", "gather", "first", None):
+        f = rt.function(step, outputs=op)
+        for k, call in enumerate([f.submit(np.ones(2)) for _ in range(7)]):
+            for got in call.result():
+                expected = (k + 2) * (num_workers if op == "sum" else 1)
+                assert (np.concatenate(got) == expected).all() if op is None else (got == expected).all()
+        assert f(np.ones(2))[0][0] is not None
+
+
+def test_an_array_on_its_way_to_the_device_is_not_the_users(gpu: Any) -> None:
+    """The copy may still be under way when the function changes its array."""
+    rt = gpu(1)
+    w = rt.shared(np.zeros(LARGE))
+
+    def assign(x: Any) -> Any:
+        from synk._cell import cell
+
+        host = np.full(LARGE, 3.0)
+        w.value = host
+        sources = cell.worker.backend._sources  # type: ignore[union-attr]
+        return any(np.shares_memory(host, source) for source in sources), len(sources) > 0
+
+    assert rt.function(assign, outputs="first")(np.ones(1)) == (False, True)
+    assert (w.value == 3.0).all()
+
+
 def test_torch_and_slices_and_large_outputs(gpu: Any) -> None:
     rt = gpu(2)
     f = rt.function(lambda x: (x * 2, x.sum()), outputs=("gather", "sum"))

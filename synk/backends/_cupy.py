@@ -186,7 +186,8 @@ class CupyBackend:
         array = self.as_output(value)
         if array is None:
             array = as_plain_array(value, what)
-        return self.from_host(array) if isinstance(array, np.ndarray) else array
+        # Of an array of the user's a copy: it may be changed while it is still on its way.
+        return self.from_host(np.array(array)) if isinstance(array, np.ndarray) else array
 
     def flat(self, array: Any) -> Any:
         xp = np if isinstance(array, np.ndarray) else self.xp

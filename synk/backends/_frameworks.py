@@ -15,8 +15,8 @@ Converter = Callable[[Any], Any]
 def host_converters(framework: str) -> tuple[Converter, Converter]:
     """Return ``(to_framework, from_framework)`` between NumPy arrays and those of ``framework``.
 
-    The tensors are views of read-only memory. torch has no read-only tensors: a function that writes into its input in
-    place (``x += 1``, ``x.relu_()``) ends its worker with SIGSEGV; it must copy first (``x.clone()``).
+    The tensors are views. torch has none that are read-only: a function that writes into its input in place
+    (``x += 1``, ``x.relu_()``) changes pages of this process's own, which ``synk._loans`` drops after the call.
 
     Raises
     ------
@@ -49,7 +49,7 @@ def _torch_converters() -> tuple[Converter, Converter]:
 
     def to_torch(array: Any) -> Any:
         if any(stride < 0 for stride in array.strides):  # torch has no negative strides
-            array = np.ascontiguousarray(array)
+            array = array.copy()
         if array.dtype.name == "bfloat16":
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
@@ -97,7 +97,7 @@ def _torch_device_converters() -> tuple[Converter, Converter]:
 
     def to_torch(array: Any) -> Any:
         if any(stride < 0 for stride in array.strides):  # torch has no negative strides
-            array = cupy.ascontiguousarray(array)
+            array = array.copy()
         if array.dtype.name == "bfloat16":
             return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
         if array.dtype.kind == "b":

@@ -1,0 +1,90 @@
+"""Pages of memory that this process maps for itself: which of them it has written, and what becomes of its copies.
+
+A private mapping of a file shows what the file holds, and goes on to show what others write there, but for the pages
+that this process has written: those are copies of its own from then on, which hide the file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+
+import numpy as np
+
+from synk.errors import SharedMemoryError
+
+_PAGE = mmap.PAGESIZE
+_ENTRY_NBYTES = 8
+_FLAGS_AT = 7 if sys.byteorder == "little" else 0
+_MAX_ENTRIES = 1 << 17
+_MAP_FIXED = 0x10
+# The uppermost byte of an entry of pagemap: 0x80 in memory, 0x40 swapped out, 0x20 a page of the file. What is in
+# memory or swapped out and no page of the file is a copy of this process's own.
+_NOT_WRITTEN = bytes(value for value in range(256) if not value & 0xC0 or value & 0x20)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mprotect.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+_libc.madvise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+_libc.mmap.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.restype = ctypes.c_size_t
+
+
+def _whole_pages(address: int, nbytes: int) -> tuple[int, int]:
+    start = address // _PAGE * _PAGE
+    return start, -(-(address + nbytes) // _PAGE) * _PAGE - start
+
+
+def _check(is_done: bool, what: str) -> None:
+    if not is_done:
+        problem = os.strerror(ctypes.get_errno())
+        raise SharedMemoryError(f"cannot {what}: {problem}. Use fewer rows per call, or keep less on the workers.")
+
+
+def let_write(address: int, nbytes: int) -> None:
+    """Have whoever writes to a private mapping, past NumPy's flags, get copies of the pages instead of SIGSEGV."""
+    start, length = _whole_pages(address, nbytes)
+    done = _libc.mprotect(start, length, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+    _check(done, f"let a function write to its {nbytes} bytes of inputs")
+
+
+def map_privately(address: int, nbytes: int, fd: int) -> None:
+    """Put a private mapping of a file in the place of a shared one."""
+    kind = mmap.MAP_PRIVATE | _MAP_FIXED
+    done = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, kind, fd, 0) == address
+    _check(done, f"keep inputs of {nbytes} bytes")
+
+
+def make_own(address: int, nbytes: int) -> None:
+    """Turn the pages of a private mapping into copies of this process's own, with the values that they have now."""
+    start, length = _whole_pages(address, nbytes)
+    let_write(start, length)
+    memory = np.ctypeslib.as_array((ctypes.c_ubyte * length).from_address(start))
+    memory[::_PAGE] |= 0  # a write to a page copies it
+
+
+def is_written(address: int, nbytes: int) -> bool:
+    """Whether this process has copies of its own of some of the pages; where the kernel does not tell, True."""
+    start, length = _whole_pages(address, nbytes)
+    first, count = start // _PAGE, length // _PAGE
+    try:
+        fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return True
+    try:
+        for entry in range(first, first + count, _MAX_ENTRIES):
+            num_entries = min(_MAX_ENTRIES, first + count - entry)
+            entries = os.pread(fd, num_entries * _ENTRY_NBYTES, entry * _ENTRY_NBYTES)
+            flags = entries[_FLAGS_AT::_ENTRY_NBYTES]
+            if len(flags) < num_entries or flags.translate(None, _NOT_WRITTEN):
+                return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def give_back(address: int, nbytes: int) -> None:
+    """Drop this process's copies of the pages of a private mapping: they show the file again."""
+    start, length = _whole_pages(address, nbytes)
+    _check(_libc.madvise(start, length, mmap.MADV_DONTNEED) == 0, "take back what a function wrote to its inputs")
