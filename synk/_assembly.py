@@ -83,6 +83,7 @@ class Assembly:
         self._ops = match_ops(outputs, self._skeleton, self._num_leaves, repr(name))
         wanted = wanted_leaves(self._skeleton, subset, name)
         self._wanted = range(self._num_leaves) if wanted is None else sorted(wanted)
+        self.has_averages = any(self._ops[leaf] == "avg" for leaf in self._wanted)
         self._views: list[list[np.ndarray | None]] = []
         for rank, layout in zip(voters, layouts):
             offsets, _ = slot_offsets(layout.leaves, self._ops, len(voters), has_group)

@@ -17,12 +17,14 @@ import numpy as np
 
 import synk.collectives as collectives  # finds the bound submodule where a worker has not run the package yet
 from synk._arguments import (
+    Argument,
     Signature,
     aligned,
     assign,
     capacity_for,
     check_argument,
     input_of,
+    own_rows,
     pickle_objects,
     select,
 )
@@ -34,8 +36,8 @@ from synk._lanes import Lane
 from synk._links import ASSEMBLED, DONE, Reply
 from synk._memory import Segment
 from synk._messages import BLOCK_LENGTH, IS_ASSEMBLED, Down, Kind, Layout, Plan, Status, Up, slot_offsets
-from synk._ops import match_ops
-from synk._plans import CachedPlan, Call, Places, PlanCache, RepeatedCall
+from synk._ops import each_op, match_ops
+from synk._plans import CachedPlan, Call, CallOptions, Places, PlanCache, RepeatedCall
 from synk._results import Lease
 from synk._shards import Assignment, Selection, shard_bounds
 from synk._trees import flatten
@@ -51,29 +53,6 @@ _even_bounds = functools.lru_cache(maxsize=256)(shard_bounds)
 _plan_ids = itertools.count(1)
 
 
-@dataclass
-class CallOptions:
-    """How one call is to be done; see :class:`synk.Function`."""
-
-    batch: Any = None
-    shard_batch: Any = None
-    num_slices: int = 1
-    output_subset: tuple[Any, ...] | None = None
-    timeout: float | None = None
-    is_serial: bool = False
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing is asked for but the call itself."""
-        return (
-            self.batch is None
-            and self.num_slices == 1
-            and self.output_subset is None
-            and self.shard_batch is None
-            and not self.is_serial
-        )
-
-
 class Callee(Protocol):
     """What a call needs of the function that is called."""
 
@@ -81,6 +60,7 @@ class Callee(Protocol):
     id: int
     signature: Signature
     outputs: Any
+    per_rank: bool
     plans: PlanCache
     variables: set[Shared]
 
@@ -205,7 +185,7 @@ def _prepare(
     lane: Lane,
 ) -> tuple[Call, CachedPlan]:
     """Check, plan and stage a call; return it with its plan."""
-    call = _bind(runtime, function, args, kwargs, options)
+    call = _bind(runtime, function, args, kwargs, options, deadline)
     _load(runtime, function, call, deadline)
     cached = _plan(runtime, function, call, options, lane)
     _stage(runtime, cached, call)
@@ -232,7 +212,12 @@ def _load(runtime: Runtime, function: Callee, call: Call, deadline: float | None
 
 
 def _bind(
-    runtime: Runtime, function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
+    runtime: Runtime,
+    function: Callee,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CallOptions,
+    deadline: float | None,
 ) -> Call:
     """Check the arguments and decide which rank works on which rows. Nothing is sent before this is done."""
     name = function.name
@@ -240,65 +225,99 @@ def _bind(
         check_argument(label, keyword, is_broadcast, value, name, runtime)
         for label, keyword, is_broadcast, value in function.signature.bind(args, kwargs)
     ]
-    world_size = runtime.world_size
+    if options.is_serial:
+        _bring_together(runtime, function, arguments, deadline)
+    call = _divide(runtime, function, arguments, options, deadline)
+    values = [argument for argument in arguments if argument.kind == "object"]
+    if values:
+        call.objects = pickle_objects([a.value for a in values], [a.label for a in values], name)
+        runtime.counters["bytes_pickled"] += len(call.objects[0])
+    return call
+
+
+def _bring_together(runtime: Runtime, function: Callee, arguments: list[Argument], deadline: float | None) -> None:
+    """Give a serial call all rows of the sharded variables, for one rank cannot read another's shard."""
+    for argument in arguments:
+        if argument.kind != "shard":
+            continue
+        if argument.value.is_nested:
+            raise TypeError(
+                f"cannot call {function.name!r} serially: {argument.label} is a nested sharded variable, whose rows "
+                "would have to be passed as several inputs. Call it in parallel, or share its arrays one by one."
+            )
+        argument.kind, argument.array = "rows", collectives.gather(runtime, argument.value, 0)
+        argument.dtype = argument.array.dtype
+    for variable in _closed_over_shards(runtime, function, deadline):
+        for leaf in flatten(collectives.gather(runtime, variable, 0))[0]:
+            arguments.append(Argument(variable.name, "", "closed over", array=leaf, value=variable, dtype=leaf.dtype))
+
+
+def _divide(
+    runtime: Runtime, function: Callee, arguments: list[Argument], options: CallOptions, deadline: float | None
+) -> Call:
+    """Decide which rows a call works on, which ranks run it, and on which of the rows each."""
+    name, world_size = function.name, runtime.world_size
     shards = [argument for argument in arguments if argument.kind == "shard"]
-    if shards and options.is_serial:
-        for argument in shards:  # one rank cannot read another's shard: it gets the rows
-            if argument.value.is_nested:
-                raise TypeError(
-                    f"cannot call {name!r} serially: {argument.label} is a nested sharded variable, whose rows would "
-                    f"have to "
-                    "be passed as several inputs. Call it in parallel, or share its arrays one by one."
-                )
-            argument.kind, argument.array = "rows", collectives.gather(runtime, argument.value, 0)
-            argument.dtype = argument.array.dtype
-        shards = []
     owned: Assignment | None = None
+    sources: Sequence[Shared] = ()
+    unequal = ""
     selection: Selection | None
     if shards:
         owned = assign(arguments, shards, options.batch, options.shard_batch, name)
         selection, bounds = owned.selection, owned.bounds
+    elif options.shard_batch is not None:
+        raise ValueError(f"cannot call {name!r}: shard_batch was given, but no argument is a sharded variable.")
     else:
-        if options.shard_batch is not None:
-            raise ValueError(f"cannot call {name!r}: shard_batch was given, but no argument is a sharded variable.")
         selection = select(arguments, options.batch, name)
-        if selection is None:
-            bounds = [(0, 0)] * world_size
-        elif options.is_serial:
-            bounds = [(0, selection.count)] + [(selection.count, selection.count)] * (world_size - 1)
+        if selection is not None:
+            bounds = _even_bounds(selection.count, 1 if options.is_serial else world_size)
         else:
-            bounds = _even_bounds(selection.count, world_size)
-    if selection is None:
-        ranks = [0] if options.is_serial else list(range(world_size))
-    else:
+            if not function.per_rank:
+                sources = _closed_over_shards(runtime, function, deadline)
+                if not sources:
+                    _check_rowless(function.outputs, name)
+            bounds, unequal = own_rows(sources, world_size, name)
+    if options.is_serial:
+        count = bounds[-1][1]
+        bounds, unequal = [(0, count)] + [(count, count)] * (world_size - 1), ""
+    ranks = [0] if options.is_serial else list(range(world_size))
+    has_rows = selection is not None or bool(sources)
+    # Of a function whose outputs are not combined, a rank without rows shows what else it has.
+    if selection is not None or (sources and any(op is not None for op in each_op(function.outputs))):
         ranks = [rank for rank, (low, high) in enumerate(bounds) if high > low]
         if not ranks:
-            _check_no_rows(function.outputs, name)
+            _check_no_rows(function.outputs, name, sources)
             ranks = [0]
-    values = [argument for argument in arguments if argument.kind == "object"]
-    objects = None
-    if values:
-        objects = pickle_objects([a.value for a in values], [a.label for a in values], name)
-        runtime.counters["bytes_pickled"] += len(objects[0])
-    rows = [1 if selection is None else bounds[rank][1] - bounds[rank][0] for rank in ranks]
-    return Call(arguments, selection, bounds, ranks, rows, objects, owned)
+    rows = [bounds[rank][1] - bounds[rank][0] if has_rows else 1 for rank in ranks]
+    return Call(arguments, selection, bounds, ranks, rows, None, options, owned, sources, unequal)
 
 
-def _check_no_rows(outputs: Any, name: str) -> None:
+def _closed_over_shards(runtime: Runtime, function: Callee, deadline: float | None) -> list[Shared]:
+    """Return the sharded variables that a function closes over, which is known when it has been sent."""
+    function.load(runtime, deadline)
+    return sorted((v for v in function.variables if v.is_sharded), key=lambda variable: variable._id)
+
+
+def _check_no_rows(outputs: Any, name: str, sources: Sequence[Shared]) -> None:
     """With no rows at all only sums and gathers have a value."""
-    if isinstance(outputs, dict):
-        children: Any = outputs.values()
-    elif isinstance(outputs, (tuple, list)):
-        children = outputs
-    elif outputs in ("sum", "gather"):
-        return
-    else:
-        raise ValueError(
-            f"cannot call {name!r} with no rows: op {outputs!r} has no value there, expected 'sum' or 'gather'. "
-            "Check the batch, or skip the call."
-        )
-    for child in children:
-        _check_no_rows(child, name)
+    step = "Build it with per_rank=True if it fills sharded variables that are empty" if sources else "Check the batch"
+    for op in each_op(outputs):
+        if op not in ("sum", "gather"):
+            raise ValueError(
+                f"cannot call {name!r} with no rows: op {op!r} has no value there, expected 'sum' or 'gather'. "
+                f"{step}, or skip the call."
+            )
+
+
+def _check_rowless(outputs: Any, name: str) -> None:
+    """Where no rows are divided every rank computes the same: a sum or gather would depend on how many they are."""
+    for op in each_op(outputs):
+        if callable(op) or op in ("sum", "prod", "gather"):
+            raise ValueError(
+                f"cannot call {name!r}: got op {op!r} and no rows to divide, expected a scattered argument or a "
+                "sharded variable that the function closes over. Use op 'first' if all ranks compute the same value, "
+                "or build it with per_rank=True if each rank contributes its own."
+            )
 
 
 # -- the plan ---------------------------------------------------------------------------------------------------------
@@ -408,10 +427,10 @@ def _stage(runtime: Runtime, cached: CachedPlan, call: Call) -> None:
 def _write_numbers(lane: Lane, call: Call) -> None:
     """Write each rank's bounds into the control segment, where they differ from those of the call before."""
     selection = call.selection
-    is_rowless = selection is None
+    rows = dict(zip(call.ranks, call.rows))
     start, step, count = (0, 1, 0) if selection is None else (selection.start, selection.step, selection.count)
     local = call.owned.local_ranges if call.owned is not None else None
-    key = (call.bounds, call.ranks, start, step, count, is_rowless, local)
+    key = (call.bounds, call.ranks, call.rows, start, step, count, local)
     if lane.last_numbers != key:
         lane.last_numbers = None  # until all of them are written
         running = set(call.ranks)
@@ -423,7 +442,7 @@ def _write_numbers(lane: Lane, call: Call) -> None:
                 start,
                 step,
                 count,
-                is_rowless or high - low,
+                rows.get(rank, 0),
                 *(local[rank] if local else (0, 1)),
             )
             for rank, (low, high) in enumerate(call.bounds)
@@ -478,8 +497,12 @@ def collecting(runtime: Runtime, launched: Launched) -> Generator[Flight, dict[i
             for rank in waiting:
                 runtime.team.links[rank].assemblies[cached.plan.plan_id] = assembly.number
         root = lease.root
+    if call.unequal and assembly.has_averages:
+        raise ValueError(call.unequal)
     result = assembly.build(call.rows, objects, root, call.owned.order if call.owned is not None else None)
     if assembly.has_assignments:
+        if call.options.is_serial:
+            _check_serial_assignments(runtime, layouts[0], name)
         runtime.commit(call.ranks, layouts, launched.number)
     cached.is_agreed = True
     up_words = lane.up_words
@@ -491,6 +514,16 @@ def collecting(runtime: Runtime, launched: Launched) -> Generator[Flight, dict[i
     record.pickled_nbytes += launched.pickled_nbytes
     record.wall_ns += time.monotonic_ns() - launched.started_ns
     return result
+
+
+def _check_serial_assignments(runtime: Runtime, layout: Layout, name: str) -> None:
+    for variable_id, _ in layout.assigned:
+        variable = runtime.variable(variable_id)
+        if variable.is_sharded:
+            raise ValueError(
+                f"cannot assign variable {variable.name!r} in a serial call of {name!r}: it is sharded, expected a "
+                "parallel call, in which each rank assigns its own rows. The call has changed nothing."
+            )
 
 
 def _take_layouts(name: str, cached: CachedPlan, ranks: Sequence[int], replies: dict[int, Reply]) -> list[list[Any]]:

@@ -52,6 +52,7 @@ class LoadedFunction:
             self.to_framework, self.from_framework = backend.converters(framework)
 
 
+IN_SEGMENTS = ("rows", "whole", "closed over")
 _FIXED_TYPES = (float, complex, bool)  # Python's numbers whose dtype does not depend on their value
 
 
@@ -90,7 +91,7 @@ class PreparedPlan:
         self.plan = plan
         self.function = function
         self.bases: list[Any] = [
-            self._array_view(item, segments) if item.kind in ("rows", "whole") else None for item in plan.inputs
+            self._array_view(item, segments) if item.kind in IN_SEGMENTS else None for item in plan.inputs
         ]
         self.nothing = (None,) * len(plan.inputs)  # for inputs of which none was brought ahead
         self.indices = self._index_view(plan.indices_place, segments)
@@ -101,7 +102,11 @@ class PreparedPlan:
         if plan.pickle_place is not None:
             self.pickle_view = self._bytes_view(plan.pickle_place, segments)
             self.buffer_views = [self._bytes_view(place, segments) for place in plan.buffers]
-        self.segment_ids = {item.segment_id for item in plan.inputs if item.kind in ("rows", "whole")}
+        self.segment_ids = {item.segment_id for item in plan.inputs if item.kind in IN_SEGMENTS}
+        self.whole: dict[int, list[np.ndarray]] = {}  # all rows of sharded variables, by variable, for a serial call
+        for item, base in zip(plan.inputs, self.bases):
+            if item.kind == "closed over":
+                self.whole.setdefault(int(item.name), []).append(base)
         places = (plan.pickle_place, plan.indices_place, plan.local_indices_place, plan.order_place, *plan.buffers)
         self.segment_ids.update(place[0] for place in places if place is not None)
         self.layout: Layout | None = None
@@ -179,6 +184,8 @@ class Executor:
         objects = self._load_objects(prepared)
         is_sliced = plan.num_slices > 1 and not plan.is_rowless
         variables.begin(function, is_sliced, self._down)
+        if prepared.whole:
+            variables.show(prepared.whole)
         if is_sliced:
             bounds = [(low + a, low + b) for a, b in shard_bounds(high - low, plan.num_slices) if b > a]
             result = self._run_slices(prepared, numbers, bounds or [(low, high)], objects, variables)
@@ -227,6 +234,8 @@ class Executor:
                 value = self.backend.from_host(base)
             elif item.kind == "object":
                 value = objects[item.offset]
+            elif item.kind == "closed over":
+                continue
             else:
                 value = variables.argument(item, prepared.local_indices, low, high, numbers[Down.LOW])
             if function.to_framework is not None and item.kind in ("rows", "whole"):

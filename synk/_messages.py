@@ -174,7 +174,8 @@ class Input:
         The parameter; empty for one passed by position.
     kind : str
         ``"rows"`` (scattered array), ``"whole"`` (broadcast array), ``"object"`` (entry of the call's pickle),
-        ``"shard"`` or ``"replica"`` (a shared variable, sharded or replicated).
+        ``"shard"`` or ``"replica"`` (a shared variable, sharded or replicated), ``"closed over"`` (all rows of an
+        array of a sharded variable that the function closes over, for a serial call; ``name`` is the variable's id).
     segment_id, offset : int
         Where the array starts; for ``"object"`` ``offset`` is the position in the pickled tuple, and for shared
         variables ``segment_id`` is the variable.

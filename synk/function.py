@@ -73,6 +73,7 @@ class Function:
         framework: str | None = None,
         name: str | None = None,
         retry: int = 0,
+        per_rank: bool = False,
         runtime: Runtime | None = None,
     ) -> None:
         if not callable(fn):
@@ -90,6 +91,9 @@ class Function:
         self.id = next(_function_ids)
         self._verb = f"call {self.name!r}"
         self._retry = _check_retry(retry, self.updates, self.name)
+        if not isinstance(per_rank, bool):
+            raise TypeError(f"cannot build {self.name!r}: got per_rank={per_rank!r}, expected True or False.")
+        self.per_rank = per_rank
         self._fixed_runtime = runtime
         self._runtime: Runtime | None = None
         self.plans = PlanCache()
@@ -139,7 +143,10 @@ class Function:
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the whole input on one worker: the oracle for the parallel call."""
+        """Run the whole input on one worker: the oracle for the parallel call.
+
+        Sharded variables are whole there, those that the function closes over too; these it cannot assign.
+        """
         options = CallOptions(
             batch, None, _check_slices(num_slices), _subset(output_subset), check_timeout(timeout), is_serial=True
         )
@@ -360,7 +367,8 @@ def distribute_functions(runtime: Runtime, only: Sequence[Function] | None = Non
     runtime.load(data, [function.id for function in functions], names, deadline)
     for function in functions:
         function._bind_to(runtime)
-        function.variables |= variables  # a global may have been bound anew since the function was built
+        # A global may have been bound anew since the function was built; and what others of these refer to is not its.
+        function.variables = variables if len(functions) == 1 else _dumps(function.options)[1]
         dropped = weakref.finalize(function, runtime._dropped_functions.append, (function.id, function.plans))
         dropped.atexit = False  # the user's own exit handlers may still call it
 
@@ -382,6 +390,7 @@ def function(
     framework: str | None = None,
     name: str | None = None,
     retry: int = 0,
+    per_rank: bool = False,
 ) -> Any:
     """Build a :class:`synk.Function` from a plain Python function; also a decorator, with or without arguments.
 
@@ -405,6 +414,10 @@ def function(
     retry : int
         How often a call is run again after a worker died in it (never after an exception, an interrupt or a timeout).
         0: a call runs at most once. Not with ``updates``.
+    per_rank : bool
+        Each rank contributes a value of its own (its random draws, its part of a search), so that ``"sum"``,
+        ``"prod"``, ``"gather"`` and a callable op have a meaning where there are no rows to divide: without a scattered
+        argument or a sharded variable that the function closes over. The result then depends on the number of workers.
 
     Returns
     -------
@@ -416,6 +429,12 @@ def function(
         If it cannot be sent to the workers; names the variable.
     ValueError, TypeError
         For an unknown op, parameter or framework.
+
+    Notes
+    -----
+    Rows to divide are those of the scattered arguments or, without any, of the sharded variables that the function
+    closes over. They are the weights of ``"avg"``. Without rows every rank computes the same, and ``"sum"``,
+    ``"prod"``, ``"gather"`` and a callable are refused.
 
     Examples
     --------
@@ -432,6 +451,7 @@ def function(
         "framework": framework,
         "name": name,
         "retry": retry,
+        "per_rank": per_rank,
     }
     return build_function(fn, options, None)
 
@@ -459,6 +479,7 @@ def wrap(
     framework: str | None = None,
     name: str | None = None,
     retry: int = 0,
+    per_rank: bool = False,
 ) -> Any:
     """Make one function of an existing program parallel, without any other change.
 
@@ -479,6 +500,7 @@ def wrap(
         "framework": framework,
         "name": name,
         "retry": retry,
+        "per_rank": per_rank,
     }
     if fn is None:
         return lambda target: WrappedFunction(target, **options)
