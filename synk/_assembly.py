@@ -76,12 +76,12 @@ class Assembly:
         self.layouts = layouts
         self._world_size = world_size
         self._subset = subset
-        leaves, self._structure = flatten(layouts[0].skeleton)
-        self._skeleton = layouts[0].skeleton
+        leaves, self.structure = flatten(layouts[0].skeleton)
+        self.skeleton = layouts[0].skeleton
         self._check_structures(leaves)
         self._num_leaves = len(leaves)
-        self._ops = match_ops(outputs, self._skeleton, self._num_leaves, repr(name))
-        wanted = wanted_leaves(self._skeleton, subset, name)
+        self._ops = match_ops(outputs, self.skeleton, self._num_leaves, repr(name))
+        wanted = wanted_leaves(self.skeleton, subset, name)
         self._wanted = range(self._num_leaves) if wanted is None else sorted(wanted)
         self.has_averages = any(self._ops[leaf] == "avg" for leaf in self._wanted)
         self._views: list[list[np.ndarray | None]] = []
@@ -117,7 +117,7 @@ class Assembly:
 
     def _check_structures(self, leaves: list[int]) -> None:
         kinds = [flatten(layout.skeleton) for layout in self.layouts]
-        if any(structure != self._structure or other != leaves for other, structure in kinds):
+        if any(structure != self.structure or other != leaves for other, structure in kinds):
             got = "; ".join(
                 f"rank {rank}: {_describe(layout.skeleton)}" for rank, layout in zip(self.voters, self.layouts)
             )
@@ -237,7 +237,7 @@ class Assembly:
                 if is_average and len(slots) > 1:
                     value = value / len(slots)
                 values.append(value)
-        return unflatten(self._structure, values)
+        return unflatten(self.structure, values)
 
     def _parts(self, objects: list[list[Any]] | None) -> dict[int, list[Any]]:
         """Return for each leaf the voters' outputs that are no arrays (None where one is)."""
@@ -252,8 +252,8 @@ class Assembly:
 
     def _select(self, values: list[Any]) -> Any:
         if self._subset is None:
-            return unflatten(self._structure, values)
-        skeleton = self._skeleton
+            return unflatten(self.structure, values)
+        skeleton = self.skeleton
 
         def fill(node: Any) -> Any:
             positions, structure = flatten(node)

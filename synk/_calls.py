@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import pickle
 import time
 from collections.abc import Generator, Sequence
@@ -35,12 +36,12 @@ from synk._failures import raise_failures
 from synk._lanes import Lane
 from synk._links import ASSEMBLED, DONE, Reply
 from synk._memory import Segment
-from synk._messages import BLOCK_LENGTH, IS_ASSEMBLED, Down, Kind, Layout, Plan, Status, Up, slot_offsets
+from synk._messages import BLOCK_LENGTH, IS_ASSEMBLED, Down, Kind, Layout, Plan, Status, Traits, Up, slot_offsets
 from synk._ops import each_op, match_ops
 from synk._plans import CachedPlan, Call, CallOptions, Places, PlanCache, RepeatedCall
 from synk._results import Lease
 from synk._shards import Assignment, Selection, shard_bounds
-from synk._trees import flatten
+from synk._trees import flatten, leaves_of
 from synk.errors import CallCancelled, ClosedError, SerializationError, SharedMemoryError, SynkError
 
 if TYPE_CHECKING:
@@ -82,6 +83,31 @@ class Launched:
     started_ns: int
     staged_nbytes: int
     pickled_nbytes: int
+
+
+@dataclass
+class Tried:
+    """What a call on trial showed.
+
+    Attributes
+    ----------
+    leaves : list
+        The outputs; where they were not combined, each a list with one entry per rank.
+    skeleton
+        The nesting of the outputs, with leaf positions as leaves.
+    ranks, rows : list of int
+        Who ran, and the rows of each.
+    traits : Traits
+    assigned : dict of Shared to list of lists of ndarray
+        New values of variables by rank that ran, each as its arrays. None of them holds.
+    """
+
+    leaves: list[Any]
+    skeleton: Any
+    ranks: list[int]
+    rows: list[int]
+    traits: Traits
+    assigned: dict[Shared, list[list[np.ndarray]]]
 
 
 def run_call(
@@ -337,6 +363,8 @@ def _plan(runtime: Runtime, function: Callee, call: Call, options: CallOptions, 
         tuple([(argument.keyword, argument.key) for argument in call.arguments]),
         options.num_slices,
         options.output_subset,
+        options.is_trial,
+        options.is_apart,
         tuple([-1 if indices is None else len(indices) for indices in index_arrays]),
         capacity,
         buffer_sizes,
@@ -385,6 +413,8 @@ def _plan(runtime: Runtime, function: Callee, call: Call, options: CallOptions, 
         indices_place=index_places[0],
         local_indices_place=index_places[1],
         order_place=index_places[2],
+        is_trial=options.is_trial,
+        is_apart=options.is_apart,
     )
     contents = [argument.contents for argument in call.arguments if argument.contents is not None]
     segments = [each.segment for each in contents if each.segment is not None]
@@ -461,7 +491,7 @@ def collecting(runtime: Runtime, launched: Launched) -> Generator[Flight, dict[i
     A generator: it yields each message whose replies it needs, is sent these, and returns the result.
     """
     call, cached, lease = launched.call, launched.cached, launched.lease
-    name, outputs = launched.function.name, launched.function.outputs
+    name, outputs = launched.function.name, None if call.options.is_apart else launched.function.outputs
     lane = cached.lane
     replies = yield launched.flight
     is_plain = all(reply is DONE or reply is ASSEMBLED for reply in replies.values())
@@ -500,6 +530,9 @@ def collecting(runtime: Runtime, launched: Launched) -> Generator[Flight, dict[i
     if call.unequal and assembly.has_averages:
         raise ValueError(call.unequal)
     result = assembly.build(call.rows, objects, root, call.owned.order if call.owned is not None else None)
+    if call.options.is_trial:
+        cached.is_agreed = True
+        return _tried(runtime, launched, assembly, layouts, result)
     if assembly.has_assignments:
         if call.options.is_serial:
             _check_serial_assignments(runtime, layouts[0], name)
@@ -514,6 +547,19 @@ def collecting(runtime: Runtime, launched: Launched) -> Generator[Flight, dict[i
     record.pickled_nbytes += launched.pickled_nbytes
     record.wall_ns += time.monotonic_ns() - launched.started_ns
     return result
+
+
+def _tried(runtime: Runtime, launched: Launched, assembly: Assembly, layouts: list[Layout], result: Any) -> Tried:
+    """Return what a call on trial showed; its assignments are not committed, so they never happened."""
+    call, up_words = launched.call, launched.cached.lane.up_words
+    assigned = {}
+    for variable_id, _ in () if runtime.has_devices else layouts[0].assigned:
+        variable = runtime.variable(variable_id)
+        assigned[variable] = [[leaf.copy() for leaf in variable.assigned_leaves(rank)] for rank in call.ranks]
+    traits = functools.reduce(operator.or_, [up_words[rank][Up.TRAITS] for rank in call.ranks])
+    return Tried(
+        leaves_of(assembly.structure, result), assembly.skeleton, call.ranks, call.rows, Traits(traits), assigned
+    )
 
 
 def _check_serial_assignments(runtime: Runtime, layout: Layout, name: str) -> None:
@@ -585,7 +631,8 @@ def _republish(runtime: Runtime, launched: Launched, layouts: list[Layout], wait
     needed = 0
     for layout in layouts:
         leaves, _ = flatten(layout.skeleton)
-        ops = match_ops(function.outputs, layout.skeleton, len(leaves), repr(function.name))
+        outputs = None if call.options.is_apart else function.outputs
+        ops = match_ops(outputs, layout.skeleton, len(leaves), repr(function.name))
         needed = max(needed, slot_offsets(layout.leaves, ops, len(ranks), call.has_group)[1])
     if needed > lane.slot_nbytes:
         lane.grow_exchange(needed, [rank for rank in ranks if rank not in waiting], runtime)

@@ -12,7 +12,7 @@ import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from typing import Any
 
 import numpy as np
@@ -119,6 +119,15 @@ class Up(IntEnum):
     OUTPUT_NBYTES = 4  # bytes of outputs that it has published since it started
     BROKEN = 5  # number of the last NCCL group that this rank has given up
     PUBLISHED = 6  # number of the last call whose outputs lay in the slot and looked as before; negative: did not
+    TRAITS = 7  # of a call on trial: what the function did, as Traits
+
+
+class Traits(IntFlag):
+    """What a function was seen to do in a call on trial."""
+
+    DRAWS = 1  # random numbers, from a generator of the process or one that it captured
+    CHANGES = 2  # other objects that it captured
+    COMMUNICATES = 4  # by ``synk.comm``
 
 
 class Phase(IntEnum):
@@ -208,6 +217,10 @@ class Plan:
         Likewise the rows of sharded variables, as positions in each rank's own shard.
     order_place : tuple (segment_id, offset, count) or None
         Likewise the rows of minibatch inputs, where the ranks' rows are not in the order of the batch.
+    is_trial : bool
+        Nothing shall be left of the call but its outputs.
+    is_apart : bool
+        Of a call on trial: the outputs are not combined, as with op None.
     """
 
     plan_id: int
@@ -221,6 +234,8 @@ class Plan:
     is_rowless: bool = False
     local_indices_place: tuple[int, int, int] | None = None
     order_place: tuple[int, int, int] | None = None
+    is_trial: bool = False
+    is_apart: bool = False
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ class PlanCache:
 
 @dataclass
 class CallOptions:
-    """How one call is to be done; see :class:`synk.Function`."""
+    """How one call is to be done; see :class:`synk.Function` and, for trials, :class:`synk._messages.Plan`."""
 
     batch: Any = None
     shard_batch: Any = None
@@ -121,6 +121,8 @@ class CallOptions:
     output_subset: tuple[Any, ...] | None = None
     timeout: float | None = None
     is_serial: bool = False
+    is_trial: bool = False
+    is_apart: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -131,6 +133,7 @@ class CallOptions:
             and self.output_subset is None
             and self.shard_batch is None
             and not self.is_serial
+            and not self.is_trial
         )
 
 

@@ -307,6 +307,9 @@ class Replica:
         dtypes = list(self._known.dtypes)
         return dtypes[0] if self._structure == "leaf" else unflatten(self._structure, dtypes)
 
+    def __reduce__(self) -> Any:
+        return resolve_variable, (self.variable_id,)
+
     def __repr__(self) -> str:
         return f"<synk.Shared {self.name!r} on rank {self._store.rank}>"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import threading
 import weakref
@@ -18,6 +19,7 @@ from synk._current import current, fork
 from synk._ops import REDUCE_OPS, check_outputs
 from synk._plans import PlanCache
 from synk._queue import PendingCall
+from synk._verify import Report, Tolerance, verify
 from synk.data import Data
 from synk.errors import ClosedError, SerializationError, SynkError, WorkerDied
 from synk.runtime import Runtime, check_timeout
@@ -96,6 +98,7 @@ class Function:
         self.per_rank = per_rank
         self._fixed_runtime = runtime
         self._runtime: Runtime | None = None
+        self._sent: bytes | None = None  # a digest of the pickle that the workers have
         self.plans = PlanCache()
         self.variables = _check_picklable(self)
         functools.update_wrapper(self, fn, updated=())
@@ -151,6 +154,72 @@ class Function:
             batch, None, _check_slices(num_slices), _subset(output_subset), check_timeout(timeout), is_serial=True
         )
         return self._run(args, kwargs, options)
+
+    def verify(
+        self,
+        /,
+        *args: Any,
+        rtol: float | None = None,
+        atol: float | None = None,
+        batch: Any = None,
+        num_slices: int = 1,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Report:
+        """Run the call in parallel and serially and report, for each output, whether its op fits the function.
+
+        Nothing of these runs is kept: shared variables hold what they held, and each run gets a copy of what the
+        function captured, with the generators of random numbers as they were. What it prints is dropped. What it does
+        outside of the process, or to modules that it imports, is not undone.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            As for a call, with enough rows for more than one rank: on one worker everything is equal.
+        rtol, atol : float, optional
+            How far from the serial value is equal, as in `numpy.allclose`. By default what rounding can do: the square
+            root of the dtype's precision, for ``atol`` times the largest serial value.
+        batch, num_slices, timeout
+            As for a call; ``timeout`` for each of the runs, of which there are four.
+
+        Returns
+        -------
+        Report
+            True where all outputs, and the shared variables that the call assigns on CPU workers, equal the serial
+            ones. It prints as a table, with the ops that would have matched. A function that draws random numbers or
+            talks through ``synk.comm`` is named as such, where its values differ.
+
+        Raises
+        ------
+        SerializationError
+            If what the function captured cannot be copied.
+        Exception
+            What the call raises, but for errors that say that its outputs cannot be combined: these are reported.
+
+        Examples
+        --------
+        >>> import numpy as np, synk
+        >>> with synk.fork(2):
+        ...     total = synk.function(lambda x: x.sum(), name="total")
+        ...     total.verify(np.arange(6.0))
+        'total' against its serial call:
+        output  op   equals serial  largest difference  would match
+        result  avg  NO             7.5e+00             sum
+        """
+        options = CallOptions(batch, None, _check_slices(num_slices), None, check_timeout(timeout), is_trial=True)
+        return verify(
+            self.name,
+            self.outputs,
+            lambda changed: self._run(args, kwargs, changed),
+            options,
+            Tolerance(rtol, atol),
+            is_per_rank=self.per_rank,
+            is_outdated=self._is_outdated(),
+        )
+
+    def _is_outdated(self) -> bool:
+        """Whether what the function refers to has changed since it was sent."""
+        return self._sent is not None and self._sent != _digest(_dumps(self.options)[0])
 
     def submit(
         self,
@@ -318,6 +387,10 @@ def _dumps(value: Any) -> tuple[bytes, set[Shared]]:
         pickled.met = None
 
 
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data).digest()
+
+
 def _check_picklable(function: Function) -> set[Shared]:
     """Return the variables that a function refers to; raise SerializationError if it cannot be sent."""
     try:
@@ -368,7 +441,8 @@ def distribute_functions(runtime: Runtime, only: Sequence[Function] | None = Non
     for function in functions:
         function._bind_to(runtime)
         # A global may have been bound anew since the function was built; and what others of these refer to is not its.
-        function.variables = variables if len(functions) == 1 else _dumps(function.options)[1]
+        own, function.variables = _dumps(function.options)
+        function._sent = _digest(own)
         dropped = weakref.finalize(function, runtime._dropped_functions.append, (function.id, function.plans))
         dropped.atexit = False  # the user's own exit handlers may still call it
 

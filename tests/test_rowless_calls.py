@@ -30,7 +30,7 @@ def test_ops_that_would_count_the_workers_are_refused(shared_runtimes: Any, wher
     f = rt.function(
         lambda y: {"total": y.sum(), "rows": (y, y)}, bcast_inputs="y", outputs={"total": op, "rows": "max"}
     )
-    for call in (f, f.serial, f.submit):
+    for call in (f, f.serial, f.submit, f.verify):
         with pytest.raises(ValueError, match=r"cannot call '<lambda>': got op .* no rows.*'first'.*per_rank=True"):
             call(Y)
 
@@ -83,6 +83,8 @@ def test_closed_over_shards_are_rows_to_divide(shared_runtimes: Any, where: Any,
     for got in (f(2.0), f(2.0), f.serial(2.0), f.submit(2.0).result()):
         for a, b in zip(got, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-12)
+    report = f.verify(2.0)
+    assert [output.verdict for output in report.outputs] == ["equal"] * 6
 
 
 def test_the_weights_follow_the_lengths_from_call_to_call(shared_runtimes: Any) -> None:
