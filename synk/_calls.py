@@ -11,7 +11,7 @@ import operator
 import pickle
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -40,6 +40,7 @@ from synk._messages import BLOCK_LENGTH, IS_ASSEMBLED, Down, Kind, Layout, Plan,
 from synk._ops import each_op, match_ops
 from synk._plans import CachedPlan, Call, CallOptions, Places, PlanCache, RepeatedCall
 from synk._results import Lease
+from synk._row_shapes import RowShapes, tell
 from synk._shards import Assignment, Selection, shard_bounds
 from synk._trees import flatten, leaves_of
 from synk.errors import CallCancelled, ClosedError, SerializationError, SharedMemoryError, SynkError
@@ -53,6 +54,9 @@ _even_bounds = functools.lru_cache(maxsize=256)(shard_bounds)
 
 _plan_ids = itertools.count(1)
 
+_TRIAL_NS, _TRIAL_NBYTES = 1_000_000_000, 1 << 26
+"""The longest run of a function, and the largest one, that is run again to learn of its outputs."""
+
 
 class Callee(Protocol):
     """What a call needs of the function that is called."""
@@ -62,6 +66,7 @@ class Callee(Protocol):
     signature: Signature
     outputs: Any
     per_rank: bool
+    row_shapes: RowShapes
     plans: PlanCache
     variables: set[Shared]
 
@@ -80,9 +85,9 @@ class Launched:
     flight: Flight
     lease: Lease | None
     deadline: float | None
-    started_ns: int
-    staged_nbytes: int
-    pickled_nbytes: int
+    started_ns: int = 0
+    staged_nbytes: int = 0
+    pickled_nbytes: int = 0
 
 
 @dataclass
@@ -119,7 +124,11 @@ def run_call(
     deadline: float | None,
 ) -> Any:
     """Run one call and return its result."""
-    return collect(runtime, launch(runtime, function, args, kwargs, options, deadline, runtime.lanes.first))
+    launched = launch(runtime, function, args, kwargs, options, deadline, runtime.lanes.first)
+    result = collect(runtime, launched)
+    if function.row_shapes.wants_trial:
+        _try_shorter(runtime, launched)
+    return result
 
 
 def launch(
@@ -135,7 +144,7 @@ def launch(
 ) -> Launched:
     """Send a call in ``lane``, which no call under way uses; with ``is_alone``, as soon as none is under way."""
     started = time.monotonic_ns()
-    counters, team = runtime.counters, runtime.team
+    counters = runtime.counters
     staged, pickled = counters["bytes_staged"], counters["bytes_pickled"]
     repeat = function.plans.repeats.get(lane.index) if options.is_plain and not kwargs else None
     if repeat is not None and repeat.stage(runtime, args):
@@ -145,15 +154,23 @@ def launch(
         call, cached = _prepare(runtime, function, args, kwargs, options, deadline, lane)
     staged, pickled = counters["bytes_staged"] - staged, counters["bytes_pickled"] - pickled
     counters["calls"] += 1
-    name = repr(function.name)
-    plan_id = cached.plan.plan_id
     number = next(runtime.numbers)
     if is_alone and runtime.queue.calls:
         lane.down[0, Down.CALL] = number
         if runtime.has_devices:
-            team.prefetch(call.ranks, plan_id, lane.index)
-        runtime.resume(f"submit {name}", deadline)
+            runtime.team.prefetch(call.ranks, cached.plan.plan_id, lane.index)
+        runtime.resume(f"submit {function.name!r}", deadline)
         _load(runtime, function, call, deadline)
+    launched = _send(runtime, function, call, cached, number, deadline)
+    launched.started_ns, launched.staged_nbytes, launched.pickled_nbytes = started, staged, pickled
+    return launched
+
+
+def _send(
+    runtime: Runtime, function: Callee, call: Call, cached: CachedPlan, number: int, deadline: float | None
+) -> Launched:
+    """Send call ``number``, whose arguments and bounds are in place."""
+    team, lane, plan_id, name = runtime.team, cached.lane, cached.plan.plan_id, repr(function.name)
     lease = None
     try:
         call.has_group = runtime.group.announce(team, lane, len(call.ranks))
@@ -169,7 +186,7 @@ def launch(
     except BaseException as error:
         _forget(runtime, function, cached, lease, error)
         raise
-    return Launched(function, call, cached, number, flight, lease, deadline, started, staged, pickled)
+    return Launched(function, call, cached, number, flight, lease, deadline)
 
 
 def collect(runtime: Runtime, launched: Launched) -> Any:
@@ -506,7 +523,8 @@ def collecting(runtime: Runtime, launched: Launched) -> Generator[Flight, dict[i
         waiting = [rank for rank in call.ranks if replies[rank].status == Status.UNPUBLISHED]
         raise_failures((yield _republish(runtime, launched, layouts, waiting)), runtime.world_size, name)
     assembly = cached.assembly
-    if assembly is None or not assembly.fits(call.ranks, layouts, lane.exchange, call.has_group):
+    is_new = assembly is None or not assembly.fits(call.ranks, layouts, lane.exchange, call.has_group)
+    if assembly is None or is_new:
         assembly = cached.assembly = Assembly(
             name, outputs, cached.plan.output_subset, call.ranks, layouts,
             lane.exchange, lane.slot_nbytes, runtime.world_size, call.has_group,
@@ -546,7 +564,68 @@ def collecting(runtime: Runtime, launched: Launched) -> Generator[Flight, dict[i
     record.staged_nbytes += launched.staged_nbytes
     record.pickled_nbytes += launched.pickled_nbytes
     record.wall_ns += time.monotonic_ns() - launched.started_ns
+    if is_new and launched.function.row_shapes.is_open:
+        _look_at_shapes(launched, assembly)
     return result
+
+
+def _look_at_shapes(launched: Launched, assembly: Assembly) -> None:
+    """See whether outputs that were reduced look as if they had a value for each row."""
+    function, call = launched.function, launched.call
+    has_rows = call.selection is not None or bool(call.sources)
+    if not has_rows or len(call.ranks) == 1 or call.options.output_subset is not None or function.per_rank:
+        return
+    inputs = [(a, a.array if a.contents is None else a.contents.array) for a in call.arguments]
+    others = None
+    if inputs and not function.variables and all(array is not None for _, array in inputs):
+        others = tuple((a.keyword, array.shape[a.kind == "rows" :]) for a, array in inputs)  # type: ignore[union-attr]
+    leaves = assembly.layouts[0].leaves
+    tell(function.row_shapes.look(assembly.ops, leaves, call.rows, call.options.num_slices, others))
+
+
+def _try_shorter(runtime: Runtime, launched: Launched) -> None:
+    """Have one rank run a function again, on trial and without its last row, and see whether the outputs are shorter.
+
+    Once in the life of a function, after a call whose outputs were as long as a rank's rows; and only where it costs
+    little. Whatever this call meets says nothing about the one before.
+    """
+    function, call, lane = launched.function, launched.call, launched.cached.lane
+    shapes, assembly = function.row_shapes, launched.cached.assembly
+    shapes.wants_trial = False
+    rank = call.ranks[0]
+    low, high = call.bounds[rank]
+    is_cheap = lane.up_words[rank][Up.FUNCTION_NS] < _TRIAL_NS and runtime.sent_nbytes(function.id) < _TRIAL_NBYTES
+    is_repeated = not call.arguments and not call.sources
+    if high - low < 2 or is_repeated or not is_cheap or assembly is None:
+        return
+    bounds = [(low, high - 1) if each == rank else pair for each, pair in enumerate(call.bounds)]
+    options = replace(call.options, num_slices=1, is_trial=True, is_apart=True)
+    try:
+        arguments = [*call.arguments, *_shorter_variables(runtime, call, rank)]
+        shorter = replace(
+            call, arguments=arguments, bounds=bounds, ranks=[rank], rows=[high - low - 1], options=options
+        )
+        cached = _plan(runtime, function, shorter, options, lane)
+        _stage(runtime, cached, shorter)
+        _write_numbers(lane, shorter)
+        number = next(runtime.numbers)
+        tried = collect(runtime, _send(runtime, function, shorter, cached, number, launched.deadline))
+        function.plans.discard(cached, runtime)
+    except Exception:
+        return
+    follow = [
+        k for k in shapes.suspects if k < len(tried.leaves) and np.shape(tried.leaves[k][rank])[:1] == (high - low - 1,)
+    ]
+    tell(shapes.convict(follow, assembly.ops, high - low))
+
+
+def _shorter_variables(runtime: Runtime, call: Call, rank: int) -> list[Argument]:
+    """Return the shards of ``rank`` without their last row as inputs, where they are the rows of the call."""
+    return [
+        Argument("", "", "closed over", array=leaf[:-1], value=variable, dtype=leaf.dtype)
+        for variable in call.sources
+        for leaf in flatten(collectives.get_value(runtime, variable, rank))[0]
+    ]
 
 
 def _tried(runtime: Runtime, launched: Launched, assembly: Assembly, layouts: list[Layout], result: Any) -> Tried:

@@ -173,7 +173,7 @@ class RepeatedCall:
     def __init__(self, cached: CachedPlan, call: Call) -> None:
         lane = cached.lane
         self.cached = cached
-        self.call = replace(call, arguments=[], selection=None)
+        self.call = replace(call, arguments=[], selection=None, sources=())
         self._staging = lane.staging
         self._numbers = lane.last_numbers
         self._block = lane.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1].copy()

@@ -19,6 +19,7 @@ from synk._current import current, fork
 from synk._ops import REDUCE_OPS, check_outputs
 from synk._plans import PlanCache
 from synk._queue import PendingCall
+from synk._row_shapes import RowShapes
 from synk._verify import Report, Tolerance, verify
 from synk.data import Data
 from synk.errors import ClosedError, SerializationError, SynkError, WorkerDied
@@ -99,6 +100,7 @@ class Function:
         self._fixed_runtime = runtime
         self._runtime: Runtime | None = None
         self._sent: bytes | None = None  # a digest of the pickle that the workers have
+        self.row_shapes = RowShapes(self.name)
         self.plans = PlanCache()
         self.variables = _check_picklable(self)
         functools.update_wrapper(self, fn, updated=())
@@ -503,6 +505,15 @@ def function(
         If it cannot be sent to the workers; names the variable.
     ValueError, TypeError
         For an unknown op, parameter or framework.
+
+    Warns
+    -----
+    RowShapedOutput
+        At a call, once: an output under ``"avg"``, ``"sum"``, ``"prod"``, ``"min"`` or ``"max"`` has one row for each
+        row of its rank, and wants ``"gather"``. It was seen to follow the rows, from one call to the next or because
+        one rank ran a copy of the function again without its last row (see the design page). Where neither happened
+        (submitted calls, single rows, functions of more than a second or 64 MB, all with the same rows each time)
+        nothing is said: ask :meth:`Function.verify`.
 
     Notes
     -----
