@@ -9,16 +9,19 @@ import inspect
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from synk._arrays import as_plain_array, check_shareable
 from synk._messages import Input
 from synk._read_only import ReadOnlyArray
-from synk._shards import Assignment, Selection, assign_local, assign_owned, select_common
+from synk._shards import Assignment, Selection, assign_local, assign_owned, bounds_of, select_common
 from synk.data import Contents, Data, check_same_runtime
 from synk.errors import SerializationError
+
+if TYPE_CHECKING:
+    from synk.shared import Shared
 
 _ALIGNMENT = 64
 _PAGE = 4096
@@ -62,6 +65,8 @@ class Argument:
         if self.contents is not None:
             array = self.contents.array
             return (self.kind, self.contents.segment_id, array.shape, array.dtype, array.dtype.type, self.is_minibatch)
+        if self.kind == "closed over":
+            return (self.kind, self.value._id, self.array.shape)  # type: ignore[union-attr]
         if self.array is not None:  # the type as well: NumPy calls np.record equal to a plain record
             return (self.kind, self.array.shape, self.dtype, self.dtype.type)
         if self.kind in ("shard", "replica"):
@@ -222,6 +227,28 @@ def select(arguments: Sequence[Argument], batch: Any, function_name: str) -> Sel
     return select_common(batch, whole, mini, repr(function_name))
 
 
+def own_rows(variables: Sequence[Shared], world_size: int, function_name: str) -> tuple[list[tuple[int, int]], str]:
+    """Return the bounds of each rank's rows where the sharded ``variables`` of a function are all that has rows.
+
+    Returns
+    -------
+    bounds : list of (low, high)
+        All zero where there are no variables. Where shards differ in length, the longest one of a rank counts.
+    unequal : str
+        The text of an error if they are no weights of an average, because the variables are not divided alike.
+    """
+    lengths = [variable.lengths for variable in variables]
+    unequal = ""
+    for variable, own in zip(variables, lengths):
+        if any(a * sum(lengths[0]) != b * sum(own) for a, b in zip(own, lengths[0])):
+            unequal = (
+                f"cannot average the outputs of {function_name!r}: it closes over the sharded variables "
+                f"{variables[0].name!r} with {lengths[0]} rows on the ranks and {variable.name!r} with {own}, expected "
+                "one division of rows, which gives the weights. Pass the one that is averaged over as an argument."
+            )
+    return bounds_of([max(own) for own in zip(*lengths)] or [0] * world_size), unequal
+
+
 def assign(
     arguments: Sequence[Argument], shards: Sequence[Argument], batch: Any, shard_batch: Any, function_name: str
 ) -> Assignment:
@@ -322,4 +349,7 @@ def input_of(argument: Argument, segment_id: int, offset: int) -> Input:
         array, segment_id = argument.contents.array, argument.contents.segment_id
         return Input(argument.keyword, argument.kind, segment_id, 0, array.shape, array.dtype, argument.is_minibatch)
     assert argument.array is not None
+    if argument.kind == "closed over":
+        name = str(argument.value._id)
+        return Input(name, argument.kind, segment_id, offset, argument.array.shape, argument.dtype)
     return Input(argument.keyword, argument.kind, segment_id, offset, argument.array.shape, argument.dtype)

@@ -76,16 +76,17 @@ class Assembly:
         self.layouts = layouts
         self._world_size = world_size
         self._subset = subset
-        leaves, self._structure = flatten(layouts[0].skeleton)
-        self._skeleton = layouts[0].skeleton
+        leaves, self.structure = flatten(layouts[0].skeleton)
+        self.skeleton = layouts[0].skeleton
         self._check_structures(leaves)
         self._num_leaves = len(leaves)
-        self._ops = match_ops(outputs, self._skeleton, self._num_leaves, repr(name))
-        wanted = wanted_leaves(self._skeleton, subset, name)
+        self.ops = match_ops(outputs, self.skeleton, self._num_leaves, repr(name))
+        wanted = wanted_leaves(self.skeleton, subset, name)
         self._wanted = range(self._num_leaves) if wanted is None else sorted(wanted)
+        self.has_averages = any(self.ops[leaf] == "avg" for leaf in self._wanted)
         self._views: list[list[np.ndarray | None]] = []
         for rank, layout in zip(voters, layouts):
-            offsets, _ = slot_offsets(layout.leaves, self._ops, len(voters), has_group)
+            offsets, _ = slot_offsets(layout.leaves, self.ops, len(voters), has_group)
             base = rank * slot_nbytes
             self._views.append(
                 [
@@ -116,7 +117,7 @@ class Assembly:
 
     def _check_structures(self, leaves: list[int]) -> None:
         kinds = [flatten(layout.skeleton) for layout in self.layouts]
-        if any(structure != self._structure or other != leaves for other, structure in kinds):
+        if any(structure != self.structure or other != leaves for other, structure in kinds):
             got = "; ".join(
                 f"rank {rank}: {_describe(layout.skeleton)}" for rank, layout in zip(self.voters, self.layouts)
             )
@@ -127,7 +128,7 @@ class Assembly:
             )
 
     def _check_leaf(self, leaf: int) -> None:
-        op = self._ops[leaf]
+        op = self.ops[leaf]
         if not (is_reducible(op) or op == "gather"):
             return
         kinds = []
@@ -142,6 +143,8 @@ class Assembly:
             )
             is_text = all(dtype is not None and dtype.kind in "US" for dtype, _ in kinds)
             hint = "Give texts one width, as in astype('U20')." if is_text else "Use op None for values that differ."
+            if op != "gather" and len({(dtype, shape[1:]) for dtype, shape in kinds if shape}) == 1:
+                hint = 'Use outputs="gather" if it holds one value for each row.'
             raise CollectiveMismatch(
                 f"cannot {op} output {leaf} of {self.name!r}: got {got}, expected the same dtype and "
                 f"{'trailing ' if op == 'gather' else ''}shape on all ranks. {hint}"
@@ -156,7 +159,7 @@ class Assembly:
         return offset
 
     def _place(self, leaf: int) -> None:
-        op = self._ops[leaf]
+        op = self.ops[leaf]
         items = [layout.leaves[leaf] for layout in self.layouts]
         if all(item.nbytes < LARGE_NBYTES for item in items):
             return
@@ -218,7 +221,7 @@ class Assembly:
         if self._subset is not None or self.result_nbytes:
             return None
         outputs = []
-        for leaf, op in enumerate(self._ops):
+        for leaf, op in enumerate(self.ops):
             slots = [view for row in self._views if (view := row[leaf]) is not None]
             if not is_reducible(op) or any(slot.dtype != accumulator_dtype(slot.dtype) for slot in slots):
                 return None
@@ -236,7 +239,7 @@ class Assembly:
                 if is_average and len(slots) > 1:
                     value = value / len(slots)
                 values.append(value)
-        return unflatten(self._structure, values)
+        return unflatten(self.structure, values)
 
     def _parts(self, objects: list[list[Any]] | None) -> dict[int, list[Any]]:
         """Return for each leaf the voters' outputs that are no arrays (None where one is)."""
@@ -251,8 +254,8 @@ class Assembly:
 
     def _select(self, values: list[Any]) -> Any:
         if self._subset is None:
-            return unflatten(self._structure, values)
-        skeleton = self._skeleton
+            return unflatten(self.structure, values)
+        skeleton = self.skeleton
 
         def fill(node: Any) -> Any:
             positions, structure = flatten(node)
@@ -278,7 +281,7 @@ class Assembly:
     def _value(
         self, leaf: int, parts: list[Any], weights: Sequence[int] | None, root: np.ndarray | None, order: Any
     ) -> Any:
-        op = self._ops[leaf]
+        op = self.ops[leaf]
         if is_reducible(op):
             return self._reduced(leaf, str(op), weights, root)
         items = [layout.leaves[leaf] for layout in self.layouts]

@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import pickle
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 import synk.collectives as collectives  # finds the bound submodule where a worker has not run the package yet
 from synk._arguments import (
+    Argument,
     Signature,
     aligned,
     assign,
     capacity_for,
     check_argument,
     input_of,
+    own_rows,
     pickle_objects,
     select,
 )
@@ -33,12 +36,13 @@ from synk._failures import raise_failures
 from synk._lanes import Lane
 from synk._links import ASSEMBLED, DONE, Reply
 from synk._memory import Segment
-from synk._messages import BLOCK_LENGTH, IS_ASSEMBLED, Down, Kind, Layout, Plan, Status, Up, slot_offsets
-from synk._ops import match_ops
-from synk._plans import CachedPlan, Call, Places, PlanCache, RepeatedCall
+from synk._messages import BLOCK_LENGTH, IS_ASSEMBLED, Down, Kind, Layout, Plan, Status, Traits, Up, slot_offsets
+from synk._ops import each_op, match_ops
+from synk._plans import CachedPlan, Call, CallOptions, Places, PlanCache, RepeatedCall
 from synk._results import Lease
+from synk._row_shapes import RowShapes, tell
 from synk._shards import Assignment, Selection, shard_bounds
-from synk._trees import flatten
+from synk._trees import flatten, leaves_of
 from synk.errors import CallCancelled, ClosedError, SerializationError, SharedMemoryError, SynkError
 
 if TYPE_CHECKING:
@@ -50,28 +54,8 @@ _even_bounds = functools.lru_cache(maxsize=256)(shard_bounds)
 
 _plan_ids = itertools.count(1)
 
-
-@dataclass
-class CallOptions:
-    """How one call is to be done; see :class:`synk.Function`."""
-
-    batch: Any = None
-    shard_batch: Any = None
-    num_slices: int = 1
-    output_subset: tuple[Any, ...] | None = None
-    timeout: float | None = None
-    is_serial: bool = False
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing is asked for but the call itself."""
-        return (
-            self.batch is None
-            and self.num_slices == 1
-            and self.output_subset is None
-            and self.shard_batch is None
-            and not self.is_serial
-        )
+_TRIAL_NS, _TRIAL_NBYTES = 1_000_000_000, 1 << 26
+"""The longest run of a function, and the largest one, that is run again to learn of its outputs."""
 
 
 class Callee(Protocol):
@@ -81,6 +65,8 @@ class Callee(Protocol):
     id: int
     signature: Signature
     outputs: Any
+    per_rank: bool
+    row_shapes: RowShapes
     plans: PlanCache
     variables: set[Shared]
 
@@ -99,9 +85,34 @@ class Launched:
     flight: Flight
     lease: Lease | None
     deadline: float | None
-    started_ns: int
-    staged_nbytes: int
-    pickled_nbytes: int
+    started_ns: int = 0
+    staged_nbytes: int = 0
+    pickled_nbytes: int = 0
+
+
+@dataclass
+class Tried:
+    """What a call on trial showed.
+
+    Attributes
+    ----------
+    leaves : list
+        The outputs; where they were not combined, each a list with one entry per rank.
+    skeleton
+        The nesting of the outputs, with leaf positions as leaves.
+    ranks, rows : list of int
+        Who ran, and the rows of each.
+    traits : Traits
+    assigned : dict of Shared to list of lists of ndarray
+        New values of variables by rank that ran, each as its arrays. None of them holds.
+    """
+
+    leaves: list[Any]
+    skeleton: Any
+    ranks: list[int]
+    rows: list[int]
+    traits: Traits
+    assigned: dict[Shared, list[list[np.ndarray]]]
 
 
 def run_call(
@@ -113,7 +124,11 @@ def run_call(
     deadline: float | None,
 ) -> Any:
     """Run one call and return its result."""
-    return collect(runtime, launch(runtime, function, args, kwargs, options, deadline, runtime.lanes.first))
+    launched = launch(runtime, function, args, kwargs, options, deadline, runtime.lanes.first)
+    result = collect(runtime, launched)
+    if function.row_shapes.wants_trial:
+        _try_shorter(runtime, launched)
+    return result
 
 
 def launch(
@@ -129,7 +144,7 @@ def launch(
 ) -> Launched:
     """Send a call in ``lane``, which no call under way uses; with ``is_alone``, as soon as none is under way."""
     started = time.monotonic_ns()
-    counters, team = runtime.counters, runtime.team
+    counters = runtime.counters
     staged, pickled = counters["bytes_staged"], counters["bytes_pickled"]
     repeat = function.plans.repeats.get(lane.index) if options.is_plain and not kwargs else None
     if repeat is not None and repeat.stage(runtime, args):
@@ -139,15 +154,23 @@ def launch(
         call, cached = _prepare(runtime, function, args, kwargs, options, deadline, lane)
     staged, pickled = counters["bytes_staged"] - staged, counters["bytes_pickled"] - pickled
     counters["calls"] += 1
-    name = repr(function.name)
-    plan_id = cached.plan.plan_id
     number = next(runtime.numbers)
     if is_alone and runtime.queue.calls:
         lane.down[0, Down.CALL] = number
         if runtime.has_devices:
-            team.prefetch(call.ranks, plan_id, lane.index)
-        runtime.resume(f"submit {name}", deadline)
+            runtime.team.prefetch(call.ranks, cached.plan.plan_id, lane.index)
+        runtime.resume(f"submit {function.name!r}", deadline)
         _load(runtime, function, call, deadline)
+    launched = _send(runtime, function, call, cached, number, deadline)
+    launched.started_ns, launched.staged_nbytes, launched.pickled_nbytes = started, staged, pickled
+    return launched
+
+
+def _send(
+    runtime: Runtime, function: Callee, call: Call, cached: CachedPlan, number: int, deadline: float | None
+) -> Launched:
+    """Send call ``number``, whose arguments and bounds are in place."""
+    team, lane, plan_id, name = runtime.team, cached.lane, cached.plan.plan_id, repr(function.name)
     lease = None
     try:
         call.has_group = runtime.group.announce(team, lane, len(call.ranks))
@@ -163,7 +186,7 @@ def launch(
     except BaseException as error:
         _forget(runtime, function, cached, lease, error)
         raise
-    return Launched(function, call, cached, number, flight, lease, deadline, started, staged, pickled)
+    return Launched(function, call, cached, number, flight, lease, deadline)
 
 
 def collect(runtime: Runtime, launched: Launched) -> Any:
@@ -205,7 +228,7 @@ def _prepare(
     lane: Lane,
 ) -> tuple[Call, CachedPlan]:
     """Check, plan and stage a call; return it with its plan."""
-    call = _bind(runtime, function, args, kwargs, options)
+    call = _bind(runtime, function, args, kwargs, options, deadline)
     _load(runtime, function, call, deadline)
     cached = _plan(runtime, function, call, options, lane)
     _stage(runtime, cached, call)
@@ -232,7 +255,12 @@ def _load(runtime: Runtime, function: Callee, call: Call, deadline: float | None
 
 
 def _bind(
-    runtime: Runtime, function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
+    runtime: Runtime,
+    function: Callee,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CallOptions,
+    deadline: float | None,
 ) -> Call:
     """Check the arguments and decide which rank works on which rows. Nothing is sent before this is done."""
     name = function.name
@@ -240,65 +268,99 @@ def _bind(
         check_argument(label, keyword, is_broadcast, value, name, runtime)
         for label, keyword, is_broadcast, value in function.signature.bind(args, kwargs)
     ]
-    world_size = runtime.world_size
+    if options.is_serial:
+        _bring_together(runtime, function, arguments, deadline)
+    call = _divide(runtime, function, arguments, options, deadline)
+    values = [argument for argument in arguments if argument.kind == "object"]
+    if values:
+        call.objects = pickle_objects([a.value for a in values], [a.label for a in values], name)
+        runtime.counters["bytes_pickled"] += len(call.objects[0])
+    return call
+
+
+def _bring_together(runtime: Runtime, function: Callee, arguments: list[Argument], deadline: float | None) -> None:
+    """Give a serial call all rows of the sharded variables, for one rank cannot read another's shard."""
+    for argument in arguments:
+        if argument.kind != "shard":
+            continue
+        if argument.value.is_nested:
+            raise TypeError(
+                f"cannot call {function.name!r} serially: {argument.label} is a nested sharded variable, whose rows "
+                "would have to be passed as several inputs. Call it in parallel, or share its arrays one by one."
+            )
+        argument.kind, argument.array = "rows", collectives.gather(runtime, argument.value, 0)
+        argument.dtype = argument.array.dtype
+    for variable in _closed_over_shards(runtime, function, deadline):
+        for leaf in flatten(collectives.gather(runtime, variable, 0))[0]:
+            arguments.append(Argument(variable.name, "", "closed over", array=leaf, value=variable, dtype=leaf.dtype))
+
+
+def _divide(
+    runtime: Runtime, function: Callee, arguments: list[Argument], options: CallOptions, deadline: float | None
+) -> Call:
+    """Decide which rows a call works on, which ranks run it, and on which of the rows each."""
+    name, world_size = function.name, runtime.world_size
     shards = [argument for argument in arguments if argument.kind == "shard"]
-    if shards and options.is_serial:
-        for argument in shards:  # one rank cannot read another's shard: it gets the rows
-            if argument.value.is_nested:
-                raise TypeError(
-                    f"cannot call {name!r} serially: {argument.label} is a nested sharded variable, whose rows would "
-                    f"have to "
-                    "be passed as several inputs. Call it in parallel, or share its arrays one by one."
-                )
-            argument.kind, argument.array = "rows", collectives.gather(runtime, argument.value, 0)
-            argument.dtype = argument.array.dtype
-        shards = []
     owned: Assignment | None = None
+    sources: Sequence[Shared] = ()
+    unequal = ""
     selection: Selection | None
     if shards:
         owned = assign(arguments, shards, options.batch, options.shard_batch, name)
         selection, bounds = owned.selection, owned.bounds
+    elif options.shard_batch is not None:
+        raise ValueError(f"cannot call {name!r}: shard_batch was given, but no argument is a sharded variable.")
     else:
-        if options.shard_batch is not None:
-            raise ValueError(f"cannot call {name!r}: shard_batch was given, but no argument is a sharded variable.")
         selection = select(arguments, options.batch, name)
-        if selection is None:
-            bounds = [(0, 0)] * world_size
-        elif options.is_serial:
-            bounds = [(0, selection.count)] + [(selection.count, selection.count)] * (world_size - 1)
+        if selection is not None:
+            bounds = _even_bounds(selection.count, 1 if options.is_serial else world_size)
         else:
-            bounds = _even_bounds(selection.count, world_size)
-    if selection is None:
-        ranks = [0] if options.is_serial else list(range(world_size))
-    else:
+            if not function.per_rank:
+                sources = _closed_over_shards(runtime, function, deadline)
+                if not sources:
+                    _check_rowless(function.outputs, name)
+            bounds, unequal = own_rows(sources, world_size, name)
+    if options.is_serial:
+        count = bounds[-1][1]
+        bounds, unequal = [(0, count)] + [(count, count)] * (world_size - 1), ""
+    ranks = [0] if options.is_serial else list(range(world_size))
+    has_rows = selection is not None or bool(sources)
+    # Of a function whose outputs are not combined, a rank without rows shows what else it has.
+    if selection is not None or (sources and any(op is not None for op in each_op(function.outputs))):
         ranks = [rank for rank, (low, high) in enumerate(bounds) if high > low]
         if not ranks:
-            _check_no_rows(function.outputs, name)
+            _check_no_rows(function.outputs, name, sources)
             ranks = [0]
-    values = [argument for argument in arguments if argument.kind == "object"]
-    objects = None
-    if values:
-        objects = pickle_objects([a.value for a in values], [a.label for a in values], name)
-        runtime.counters["bytes_pickled"] += len(objects[0])
-    rows = [1 if selection is None else bounds[rank][1] - bounds[rank][0] for rank in ranks]
-    return Call(arguments, selection, bounds, ranks, rows, objects, owned)
+    rows = [bounds[rank][1] - bounds[rank][0] if has_rows else 1 for rank in ranks]
+    return Call(arguments, selection, bounds, ranks, rows, None, options, owned, sources, unequal)
 
 
-def _check_no_rows(outputs: Any, name: str) -> None:
+def _closed_over_shards(runtime: Runtime, function: Callee, deadline: float | None) -> list[Shared]:
+    """Return the sharded variables that a function closes over, which is known when it has been sent."""
+    function.load(runtime, deadline)
+    return sorted((v for v in function.variables if v.is_sharded), key=lambda variable: variable._id)
+
+
+def _check_no_rows(outputs: Any, name: str, sources: Sequence[Shared]) -> None:
     """With no rows at all only sums and gathers have a value."""
-    if isinstance(outputs, dict):
-        children: Any = outputs.values()
-    elif isinstance(outputs, (tuple, list)):
-        children = outputs
-    elif outputs in ("sum", "gather"):
-        return
-    else:
-        raise ValueError(
-            f"cannot call {name!r} with no rows: op {outputs!r} has no value there, expected 'sum' or 'gather'. "
-            "Check the batch, or skip the call."
-        )
-    for child in children:
-        _check_no_rows(child, name)
+    step = "Build it with per_rank=True if it fills sharded variables that are empty" if sources else "Check the batch"
+    for op in each_op(outputs):
+        if op not in ("sum", "gather"):
+            raise ValueError(
+                f"cannot call {name!r} with no rows: op {op!r} has no value there, expected 'sum' or 'gather'. "
+                f"{step}, or skip the call."
+            )
+
+
+def _check_rowless(outputs: Any, name: str) -> None:
+    """Where no rows are divided every rank computes the same: a sum or gather would depend on how many they are."""
+    for op in each_op(outputs):
+        if callable(op) or op in ("sum", "prod", "gather"):
+            raise ValueError(
+                f"cannot call {name!r}: got op {op!r} and no rows to divide, expected a scattered argument or a "
+                "sharded variable that the function closes over. Use op 'first' if all ranks compute the same value, "
+                "or build it with per_rank=True if each rank contributes its own."
+            )
 
 
 # -- the plan ---------------------------------------------------------------------------------------------------------
@@ -318,6 +380,8 @@ def _plan(runtime: Runtime, function: Callee, call: Call, options: CallOptions, 
         tuple([(argument.keyword, argument.key) for argument in call.arguments]),
         options.num_slices,
         options.output_subset,
+        options.is_trial,
+        options.is_apart,
         tuple([-1 if indices is None else len(indices) for indices in index_arrays]),
         capacity,
         buffer_sizes,
@@ -366,6 +430,8 @@ def _plan(runtime: Runtime, function: Callee, call: Call, options: CallOptions, 
         indices_place=index_places[0],
         local_indices_place=index_places[1],
         order_place=index_places[2],
+        is_trial=options.is_trial,
+        is_apart=options.is_apart,
     )
     contents = [argument.contents for argument in call.arguments if argument.contents is not None]
     segments = [each.segment for each in contents if each.segment is not None]
@@ -408,10 +474,10 @@ def _stage(runtime: Runtime, cached: CachedPlan, call: Call) -> None:
 def _write_numbers(lane: Lane, call: Call) -> None:
     """Write each rank's bounds into the control segment, where they differ from those of the call before."""
     selection = call.selection
-    is_rowless = selection is None
+    rows = dict(zip(call.ranks, call.rows))
     start, step, count = (0, 1, 0) if selection is None else (selection.start, selection.step, selection.count)
     local = call.owned.local_ranges if call.owned is not None else None
-    key = (call.bounds, call.ranks, start, step, count, is_rowless, local)
+    key = (call.bounds, call.ranks, call.rows, start, step, count, local)
     if lane.last_numbers != key:
         lane.last_numbers = None  # until all of them are written
         running = set(call.ranks)
@@ -423,7 +489,7 @@ def _write_numbers(lane: Lane, call: Call) -> None:
                 start,
                 step,
                 count,
-                is_rowless or high - low,
+                rows.get(rank, 0),
                 *(local[rank] if local else (0, 1)),
             )
             for rank, (low, high) in enumerate(call.bounds)
@@ -442,7 +508,7 @@ def collecting(runtime: Runtime, launched: Launched) -> Generator[Flight, dict[i
     A generator: it yields each message whose replies it needs, is sent these, and returns the result.
     """
     call, cached, lease = launched.call, launched.cached, launched.lease
-    name, outputs = launched.function.name, launched.function.outputs
+    name, outputs = launched.function.name, None if call.options.is_apart else launched.function.outputs
     lane = cached.lane
     replies = yield launched.flight
     is_plain = all(reply is DONE or reply is ASSEMBLED for reply in replies.values())
@@ -457,7 +523,8 @@ def collecting(runtime: Runtime, launched: Launched) -> Generator[Flight, dict[i
         waiting = [rank for rank in call.ranks if replies[rank].status == Status.UNPUBLISHED]
         raise_failures((yield _republish(runtime, launched, layouts, waiting)), runtime.world_size, name)
     assembly = cached.assembly
-    if assembly is None or not assembly.fits(call.ranks, layouts, lane.exchange, call.has_group):
+    is_new = assembly is None or not assembly.fits(call.ranks, layouts, lane.exchange, call.has_group)
+    if assembly is None or is_new:
         assembly = cached.assembly = Assembly(
             name, outputs, cached.plan.output_subset, call.ranks, layouts,
             lane.exchange, lane.slot_nbytes, runtime.world_size, call.has_group,
@@ -478,8 +545,15 @@ def collecting(runtime: Runtime, launched: Launched) -> Generator[Flight, dict[i
             for rank in waiting:
                 runtime.team.links[rank].assemblies[cached.plan.plan_id] = assembly.number
         root = lease.root
+    if call.unequal and assembly.has_averages:
+        raise ValueError(call.unequal)
     result = assembly.build(call.rows, objects, root, call.owned.order if call.owned is not None else None)
+    if call.options.is_trial:
+        cached.is_agreed = True
+        return _tried(runtime, launched, assembly, layouts, result)
     if assembly.has_assignments:
+        if call.options.is_serial:
+            _check_serial_assignments(runtime, layouts[0], name)
         runtime.commit(call.ranks, layouts, launched.number)
     cached.is_agreed = True
     up_words = lane.up_words
@@ -490,7 +564,91 @@ def collecting(runtime: Runtime, launched: Launched) -> Generator[Flight, dict[i
     record.staged_nbytes += launched.staged_nbytes
     record.pickled_nbytes += launched.pickled_nbytes
     record.wall_ns += time.monotonic_ns() - launched.started_ns
+    if is_new and launched.function.row_shapes.is_open:
+        _look_at_shapes(launched, assembly)
     return result
+
+
+def _look_at_shapes(launched: Launched, assembly: Assembly) -> None:
+    """See whether outputs that were reduced look as if they had a value for each row."""
+    function, call = launched.function, launched.call
+    has_rows = call.selection is not None or bool(call.sources)
+    if not has_rows or len(call.ranks) == 1 or call.options.output_subset is not None or function.per_rank:
+        return
+    inputs = [(a, a.array if a.contents is None else a.contents.array) for a in call.arguments]
+    others = None
+    if inputs and not function.variables and all(array is not None for _, array in inputs):
+        others = tuple((a.keyword, array.shape[a.kind == "rows" :]) for a, array in inputs)  # type: ignore[union-attr]
+    leaves = assembly.layouts[0].leaves
+    tell(function.row_shapes.look(assembly.ops, leaves, call.rows, call.options.num_slices, others))
+
+
+def _try_shorter(runtime: Runtime, launched: Launched) -> None:
+    """Have one rank run a function again, on trial and without its last row, and see whether the outputs are shorter.
+
+    Once in the life of a function, after a call whose outputs were as long as a rank's rows; and only where it costs
+    little. Whatever this call meets says nothing about the one before.
+    """
+    function, call, lane = launched.function, launched.call, launched.cached.lane
+    shapes, assembly = function.row_shapes, launched.cached.assembly
+    shapes.wants_trial = False
+    rank = call.ranks[0]
+    low, high = call.bounds[rank]
+    is_cheap = lane.up_words[rank][Up.FUNCTION_NS] < _TRIAL_NS and runtime.sent_nbytes(function.id) < _TRIAL_NBYTES
+    is_repeated = not call.arguments and not call.sources
+    if high - low < 2 or is_repeated or not is_cheap or assembly is None:
+        return
+    bounds = [(low, high - 1) if each == rank else pair for each, pair in enumerate(call.bounds)]
+    options = replace(call.options, num_slices=1, is_trial=True, is_apart=True)
+    try:
+        arguments = [*call.arguments, *_shorter_variables(runtime, call, rank)]
+        shorter = replace(
+            call, arguments=arguments, bounds=bounds, ranks=[rank], rows=[high - low - 1], options=options
+        )
+        cached = _plan(runtime, function, shorter, options, lane)
+        _stage(runtime, cached, shorter)
+        _write_numbers(lane, shorter)
+        number = next(runtime.numbers)
+        tried = collect(runtime, _send(runtime, function, shorter, cached, number, launched.deadline))
+        function.plans.discard(cached, runtime)
+    except Exception:
+        return
+    follow = [
+        k for k in shapes.suspects if k < len(tried.leaves) and np.shape(tried.leaves[k][rank])[:1] == (high - low - 1,)
+    ]
+    tell(shapes.convict(follow, assembly.ops, high - low))
+
+
+def _shorter_variables(runtime: Runtime, call: Call, rank: int) -> list[Argument]:
+    """Return the shards of ``rank`` without their last row as inputs, where they are the rows of the call."""
+    return [
+        Argument("", "", "closed over", array=leaf[:-1], value=variable, dtype=leaf.dtype)
+        for variable in call.sources
+        for leaf in flatten(collectives.get_value(runtime, variable, rank))[0]
+    ]
+
+
+def _tried(runtime: Runtime, launched: Launched, assembly: Assembly, layouts: list[Layout], result: Any) -> Tried:
+    """Return what a call on trial showed; its assignments are not committed, so they never happened."""
+    call, up_words = launched.call, launched.cached.lane.up_words
+    assigned = {}
+    for variable_id, _ in () if runtime.has_devices else layouts[0].assigned:
+        variable = runtime.variable(variable_id)
+        assigned[variable] = [[leaf.copy() for leaf in variable.assigned_leaves(rank)] for rank in call.ranks]
+    traits = functools.reduce(operator.or_, [up_words[rank][Up.TRAITS] for rank in call.ranks])
+    return Tried(
+        leaves_of(assembly.structure, result), assembly.skeleton, call.ranks, call.rows, Traits(traits), assigned
+    )
+
+
+def _check_serial_assignments(runtime: Runtime, layout: Layout, name: str) -> None:
+    for variable_id, _ in layout.assigned:
+        variable = runtime.variable(variable_id)
+        if variable.is_sharded:
+            raise ValueError(
+                f"cannot assign variable {variable.name!r} in a serial call of {name!r}: it is sharded, expected a "
+                "parallel call, in which each rank assigns its own rows. The call has changed nothing."
+            )
 
 
 def _take_layouts(name: str, cached: CachedPlan, ranks: Sequence[int], replies: dict[int, Reply]) -> list[list[Any]]:
@@ -552,7 +710,8 @@ def _republish(runtime: Runtime, launched: Launched, layouts: list[Layout], wait
     needed = 0
     for layout in layouts:
         leaves, _ = flatten(layout.skeleton)
-        ops = match_ops(function.outputs, layout.skeleton, len(leaves), repr(function.name))
+        outputs = None if call.options.is_apart else function.outputs
+        ops = match_ops(outputs, layout.skeleton, len(leaves), repr(function.name))
         needed = max(needed, slot_offsets(layout.leaves, ops, len(ranks), call.has_group)[1])
     if needed > lane.slot_nbytes:
         lane.grow_exchange(needed, [rank for rank in ranks if rank not in waiting], runtime)

@@ -34,9 +34,9 @@ class DeviceReplica(Replica):
 
     def leaves(self) -> list[Any]:
         """The arrays of the value as this call sees it. A function must not write into them."""
-        pending = self._store.assigned.get(self)
-        if pending is not None:
-            return pending
+        current = self._store.assigned.get(self) or self._store.whole.get(self)
+        if current is not None:
+            return current
         front = self._device[self._front]
         if front is None:
             backend = self._store.backend

@@ -16,6 +16,7 @@ import numpy as np
 from synk._loans import Loans, RowsOf
 from synk._memory import Segment
 from synk._messages import (
+    IN_SEGMENTS,
     LARGE_NBYTES,
     Down,
     Input,
@@ -96,7 +97,7 @@ class PreparedPlan:
         self.function = function
         self.nothing = (None,) * len(plan.inputs)  # for inputs of which none was brought ahead
         self.map(segments)
-        self.segment_ids = {item.segment_id for item in plan.inputs if item.kind in ("rows", "whole")}
+        self.segment_ids = {item.segment_id for item in plan.inputs if item.kind in IN_SEGMENTS}
         places = (plan.pickle_place, plan.indices_place, plan.local_indices_place, plan.order_place, *plan.buffers)
         self.segment_ids.update(place[0] for place in places if place is not None)
         self.layout: Layout | None = None
@@ -112,6 +113,10 @@ class PreparedPlan:
         plan = self.plan
         self.loans = Loans(plan, segments, is_writable=self.function.to_framework is not None)
         self.bases: list[Any] = self.loans.arrays
+        self.whole: dict[int, list[Any]] = {}  # all rows of sharded variables, by variable, for a serial call
+        for item, base in zip(plan.inputs, self.bases):
+            if item.kind == "closed over":
+                self.whole.setdefault(int(item.name), []).append(base)
         self.indices = self._index_view(plan.indices_place, segments)
         self.local_indices = self._index_view(plan.local_indices_place, segments)
         self.order = self._index_view(plan.order_place, segments)
@@ -180,6 +185,8 @@ class Executor:
         objects = self._load_objects(prepared)
         is_sliced = plan.num_slices > 1 and not plan.is_rowless
         variables.begin(function, is_sliced, self._down)
+        if prepared.whole:
+            variables.show(prepared.whole)
         if is_sliced:
             bounds = [(low + a, low + b) for a, b in shard_bounds(high - low, plan.num_slices) if b > a]
             result = self._run_slices(prepared, numbers, bounds or [(low, high)], objects, variables)
@@ -188,6 +195,7 @@ class Executor:
         if function.updates:
             variables.finish_updates()
         variables.check_given()
+        variables.whole = {}  # what still refers to it now is the function
         return result
 
     def _load_objects(self, prepared: PreparedPlan) -> Sequence[Any]:
@@ -228,6 +236,8 @@ class Executor:
                 value = self.backend.from_host(base)
             elif item.kind == "object":
                 value = objects[item.offset]
+            elif item.kind == "closed over":
+                continue
             else:
                 value = variables.argument(item, prepared.local_indices, low, high, numbers[Down.LOW])
             if function.to_framework is not None and item.kind in ("rows", "whole"):

@@ -22,7 +22,7 @@ import numpy as np
 
 from synk import _pages
 from synk._memory import Segment
-from synk._messages import Input, Plan
+from synk._messages import IN_SEGMENTS, Input, Plan
 
 RowsOf = Callable[[Input, np.ndarray], np.ndarray | None]
 """Returns the view of a scattered array that the function got; None where it got a copy."""
@@ -64,7 +64,7 @@ class Loans:
         self._plan = plan
         self._loans: list[Loan] = []
         for item in plan.inputs:
-            if item.kind not in ("rows", "whole"):
+            if item.kind not in IN_SEGMENTS:
                 self.arrays.append(None)
             elif 0 in item.shape or item.dtype.itemsize == 0:  # no bytes, so no segment
                 array = np.empty(item.shape, item.dtype)
@@ -143,7 +143,7 @@ class Loans:
 
 def _span(loan: Loan, rows: RowsOf) -> tuple[int, int]:
     """Return address and bytes of what the function got of an array."""
-    if loan.item is None or loan.item.kind == "whole":
+    if loan.item is None or loan.item.kind != "rows":
         return loan.address, loan.array.nbytes
     view = rows(loan.item, loan.array)
     if view is None or not len(view):  # it got a copy, or nothing

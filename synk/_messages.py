@@ -12,7 +12,7 @@ import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from typing import Any
 
 import numpy as np
@@ -119,6 +119,15 @@ class Up(IntEnum):
     OUTPUT_NBYTES = 4  # bytes of outputs that it has published since it started
     BROKEN = 5  # number of the last NCCL group that this rank has given up
     PUBLISHED = 6  # number of the last call whose outputs lay in the slot and looked as before; negative: did not
+    TRAITS = 7  # of a call on trial: what the function did, as Traits
+
+
+class Traits(IntFlag):
+    """What a function was seen to do in a call on trial."""
+
+    DRAWS = 1  # random numbers, from a generator of the process or one that it captured
+    CHANGES = 2  # other objects that it captured
+    COMMUNICATES = 4  # by ``synk.comm``
 
 
 class Phase(IntEnum):
@@ -174,7 +183,8 @@ class Input:
         The parameter; empty for one passed by position.
     kind : str
         ``"rows"`` (scattered array), ``"whole"`` (broadcast array), ``"object"`` (entry of the call's pickle),
-        ``"shard"`` or ``"replica"`` (a shared variable, sharded or replicated).
+        ``"shard"`` or ``"replica"`` (a shared variable, sharded or replicated), ``"closed over"`` (all rows of an
+        array of a sharded variable that the function closes over, for a serial call; ``name`` is the variable's id).
     segment_id, offset : int
         Where the array starts; for ``"object"`` ``offset`` is the position in the pickled tuple, and for shared
         variables ``segment_id`` is the variable.
@@ -193,6 +203,10 @@ class Input:
     is_minibatch: bool = False
 
 
+IN_SEGMENTS = ("rows", "whole", "closed over")
+"""The kinds of input that are arrays in a segment."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """A call with everything that does not change when it is repeated.
@@ -207,6 +221,10 @@ class Plan:
         Likewise the rows of sharded variables, as positions in each rank's own shard.
     order_place : tuple (segment_id, offset, count) or None
         Likewise the rows of minibatch inputs, where the ranks' rows are not in the order of the batch.
+    is_trial : bool
+        Nothing shall be left of the call but its outputs.
+    is_apart : bool
+        Of a call on trial: the outputs are not combined, as with op None.
     """
 
     plan_id: int
@@ -220,6 +238,8 @@ class Plan:
     is_rowless: bool = False
     local_indices_place: tuple[int, int, int] | None = None
     order_place: tuple[int, int, int] | None = None
+    is_trial: bool = False
+    is_apart: bool = False
 
 
 @dataclass(frozen=True)

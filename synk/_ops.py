@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -238,6 +238,18 @@ def check_outputs(outputs: Any, what: str) -> None:
         )
     for child in children:
         check_outputs(child, what)
+
+
+def each_op(outputs: Any) -> Iterator[Op]:
+    """Yield the ops of ``outputs``, an op or a nesting of them."""
+    if isinstance(outputs, dict):
+        for child in outputs.values():
+            yield from each_op(child)
+    elif isinstance(outputs, (tuple, list)):
+        for child in outputs:
+            yield from each_op(child)
+    else:
+        yield outputs
 
 
 def match_ops(outputs: Any, skeleton: Any, num_leaves: int, what: str) -> list[Op]:

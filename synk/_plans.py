@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from synk._shards import Assignment, Selection
 
 if TYPE_CHECKING:
     from synk.runtime import Runtime
+    from synk.shared import Shared
 
 _MAX_PLANS = 64
 _ARRAYS = (np.ndarray, ReadOnlyArray)
@@ -110,6 +112,32 @@ class PlanCache:
 
 
 @dataclass
+class CallOptions:
+    """How one call is to be done; see :class:`synk.Function` and, for trials, :class:`synk._messages.Plan`."""
+
+    batch: Any = None
+    shard_batch: Any = None
+    num_slices: int = 1
+    output_subset: tuple[Any, ...] | None = None
+    timeout: float | None = None
+    is_serial: bool = False
+    is_trial: bool = False
+    is_apart: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is asked for but the call itself."""
+        return (
+            self.batch is None
+            and self.num_slices == 1
+            and self.output_subset is None
+            and self.shard_batch is None
+            and not self.is_serial
+            and not self.is_trial
+        )
+
+
+@dataclass
 class Call:
     """One call on its way: what was bound, which rows, which ranks and how many rows each of them has."""
 
@@ -119,7 +147,10 @@ class Call:
     ranks: list[int]
     rows: list[int]
     objects: tuple[bytes, list[memoryview]] | None
+    options: CallOptions
     owned: Assignment | None = None
+    sources: Sequence[Shared] = ()  # sharded variables whose rows are those of the call, as no argument has any
+    unequal: str = ""  # why their rows are no weights of an average
     has_group: bool = False  # whether its large outputs are reduced by NCCL
 
     @property
@@ -142,11 +173,12 @@ class RepeatedCall:
     def __init__(self, cached: CachedPlan, call: Call) -> None:
         lane = cached.lane
         self.cached = cached
-        self.call = replace(call, arguments=[], selection=None)
+        self.call = replace(call, arguments=[], selection=None, sources=())
         self._staging = lane.staging
         self._numbers = lane.last_numbers
         self._block = lane.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1].copy()
         targets = iter(cached.staged)
+        self._lengths = [(variable, variable.lengths) for variable in call.sources]
         self._arguments: list[tuple[Any, Any, np.ndarray | None]] = []
         for argument in call.arguments:
             if argument.data is not None and argument.contents is not None:
@@ -168,6 +200,9 @@ class RepeatedCall:
         is_known = self.cached.is_agreed and lane.staging is self._staging
         if not is_known or len(args) != len(self._arguments):
             return False
+        for variable, lengths in self._lengths:
+            if variable.lengths != lengths:
+                return False
         for value, (first, second, target) in zip(args, self._arguments):
             if target is None:
                 if value is None or value is not first() or value._contents.array is not second():

@@ -131,8 +131,10 @@ class Queue:
     ) -> PendingCall:
         """Send a call and return at once, or as soon as fewer than ``NUM_LANES`` are under way. The runtime is held."""
         runtime, verb = self._runtime, f"submit {function.name!r}"
-        # What rows a rank has of a sharded argument can depend on what the calls before assign.
-        has_variables = any(isinstance(value, Shared) for value in (*args, *kwargs.values()))
+        # What rows a rank has of a sharded variable can depend on what the calls before assign.
+        has_variables = any(isinstance(value, Shared) for value in (*args, *kwargs.values())) or any(
+            variable.is_sharded for variable in function.variables
+        )
         if has_variables or not self._can_join(function):
             runtime.begin(verb, deadline)
         is_alone = has_variables or bool(function.variables) or (bool(self.calls) and self.calls[-1]._is_alone)

@@ -244,7 +244,8 @@ class Assignment:
     order: npt.NDArray[np.int64] | None = None
 
 
-def _bounds_of(counts: Sequence[int]) -> list[tuple[int, int]]:
+def bounds_of(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Return ``(low, high)`` of each of ``counts`` rows, one stretch behind the other."""
     edges = [0]
     for count in counts:
         edges.append(edges[-1] + count)
@@ -262,14 +263,14 @@ def assign_owned(batch: Any, lengths: Sequence[int], what: str) -> Assignment:
         Rows that each rank owns.
     what : str
     """
-    owned = _bounds_of(lengths)
+    owned = bounds_of(lengths)
     selection = select_rows(batch, owned[-1][1], what)
     if batch is None:
         return Assignment(selection, owned, [(0, 1)] * len(owned))
     positions = selection.positions()
     owner = np.searchsorted([high for _, high in owned], positions, side="right")
     counts = np.bincount(owner, minlength=len(owned)).tolist()
-    bounds = _bounds_of(counts)
+    bounds = bounds_of(counts)
     if selection.indices is None and selection.step > 0:
         # Ascending rows stay a range on every rank: nothing is gathered there.
         ranges = [
@@ -310,7 +311,7 @@ def assign_local(shard_batch: Any, lengths: Sequence[int], what: str) -> Assignm
         select_rows(entry, length, f"the shard of rank {rank} of {what}")
         for rank, (entry, length) in enumerate(zip(entries, lengths))
     ]
-    bounds = _bounds_of([selection.count for selection in selections])
+    bounds = bounds_of([selection.count for selection in selections])
     everything = Selection(bounds[-1][1])
     if all(selection.indices is None for selection in selections):
         return Assignment(everything, bounds, [(selection.start, selection.step) for selection in selections])

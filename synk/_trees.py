@@ -56,6 +56,21 @@ def skeleton_of(structure: Any, num_leaves: int) -> Any:
     return unflatten(structure, list(range(num_leaves)))
 
 
+def leaves_of(structure: Any, tree: Any) -> list[Any]:
+    """Return what stands in the places of the leaves of ``structure``: leaves, or nestings of their own.
+
+    Examples
+    --------
+    >>> leaves_of(flatten((1, 2))[1], ([3, 4], 5))
+    [[3, 4], 5]
+    """
+    if structure == "leaf":
+        return [tree]
+    if isinstance(structure, tuple):
+        return list(tree)
+    return list(structure.flatten_up_to(tree))
+
+
 def unflatten(structure: Any, leaves: list[Any]) -> Any:
     """Return the nesting of ``structure`` with ``leaves`` in place."""
     if structure == "leaf":

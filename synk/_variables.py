@@ -213,9 +213,9 @@ class Replica:
 
     def leaves(self) -> list[np.ndarray]:
         """The arrays of the value as this call sees it, read-only."""
-        pending = self._store.assigned.get(self)
-        if pending is not None:
-            return pending
+        current = self._store.assigned.get(self) or self._store.whole.get(self)
+        if current is not None:
+            return current
         if self._views is None:
             views = self._arrays(self._front)
             for view in views:
@@ -307,6 +307,9 @@ class Replica:
         dtypes = list(self._known.dtypes)
         return dtypes[0] if self._structure == "leaf" else unflatten(self._structure, dtypes)
 
+    def __reduce__(self) -> Any:
+        return resolve_variable, (self.variable_id,)
+
     def __repr__(self) -> str:
         return f"<synk.Shared {self.name!r} on rank {self._store.rank}>"
 
@@ -335,6 +338,7 @@ class VariableStore:
         self.call_down = down  # of the lane of the call under way
         self._replicas: dict[int, Replica] = {}
         self.assigned: dict[Replica, list[Any]] = {}
+        self.whole: dict[Replica, list[Any]] = {}  # what a serial call sees of sharded variables
         self._stored: tuple[int, list[Replica]] = (-1, [])
         # Containers that functions were given last, with what was in them; and variables of which one was changed.
         self._given: dict[Replica, tuple[Any, list[Any]]] = {}
@@ -411,9 +415,14 @@ class VariableStore:
         self.to_framework, self.from_framework = function.to_framework, function.from_framework
         self.abandon()
 
+    def show(self, whole: dict[int, list[np.ndarray]]) -> None:
+        """Have the call under way, a serial one, see all rows of sharded variables, and not just this rank's."""
+        self.whole = {self.get(key): [self.backend.from_host(leaf) for leaf in leaves] for key, leaves in whole.items()}
+
     def abandon(self) -> None:
-        """Drop what the call under way has assigned."""
+        """Drop what the call under way has assigned, and what it alone sees."""
         self.assigned = {}
+        self.whole = {}
         self._given, self._changed = {}, set()
 
     def note_given(self, replica: Replica, value: Any, leaves: list[Any]) -> None:

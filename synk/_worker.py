@@ -37,6 +37,7 @@ from synk._messages import (
     Phase,
     Plan,
     Status,
+    Traits,
     Up,
     control_blocks,
     is_interrupted,
@@ -375,7 +376,7 @@ class Worker:
         with self.backend.running():
             up[Up.PHASE] = Phase.FUNCTION
             started = time.monotonic_ns()
-            result = executor.run(prepared, self.variables)
+            result = self._try(prepared) if prepared.plan.is_trial else executor.run(prepared, self.variables)
             lane.own_up[Up.FUNCTION_NS] = time.monotonic_ns() - started
             up[Up.PHASE] = Phase.PUBLISHING
             self.failpoint("call.after_function")
@@ -391,6 +392,19 @@ class Worker:
             executor.assemble(prepared.moves, self.segments[result_id])
             self.failpoint("reduce.after")
             return status, IS_ASSEMBLED, body
+
+    def _try(self, prepared: PreparedPlan) -> Any:
+        """Call a copy of the function, and undo what it does to this process."""
+        from synk._trial import Trial
+
+        plan = prepared.plan
+        trial = Trial(self.functions[plan.function_id], is_apart=plan.is_apart)
+        prepared.function = trial.function
+        self.lane.own_up[Up.TRAITS] = 0
+        with trial.running():
+            result = self.executor.run(prepared, self.variables)
+        self.lane.own_up[Up.TRAITS] = trial.traits | (Traits.COMMUNICATES if self._is_communicating else 0)
+        return result
 
     def _meet(self) -> bool:
         """Tell the others that this rank's outputs are in its slot and look as before; return whether all say so.

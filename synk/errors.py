@@ -17,6 +17,7 @@ __all__ = [
     "NotForkedError",
     "ReentrancyError",
     "RemoteError",
+    "RowShapedOutput",
     "SerializationError",
     "SharedMemoryError",
     "StartupError",
@@ -122,6 +123,15 @@ class ReentrancyError(SynkError):
 
 class UnsupportedError(SynkError, NotImplementedError):
     """A backend or communicator lacks what was asked for; the message says which one and what to use instead."""
+
+
+class RowShapedOutput(UserWarning):
+    """An output has one row for each row of its rank, and its op reduces it: it wants ``outputs="gather"``.
+
+    Told once per function. ``warnings.simplefilter("ignore", synk.errors.RowShapedOutput)`` silences it.
+    """
+
+    __module__ = "synk.errors"
 
 
 def add_note(error: BaseException, note: str) -> None:

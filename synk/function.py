@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import threading
 import weakref
@@ -18,6 +19,8 @@ from synk._current import current, fork
 from synk._ops import REDUCE_OPS, check_outputs
 from synk._plans import PlanCache
 from synk._queue import PendingCall
+from synk._row_shapes import RowShapes
+from synk._verify import Report, Tolerance, verify
 from synk.data import Data
 from synk.errors import ClosedError, SerializationError, SynkError, WorkerDied
 from synk.runtime import Runtime, check_timeout
@@ -73,6 +76,7 @@ class Function:
         framework: str | None = None,
         name: str | None = None,
         retry: int = 0,
+        per_rank: bool = False,
         runtime: Runtime | None = None,
     ) -> None:
         if not callable(fn):
@@ -90,8 +94,13 @@ class Function:
         self.id = next(_function_ids)
         self._verb = f"call {self.name!r}"
         self._retry = _check_retry(retry, self.updates, self.name)
+        if not isinstance(per_rank, bool):
+            raise TypeError(f"cannot build {self.name!r}: got per_rank={per_rank!r}, expected True or False.")
+        self.per_rank = per_rank
         self._fixed_runtime = runtime
         self._runtime: Runtime | None = None
+        self._sent: bytes | None = None  # a digest of the pickle that the workers have
+        self.row_shapes = RowShapes(self.name)
         self.plans = PlanCache()
         self.variables = _check_picklable(self)
         functools.update_wrapper(self, fn, updated=())
@@ -139,11 +148,80 @@ class Function:
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the whole input on one worker: the oracle for the parallel call."""
+        """Run the whole input on one worker: the oracle for the parallel call.
+
+        Sharded variables are whole there, those that the function closes over too; these it cannot assign.
+        """
         options = CallOptions(
             batch, None, _check_slices(num_slices), _subset(output_subset), check_timeout(timeout), is_serial=True
         )
         return self._run(args, kwargs, options)
+
+    def verify(
+        self,
+        /,
+        *args: Any,
+        rtol: float | None = None,
+        atol: float | None = None,
+        batch: Any = None,
+        num_slices: int = 1,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Report:
+        """Run the call in parallel and serially and report, for each output, whether its op fits the function.
+
+        Nothing of these runs is kept: shared variables hold what they held, and each run gets a copy of what the
+        function captured, with the generators of random numbers as they were. What it prints is dropped. What it does
+        outside of the process, or to modules that it imports, is not undone.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            As for a call, with enough rows for more than one rank: on one worker everything is equal.
+        rtol, atol : float, optional
+            How far from the serial value is equal, as in `numpy.allclose`. By default what rounding can do: the square
+            root of the dtype's precision, for ``atol`` times the largest serial value.
+        batch, num_slices, timeout
+            As for a call; ``timeout`` for each of the runs, of which there are four.
+
+        Returns
+        -------
+        Report
+            True where all outputs, and the shared variables that the call assigns on CPU workers, equal the serial
+            ones. It prints as a table, with the ops that would have matched. A function that draws random numbers or
+            talks through ``synk.comm`` is named as such, where its values differ.
+
+        Raises
+        ------
+        SerializationError
+            If what the function captured cannot be copied.
+        Exception
+            What the call raises, but for errors that say that its outputs cannot be combined: these are reported.
+
+        Examples
+        --------
+        >>> import numpy as np, synk
+        >>> with synk.fork(2):
+        ...     total = synk.function(lambda x: x.sum(), name="total")
+        ...     total.verify(np.arange(6.0))
+        'total' against its serial call:
+        output  op   equals serial  largest difference  would match
+        result  avg  NO             7.5e+00             sum
+        """
+        options = CallOptions(batch, None, _check_slices(num_slices), None, check_timeout(timeout), is_trial=True)
+        return verify(
+            self.name,
+            self.outputs,
+            lambda changed: self._run(args, kwargs, changed),
+            options,
+            Tolerance(rtol, atol),
+            is_per_rank=self.per_rank,
+            is_outdated=self._is_outdated(),
+        )
+
+    def _is_outdated(self) -> bool:
+        """Whether what the function refers to has changed since it was sent."""
+        return self._sent is not None and self._sent != _digest(_dumps(self.options)[0])
 
     def submit(
         self,
@@ -311,6 +389,10 @@ def _dumps(value: Any) -> tuple[bytes, set[Shared]]:
         pickled.met = None
 
 
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data).digest()
+
+
 def _check_picklable(function: Function) -> set[Shared]:
     """Return the variables that a function refers to; raise SerializationError if it cannot be sent."""
     try:
@@ -360,7 +442,9 @@ def distribute_functions(runtime: Runtime, only: Sequence[Function] | None = Non
     runtime.load(data, [function.id for function in functions], names, deadline)
     for function in functions:
         function._bind_to(runtime)
-        function.variables |= variables  # a global may have been bound anew since the function was built
+        # A global may have been bound anew since the function was built; and what others of these refer to is not its.
+        own, function.variables = _dumps(function.options)
+        function._sent = _digest(own)
         dropped = weakref.finalize(function, runtime._dropped_functions.append, (function.id, function.plans))
         dropped.atexit = False  # the user's own exit handlers may still call it
 
@@ -382,6 +466,7 @@ def function(
     framework: str | None = None,
     name: str | None = None,
     retry: int = 0,
+    per_rank: bool = False,
 ) -> Any:
     """Build a :class:`synk.Function` from a plain Python function; also a decorator, with or without arguments.
 
@@ -405,6 +490,10 @@ def function(
     retry : int
         How often a call is run again after a worker died in it (never after an exception, an interrupt or a timeout).
         0: a call runs at most once. Not with ``updates``.
+    per_rank : bool
+        Each rank contributes a value of its own (its random draws, its part of a search), so that ``"sum"``,
+        ``"prod"``, ``"gather"`` and a callable op have a meaning where there are no rows to divide: without a scattered
+        argument or a sharded variable that the function closes over. The result then depends on the number of workers.
 
     Returns
     -------
@@ -416,6 +505,21 @@ def function(
         If it cannot be sent to the workers; names the variable.
     ValueError, TypeError
         For an unknown op, parameter or framework.
+
+    Warns
+    -----
+    RowShapedOutput
+        At a call, once: an output under ``"avg"``, ``"sum"``, ``"prod"``, ``"min"`` or ``"max"`` has one row for each
+        row of its rank, and wants ``"gather"``. It was seen to follow the rows, from one call to the next or because
+        one rank ran a copy of the function again without its last row (see the design page). Where neither happened
+        (submitted calls, single rows, functions of more than a second or 64 MB, all with the same rows each time)
+        nothing is said: ask :meth:`Function.verify`.
+
+    Notes
+    -----
+    Rows to divide are those of the scattered arguments or, without any, of the sharded variables that the function
+    closes over. They are the weights of ``"avg"``. Without rows every rank computes the same, and ``"sum"``,
+    ``"prod"``, ``"gather"`` and a callable are refused.
 
     Examples
     --------
@@ -432,6 +536,7 @@ def function(
         "framework": framework,
         "name": name,
         "retry": retry,
+        "per_rank": per_rank,
     }
     return build_function(fn, options, None)
 
@@ -459,6 +564,7 @@ def wrap(
     framework: str | None = None,
     name: str | None = None,
     retry: int = 0,
+    per_rank: bool = False,
 ) -> Any:
     """Make one function of an existing program parallel, without any other change.
 
@@ -479,6 +585,7 @@ def wrap(
         "framework": framework,
         "name": name,
         "retry": retry,
+        "per_rank": per_rank,
     }
     if fn is None:
         return lambda target: WrappedFunction(target, **options)

@@ -343,6 +343,10 @@ class Runtime:
                     link.functions.discard(function_id)
             raise
 
+    def sent_nbytes(self, function_id: int) -> int:
+        """Return the size of the pickle by which a function came to the workers."""
+        return len(self._functions.get(function_id, b""))
+
     def ensure_loaded(self, deadline: float | None) -> None:
         """Send each worker the functions that it misses: all of them after it was started again."""
         restarts = self.team.counters["restarts"]

@@ -163,6 +163,10 @@ class Shared:
         self.shapes[rank][1 - self.front[rank]] = shapes
         return self._views(rank, 1 - self.front[rank])
 
+    def assigned_leaves(self, rank: int) -> list[np.ndarray]:
+        """Views of what a call has assigned on ``rank`` and what does not hold yet."""
+        return self._views(rank, 1 - self.front[rank])
+
     def note_back(self, rank: int, shapes: Shapes) -> None:
         """A call has stored a value of ``shapes`` in the second buffer of ``rank``, or is about to."""
         self.shapes[rank][1 - self.front[rank]] = shapes

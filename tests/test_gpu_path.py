@@ -635,3 +635,35 @@ def test_replicas_that_agree_come_back_and_others_are_lost(gpus: Gpus) -> None:
     rt.scatter(shard, np.arange(6.0))
     f(np.ones(3))
     np.testing.assert_array_equal(shard.value, np.arange(6.0) * 2)
+
+
+# -- calls on trial, and rows of variables --------------------------------------------------------------------------
+
+
+def test_closed_over_shards_are_divided_and_verified(gpu: Any) -> None:
+    rt = gpu(2)
+    value = np.arange(10.0).reshape(5, 2)
+    s = rt.shared(value, sharded=True)
+    f = rt.function(lambda w: ((s.value * w).mean(axis=0), s.value), bcast_inputs="w", outputs=("avg", "gather"))
+    for got in (f(2.0), f.serial(2.0), f.submit(2.0).result(), f(2.0)):
+        np.testing.assert_allclose(got[0], 2 * value.mean(axis=0))
+        np.testing.assert_array_equal(got[1], value)
+    assert f.verify(2.0)
+
+
+def test_nothing_of_a_call_on_trial_is_left_on_the_devices(gpu: Any) -> None:
+    rt = gpu(2)
+    w = rt.shared(np.zeros(3))
+    x = np.arange(18.0).reshape(6, 3)
+
+    def step(x: Any) -> Any:
+        w.value = w.value + 1
+        return x.sum(axis=0)
+
+    wrong = rt.function(step)
+    with pytest.warns(synk.errors.RowShapedOutput):
+        rt.function(lambda x: 2 * x)(x)
+    assert wrong.verify(x).outputs[0].matching == ("sum",)
+    np.testing.assert_array_equal(w.value, np.zeros(3))
+    np.testing.assert_allclose(wrong(x), x.sum(axis=0) / 2)  # as long as the rows, by chance: tried, and acquitted
+    np.testing.assert_array_equal(w.value, np.ones(3))

@@ -153,11 +153,12 @@ def make_train_function(
         # Both new values exist before either is stored: a step that fails leaves the rank as it was.
         new_params, new_state = update_rule.step(current, unflatten(flats), shared_state.value)
         shared_params.value, shared_state.value = new_params, new_state
-        return loss, 1, synk.comm.rank
+        ranks = synk.comm.ranks
+        return loss, len(ranks), ranks[0]
 
     step.__name__ = step.__qualname__ = name
     step.__signature__ = signature  # type: ignore[attr-defined]
-    outputs = ("avg", "sum", "min")
+    outputs = ("avg", "first", "first")
     function = runtime.function(step, bcast_inputs=bcast_inputs, outputs=outputs, framework=framework, name=name)
     return TrainFunction(runtime, function, shared_params, shared_state)
 

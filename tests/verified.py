@@ -1,0 +1,53 @@
+"""Run a program as ``python`` would, and verify each synk function at its first call: parallel equals serial.
+
+Usage: python tests/verified.py <path> [arguments]. A function that communicates or is built with ``per_rank=True``
+stands outside of that promise, and is let off where the report says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import runpy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import synk
+
+OTHER_OPTIONS = ("shard_batch", "output_subset")
+
+built: dict[int, str] = {}
+verified: set[int] = set()
+
+
+def verifying(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a way to call a function that verifies it first, once, where the call can also be made serially."""
+
+    @functools.wraps(method)
+    def call(self: synk.Function, /, *args: Any, **kwargs: Any) -> Any:
+        if self.id not in verified and kwargs.get("shard_batch") is None:
+            verified.add(self.id)
+            report = self.verify(*args, **{key: value for key, value in kwargs.items() if key not in OTHER_OPTIONS})
+            assert report or {output.verdict for output in report.outputs} <= {"equal", "communicates", "per rank"}, (
+                report
+            )
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+def build(self: synk.Function, *args: Any, **options: Any) -> None:
+    plain_build(self, *args, **options)
+    built[self.id] = self.name
+
+
+plain_build = synk.Function.__init__
+synk.Function.__init__ = build  # type: ignore[method-assign]
+synk.Function.__call__ = verifying(synk.Function.__call__)  # type: ignore[method-assign]
+synk.Function.submit = verifying(synk.Function.submit)  # type: ignore[method-assign]
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    missed = [name for key, name in built.items() if key not in verified]
+    assert not missed, f"never verified: {missed}"
