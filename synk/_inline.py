@@ -17,6 +17,7 @@ class InlineProcess:
     """Plays a :class:`synk._process.WorkerProcess` without a process."""
 
     exit_text = ""
+    started = 0.0
     stderr_tail: tuple[str, ...] = ()
 
     def __init__(
