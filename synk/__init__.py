@@ -3,6 +3,7 @@
 from synk import errors
 from synk._comm import comm
 from synk._current import close, current, fork
+from synk._program import freeze_support
 from synk._queue import PendingCall
 from synk._verbs import (
     all_gather,
@@ -43,6 +44,7 @@ __all__ = [
     "distribute",
     "errors",
     "fork",
+    "freeze_support",
     "function",
     "gather",
     "get_lengths",

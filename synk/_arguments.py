@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import numpy as np
 
 from synk._arrays import as_plain_array, check_shareable
@@ -311,8 +312,6 @@ def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> 
     buffers: list[pickle.PickleBuffer] = []
     if all(type(value) in _PLAIN_TYPES for value in values):
         return pickle.dumps(tuple(values), protocol=5), []
-    import cloudpickle
-
     try:
         data = cloudpickle.dumps(tuple(values), protocol=5, buffer_callback=buffers.append)
     except Exception as error:

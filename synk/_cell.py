@@ -18,11 +18,19 @@ class _Cell:
         Likewise, also when it is closed: to tell why.
     worker : Worker or None
         What this process is; inline, what it plays while a call runs. None in a master.
+    broken_streams : set of str
+        Streams of this process (``"stdout"``, ``"stderr"``) of which it was said that they take no text.
+    has_freeze_support : bool
+        Whether a frozen program called ``synk.freeze_support()``.
     """
 
     runtime: Any = None
     last_runtime: Any = None
     worker: Any = None
+    has_freeze_support = False
+
+    def __init__(self) -> None:
+        self.broken_streams: set[str] = set()
 
 
 cell = _Cell()

@@ -15,6 +15,7 @@ import struct
 import time
 from collections.abc import Sequence
 
+from synk._descriptors import NONE, Descriptor
 from synk._memory import Segment
 from synk._messages import DOORBELL, VERSION
 from synk.errors import SharedMemoryError, SynkError
@@ -74,16 +75,16 @@ class Channel:
     ----------
     sock : socket
         This side's end of the SEQPACKET pair.
-    read_fd, write_fd : int
+    read_fd, write_fd : Descriptor
         Pipe ends for doorbells.
     token : bytes
         Secret of the runtime, in every header.
     """
 
-    def __init__(self, sock: socket.socket, read_fd: int, write_fd: int, token: bytes) -> None:
+    def __init__(self, sock: socket.socket, read_fd: Descriptor, write_fd: Descriptor, token: bytes) -> None:
         self.sock = sock
-        self.read_fd = read_fd
-        self.write_fd = write_fd
+        self.read_fd: int = read_fd
+        self.write_fd: int = write_fd
         self._token = token
 
     def ring(self, kind: int, flags: int, sequence: int, value: int) -> None:
@@ -161,10 +162,7 @@ class Channel:
     def close(self) -> None:
         """Close all three descriptors; safe to repeat."""
         self.sock.close()
-        for fd in (self.read_fd, self.write_fd):
-            if fd >= 0:
-                os.close(fd)
-        self.read_fd = self.write_fd = -1
+        self.read_fd = self.write_fd = NONE
 
 
 def _close_all(fds: Sequence[int]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from synk._descriptors import NONE, Descriptor
 from synk._environment import spin_s
 from synk._inline import InlineProcess
 from synk._interrupts import deferred
@@ -42,10 +43,7 @@ class Crew:
     eventfds : list of int
         One per rank, inherited by all workers: how they wake one another.
 
-    Raises
-    ------
-    StartupError
-        If a process cannot be started; none is left then.
+    Nothing is opened before :meth:`start`, so that whoever made the crew can end it wherever the start is broken off.
     """
 
     def __init__(self, placement: Any, *, is_inline: bool, failpoints: Sequence[Sequence[Any]], token: bytes) -> None:
@@ -55,53 +53,75 @@ class Crew:
         self.is_inline = is_inline
         self.is_closed = False
         self.links: list[Link] = []
-        self.eventfds: list[int] = []
+        self.eventfds: list[Descriptor] = []
+        self.down = self.up = np.empty((0, 0), np.int64)
         self._placement = placement
         self._token = token
+        self._failpoints = failpoints
+        self._control: Segment | None = None
         self._unreported_deaths: dict[int, str] = {}
         self._oom_kills = oom_kills()
         self._spin_s = spin_s()
         self._poll = select.poll()
         self._fds: dict[int, tuple[str, int]] = {}
-        self._wake_fd = -1
+        self._wake_fd: int = NONE
+
+    def start(self) -> None:
+        """Start one process for each rank.
+
+        Raises
+        ------
+        StartupError
+            If a process cannot be started.
+        """
         try:
-            self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._wake_fd = _eventfd()
             self._control = Segment.create(control_nbytes(self.world_size))
             self.down, self.up = self.blocks(0)
             self.down[:, [Down.INTERRUPT, Down.COMMITTED]] = -1
             self._watch(self._wake_fd, "wake", -1)
             for _ in range(self.world_size):
-                self.eventfds.append(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
-            with deferred():
-                for rank in range(self.world_size):
-                    self.links.append(Link(rank, self._start(rank, failpoints)))
-                    self._watch_link(self.links[rank])
+                self.eventfds.append(_eventfd())
+            for rank in range(self.world_size):
+                self.links.append(Link(rank, self._new_process(rank)))
+                self._start(self.links[rank], self._failpoints)
         except OSError as error:
-            self.tear_down()
             raise StartupError(startup_text("the runtime", error)) from error
-        except BaseException:
-            self.tear_down()
-            raise
 
     def blocks(self, lane: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers ``(down, up)`` of a lane."""
+        assert self._control is not None
         return control_blocks(self._control.buffer, self.world_size, lane)
 
     # -- starting ------------------------------------------------------------------------------------------------------
 
-    def _start(self, rank: int, failpoints: Sequence[Sequence[Any]]) -> WorkerProcess | InlineProcess:
+    def _new_process(self, rank: int) -> WorkerProcess | InlineProcess:
+        if not self.is_inline:
+            return WorkerProcess(rank)
+        assert self._control is not None
         device = self.devices[rank]
-        if self.is_inline:
-            return InlineProcess(rank, self.world_size, self.backend, device, self._control, self.eventfds, failpoints)
-        setup = setup_message(self.world_size, self.backend, device, self._placement.cpus_of(rank), failpoints)
-        setup |= {"control_nbytes": self._control.nbytes, "spin_s": self._spin_s}
-        events = {f"event{peer}": fd for peer, fd in enumerate(self.eventfds)}
-        return WorkerProcess(rank, setup, self._placement.environment(rank), self._control.fd, self._token, events)
+        control, eventfds, failpoints = self._control, self.eventfds, self._failpoints
+        return InlineProcess(rank, self.world_size, self.backend, device, control, eventfds, failpoints)
+
+    def _start(self, link: Link, failpoints: Sequence[Sequence[Any]]) -> None:
+        """Start a process for a rank, in the place of one that ended."""
+        process, rank = link.process, link.rank
+        if isinstance(process, WorkerProcess):
+            assert self._control is not None
+            if process.pid >= 0:
+                process = link.process = WorkerProcess(rank)
+            placement, device = self._placement, self.devices[rank]
+            setup = setup_message(self.world_size, self.backend, device, placement.cpus_of(rank), failpoints)
+            setup |= {"control_nbytes": self._control.nbytes, "spin_s": self._spin_s}
+            events: dict[str, int] = {f"event{peer}": fd for peer, fd in enumerate(self.eventfds)}
+            process.start(setup, placement.environment(rank), self._control.fd, self._token, events)
+            link.restart(process)
+            self._watch_link(link)
 
     # -- watching ------------------------------------------------------------------------------------------------------
 
     def _watch(self, fd: int, kind: str, rank: int) -> None:
-        self._fds[fd] = (kind, rank)
+        self._fds[int(fd)] = (kind, rank)
         self._poll.register(fd, select.POLLIN)
 
     def _unwatch(self, fd: int) -> None:
@@ -172,14 +192,9 @@ class Crew:
             for link, how in zip(links, exits)
         )
         hints = "".join(self._kill_hint(link.rank) for link, how in zip(links, exits) if how == "SIGKILL")
-        tails = [
-            f"stderr of rank {link.rank}: " + "\n  ".join(lines)
-            for link in links
-            if (lines := link.process.stderr_since(began))
-        ]
         message = f"{ended} during {what or phase}.{hints} The next call starts dead workers again."
         return WorkerDied(
-            "\n".join([message, *tails]),
+            "\n".join([message, *stderr_tails(links, began)]),
             ranks=tuple(ranks),
             pids=tuple(link.process.pid for link in links),
             exits=exits,
@@ -205,38 +220,43 @@ class Crew:
             link.process.kill()
 
     def tear_down(self) -> None:
-        """Kill what still runs and release every descriptor. Never waits long; safe to repeat."""
-        if self.is_closed:
-            return
-        self.is_closed = True
-        alive = [link for link in self.links if not link.is_dead]
-        for link in alive:
-            link.process.kill()
-        for link in alive:
-            self._unwatch_link(link)
-            link.process.reap()
-            link.is_dead = True
-        self._unwatch(self._wake_fd)
-        for fd in (self._wake_fd, *self.eventfds):
-            if fd >= 0:
-                os.close(fd)
-        self._wake_fd = -1
-        self.eventfds = []
-        self.down = self.up = np.empty((0, 0), np.int64)
-        control = getattr(self, "_control", None)
-        if control is not None:
-            control.close()
+        """Kill what still runs and release every descriptor. Never waits long; safe to repeat, in several threads."""
+        with deferred():
+            self.is_closed = True
+            self.kill()
+            for link in self.links:
+                self._unwatch_link(link)
+                link.process.reap()
+                link.is_dead = True
+            self._unwatch(self._wake_fd)
+            self._release()
+            self.down = self.up = np.empty((0, 0), np.int64)
+            if self._control is not None:
+                self._control.close()
 
     def abandon(self) -> None:
         """Close our copies of the descriptors in a forked child; the workers belong to the parent."""
         for link in self.links:
             link.process.disown()
             link.process.close()
-        for fd in (self._wake_fd, *self.eventfds):
-            if fd >= 0:
-                os.close(fd)
-        self._wake_fd = -1
+        self._release()
+
+    def _release(self) -> None:
+        self._wake_fd = NONE
         self.eventfds = []
+
+
+def _eventfd() -> Descriptor:
+    return Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+
+
+def stderr_tails(links: Sequence[Link], began: float) -> list[str]:
+    """Return the last lines that workers wrote to stderr since the monotonic time ``began``, a text for each rank."""
+    return [
+        f"stderr of rank {link.rank}: " + "\n  ".join(lines)
+        for link in links
+        if (lines := link.process.stderr_since(began))
+    ]
 
 
 def oom_kills() -> int:

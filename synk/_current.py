@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from synk._cell import cell, refuse_inside_worker
+from synk._interrupts import deferred
 from synk.errors import ClosedError, NotForkedError, SynkError
 from synk.runtime import Runtime
 
@@ -88,17 +89,21 @@ def fork(
             f"cannot fork: {cell.runtime!r} is already running. Call synk.close() first, or make a second one with "
             "synk.Runtime(...)."
         )
-    runtime = Runtime(
-        num_workers,
-        backend=backend,
-        devices=devices,
-        inline=inline,
-        timeout=timeout,
-        max_restarts=max_restarts,
-        _failpoints=_failpoints,
-    )
-    cell.runtime = cell.last_runtime = runtime
-    return runtime
+    try:
+        with deferred():  # a runtime that nobody can name could not be closed
+            cell.runtime = cell.last_runtime = Runtime(
+                num_workers,
+                backend=backend,
+                devices=devices,
+                inline=inline,
+                timeout=timeout,
+                max_restarts=max_restarts,
+                _failpoints=_failpoints,
+            )
+    except KeyboardInterrupt:
+        close()
+        raise
+    return cell.runtime
 
 
 def close() -> None:

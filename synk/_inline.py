@@ -17,6 +17,7 @@ class InlineProcess:
     """Plays a :class:`synk._process.WorkerProcess` without a process."""
 
     exit_text = ""
+    started = 0.0
 
     def __init__(
         self,

@@ -125,20 +125,19 @@ class Lane:
 class Lanes(list[Lane]):
     """The lanes of a runtime, each made when it is first used.
 
-    Parameters
-    ----------
-    team : Team
-
     Attributes
     ----------
     first : Lane
         For whatever happens alone.
     """
 
-    def __init__(self, team: Team) -> None:
-        super().__init__([Lane(0, team)])
-        self.first = self[0]
+    first: Lane
+
+    def begin(self, team: Team) -> None:
+        """Make the first lane."""
         self._team = team
+        self.first = Lane(0, team)
+        self.append(self.first)
 
     def after(self, lane: Lane) -> Lane:
         """Return the lane whose turn follows that of ``lane``."""

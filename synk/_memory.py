@@ -16,6 +16,7 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
+from synk._descriptors import above_streams, streams_taken
 from synk._interrupts import deferred
 from synk.errors import SharedMemoryError
 
@@ -75,10 +76,10 @@ class Fence:
         lock.acquire()
 
 
-def _create_fd(nbytes: int) -> int:
+def create_fd(nbytes: int) -> int:
     """Return a descriptor of ``nbytes`` of reserved, owner-only, unnamed memory."""
     try:
-        fd = os.memfd_create("synk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = above_streams(os.memfd_create("synk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         is_sealable = True
     except (AttributeError, OSError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
@@ -145,7 +146,8 @@ class Segment:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
         kind = mmap.MAP_PRIVATE if self.is_private else mmap.MAP_SHARED
         try:
-            self._mapping: mmap.mmap | None = mmap.mmap(fd, nbytes, kind, access)
+            with streams_taken():  # the mapping keeps a descriptor of its own
+                self._mapping: mmap.mmap | None = mmap.mmap(fd, nbytes, kind, access)
         except OSError as error:
             raise SharedMemoryError(
                 f"cannot map a shared segment of {nbytes} bytes: {os.strerror(error.errno or 0)}. Free some Data, or "
@@ -179,7 +181,7 @@ class Segment:
         try:
             if nbytes > free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            fd = _create_fd(nbytes)
+            fd = create_fd(nbytes)
         except OSError as error:
             raise SharedMemoryError(
                 f"cannot allocate a shared segment: got a size of {nbytes} bytes, {available_nbytes()} bytes are free "

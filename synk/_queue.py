@@ -13,6 +13,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from synk._calls import Callee, CallOptions, Launched, abandon, collecting, launch
+from synk._limits import as_seconds
 from synk._links import Reply
 from synk._memory import Segment
 from synk._messages import NUM_LANES
@@ -195,10 +196,11 @@ class Queue:
                 self._wait(pending, None)
             return
         runtime.entered(verb)  # only what it checks
-        until = time.monotonic() + max(timeout, 0.0)
-        runtime.if_free(lambda: self._wait(pending, until), max(timeout, 0.0))
+        seconds = max(as_seconds(timeout), 0.0)
+        until = time.monotonic() + seconds
+        runtime.if_free(lambda: self._wait(pending, until), seconds)
         if pending._launched is not None:
-            raise TimeoutError(f"{pending.name!r} has not ended within {timeout:g} s; it goes on.")
+            raise TimeoutError(f"{pending.name!r} has not ended within {seconds:g} s; it goes on.")
 
     def _wait(self, pending: PendingCall, until: float | None) -> None:
         while pending._launched is not None and self.calls:

@@ -5,7 +5,6 @@ It ends when the master says so, and when the master ends.
 
 from __future__ import annotations
 
-import fcntl
 import io
 import os
 import pickle
@@ -19,7 +18,9 @@ import numpy as np
 
 from synk import _failpoints
 from synk._channel import Channel, poll_awake
+from synk._descriptors import NONE, Descriptor
 from synk._failures import pack_failure
+from synk._lifeline import tie_to_pipe, tie_to_pulse
 from synk._memory import Segment
 from synk._messages import (
     HAS_BODY,
@@ -43,12 +44,12 @@ class WorkerLoop:
     def __init__(self, sock: socket.socket, setup: dict[str, Any]) -> None:
         self._setup = setup
         fds = setup["fds"]
-        for fd in (*fds.values(), sock.fileno()):
+        for fd in fds.values():
             os.set_inheritable(fd, False)  # programs that a function starts must not hold our ends
-        self._channel = Channel(sock, fds["down"], fds["up"], bytes.fromhex(setup["token"]))
-        self._lifeline = fds["lifeline"]
+        self._channel = Channel(sock, Descriptor(fds["down"]), Descriptor(fds["up"]), bytes.fromhex(setup["token"]))
         self._worker: Worker | None = None
-        self._master_fd = -1
+        self._master_fd: int = NONE
+        self._pulse: Descriptor | None = None
         self._peeked: Doorbell | None = None  # taken from the pipe and not acted on yet
         self._arriving = select.poll()
         self._arriving.register(self._channel.read_fd, select.POLLIN)
@@ -56,8 +57,9 @@ class WorkerLoop:
     def start(self) -> None:
         """Tie this process to the master's life, take over the signals, say hello."""
         setup = self._setup
-        _tie_to_master(self._lifeline)
-        self._master_fd = os.pidfd_open(setup["master_pid"])
+        tie_to_pipe(setup["fds"]["lifeline"])
+        self._pulse = tie_to_pulse(setup["fds"]["pulse"])
+        self._master_fd = Descriptor(os.pidfd_open(setup["master_pid"]))
         if os.getppid() != setup["master_pid"]:
             os._exit(1)  # the master ended before the descriptor was ours
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -149,7 +151,7 @@ class WorkerLoop:
     def close(self) -> None:
         """Release the connection; the end of the process follows."""
         self._channel.close()
-        os.close(self._master_fd)
+        self._master_fd = NONE
 
     def _receive_extras(self, sequence: int) -> Extras:
         assert self._worker is not None
@@ -197,23 +199,6 @@ class WorkerLoop:
             raise Interrupted
 
 
-def _tie_to_master(lifeline: int) -> None:
-    """Have the kernel kill this process group when the master's end of the lifeline pipe closes.
-
-    Nothing is ever written to the pipe, so the only event on it is its end. SIGKILL from the kernel needs no thread and
-    no interpreter lock: it works while a function is stuck in C code.
-    """
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
-    try:
-        is_closed = os.read(lifeline, 1) == b""
-    except BlockingIOError:
-        is_closed = False
-    if is_closed:  # before the signal was armed
-        os._exit(1)
-
-
 def _prefer_for_oom() -> None:
     """When memory runs out the kernel should take a worker, which comes back, not the user's session."""
     try:
@@ -228,7 +213,7 @@ def _flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except Exception:  # the user's function closed or replaced it: whatever it does now must not end the worker
+        except BaseException:  # the user's function closed or replaced it: whatever it does must not end the worker
             continue
 
 
@@ -244,6 +229,9 @@ def main(sock: socket.socket, setup: dict[str, Any]) -> None:
         stream.reconfigure(line_buffering=True, errors="backslashreplace")
     loop = WorkerLoop(sock, setup)
     loop.start()
+    # While only our own folders are searched, and while there are descriptors: an error report must need none.
+    import synk._pickling  # noqa: F401
+
     sys.path[:] = setup["sys_path"]
     sys.argv[:] = setup["argv"]
     loop.serve()

@@ -7,25 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import math
 import os
 import pickle
+import platform
 import signal
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from synk._channel import MAX_FDS, ProtocolError
-from synk._crew import Crew
+from synk._crew import Crew, stderr_tails
 from synk._environment import stuck_after_s
 from synk._failures import raise_failures
 from synk._inline import InlineProcess
 from synk._interrupts import deferred, held_back
+from synk._limits import poll_ms
 from synk._links import ASSEMBLED, DONE, Link, Reply
 from synk._memory import Segment
 from synk._messages import (
@@ -40,7 +41,9 @@ from synk._messages import (
     Status,
     interrupt_word,
 )
+from synk._output import report
 from synk._process import WorkerProcess
+from synk._version import __version__
 from synk.errors import CallTimeout, ClosedError, SerializationError, StartupError, WorkerDied
 
 GRACE_S = 2.0
@@ -51,9 +54,6 @@ NCCL_GRACE_S = 5.0
 
 RESTART_WINDOW_S = 60.0
 START_TIMEOUT_S = 120.0
-
-_logger = logging.getLogger("synk")
-
 
 Pack = Callable[[Link, Any, Sequence[Segment], int], tuple["Extras | None", list[Segment]]]
 Packed = dict[int, tuple["Extras | None", list[Segment]]]
@@ -149,7 +149,6 @@ class Team(Crew):
         self.sequence = 0
         self.grace_s = NCCL_GRACE_S if placement.can_use_nccl else GRACE_S
         self.restarted: list[int] = []
-        self._failpoints = failpoints
         self._pack = pack
         self._on_trouble = on_trouble
         self._on_idle = on_idle
@@ -158,13 +157,16 @@ class Team(Crew):
         self._restarts: deque[float] = deque()
         self._last_death: WorkerDied | None = None  # of the workers that are dead now
         self._began = 0.0  # when the operation under way began
+        self._once_stuck: set[int] = set()  # ranks whose process was started because another had not come up
+        self._news: list[str] = []  # of workers that were started again, to tell the user when they are up
         self._stuck_after_s = stuck_after_s()
+        self._kill_at = 0.0  # when workers that are to be idle and do not answer are killed
         super().__init__(placement, is_inline=is_inline, failpoints=failpoints, token=token)
 
     # -- starting -----------------------------------------------------------------------------------------------------
 
     def await_ready(self, deadline: float | None = None) -> None:
-        """Wait until every started worker has said hello.
+        """Wait until every started worker has said hello; one that is stuck as it starts is killed and started again.
 
         Raises
         ------
@@ -175,36 +177,59 @@ class Team(Crew):
         CallTimeout
             If they had not at ``deadline``; they go on starting.
         """
-        waiting = {link.rank for link in self.links if not link.is_ready}
-        if not waiting:
-            return
-        limit = time.monotonic() + START_TIMEOUT_S
-        is_hurried = deadline is not None and deadline < limit
+        while waiting := [link for link in self.links if not link.is_ready]:
+            # From the start of the process on: calls that give up sooner must not put it off.
+            silent = [link.process.started for link in waiting if link.rank not in self._hellos]
+            limit = min(silent, default=math.inf) + START_TIMEOUT_S
+            try:
+                self._await_hellos(waiting, limit if deadline is None else min(deadline, limit))
+            except CallTimeout:
+                if time.monotonic() < limit:
+                    raise
+                self._replace_stuck()
+
+    def _await_hellos(self, waiting: Sequence[Link], deadline: float) -> None:
+        ranks = {link.rank for link in waiting}
         try:
-            hello = Flight(_HELLO, waiting - self._hellos.keys(), deadline if is_hurried else limit, "start", "")
+            hello = Flight(_HELLO, ranks - self._hellos.keys(), deadline, "start", "")
             hello.replies = self._hellos
             self.flights[_HELLO] = hello
             try:
                 self._wait(hello)
             finally:
                 self.flights.pop(_HELLO, None)
-            for rank in waiting:
-                self._greet(self.links[rank], self._hellos[rank])
-        except (WorkerDied, CallTimeout, ProtocolError, SerializationError) as error:
-            if is_hurried and isinstance(error, CallTimeout):
-                raise
+            for link in waiting:
+                self._greet(link, self._hellos[link.rank])
+        except (WorkerDied, ProtocolError, SerializationError) as error:
             if isinstance(error, WorkerDied) and self._restarts:
                 raise  # a replacement: one more death, and the next operation starts another
-            died = getattr(error, "ranks", ()) or tuple(sorted(waiting))
-            failure = StartupError(
-                f"cannot start the workers: rank {', '.join(map(str, died))} of {self.world_size} did not come up. "
-                f"{error}"
-            )
-            self.fail(failure)
-            raise failure from error
+            died = getattr(error, "ranks", ()) or tuple(sorted(ranks))
+            self._fail_to_start(died, f"did not come up. {error}", error)
         except StartupError as error:
             self.fail(error)
             raise
+
+    def _fail_to_start(self, ranks: Iterable[int], what_happened: str, error: BaseException | None) -> NoReturn:
+        named = f"rank {', '.join(map(str, ranks))} of {self.world_size}"
+        failure = StartupError(f"cannot start the workers: {named} {what_happened}")
+        self.fail(failure)
+        raise failure from error
+
+    def _replace_stuck(self) -> None:
+        """Kill the workers whose time to start is over, and start others; a second one that is stuck is the last."""
+        latest = time.monotonic() - START_TIMEOUT_S
+        stuck = [link for link in self.links if not link.is_ready and link.process.started <= latest]
+        stuck = [link for link in stuck if link.rank not in self._hellos]
+        for link in stuck:
+            link.process.kill()
+            self._bury(link)
+            self._unreported_deaths[link.rank] = f"was not up {START_TIMEOUT_S:g} s after its start, was killed,"
+        ranks = {link.rank for link in stuck}
+        if self.max_restarts == 0 or ranks & self._once_stuck:
+            tails = "\n".join(["", *stderr_tails(stuck, 0.0)])
+            self._fail_to_start(sorted(ranks), f"was not up {START_TIMEOUT_S:g} s after its start.{tails}", None)
+        self._once_stuck |= ranks
+        self._restart_dead()
 
     def _greet(self, link: Link, reply: Reply) -> None:
         hello = pickle.loads(reply.body)
@@ -214,6 +239,7 @@ class Team(Crew):
             raise StartupError(f"cannot use worker rank {link.rank}: it runs {', '.join(differing)}.")
         link.description = hello["device"]
         link.is_ready = True
+        self._once_stuck.discard(link.rank)
 
     # -- between messages ---------------------------------------------------------------------------------------------
 
@@ -227,18 +253,21 @@ class Team(Crew):
         StartupError
         """
         if self.flights:
-            self._settle()
+            self._settle(is_interrupted=False)
             self.flights.clear()
         if not self.is_inline:
             self._drain_events()
         for link in self.links:
             if link.is_dead:
-                self._revive(deadline)
+                self._restart_dead()
                 break
         for link in self.links:
             if not link.is_ready:
                 self.await_ready(deadline)
                 break
+        if self._news:
+            news, self._news = self._news, []
+            warnings.warn(f"{'; '.join(news)} and was started again.", RuntimeWarning, stacklevel=5)
         self._began = time.monotonic()
 
     def _drain_events(self) -> None:
@@ -247,23 +276,22 @@ class Team(Crew):
             kind, rank = self._fds.get(fd, ("", -1))
             link = self.links[rank]
             if kind == "death":
-                how = self._bury(link)
-                self._unreported_deaths[rank] = how
+                self._unreported_deaths[rank] = f"ended with {self._bury(link)} while idle"
             elif kind == "output":
                 self._forward(link, fd)
                 link.process.note_backlog()
             elif kind == "wake":
                 self._on_wake(fd)
 
-    def _revive(self, deadline: float | None) -> None:
+    def _restart_dead(self) -> None:
         """Start dead ranks again; they get functions with the next load, segments and plans with the next call."""
         dead = [link for link in self.links if link.is_dead]
         now = time.monotonic()
         while self._restarts and now - self._restarts[0] > RESTART_WINDOW_S:
             self._restarts.popleft()
-        reports = [
-            f"rank {rank} (pid {self.links[rank].process.pid}) ended with {how} while idle"
-            for rank, how in sorted(self._unreported_deaths.items())
+        news = [
+            f"rank {rank} (pid {self.links[rank].process.pid}) {what_happened}"
+            for rank, what_happened in sorted(self._unreported_deaths.items())
         ]
         self._unreported_deaths.clear()
         if len(self._restarts) >= self.max_restarts:
@@ -283,12 +311,9 @@ class Team(Crew):
             for link in dead:
                 self.counters["restarts"] += 1
                 self._hellos.pop(link.rank, None)
-                link.restart(self._start(link.rank, lasting))
+                self._start(link, lasting)
                 self.restarted.append(link.rank)
-                self._watch_link(link)
-        self.await_ready(deadline)
-        if reports:
-            warnings.warn(f"{'; '.join(reports)} and was started again.", RuntimeWarning, stacklevel=6)
+        self._news += news
 
     # -- exchanging ---------------------------------------------------------------------------------------------------
 
@@ -390,8 +415,8 @@ class Team(Crew):
         try:
             for rank, (extras, missing) in messages.items():
                 self._send(self.links[rank], kind, flags, sequence, value, extras, missing)
-        except BaseException:
-            self._settle_unless_closed()
+        except BaseException as error:
+            self._settle_unless_closed(error)
             raise
         return flight
 
@@ -422,8 +447,8 @@ class Team(Crew):
         """
         try:
             return self._wait(flight, until)
-        except BaseException:
-            self._settle_unless_closed()
+        except BaseException as error:
+            self._settle_unless_closed(error)
             raise
 
     def pump(self) -> None:
@@ -439,13 +464,13 @@ class Team(Crew):
             for flight in list(self.flights.values()):
                 if flight.pending and flight.deadline is not None and time.monotonic() >= flight.deadline:
                     self._on_timeout(flight)
-        except BaseException:
-            self._settle_unless_closed()
+        except BaseException as error:
+            self._settle_unless_closed(error)
             raise
 
-    def _settle_unless_closed(self) -> None:
+    def _settle_unless_closed(self, error: BaseException) -> None:
         if self._debtors() and not self.is_closed:
-            self._settle()
+            self._settle(is_interrupted=isinstance(error, KeyboardInterrupt))
 
     def _send(
         self,
@@ -496,12 +521,12 @@ class Team(Crew):
             if now >= report_at:
                 report_at = math.inf
                 what = flight.what or flight.phase
-                _logger.warning("%s has run for more than %g s:\n%s", what, self._stuck_after_s, self.where())
+                report("%s has run for more than %g s:\n%s", what, self._stuck_after_s, self.where())
             urgent = flight if len(self.flights) == 1 else self._most_urgent(flight)
             next_event = report_at if urgent.deadline is None else min(report_at, urgent.deadline)
             if until is not None:
                 next_event = min(next_event, until)
-            timeout_ms = None if next_event == math.inf else max(math.ceil((next_event - now) * 1000), 0)
+            timeout_ms = None if next_event == math.inf else poll_ms(next_event - now)
             if self._take_events(timeout_ms):
                 continue  # what came in time but was not looked at before the deadline still counts
             if urgent.deadline is not None and now >= urgent.deadline:
@@ -605,14 +630,14 @@ class Team(Crew):
         for rank in dead:
             how = self._bury(self.links[rank])
             if rank not in owing:
-                self._unreported_deaths[rank] = how
+                self._unreported_deaths[rank] = f"ended with {how} while idle"
         if not owing:
             return
         flight = owed[0]  # the oldest: what they were at
         fallen = set(owing)
         if flight.phase != "start":  # a worker that is still coming up cannot be interrupted; the teardown ends it
             survivors = self._debtors() - fallen
-            self._end_calls(survivors, kill_at=time.monotonic() + self.grace_s)
+            self._end_calls(survivors)
             fallen |= {rank for rank in survivors if self.links[rank].is_dead}
         error = self._worker_died(sorted(fallen), flight.phase, flight.what, flight.began)
         self._last_death = copy.copy(error)  # without the traceback that will hold the caller's frames
@@ -632,22 +657,23 @@ class Team(Crew):
             f"{flight.what or flight.phase} did not end in time on {ranks}. "
             "Raise timeout=, or give the function less to do."
         )
-        self._settle()
+        self._settle(is_interrupted=False)
         raise flight.error
 
-    def _end_calls(self, ranks: Iterable[int], kill_at: float) -> None:
+    def _end_calls(self, ranks: Iterable[int]) -> None:
         """End all flights, which only ``ranks`` still work on; those that were answered by all stay.
 
-        They get SIGINT, then a ping whose answer proves them idle, then SIGKILL.
+        They get SIGINT, then a ping whose answer proves them idle, then, when ``_kill_at`` has come, SIGKILL.
         """
+        self._kill_at = time.monotonic() + self.grace_s
         ranks = [rank for rank in ranks if not self.links[rank].is_dead]
         if ranks:
-            self._interrupt(ranks, kill_at)
+            self._interrupt(ranks)
         for flight in self.flights.values():
             flight.is_lost, flight.is_cut = bool(flight.pending), not flight.pending
         self.flights = {sequence: flight for sequence, flight in self.flights.items() if not flight.is_lost}
 
-    def _interrupt(self, ranks: list[int], kill_at: float) -> None:
+    def _interrupt(self, ranks: list[int]) -> None:
         interrupted = interrupt_word(next(iter(self.flights)), self.sequence)
         self._on_trouble()
         for rank in ranks:
@@ -661,8 +687,8 @@ class Team(Crew):
             assert isinstance(process, WorkerProcess)
             process.channel.ring(Kind.PING, 0, ping, 0)
         silent = set(ranks)
-        while silent and time.monotonic() < kill_at:
-            for fd, _ in self._poll.poll(max(1, math.ceil((kill_at - time.monotonic()) * 1000))):
+        while silent and time.monotonic() < self._kill_at:
+            for fd, _ in self._poll.poll(poll_ms(self._kill_at - time.monotonic())):
                 kind, rank = self._fds.get(fd, ("", -1))
                 if kind == "up":
                     message = self._read_reply(self.links[rank])
@@ -684,29 +710,29 @@ class Team(Crew):
             self.down[rank, Down.INTERRUPT] = -1
         self._on_idle()
 
-    def _settle(self) -> None:
-        """After an exception in the middle of an exchange: every rank idle again, or dead. All flights are lost."""
+    def _settle(self, *, is_interrupted: bool) -> None:
+        """After an exception in the middle of an exchange: every rank idle again, or dead. All flights are lost.
+
+        A Ctrl-C meanwhile ends the wait for workers that do not answer: they are killed. The second one, which the
+        first is where ``is_interrupted`` (a Ctrl-C has brought us here), closes the team.
+        """
         ranks = sorted(self._debtors())
         if self.is_inline:
             self.flights.clear()
             return
-        kill_at = [time.monotonic() + self.grace_s]
-        is_second = False
+        num_interrupts = int(is_interrupted)
 
         def on_interrupt(count: int) -> None:
-            nonlocal is_second
-            is_second = True
-            kill_at[0] = 0.0
-            for rank in ranks:
-                process = self.links[rank].process
-                if isinstance(process, WorkerProcess):
-                    process.signal(signal.SIGKILL)
+            nonlocal num_interrupts
+            num_interrupts += 1
+            self._kill_at = 0.0
+            self._end_wait()
 
         with held_back(on_interrupt):
-            self._end_calls(ranks, kill_at[0])
-            if is_second:
+            self._end_calls(ranks)
+            if num_interrupts > 1:
                 self.fail(ClosedError("the runtime was closed by a second Ctrl-C while it ended a call."))
-        if is_second:
+        if num_interrupts > is_interrupted:
             raise KeyboardInterrupt
 
     def fail(self, error: BaseException) -> None:
@@ -719,7 +745,12 @@ class Team(Crew):
     def wake(self) -> None:
         """Have a wait in another thread end with ``ClosedError``: the team is closing."""
         self.is_closing = True
-        os.eventfd_write(self._wake_fd, 1)
+        self._end_wait()
+
+    def _end_wait(self) -> None:
+        fd = self._wake_fd  # held: another thread may close the team meanwhile
+        if fd >= 0:
+            os.eventfd_write(fd, 1)
 
     def say_goodbye(self) -> None:
         """Ask idle workers to end; the teardown kills whoever does not."""
@@ -733,7 +764,7 @@ class Team(Crew):
                 waiting.add(link.rank)
         deadline = time.monotonic() + self.grace_s
         while waiting and (remaining := deadline - time.monotonic()) > 0:
-            for fd, _ in self._poll.poll(math.ceil(remaining * 1000)):
+            for fd, _ in self._poll.poll(poll_ms(remaining)):
                 kind, rank = self._fds.get(fd, ("", -1))
                 if kind == "death":
                     self._bury(self.links[rank])
@@ -748,8 +779,4 @@ class Team(Crew):
 
 def own_versions() -> dict[str, str]:
     """Versions that master and workers must share."""
-    import platform
-
-    import synk
-
-    return {"python": platform.python_version(), "numpy": np.__version__, "synk": synk.__version__}
+    return {"python": platform.python_version(), "numpy": np.__version__, "synk": __version__}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
 from typing import Any
 
 _FLAT = (tuple, list)
@@ -32,13 +35,10 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     """
     if not _is_node(tree):
         return [tree], "leaf"
-    # optree costs 25 ms to import: a worker whose functions return plain tuples never needs it.
     kind = type(tree)
     if kind in _FLAT and not any(_is_node(child) for child in tree):
         return list(tree), (kind, len(tree))
-    import optree
-
-    leaves, structure = optree.tree_flatten(tree, is_leaf=_is_leaf)
+    leaves, structure = _optree().tree_flatten(tree, is_leaf=_is_leaf)
     return leaves, structure
 
 
@@ -78,6 +78,19 @@ def unflatten(structure: Any, leaves: list[Any]) -> Any:
     if isinstance(structure, tuple):
         kind, _ = structure
         return kind(leaves)
-    import optree
+    return _optree().tree_unflatten(structure, leaves)
 
-    return optree.tree_unflatten(structure, leaves)
+
+def _optree() -> Any:
+    """Return the module; a worker imports it at its first use, because it takes 25 ms and most functions need none.
+
+    Relative entries of the search path do not count: no file of the current folder may take its place.
+    """
+    if "optree" not in sys.modules:
+        path = list(sys.path)
+        sys.path[:] = [entry for entry in path if isinstance(entry, str) and os.path.isabs(entry)]
+        try:
+            importlib.import_module("optree")
+        finally:
+            sys.path[:] = path
+    return sys.modules["optree"]

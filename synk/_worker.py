@@ -326,8 +326,6 @@ class Worker:
         def load() -> None:
             self.failpoint("distribute.loading")
             self._own_up[Up.PHASE] = Phase.LOADING
-            import synk._pickling  # noqa: F401  (now: an error report must not need a descriptor)
-
             loaded = pickle.loads(extras.content)
             for function_id, options in loaded:
                 self.functions[function_id] = LoadedFunction(**options, backend=self.backend)

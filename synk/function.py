@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import cloudpickle
 import numpy as np
 
 from synk._arguments import Signature
 from synk._calls import CallOptions, run_call
 from synk._cell import cell, refuse_inside_worker
 from synk._current import current, fork
+from synk._limits import check_timeout
 from synk._ops import REDUCE_OPS, check_outputs
 from synk._plans import PlanCache
 from synk._queue import PendingCall
@@ -23,7 +26,7 @@ from synk._row_shapes import RowShapes
 from synk._verify import Report, Tolerance, verify
 from synk.data import Data
 from synk.errors import ClosedError, SerializationError, SynkError, WorkerDied
-from synk.runtime import Runtime, check_timeout
+from synk.runtime import Runtime
 from synk.shared import Shared, check_owner, pickled
 
 FRAMEWORKS = (None, "torch", "jax")
@@ -272,7 +275,7 @@ class Function:
             batch, shard_batch, _check_slices(num_slices), _subset(output_subset), check_timeout(timeout)
         )
         with runtime.entered(f"submit {self.name!r}"):
-            return runtime.queue.submit(self, args, kwargs, options, runtime.deadline(timeout))
+            return runtime.queue.submit(self, args, kwargs, options, runtime.deadline(options.timeout))
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         runtime = self._bound_runtime()
@@ -380,8 +383,6 @@ def _subset(output_subset: Any) -> tuple[Any, ...] | None:
 
 def _dumps(value: Any) -> tuple[bytes, set[Shared]]:
     """Pickle ``value`` and return the shared variables met on the way."""
-    import cloudpickle
-
     pickled.met = set()
     try:
         return cloudpickle.dumps(value, protocol=5), pickled.met
@@ -407,8 +408,6 @@ def _check_picklable(function: Function) -> set[Shared]:
 
 def _find_culprit(fn: Any) -> str:
     """Return ``"its variable 'x' (type) "`` for the first closed-over or global variable that cannot be pickled."""
-    import inspect
-
     target = getattr(fn, "func", fn)
     target = getattr(target, "__func__", target)
     try:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import optree  # noqa: F401  (used when a result is nested: by then a file of that name may lie in the current folder)
 
 import synk.collectives as collectives  # finds the bound submodule where a worker has not run the package yet
 from synk._cell import cell, refuse_inside_worker
@@ -29,11 +30,13 @@ from synk._failures import rebuild
 from synk._groups import Group
 from synk._interrupts import deferred
 from synk._lanes import Lanes
+from synk._limits import check_timeout, lock_s
 from synk._links import Link
 from synk._memory import Segment
 from synk._messages import Down, Extras, Kind, Layout, Status
 from synk._placement import place
 from synk._profile import Profile
+from synk._program import check_program
 from synk._queue import Queue
 from synk._read_only import read_only
 from synk._results import Lease, ResultPool
@@ -101,6 +104,8 @@ class Runtime:
         if isinstance(max_restarts, bool) or not isinstance(max_restarts, (int, np.integer)) or max_restarts < 0:
             raise ValueError(f"cannot fork: got max_restarts={max_restarts!r}, expected an integer of 0 or more.")
         placement = place(num_workers, backend, devices, inline)
+        if not inline:
+            check_program()
         self.backend = placement.backend
         self.devices: tuple[str, ...] = placement.devices
         self.world_size = len(self.devices)
@@ -130,6 +135,7 @@ class Runtime:
         self._num_changes = 0
         self.results = ResultPool()
         self.group = Group(placement.can_use_nccl)
+        self.lanes = Lanes()
         self.team = Team(
             placement,
             is_inline=inline,
@@ -141,13 +147,17 @@ class Runtime:
             on_trouble=self._abort_collectives,
             on_idle=self._reset_collectives,
         )
-        try:
-            self.lanes = Lanes(self.team)
-        except BaseException:
-            self.team.tear_down()
-            raise
         self.queue = Queue(self)
         _open_runtimes.add(self)
+        try:
+            with deferred():  # what is opened meanwhile has an owner that ends it
+                self.team.start()
+                self.lanes.begin(self.team)
+        except BaseException:
+            with deferred():
+                self.team.tear_down()
+                self._release_memory()
+            raise
 
     # -- entering -----------------------------------------------------------------------------------------------------
 
@@ -202,7 +212,7 @@ class Runtime:
         try:
             # An interrupt may come as soon as the lock is taken, and before the next line of Python anywhere; it is
             # given back by C code that nothing can come before.
-            if lock.acquire(timeout=timeout):
+            if lock.acquire(timeout=lock_s(timeout)):
                 action()
                 has_acted = True
         finally:
@@ -623,9 +633,6 @@ class Runtime:
         team = self.team
         if os.getpid() != self._pid:
             return
-        if team.is_closed:
-            self._release_memory()
-            return
         refuse_inside_worker("close")
         if self.is_mine():
             raise ReentrancyError("cannot close the runtime while this thread is in a call.")
@@ -677,13 +684,6 @@ class Runtime:
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else "inline" if self.team.is_inline else "open"
         return f"<synk.Runtime {self.world_size} x {self.backend}, {state}>"
-
-
-def check_timeout(timeout: float | None) -> float | None:
-    """Return ``timeout`` if it is None or a positive number of seconds."""
-    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
-        raise ValueError(f"cannot set a timeout: got {timeout!r}, expected seconds above 0, or None.")
-    return timeout
 
 
 def _close_all() -> None:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import numpy as np
 
 from synk._arrays import as_plain_array, check_shareable, copy_into
@@ -242,8 +243,6 @@ class Shared:
 
     def declaration(self, rank: int) -> Declaration:
         """Return what the worker of ``rank`` must know."""
-        import cloudpickle
-
         ids = tuple(0 if segment is None else segment.id for segment in self.buffers[rank])
         skeleton = cloudpickle.dumps(skeleton_of(self._structure, len(self._dtypes)), protocol=5)
         shapes = (self.shapes[rank][0], self.shapes[rank][1])

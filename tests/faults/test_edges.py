@@ -177,12 +177,11 @@ def test_A16_a_replacement_that_is_killed_while_it_starts_is_one_more_death(
     victim = pids(rt)[1]
     start, num_left = rt.team._start, [2]
 
-    def killed(*args: Any) -> Any:
-        process = start(*args)
+    def killed(link: Any, *args: Any) -> None:
+        start(link, *args)
         if num_left[0]:
             num_left[0] -= 1
-            process.kill()
-        return process
+            link.process.kill()
 
     monkeypatch.setattr(rt.team, "_start", killed)
     os.kill(victim, signal.SIGKILL)

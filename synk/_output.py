@@ -1,0 +1,176 @@
+"""What workers print, on its way to the streams of the master; and the reports that the master itself makes.
+
+Nothing that a stream or a log handler does may decide over a call: whatever they raise ends here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import select
+import signal
+import struct
+import sys
+import termios
+import time
+from collections import deque
+from types import TracebackType
+from typing import Any, TextIO
+
+from synk._cell import cell
+from synk._descriptors import NONE, Descriptor
+
+_STDERR_LINES = 20
+_LINE_NBYTES = 1 << 16
+_PIECE = 1024  # characters: at most 4096 bytes, which a pipe takes as a whole
+_STALL_MS = 50
+_INT = struct.Struct("i")
+
+_logger = logging.getLogger("synk")
+
+
+class Output:
+    """Text of one worker on its way to a stream of the master, line by line.
+
+    Parameters
+    ----------
+    fd : Descriptor
+        The end of a pipe to read from.
+    rank : int
+    stream_name : {"stdout", "stderr"}
+    """
+
+    def __init__(self, fd: Descriptor, rank: int, stream_name: str) -> None:
+        self.fd: int = fd
+        self._prefix = f"[rank {rank}] "
+        self._stream_name = stream_name
+        self._rest = b""
+        self._unwritten = ""
+        self._backlog = 0  # bytes in the pipe that were written before the operation under way
+        self._tail: deque[tuple[float, str]] = deque(maxlen=_STDERR_LINES)  # the last lines, and when they came
+        os.set_blocking(fd, False)
+
+    def forward(self, max_nbytes: int = 1 << 22) -> bool:
+        """Pass on what is there, at most ``max_nbytes``; return False at the end of the stream."""
+        while (fd := self.fd) >= 0 and max_nbytes > 0:
+            if self._unwritten and not self._flush():
+                return True  # the master's own stream is full: the worker waits, as it would at a terminal
+            try:
+                data = os.read(fd, 1 << 16)
+            except BlockingIOError:
+                return True
+            if not data:
+                self._write([self._rest] if self._rest else [])
+                self._rest = b""
+                return False
+            max_nbytes -= len(data)
+            num_old = data.count(b"\n", 0, self._backlog)
+            self._backlog = max(self._backlog - len(data), 0)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            if len(self._rest) > _LINE_NBYTES:
+                lines.append(self._rest)
+                self._rest = b""
+            self._write(lines, num_old)
+        return True
+
+    def note_backlog(self) -> None:
+        """Remember that what lies in the pipe is of earlier operations: the master's own stream is full."""
+        fd = self.fd
+        if fd >= 0:
+            (self._backlog,) = _INT.unpack(fcntl.ioctl(fd, termios.FIONREAD, bytes(_INT.size)))
+
+    def since(self, began: float) -> list[str]:
+        """Return the last lines that were written since the monotonic time ``began``."""
+        return [text for came, text in self._tail if came >= began]
+
+    def _write(self, lines: list[bytes], num_old: int = 0) -> None:
+        texts = [line.decode("utf-8", "backslashreplace") for line in lines]
+        if not texts:
+            return
+        now = time.monotonic()
+        self._tail.extend((now if k >= num_old else 0.0, text[:2000]) for k, text in enumerate(texts))
+        self._unwritten += "".join(f"{self._prefix}{text}\n" for text in texts)
+        self._flush()
+
+    def _flush(self) -> bool:
+        """Write what can be written without blocking for long; return False if something is left."""
+        stream: TextIO | None = getattr(sys, self._stream_name, None)
+        text, self._unwritten = self._unwritten, ""
+        if stream is None:
+            return True
+        try:
+            self._unwritten = _write_some(stream, text)
+        except BaseException as error:
+            if is_from_signal(error):
+                raise
+            self._report(error)
+        return not self._unwritten
+
+    def _report(self, error: BaseException) -> None:
+        if self._stream_name not in cell.broken_streams:
+            cell.broken_streams.add(self._stream_name)
+            name, kind = self._stream_name, type(error).__name__
+            report("what workers print to %s is dropped: sys.%s raised %s: %s", name, name, kind, _text(error))
+
+    def close(self) -> None:
+        self.fd = NONE
+
+
+def _write_some(stream: TextIO, text: str) -> str:
+    """Write to a stream until it would block, and return what is left."""
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), select.POLLOUT)
+    except (AttributeError, OSError, ValueError, TypeError):  # a notebook's or a test's stream: never blocks
+        poll = None
+    while text:
+        if poll is not None and not poll.poll(_STALL_MS):
+            break
+        # A pipe that is ready takes this much without blocking.
+        part, text = (text[:_PIECE], text[_PIECE:]) if poll is not None else (text, "")
+        try:
+            stream.write(part)
+        except UnicodeEncodeError:
+            stream.write(part.encode("ascii", "backslashreplace").decode("ascii"))
+        stream.flush()
+    return text
+
+
+def report(message: str, *args: Any) -> None:
+    """Log a warning. What a handler of the user's raises is not the fault of whoever is waited for."""
+    try:
+        _logger.warning(message, *args)
+    except BaseException as error:
+        if is_from_signal(error):
+            raise
+
+
+def is_from_signal(error: BaseException) -> bool:
+    """Whether an exception comes from a signal handler, which interrupted other code, and not from that code itself."""
+    if isinstance(error, KeyboardInterrupt):
+        return True
+    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    traceback: TracebackType | None = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code in handlers:
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+def _code_of(handler: Any) -> Any:
+    """Return the code that runs when a handler is called, where it is written in Python."""
+    handler = getattr(handler, "func", handler)  # functools.partial
+    if callable(handler) and not hasattr(handler, "__code__"):
+        handler = getattr(type(handler).__call__, "__func__", type(handler).__call__)
+    return getattr(handler, "__code__", None)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException as inner:
+        if is_from_signal(inner):
+            raise
+        return "?"

@@ -1,0 +1,416 @@
+"""Time limits: which numbers are one, what a Ctrl-C does while one is enforced, and workers that never come up."""
+
+from __future__ import annotations
+
+import decimal
+import fractions
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import assert_right, failpoint, kill_and_wait, pids, process_stat, same_workers, script
+
+from synk.errors import CallTimeout, ClosedError, StartupError
+
+Fork = Callable[..., Any]
+
+LIMITS = [
+    1e7,
+    1e10,
+    1e300,
+    float("inf"),
+    10**400,
+    2**31,
+    np.float32(1e9),
+    np.int64(5_000_000),
+    fractions.Fraction(10**9),
+    decimal.Decimal("1e12"),
+]
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: f"{type(limit).__name__}-{str(limit)[:8]}")
+def test_any_positive_number_is_a_time_limit(shared_runtimes: Any, limit: Any) -> None:
+    rt = shared_runtimes[2]
+    total = rt.function(lambda x: x.sum(), outputs="sum")
+    x = np.arange(5.0)
+    with same_workers(rt):
+        assert total(x, timeout=limit) == 10
+        pending = total.submit(x, timeout=limit)
+        assert pending.result(limit) == 10
+        assert total.serial(x, timeout=limit) == 10
+
+
+def test_a_limit_without_end_is_waited_for_while_a_call_is_explained(
+    runtime: Fork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after the report of a long call, which is due before the limit."""
+    for stuck_after in ("0.05", "0", "1e10"):
+        monkeypatch.setenv("SYNK_STUCK_AFTER", stuck_after)
+        rt = runtime(1, timeout=float("inf"))
+        slow = rt.function(lambda x: (time.sleep(0.15), x.sum())[1], outputs="sum")
+        assert slow(np.ones(3)) == 3
+        assert slow(np.ones(3), timeout=1e7) == 3
+        assert slow.submit(np.ones(3), timeout=1e10).result(float("inf")) == 3
+
+
+@pytest.mark.parametrize("limit", [0, -1, -1e300, -(10**400), float("nan"), "5", b"5", [1], 1j, object])
+def test_what_is_no_time_limit(shared_runtimes: Any, limit: Any) -> None:
+    total = shared_runtimes[2].function(lambda x: x.sum(), outputs="sum")
+    with pytest.raises(ValueError, match=r"cannot set a timeout: got .*, expected seconds above 0, or None"):
+        total(np.ones(3), timeout=limit)
+
+
+# ----- Ctrl-C while a call that has timed out is ended
+
+TIMED_OUT = """
+    import saboteurs
+    import warnings
+    from harness import assert_right, pids, wait_for
+    from synk._team import Team
+
+    warnings.simplefilter("ignore", RuntimeWarning)
+    rt = synk.fork(2, backend="numpy")
+    w = rt.shared(np.arange(3.0))
+    rows = rt.shared(np.arange(4.0), sharded=True)
+
+    def assign(x):
+        w.value = w.value + 1
+        rows.value = rows.value * 10
+        return 0.0
+
+    rt.function(assign, outputs="first")(np.ones(2))
+    stuck = rt.function(lambda row: saboteurs.loop_in_c() if row[0] else w.value.sum(), outputs=None)
+    rt.distribute()
+    before = pids(rt)
+    end_calls = Team._end_calls
+
+    def interrupted(*args):
+        # The signal comes when the workers have been asked to end the call and the master waits for their answers.
+        interrupts = [threading.Timer(0.3 * number, os.kill, (os.getpid(), signal.SIGINT)) for number in NUMBERS]
+        for timer in interrupts:
+            timer.start()
+        try:
+            end_calls(*args)
+        finally:
+            for timer in interrupts:
+                timer.join()
+
+    Team._end_calls = interrupted
+"""
+
+
+@pytest.mark.parametrize("way", ["call", "submit"])
+def test_D3_one_ctrl_c_while_a_call_that_timed_out_is_ended(way: str) -> None:
+    """It ends the wait for the worker that does not answer; the runtime stays open and variables keep their values."""
+    script(
+        "NUMBERS = (1,)\n"
+        + TIMED_OUT.replace("\n    ", "\n")
+        + f"""
+rt.team.grace_s = 20.0
+began = time.monotonic()
+try:
+    if {way!r} == "call":
+        stuck(np.arange(2), timeout=0.2)
+    else:
+        pending = stuck.submit(np.arange(2), timeout=0.2)
+        pending.result()
+except KeyboardInterrupt:
+    print("interrupted", time.monotonic() - began < 10)
+Team._end_calls = end_calls
+if {way!r} == "submit":
+    try:
+        pending.result()
+    except synk.errors.CallTimeout:
+        print("timed out")
+assert not rt.is_closed
+assert (w.value == np.arange(3.0) + 1).all(), w.value
+assert (rows.value == np.arange(4.0) * 10).all(), rows.value
+after = pids(rt)
+assert after[0] == before[0] and after[1] != before[1], (before, after)
+assert_right(rt)
+rt.close()
+"""
+    ).check("interrupted True\n" + ("timed out\n" if way == "submit" else ""))
+
+
+def test_D3_the_second_ctrl_c_while_a_call_that_timed_out_is_ended() -> None:
+    """Both come before the first one can be acted upon: the runtime is closed."""
+    script(
+        "NUMBERS = ()\n"
+        + TIMED_OUT.replace("\n    ", "\n")
+        + """
+bury = rt.team._bury
+
+def interrupted_again(link):  # of the worker that the first Ctrl-C had killed
+    os.kill(os.getpid(), signal.SIGINT)
+    return bury(link)
+
+def interrupted_once(*args):
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    end_calls(*args)
+
+rt.team._bury, Team._end_calls = interrupted_again, interrupted_once
+try:
+    stuck(np.arange(2), timeout=0.2)
+except KeyboardInterrupt:
+    print("interrupted")
+try:
+    assert_right(rt)
+except synk.errors.ClosedError as error:
+    print("closed", "second Ctrl-C" in str(error.__cause__))
+"""
+    ).check("interrupted\nclosed True\n")
+
+
+# ----- workers that are stuck as they start
+
+
+def age(link: Any) -> None:
+    """Have a worker's process look as if it had been started long ago."""
+    link.process.started -= 1000
+
+
+def aged(rt: Any, rank: int) -> Callable[..., None]:
+    """Return what starts processes that are stuck, and have been for long, in the place of those of ``rank``."""
+    start = rt.team._start
+
+    def start_stuck(link: Any, *args: Any) -> None:
+        start(link, *args)
+        if link.rank == rank:
+            os.kill(link.process.pid, signal.SIGSTOP)
+            age(link)
+
+    return start_stuck
+
+
+def calls_until_it_works(rt: Any, timeout: float | None) -> list[str]:
+    """Call until a call ends well; return what was raised and warned before."""
+    total = rt.function(lambda x: x.sum(), outputs="sum")
+    happened = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        while True:
+            try:
+                assert total(np.arange(4.0), timeout=timeout) == 6
+                break
+            except CallTimeout as error:
+                happened.append(type(error).__name__)
+    return happened + [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("action", ["sleep", "stop"])
+@pytest.mark.parametrize("timeout", [0.2, None])
+def test_A12_a_worker_that_is_stuck_as_it_starts_is_replaced(runtime: Fork, action: str, timeout: float | None) -> None:
+    """The time counts from the start of its process on, however short the limits of the calls are."""
+    rt = runtime(2, failpoint("start.ready", 1, 1, action))
+    first = [link.process.pid for link in rt.team.links]
+    if timeout is not None:
+        for _ in range(2):
+            with pytest.raises(CallTimeout, match="still starting"):
+                rt.function(lambda x: x.sum())(np.arange(4.0), timeout=timeout)
+    assert rt.team.links[1].process.pid == first[1]
+    age(rt.team.links[1])
+    assert calls_until_it_works(rt, timeout)[-1] == (
+        f"rank 1 (pid {first[1]}) was not up 120 s after its start, was killed, and was started again."
+    )
+    after = pids(rt)
+    assert after[0] == first[0] and after[1] != first[1]
+    assert process_stat(first[1]) is None
+    assert_right(rt)
+
+
+def test_A12_a_replacement_that_is_stuck_as_it_starts_is_replaced(
+    runtime: Fork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rt = runtime(2)
+    before = pids(rt)
+    kill_and_wait(before[1])
+    with monkeypatch.context() as context:
+        context.setattr(rt.team, "_start", aged(rt, 1))
+        context.setattr(rt.team, "_replace_stuck", lambda: (context.undo(), rt.team._replace_stuck()))
+        happened = calls_until_it_works(rt, None)
+    assert "ended with SIGKILL while idle" in happened[-1] and "was not up 120 s after its start" in happened[-1]
+    with same_workers(rt) as now:
+        assert now[0] == before[0]
+
+
+@pytest.mark.parametrize("timeout", [0.2, None])
+@pytest.mark.parametrize("max_restarts", [0, 3])
+def test_A12_a_worker_that_never_comes_up_ends_the_runtime(
+    runtime: Fork, monkeypatch: pytest.MonkeyPatch, timeout: float | None, max_restarts: int
+) -> None:
+    rt = runtime(2, failpoint("start.ready", 1, 1, "stop"), max_restarts=max_restarts)
+    monkeypatch.setattr(rt.team, "_start", aged(rt, 1))
+    age(rt.team.links[1])
+    with pytest.raises(StartupError, match="rank 1 of 2 was not up 120 s after its start"):
+        calls_until_it_works(rt, timeout)
+    with pytest.raises(ClosedError):
+        rt.function(lambda x: x.sum())(np.ones(2))
+    assert rt.is_closed
+
+
+# ----- streams and log handlers that do not take what workers print
+
+STREAMS = {
+    "no flush": "Stream.flush = property()",
+    "write raises an exception": "Stream.write = fail(RuntimeError)",
+    "write ends the program": "Stream.write = fail(SystemExit)",
+    "flush raises what is no exception": "Stream.flush = fail(type('Odd', (BaseException,), {}))",
+    "fileno raises": "Stream.fileno = fail(LookupError)",
+    "an exception without words": "Stream.write = fail(type('Mute', (Exception,), {'__str__': fail(ValueError)}))",
+    "no methods": "Stream = object",
+    "closed": "Stream.write = lambda self, text: closed.write(text)",
+}
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("fault", STREAMS)
+def test_a_stream_that_fails_does_not_fail_a_call(fault: str, stream: str) -> None:
+    """The text is dropped; the log says so once."""
+    script(f"""
+        import io, logging
+        from harness import same_workers
+
+        def fail(kind):
+            def method(self, *args):
+                raise kind(*args)
+            return method
+
+        class Stream:
+            def write(self, text): pass
+            def flush(self): pass
+
+        closed = io.StringIO()
+        closed.close()
+        said = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())
+        logging.getLogger("synk").addHandler(handler)
+        logging.getLogger("synk").propagate = False
+        {STREAMS[fault]}
+
+        with synk.fork(2, backend="numpy") as rt:
+            def talk(x):
+                print("some words", file=getattr(sys, {stream!r}))
+                return x.sum()
+
+            total = rt.function(talk, outputs="sum")
+            with same_workers(rt):
+                saved = getattr(sys, {stream!r})
+                setattr(sys, {stream!r}, Stream())
+                try:
+                    for _ in range(3):
+                        assert total(np.arange(4.0)) == 6
+                        assert total.submit(np.arange(4.0)).result() == 6
+                finally:
+                    setattr(sys, {stream!r}, saved)
+        assert len(said) == 1, said
+        assert said[0].startswith("what workers print to {stream} is dropped: sys.{stream} raised "), said
+    """).check("")
+
+
+def test_a_stream_that_does_not_exist() -> None:
+    script("""
+        with synk.fork(2, backend="numpy") as rt:
+            total = rt.function(lambda x: (x[0] and print("words"), x.sum())[1], outputs="sum")
+            saved = sys.stdout
+            del sys.stdout
+            assert total(np.arange(4.0)) == 6
+            sys.stdout = None
+            assert total(np.arange(4.0)) == 6
+            sys.stdout = saved
+            assert total(np.arange(4.0)) == 6
+    """).check("[rank 1] words\n")
+
+
+def test_a_log_handler_that_raises_does_not_fail_a_call() -> None:
+    """Neither of the report of a long call, nor of that of a stream that failed."""
+    script(
+        """
+        import logging
+
+        class Fails(logging.Handler):
+            def emit(self, record):
+                raise SystemExit("no")
+
+        logging.getLogger("synk").addHandler(Fails())
+
+        class Stream:
+            def write(self, text):
+                raise ValueError
+
+        with synk.fork(2, backend="numpy") as rt:
+            total = rt.function(lambda x: (print("words"), time.sleep(0.3), x.sum())[2], outputs="sum")
+            saved, sys.stdout = sys.stdout, Stream()
+            assert total(np.arange(4.0)) == 6
+            sys.stdout = saved
+        """,
+        env={"SYNK_STUCK_AFTER": "0.05"},
+    ).check("")
+
+
+@pytest.mark.parametrize("kind", ["Exception", "BaseException"])
+@pytest.mark.parametrize("handler", ["function", "method", "object", "partial"])
+def test_what_a_signal_handler_raises_while_a_stream_is_written_comes_out(kind: str, handler: str) -> None:
+    """It is not taken for the stream's own."""
+    script(f"""
+        import functools
+        from harness import assert_right
+
+        class Mine({kind}):
+            pass
+
+        class Handler:
+            def __call__(self, *_):
+                raise Mine
+            method = __call__
+
+        def function(*_):
+            raise Mine
+
+        signal.signal(signal.SIGUSR1, {{
+            "function": function, "method": Handler().method, "object": Handler(),
+            "partial": functools.partial(function, 1),
+        }}[{handler!r}])
+
+        class Stream:
+            def write(self, text):
+                signal.raise_signal(signal.SIGUSR1)
+            def flush(self):
+                pass
+
+        with synk.fork(2, backend="numpy") as rt:
+            total = rt.function(lambda x: (print("words"), x.sum())[1], outputs="sum")
+            saved, sys.stdout = sys.stdout, Stream()
+            try:
+                total(np.arange(4.0))
+            except Mine:
+                print("mine", file=saved)
+            sys.stdout = saved
+            assert_right(rt)
+    """).check("mine\n")
+
+
+def test_a_ctrl_c_while_a_stream_is_written_comes_out(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+    rt = runtime(2)
+
+    class Stream:
+        def write(self, text: str) -> None:
+            if "rank 1" in text:
+                signal.raise_signal(signal.SIGINT)
+
+        def flush(self) -> None:
+            pass
+
+    total = rt.function(lambda x: (print("words"), x.sum())[1], outputs="sum")
+    rt.distribute()
+    with monkeypatch.context() as context:
+        context.setattr("sys.stdout", Stream())
+        with pytest.raises(KeyboardInterrupt):
+            total(np.arange(4.0))
+    assert_right(rt)
