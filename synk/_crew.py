@@ -65,23 +65,29 @@ class Crew:
         self._fds: dict[int, tuple[str, int]] = {}
         self._wake_fd = -1
         try:
-            self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._control = Segment.create(control_nbytes(self.world_size))
-            self.down, self.up = self.blocks(0)
-            self.down[:, [Down.INTERRUPT, Down.COMMITTED]] = -1
-            self._watch(self._wake_fd, "wake", -1)
-            for _ in range(self.world_size):
-                self.eventfds.append(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
-            with deferred():
-                for rank in range(self.world_size):
-                    self.links.append(Link(rank, self._start(rank, failpoints)))
-                    self._watch_link(self.links[rank])
-        except OSError as error:
-            self.tear_down()
-            raise StartupError(startup_text("the runtime", error)) from error
+            with deferred():  # a handler's TimeoutError is no refusal of the operating system
+                self._open(failpoints)
         except BaseException:
             self.tear_down()
             raise
+
+    def _open(self, failpoints: Sequence[Sequence[Any]]) -> None:
+        try:
+            self._open_descriptors()
+        except OSError as error:
+            raise StartupError(startup_text("the runtime", error)) from error
+        for rank in range(self.world_size):
+            self.links.append(Link(rank, self._start(rank, failpoints)))
+            self._watch_link(self.links[rank])
+
+    def _open_descriptors(self) -> None:
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._control = Segment.create(control_nbytes(self.world_size))
+        self.down, self.up = self.blocks(0)
+        self.down[:, [Down.INTERRUPT, Down.COMMITTED]] = -1
+        self._watch(self._wake_fd, "wake", -1)
+        for _ in range(self.world_size):
+            self.eventfds.append(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
 
     def blocks(self, lane: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers ``(down, up)`` of a lane."""

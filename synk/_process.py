@@ -23,6 +23,7 @@ from typing import Any, TextIO
 
 import synk
 from synk._channel import Channel
+from synk._interrupts import deferred, is_from_handler
 from synk.errors import StartupError
 
 # The bootstrap may import nothing before the path is the master's: a pickle.py in the current directory must not run.
@@ -130,7 +131,9 @@ class _Output:
         try:
             poll = select.poll()
             poll.register(stream.fileno(), select.POLLOUT)
-        except (AttributeError, OSError, ValueError):  # a notebook's or a test's stream: never blocks
+        except (AttributeError, OSError, ValueError) as error:  # a notebook's or a test's stream: never blocks
+            if is_from_handler(error):
+                raise
             poll = None
         try:
             while text:
@@ -144,7 +147,9 @@ class _Output:
                 except UnicodeEncodeError:
                     stream.write(part.encode("ascii", "backslashreplace").decode("ascii"))
                 stream.flush()
-        except (OSError, ValueError):  # the master's own stream is closed: output has nowhere to go
+        except (OSError, ValueError) as error:  # the master's own stream is closed: output has nowhere to go
+            if is_from_handler(error):
+                raise
             return True
         return True
 
@@ -289,7 +294,7 @@ class WorkerProcess:
     def stacks(self, timeout_s: float) -> str:
         """Return the Python stacks of the worker's threads, innermost frame first, or why there are none."""
         try:
-            with open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
+            with deferred(), open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
                 state = file.read().rsplit(")", 1)[1].split()[0]
         except (OSError, IndexError):
             return "the process is gone"

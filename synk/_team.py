@@ -25,7 +25,7 @@ from synk._crew import Crew
 from synk._environment import stuck_after_s
 from synk._failures import raise_failures
 from synk._inline import InlineProcess
-from synk._interrupts import deferred, held_back
+from synk._interrupts import deferred, plain_interrupts
 from synk._links import ASSEMBLED, DONE, Link, Reply
 from synk._memory import Segment
 from synk._messages import (
@@ -159,6 +159,7 @@ class Team(Crew):
         self._last_death: WorkerDied | None = None  # of the workers that are dead now
         self._began = 0.0  # when the operation under way began
         self._stuck_after_s = stuck_after_s()
+        self.num_cancels = -1  # what num_cancels() was when the operation began
         super().__init__(placement, is_inline=is_inline, failpoints=failpoints, token=token)
 
     # -- starting -----------------------------------------------------------------------------------------------------
@@ -185,7 +186,8 @@ class Team(Crew):
             hello.replies = self._hellos
             self.flights[_HELLO] = hello
             try:
-                self._wait(hello)
+                with plain_interrupts(self.num_cancels) if self.num_cancels >= 0 else contextlib.nullcontext():
+                    self._wait(hello)
             finally:
                 self.flights.pop(_HELLO, None)
             for rank in waiting:
@@ -421,7 +423,10 @@ class Team(Crew):
             As :meth:`finish`.
         """
         try:
-            return self._wait(flight, until)
+            if self.num_cancels < 0:
+                return self._wait(flight, until)
+            with plain_interrupts(self.num_cancels):
+                return self._wait(flight, until)
         except BaseException:
             self._settle_unless_closed()
             raise
@@ -693,7 +698,7 @@ class Team(Crew):
         kill_at = [time.monotonic() + self.grace_s]
         is_second = False
 
-        def on_interrupt(count: int) -> None:
+        def on_interrupt() -> None:
             nonlocal is_second
             is_second = True
             kill_at[0] = 0.0
@@ -702,12 +707,10 @@ class Team(Crew):
                 if isinstance(process, WorkerProcess):
                     process.signal(signal.SIGKILL)
 
-        with held_back(on_interrupt):
+        with deferred(on_interrupt):
             self._end_calls(ranks, kill_at[0])
             if is_second:
                 self.fail(ClosedError("the runtime was closed by a second Ctrl-C while it ended a call."))
-        if is_second:
-            raise KeyboardInterrupt
 
     def fail(self, error: BaseException) -> None:
         """Close at once, because of ``error``."""

@@ -15,6 +15,7 @@ from synk._arguments import Signature
 from synk._calls import CallOptions, run_call
 from synk._cell import cell, refuse_inside_worker
 from synk._current import current, fork
+from synk._interrupts import deferred, is_from_handler
 from synk._ops import REDUCE_OPS, check_outputs
 from synk._plans import PlanCache
 from synk._queue import PendingCall
@@ -316,6 +317,8 @@ def _check_picklable(function: Function) -> set[Shared]:
     try:
         return _dumps(function.options)[1]
     except Exception as error:
+        if is_from_handler(error):
+            raise
         culprit = _find_culprit(function._fn)
         raise SerializationError(
             f"cannot send {function.name!r} to the workers: {culprit}{type(error).__name__}: {str(error).rstrip('.')}. "
@@ -336,7 +339,9 @@ def _find_culprit(fn: Any) -> str:
     for name, value in {**variables.nonlocals, **variables.globals}.items():
         try:
             _dumps(value)
-        except Exception:
+        except Exception as error:
+            if is_from_handler(error):
+                raise
             return f"its variable {name!r} ({type(value).__name__}) cannot be pickled. "
     return ""
 
@@ -354,15 +359,18 @@ def distribute_functions(runtime: Runtime, only: Sequence[Function] | None = Non
     try:
         data, variables = _dumps([(function.id, function.options) for function in functions])
     except Exception as error:
+        if is_from_handler(error):
+            raise
         raise SerializationError(f"cannot send {names} to the workers: {type(error).__name__}: {error}.") from error
     for variable in variables:
         check_owner(variable, runtime, names)
     runtime.load(data, [function.id for function in functions], names, deadline)
     for function in functions:
-        function._bind_to(runtime)
-        function.variables |= variables  # a global may have been bound anew since the function was built
-        dropped = weakref.finalize(function, runtime._dropped_functions.append, (function.id, function.plans))
-        dropped.atexit = False  # the user's own exit handlers may still call it
+        with deferred():  # what is on the workers must be dropped there some day
+            function._bind_to(runtime)
+            function.variables |= variables  # a global may have been bound anew since the function was built
+            dropped = weakref.finalize(function, runtime._dropped_functions.append, (function.id, function.plans))
+            dropped.atexit = False  # the user's own exit handlers may still call it
 
 
 def build_function(fn: Any, options: dict[str, Any], runtime: Runtime | None) -> Any:
