@@ -15,6 +15,7 @@ import cloudpickle
 import numpy as np
 
 from synk._arrays import as_plain_array, check_shareable
+from synk._interrupts import is_from_handler
 from synk._messages import Input
 from synk._read_only import ReadOnlyArray
 from synk._shards import Assignment, Selection, assign_local, assign_owned, bounds_of, select_common
@@ -109,7 +110,9 @@ class Signature:
         self.broadcast = frozenset([bcast_inputs] if isinstance(bcast_inputs, str) else bcast_inputs)
         try:
             self._signature: inspect.Signature | None = inspect.signature(fn)
-        except (TypeError, ValueError):  # some builtins have none: every argument by position is then scattered
+        except (TypeError, ValueError) as error:  # some builtins have none: arguments by position are then scattered
+            if is_from_handler(error):
+                raise
             self._signature = None
         parameters = list(self._signature.parameters.values()) if self._signature else []
         self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -152,6 +155,8 @@ class Signature:
         try:
             self._signature.bind(*args, **kwargs)
         except TypeError as error:
+            if is_from_handler(error):
+                raise
             names = self._signature.parameters
             unknown = [key for key in kwargs if key not in names]
             if unknown:  # not that the argument it was meant for is missing
@@ -315,10 +320,14 @@ def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> 
     try:
         data = cloudpickle.dumps(tuple(values), protocol=5, buffer_callback=buffers.append)
     except Exception as error:
+        if is_from_handler(error):
+            raise
         for label, value in zip(labels, values):
             try:
                 cloudpickle.dumps(value, protocol=5)
             except Exception as inner:
+                if is_from_handler(inner):
+                    raise
                 raise SerializationError(
                     f"cannot send {label} of {function_name!r}: {type(inner).__name__}: {inner}. "
                     "Broadcast inputs must be arrays or picklable."

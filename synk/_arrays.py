@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._interrupts import deferred
+from synk._interrupts import deferred, is_from_handler
 
 _PARALLEL_NBYTES = 1 << 24
 
@@ -45,6 +45,8 @@ def as_plain_array(value: Any, what: str) -> np.ndarray:
         try:
             array = np.asarray(value)
         except Exception as error:
+            if is_from_handler(error):
+                raise
             raise TypeError(
                 f"cannot share {what}: got {type(value).__name__}, which NumPy cannot turn into an array ({error})."
             ) from error

@@ -33,6 +33,7 @@ from synk._arrays import copy_into
 from synk._assembly import Assembly
 from synk._device_values import check_not_lost
 from synk._failures import raise_failures
+from synk._interrupts import is_from_handler
 from synk._lanes import Lane
 from synk._links import ASSEMBLED, DONE, Reply
 from synk._memory import Segment
@@ -196,9 +197,9 @@ def collect(runtime: Runtime, launched: Launched) -> Any:
         flight = next(steps)
         while True:
             flight = steps.send(runtime.team.finish(flight))
-    except StopIteration as end:
-        return end.value
     except BaseException as error:
+        if isinstance(error, StopIteration) and not is_from_handler(error):
+            return error.value
         steps.close()
         abandon(runtime, launched, error)
         raise
@@ -214,7 +215,8 @@ def _forget(runtime: Runtime, function: Callee, cached: CachedPlan, lease: Lease
     function.plans.discard(cached, runtime)
     if lease is not None:
         runtime.results.give_back(lease)
-    if runtime.is_closed and isinstance(error, Exception) and not isinstance(error, SynkError):
+    is_known = not isinstance(error, Exception) or isinstance(error, SynkError)
+    if runtime.is_closed and not is_known and not is_from_handler(error):
         raise ClosedError("the call was ended: the runtime was closed by another thread.") from error
 
 
@@ -670,7 +672,7 @@ def _unpickle(data: bytes, name: str, rank: int, what: str) -> Any:
     try:
         return pickle.loads(data)
     except BaseException as error:  # the user's classes are built here: whatever they do must not end the session
-        if isinstance(error, KeyboardInterrupt):
+        if is_from_handler(error):
             raise
         raise SerializationError(
             f"cannot load a result of {name!r} from rank {rank} ({what}): {type(error).__name__}: {error}. "

@@ -74,19 +74,23 @@ class Crew:
         StartupError
             If a process cannot be started.
         """
-        try:
-            self._wake_fd = _eventfd()
-            self._control = Segment.create(control_nbytes(self.world_size))
-            self.down, self.up = self.blocks(0)
-            self.down[:, [Down.INTERRUPT, Down.COMMITTED]] = -1
-            self._watch(self._wake_fd, "wake", -1)
-            for _ in range(self.world_size):
-                self.eventfds.append(_eventfd())
-            for rank in range(self.world_size):
-                self.links.append(Link(rank, self._new_process(rank)))
-                self._start(self.links[rank], self._failpoints)
-        except OSError as error:
-            raise StartupError(startup_text("the runtime", error)) from error
+        with deferred():  # a handler's TimeoutError, raised after it, is no refusal of the operating system
+            try:
+                self._open()
+            except OSError as error:
+                raise StartupError(startup_text("the runtime", error)) from error
+
+    def _open(self) -> None:
+        self._wake_fd = _eventfd()
+        self._control = Segment.create(control_nbytes(self.world_size))
+        self.down, self.up = self.blocks(0)
+        self.down[:, [Down.INTERRUPT, Down.COMMITTED]] = -1
+        self._watch(self._wake_fd, "wake", -1)
+        for _ in range(self.world_size):
+            self.eventfds.append(_eventfd())
+        for rank in range(self.world_size):
+            self.links.append(Link(rank, self._new_process(rank)))
+            self._start(self.links[rank], self._failpoints)
 
     def blocks(self, lane: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers ``(down, up)`` of a lane."""

@@ -100,7 +100,7 @@ def fork(
                 max_restarts=max_restarts,
                 _failpoints=_failpoints,
             )
-    except KeyboardInterrupt:
+    except BaseException:  # Ctrl-C, or what another signal handler raises, comes when it has started
         close()
         raise
     return cell.runtime

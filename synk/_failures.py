@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from synk._interrupts import is_from_handler
 from synk._links import Reply
 from synk._messages import Status
 from synk.errors import RemoteError, add_note
@@ -147,7 +148,9 @@ def rebuild(failures: list[Failure], world_size: int, name: str) -> Exception:
                 for note in notes:
                     add_note(loaded, note)
                 return loaded
-        except BaseException:  # code of the user's class runs here: whatever it does, a RemoteError remains
+        except BaseException as inner:  # code of the user's class runs here: whatever it does, a RemoteError remains
+            if is_from_handler(inner):
+                raise
             error = remote
     for note in notes:
         add_note(error, note)

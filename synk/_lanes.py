@@ -99,9 +99,10 @@ class Lane:
         """Make the segment through which functions communicate, where there is none yet."""
         if self.collective is None:
             nbytes = required_nbytes(team.world_size, _COLLECTIVE_SLOT_NBYTES)
-            self.collective = Segment.create(nbytes, is_worker_writable=True)
-            reset(self.collective, team.world_size, team.eventfds)
-            self.ids = (self.ids[0], self.collective.id)
+            with deferred():  # the workers learn of it by its id
+                self.collective = Segment.create(nbytes, is_worker_writable=True)
+                reset(self.collective, team.world_size, team.eventfds)
+                self.ids = (self.ids[0], self.collective.id)
 
     def abort_collectives(self, team: Team) -> None:
         """Have ranks that wait for one another give up."""

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from synk._descriptors import above_streams, streams_taken
 from synk._interrupts import deferred
+from synk._orphans import orphans
 from synk.errors import SharedMemoryError
 
 PAGE_NBYTES = mmap.PAGESIZE
@@ -139,6 +140,7 @@ class Segment:
         self.nbytes = nbytes
         self.id = segment_id
         self._map(fd, is_writable)
+        orphans.watch(fd, self)
         self.fd = fd  # last: whoever called owns it until here
 
     def _map(self, fd: int, is_writable: bool) -> None:
@@ -222,7 +224,7 @@ class Segment:
         """Close the descriptor; the mapping stays. For a process that will not pass it on."""
         fd, self.fd = self.fd, -1  # first: whatever interrupts this must not lead to a second close of the number
         if fd >= 0:
-            os.close(fd)
+            orphans.close(fd)
 
     def close(self) -> None:
         """Close the descriptor and drop the mapping; its memory returns when the last view is gone."""
@@ -251,9 +253,10 @@ class Segment:
         except OSError:  # no descriptor or address space is left: the pages return when the workers forget the segment
             pass
         finally:
-            os.close(fd)
+            orphans.close(fd)
 
     def __del__(self) -> None:
-        # Only a descriptor is closed here: no lock, no message, safe in a finalizer.
+        # Only a descriptor is closed here: no lock, no message, safe in a finalizer. Where a signal handler breaks it
+        # off, the next operation finds the descriptor.
         if hasattr(self, "fd"):
             self.close_fd()

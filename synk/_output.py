@@ -9,17 +9,16 @@ import fcntl
 import logging
 import os
 import select
-import signal
 import struct
 import sys
 import termios
 import time
 from collections import deque
-from types import TracebackType
 from typing import Any, TextIO
 
 from synk._cell import cell
 from synk._descriptors import NONE, Descriptor
+from synk._interrupts import is_from_handler
 
 _STDERR_LINES = 20
 _LINE_NBYTES = 1 << 16
@@ -102,7 +101,7 @@ class Output:
         try:
             self._unwritten = _write_some(stream, text)
         except BaseException as error:
-            if is_from_signal(error):
+            if is_from_handler(error):
                 raise
             self._report(error)
         return not self._unwritten
@@ -122,7 +121,9 @@ def _write_some(stream: TextIO, text: str) -> str:
     try:
         poll = select.poll()
         poll.register(stream.fileno(), select.POLLOUT)
-    except (AttributeError, OSError, ValueError, TypeError):  # a notebook's or a test's stream: never blocks
+    except (AttributeError, OSError, ValueError, TypeError) as error:  # a notebook's or a test's stream: never blocks
+        if is_from_handler(error):
+            raise
         poll = None
     while text:
         if poll is not None and not poll.poll(_STALL_MS):
@@ -142,35 +143,14 @@ def report(message: str, *args: Any) -> None:
     try:
         _logger.warning(message, *args)
     except BaseException as error:
-        if is_from_signal(error):
+        if is_from_handler(error):
             raise
-
-
-def is_from_signal(error: BaseException) -> bool:
-    """Whether an exception comes from a signal handler, which interrupted other code, and not from that code itself."""
-    if isinstance(error, KeyboardInterrupt):
-        return True
-    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
-    traceback: TracebackType | None = error.__traceback__
-    while traceback is not None:
-        if traceback.tb_frame.f_code in handlers:
-            return True
-        traceback = traceback.tb_next
-    return False
-
-
-def _code_of(handler: Any) -> Any:
-    """Return the code that runs when a handler is called, where it is written in Python."""
-    handler = getattr(handler, "func", handler)  # functools.partial
-    if callable(handler) and not hasattr(handler, "__code__"):
-        handler = getattr(type(handler).__call__, "__func__", type(handler).__call__)
-    return getattr(handler, "__code__", None)
 
 
 def _text(error: BaseException) -> str:
     try:
         return str(error)
     except BaseException as inner:
-        if is_from_signal(inner):
+        if is_from_handler(inner):
             raise
         return "?"

@@ -16,6 +16,7 @@ import numpy as np
 from synk._arguments import Argument
 from synk._arrays import copy_into
 from synk._assembly import Assembly
+from synk._interrupts import deferred
 from synk._lanes import Lane
 from synk._memory import Segment
 from synk._messages import Down, Layout, Plan
@@ -72,13 +73,14 @@ class PlanCache:
         return cached
 
     def put(self, key: Any, cached: CachedPlan, runtime: Runtime) -> None:
-        broken = self._plans.pop(key, None)
-        if broken is not None:
-            runtime.drop_plan(broken.plan.plan_id)
-        self._plans[key] = cached
-        while len(self._plans) > _MAX_PLANS:
-            _, old = self._plans.popitem(last=False)
-            runtime.drop_plan(old.plan.plan_id)
+        with deferred():  # a plan that is lost here would stay with the workers
+            broken = self._plans.pop(key, None)
+            if broken is not None:
+                runtime.drop_plan(broken.plan.plan_id)
+            self._plans[key] = cached
+            while len(self._plans) > _MAX_PLANS:
+                _, old = self._plans.popitem(last=False)
+                runtime.drop_plan(old.plan.plan_id)
 
     def drop_staging(self, segment_id: int, runtime: Runtime) -> None:
         """Forget the plans that use a staging segment which has been replaced: nobody finds them any more."""
@@ -106,9 +108,10 @@ class PlanCache:
 
     def discard(self, cached: CachedPlan, runtime: Runtime) -> None:
         """Forget one plan, here and on the workers."""
-        self.repeats.pop(cached.lane.index, None)
-        self._plans = OrderedDict((key, value) for key, value in self._plans.items() if value is not cached)
-        runtime.drop_plan(cached.plan.plan_id)
+        with deferred():
+            self.repeats.pop(cached.lane.index, None)
+            self._plans = OrderedDict((key, value) for key, value in self._plans.items() if value is not cached)
+            runtime.drop_plan(cached.plan.plan_id)
 
 
 @dataclass

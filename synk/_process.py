@@ -20,6 +20,7 @@ from typing import Any
 import synk
 from synk._channel import Channel
 from synk._descriptors import NONE, Descriptor, packet_pair, pipe
+from synk._interrupts import deferred
 from synk._lifeline import Pulse
 from synk._output import Output
 from synk._program import command, search_path, write_setup
@@ -179,7 +180,7 @@ class WorkerProcess:
     def stacks(self, timeout_s: float) -> str:
         """Return the Python stacks of the worker's threads, innermost frame first, or why there are none."""
         try:
-            with open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
+            with deferred(), open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
                 state = file.read().rsplit(")", 1)[1].split()[0]
         except (OSError, IndexError):
             return "the process is gone"

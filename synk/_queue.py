@@ -13,6 +13,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from synk._calls import Callee, CallOptions, Launched, abandon, collecting, launch
+from synk._interrupts import is_from_handler, num_cancels
 from synk._limits import as_seconds
 from synk._links import Reply
 from synk._memory import Segment
@@ -203,6 +204,7 @@ class Queue:
             raise TimeoutError(f"{pending.name!r} has not ended within {seconds:g} s; it goes on.")
 
     def _wait(self, pending: PendingCall, until: float | None) -> None:
+        self._runtime.team.num_cancels = num_cancels()
         while pending._launched is not None and self.calls:
             if not self._step_oldest(until):
                 return
@@ -224,7 +226,7 @@ class Queue:
             self._runtime.team.pump()
         except BaseException as error:
             self._end_lost(error)
-            if not isinstance(error, Exception):
+            if _is_foreign(error):
                 raise
         while self.calls and ((flight := self.calls[0]._flight) is None or not flight.pending):
             self._step_oldest(None)
@@ -274,27 +276,32 @@ class Queue:
             pending._is_stepping = True
             pending._flight = steps.send(runtime.team.finish(flight))
             pending._is_stepping = False
-        except StopIteration as end:
-            pending._end(end.value, None)
         except BaseException as error:
-            self._end_lost(error)
-            if flight.is_cut and not pending._is_stepping:  # answered by all: what came is not about this call
-                if isinstance(error, Exception):
-                    return True
-                raise
-            steps.close()
-            outcome = _outcome(pending, error)
-            try:
-                abandon(runtime, launched, error)
-            except ClosedError as closed:  # by another thread: what it broke inside says nothing to the user
-                outcome = closed
-            if pending._launched is not None:
-                pending._end(None, outcome)
-            if not isinstance(error, Exception):
-                raise
+            if isinstance(error, StopIteration) and not is_from_handler(error):
+                pending._end(error.value, None)
+            else:
+                self._on_error(pending, launched, steps, flight, error)
+                if _is_foreign(error):
+                    raise
         if pending._launched is None and self.calls and self.calls[0] is pending:
             self.calls.popleft()
         return True
+
+    def _on_error(
+        self, pending: PendingCall, launched: Launched, steps: Steps, flight: Flight, error: BaseException
+    ) -> None:
+        """After ``error`` in a step of ``pending``: give it an outcome, unless the error is not about it."""
+        self._end_lost(error)
+        if flight.is_cut and not pending._is_stepping:  # answered by all: what came is not about this call
+            return
+        steps.close()
+        outcome = _outcome(pending, error)
+        try:
+            abandon(self._runtime, launched, error)
+        except ClosedError as closed:  # by another thread: what it broke inside says nothing to the user
+            outcome = closed
+        if pending._launched is not None:
+            pending._end(None, outcome)
 
     def _end_lost(self, error: BaseException) -> None:
         """After ``error``: end the calls that it has taken along."""
@@ -306,6 +313,11 @@ class Queue:
         self.calls = deque(pending for pending in self.calls if pending._launched is not None)
 
 
+def _is_foreign(error: BaseException) -> bool:
+    """Whether ``error`` is about no call: it comes from a signal handler, and belongs to what the main thread does."""
+    return not isinstance(error, Exception) or is_from_handler(error)
+
+
 def _outcome(pending: PendingCall, error: BaseException) -> BaseException:
     """Return what a call raises that ``error`` has ended."""
     flight = pending._flight
@@ -315,7 +327,7 @@ def _outcome(pending: PendingCall, error: BaseException) -> BaseException:
         error = pending._trouble or error
     if isinstance(error, (WorkerDied, ClosedError)):
         return copy.copy(error)
-    if isinstance(error, CallTimeout) or not isinstance(error, Exception):
+    if isinstance(error, CallTimeout) or _is_foreign(error):
         return _cancelled(pending, error)
     return error
 

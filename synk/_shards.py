@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from synk._interrupts import is_from_handler
+
 
 def shard_bounds(num_rows: int, world_size: int) -> list[tuple[int, int]]:
     """Return ``(start, stop)`` of each rank's rows, as ``numpy.array_split`` splits them.
@@ -136,6 +138,8 @@ def _as_array(batch: Any, what: str) -> np.ndarray:
     try:
         return np.asarray(batch)
     except Exception as error:
+        if is_from_handler(error):
+            raise
         raise TypeError(
             f"cannot select rows of {what}: got a batch of type {type(batch).__name__} ({error})."
         ) from error

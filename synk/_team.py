@@ -25,7 +25,7 @@ from synk._crew import Crew, stderr_tails
 from synk._environment import stuck_after_s
 from synk._failures import raise_failures
 from synk._inline import InlineProcess
-from synk._interrupts import deferred, held_back
+from synk._interrupts import deferred, plain_interrupts
 from synk._limits import poll_ms
 from synk._links import ASSEMBLED, DONE, Link, Reply
 from synk._memory import Segment
@@ -161,6 +161,7 @@ class Team(Crew):
         self._news: list[str] = []  # of workers that were started again, to tell the user when they are up
         self._stuck_after_s = stuck_after_s()
         self._kill_at = 0.0  # when workers that are to be idle and do not answer are killed
+        self.num_cancels = -1  # what num_cancels() was when the operation began
         super().__init__(placement, is_inline=is_inline, failpoints=failpoints, token=token)
 
     # -- starting -----------------------------------------------------------------------------------------------------
@@ -195,7 +196,8 @@ class Team(Crew):
             hello.replies = self._hellos
             self.flights[_HELLO] = hello
             try:
-                self._wait(hello)
+                with plain_interrupts(self.num_cancels) if self.num_cancels >= 0 else contextlib.nullcontext():
+                    self._wait(hello)
             finally:
                 self.flights.pop(_HELLO, None)
             for link in waiting:
@@ -446,7 +448,10 @@ class Team(Crew):
             As :meth:`finish`.
         """
         try:
-            return self._wait(flight, until)
+            if self.num_cancels < 0:
+                return self._wait(flight, until)
+            with plain_interrupts(self.num_cancels):
+                return self._wait(flight, until)
         except BaseException as error:
             self._settle_unless_closed(error)
             raise
@@ -722,18 +727,16 @@ class Team(Crew):
             return
         num_interrupts = int(is_interrupted)
 
-        def on_interrupt(count: int) -> None:
+        def on_interrupt() -> None:
             nonlocal num_interrupts
             num_interrupts += 1
             self._kill_at = 0.0
             self._end_wait()
 
-        with held_back(on_interrupt):
+        with deferred(on_interrupt):
             self._end_calls(ranks)
             if num_interrupts > 1:
                 self.fail(ClosedError("the runtime was closed by a second Ctrl-C while it ended a call."))
-        if num_interrupts > is_interrupted:
-            raise KeyboardInterrupt
 
     def fail(self, error: BaseException) -> None:
         """Close at once, because of ``error``."""

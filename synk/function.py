@@ -18,6 +18,7 @@ from synk._arguments import Signature
 from synk._calls import CallOptions, run_call
 from synk._cell import cell, refuse_inside_worker
 from synk._current import current, fork
+from synk._interrupts import deferred, is_from_handler
 from synk._limits import check_timeout
 from synk._ops import REDUCE_OPS, check_outputs
 from synk._plans import PlanCache
@@ -399,6 +400,8 @@ def _check_picklable(function: Function) -> set[Shared]:
     try:
         return _dumps(function.options)[1]
     except Exception as error:
+        if is_from_handler(error):
+            raise
         culprit = _find_culprit(function._fn)
         raise SerializationError(
             f"cannot send {function.name!r} to the workers: {culprit}{type(error).__name__}: {str(error).rstrip('.')}. "
@@ -417,7 +420,9 @@ def _find_culprit(fn: Any) -> str:
     for name, value in {**variables.nonlocals, **variables.globals}.items():
         try:
             _dumps(value)
-        except Exception:
+        except Exception as error:
+            if is_from_handler(error):
+                raise
             return f"its variable {name!r} ({type(value).__name__}) cannot be pickled. "
     return ""
 
@@ -435,17 +440,20 @@ def distribute_functions(runtime: Runtime, only: Sequence[Function] | None = Non
     try:
         data, variables = _dumps([(function.id, function.options) for function in functions])
     except Exception as error:
+        if is_from_handler(error):
+            raise
         raise SerializationError(f"cannot send {names} to the workers: {type(error).__name__}: {error}.") from error
     for variable in variables:
         check_owner(variable, runtime, names)
     runtime.load(data, [function.id for function in functions], names, deadline)
     for function in functions:
-        function._bind_to(runtime)
         # A global may have been bound anew since the function was built; and what others of these refer to is not its.
-        own, function.variables = _dumps(function.options)
-        function._sent = _digest(own)
-        dropped = weakref.finalize(function, runtime._dropped_functions.append, (function.id, function.plans))
-        dropped.atexit = False  # the user's own exit handlers may still call it
+        own, variables = _dumps(function.options)
+        with deferred():  # what is on the workers must be dropped there some day
+            function._bind_to(runtime)
+            function.variables, function._sent = variables, _digest(own)
+            dropped = weakref.finalize(function, runtime._dropped_functions.append, (function.id, function.plans))
+            dropped.atexit = False  # the user's own exit handlers may still call it
 
 
 def build_function(fn: Any, options: dict[str, Any], runtime: Runtime | None) -> Any:

@@ -28,12 +28,13 @@ from synk._cell import cell, refuse_inside_worker
 from synk._device_values import restore
 from synk._failures import rebuild
 from synk._groups import Group
-from synk._interrupts import deferred
+from synk._interrupts import deferred, is_from_handler, num_cancels
 from synk._lanes import Lanes
 from synk._limits import check_timeout, lock_s
 from synk._links import Link
 from synk._memory import Segment
 from synk._messages import Down, Extras, Kind, Layout, Status
+from synk._orphans import orphans
 from synk._placement import place
 from synk._profile import Profile
 from synk._program import check_program
@@ -216,10 +217,12 @@ class Runtime:
                 action()
                 has_acted = True
         finally:
-            try:  # noqa: SIM105
+            try:
                 lock.release()
-            except RuntimeError:  # another thread holds it
-                pass
+            except RuntimeError as error:
+                if is_from_handler(error):
+                    raise
+                # Another thread holds it.
         return has_acted
 
     def is_mine(self) -> bool:
@@ -243,6 +246,7 @@ class Runtime:
     def resume(self, verb: str, deadline: float | None) -> None:
         """Do as ``begin`` in the middle of an operation: nothing is freed, because it may be in use."""
         self.check_open(verb)  # it may have been closed while this thread waited for the lock
+        self.team.num_cancels = num_cancels()
         if self.queue.calls:
             self.queue.drain(verb, deadline)
         self._finish_commit()
@@ -303,10 +307,12 @@ class Runtime:
 
     def reclaim(self) -> None:
         """Free what finalizers dropped, if nothing is running."""
-        if self._released and not self.queue.calls:
+        if (self._released or orphans.ended) and not self.queue.calls:
             self.if_free(self._reclaim)
 
     def _reclaim(self) -> None:
+        if orphans.ended:
+            orphans.close_all()
         while self._released:
             with deferred():
                 self.forget_segment(self._released.popleft())
@@ -636,18 +642,18 @@ class Runtime:
         refuse_inside_worker("close")
         if self.is_mine():
             raise ReentrancyError("cannot close the runtime while this thread is in a call.")
-        team.wake()
-        try:
-            if not self._lock.acquire(timeout=team.grace_s + 1):
-                team.kill()
-                self._lock.acquire(timeout=team.grace_s + 1)
-            with deferred(lambda count: team.kill()):
+        with deferred(team.kill):  # a runtime that is closed in part could neither be used nor be closed
+            team.wake()
+            try:
+                if not self._lock.acquire(timeout=team.grace_s + 1):
+                    team.kill()
+                    self._lock.acquire(timeout=team.grace_s + 1)
                 team.say_goodbye()
                 team.tear_down()
                 self._release_memory()
-        finally:
-            if self.is_mine():
-                self._lock.release()
+            finally:
+                if self.is_mine():
+                    self._lock.release()
 
     def _release_memory(self) -> None:
         self.queue.close()
@@ -661,6 +667,7 @@ class Runtime:
         for function in list(self.bound):
             function.plans.forget()
         self.results.close()
+        orphans.close_all()
         _open_runtimes.discard(self)
         if cell.runtime is self:
             cell.runtime = None

@@ -149,14 +149,14 @@ class Shared:
     def _reserve(self, rank: int, index: int, shapes: Shapes) -> Segment:
         _, nbytes = leaf_offsets(self._dtypes, shapes)
         segment = self.buffers[rank][index]
-        if segment is None or segment.nbytes < nbytes:
-            larger = Segment.create(nbytes, is_worker_writable=True)
-            self.buffers[rank][index] = larger
+        if segment is not None and segment.nbytes >= nbytes:
+            return segment
+        with deferred():  # a buffer of which the worker is not told could never be filled
+            larger = self.buffers[rank][index] = Segment.create(nbytes, is_worker_writable=True)
+            self._note_change()
             if segment is not None:
                 self._runtime.release(segment)
-            segment = larger
-            self._note_change()
-        return segment
+        return larger
 
     def back(self, rank: int, shapes: Shapes) -> list[np.ndarray]:
         """Return views of the second buffer of ``rank``, for a value of ``shapes``; ``flip`` makes it the value."""

@@ -37,7 +37,8 @@ from harness import (
 )
 
 import synk
-from synk._process import _Output
+from synk._descriptors import Descriptor
+from synk._output import Output
 from synk.errors import CallTimeout, ClosedError, StartupError, WorkerDied
 
 Fork = Callable[..., Any]
@@ -469,7 +470,7 @@ def test_lines_that_wait_for_the_masters_stream_are_of_earlier_calls(monkeypatch
     with contextlib.suppress(BlockingIOError):
         while True:
             os.write(mine, bytes(1 << 16))
-    output = _Output(source, 0, "stderr")
+    output = Output(Descriptor(source), 0, "stderr")
     with open(mine, "w", encoding="utf-8") as stream:
         monkeypatch.setattr(sys, "stderr", stream)
         os.write(worker, b"read, not shown\n")

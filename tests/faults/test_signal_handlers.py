@@ -1,0 +1,587 @@
+"""D: signal handlers that raise, a time limit by SIGALRM for instance. They do no more than Ctrl-C does."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import Scenario, same_workers, script
+
+from synk._interrupts import deferred, is_from_handler
+from synk._memory import Segment
+from synk._orphans import orphans
+from synk.errors import CallCancelled
+
+Fork = Callable[..., Any]
+
+
+class Limit(Exception):
+    """What the handler raises, where the test does not care."""
+
+
+class Alarm:
+    """SIGALRM, whose handler raises an error of ``kind`` and keeps it."""
+
+    def __init__(self) -> None:
+        self.kind: type[BaseException] = Limit
+        self.raised: list[BaseException] = []
+
+    def handle(self, signum: int, frame: Any) -> None:
+        self.raised.append(self.kind("the time is over"))
+        raise self.raised[-1]
+
+    def ring(self) -> None:
+        signal.raise_signal(signal.SIGALRM)
+
+    def ring_in(self, name: str) -> None:
+        """Ring when the next function of that name begins."""
+
+        def look(frame: Any, event: str, argument: Any) -> None:
+            if event == "call" and frame.f_code.co_name == name:
+                sys.setprofile(None)
+                self.ring()
+
+        sys.setprofile(look)
+
+
+@pytest.fixture
+def alarm() -> Iterator[Alarm]:
+    """Return an :class:`Alarm`."""
+    made = Alarm()
+    before = signal.signal(signal.SIGALRM, made.handle)
+    yield made
+    sys.setprofile(None)
+    signal.signal(signal.SIGALRM, before)
+
+
+# -- sections ---------------------------------------------------------------------------------------------------------
+
+
+def test_handlers_run_after_a_section_and_are_in_place_again(alarm: Alarm) -> None:
+    steps = []
+    handler = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(Limit) as caught, deferred():
+        alarm.ring()
+        steps.append(1)
+        with deferred():
+            alarm.ring()
+        steps.append(2)
+    assert steps == [1, 2]
+    assert alarm.raised == [caught.value]
+    assert signal.getsignal(signal.SIGALRM) == handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_all_handlers_run_where_several_signals_came(alarm: Alarm) -> None:
+    with pytest.raises((Limit, KeyboardInterrupt)) as caught, deferred():
+        alarm.ring()
+        signal.raise_signal(signal.SIGINT)
+    assert {type(caught.value), type(caught.value.__context__)} == {Limit, KeyboardInterrupt}
+
+
+def test_a_signal_is_not_lost_where_a_section_fails(alarm: Alarm) -> None:
+    with pytest.raises(Limit) as caught, deferred():
+        alarm.ring()
+        raise LookupError
+    assert isinstance(caught.value.__context__, LookupError)
+
+
+@pytest.mark.parametrize("name", ["__enter__", "close", "open", "_run_late", "__exit__"])
+def test_a_signal_at_the_edge_of_a_section_comes_once_and_in_time(alarm: Alarm, name: str) -> None:
+    handler = signal.getsignal(signal.SIGALRM)
+
+    def section() -> None:
+        with deferred():
+            pass
+
+    def interrupted_section() -> None:
+        alarm.ring_in(name)
+        section()
+
+    with pytest.raises(Limit):
+        interrupted_section()
+    section()
+    assert len(alarm.raised) == 1
+    assert signal.getsignal(signal.SIGALRM) == handler
+
+
+def test_a_section_of_another_thread_holds_nothing_back(alarm: Alarm) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with deferred():
+            entered.set()
+            leave.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    entered.wait()
+    try:
+        with pytest.raises(Limit):
+            alarm.ring()
+    finally:
+        leave.set()
+        thread.join()
+
+
+class Handlers:
+    """Handlers of all shapes."""
+
+    def method(self, signum: int, frame: Any) -> None:
+        raise Limit
+
+    def __call__(self, *arguments: Any) -> None:
+        self.deeper()
+
+    def deeper(self) -> None:
+        raise Limit
+
+    @staticmethod
+    def that_gives_up_its_place(signum: int, frame: Any) -> None:
+        signal.signal(signum, signal.SIG_IGN)
+        raise Limit
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        Handlers().method,
+        Handlers(),
+        Handlers.that_gives_up_its_place,
+        functools.partial(lambda extra, signum, frame: Handlers().deeper(), "extra"),
+        lambda *_: Handlers().deeper(),
+    ],
+)
+def test_what_a_handler_raised_is_told_apart(alarm: Alarm, handler: Any) -> None:
+    signal.signal(signal.SIGALRM, handler)
+    try:
+        alarm.ring()
+    except Limit as error:
+        assert is_from_handler(error)
+    signal.signal(signal.SIGALRM, handler)
+    try:
+        with deferred():
+            alarm.ring()
+    except Limit as error:
+        assert is_from_handler(error)
+
+
+def test_what_other_functions_raise_is_not_taken_for_a_handlers() -> None:
+    def with_a_frame(frame: Any, number: int) -> None:
+        raise Limit
+
+    try:
+        with_a_frame(sys._getframe(), 1)
+    except Limit as error:
+        assert not is_from_handler(error)
+    assert not is_from_handler(Limit())
+
+
+# -- what it comes out as ---------------------------------------------------------------------------------------------
+
+
+class Ringing:
+    """Rings while it is pickled, unpickled in the master, or made an array."""
+
+    def __init__(self, when: str) -> None:
+        self.when = when
+        self.pid = os.getpid()
+
+    def ring(self, when: str) -> None:
+        if when == self.when and os.getpid() == self.pid:
+            signal.raise_signal(signal.SIGALRM)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.ring("pickled")
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.ring("unpickled")
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        self.ring("made an array")
+        return np.arange(4.0)
+
+
+class RingingError(Exception):
+    """Rings while it is rebuilt in the master."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(pid)
+        if os.getpid() == pid:
+            signal.raise_signal(signal.SIGALRM)
+
+
+def fail_with(error: type[Exception], pid: int) -> None:
+    raise error(pid)
+
+
+SITES: dict[str, Callable[[Any], Any]] = {
+    "an argument is pickled": lambda rt: rt.function(lambda x, y: 0.0, bcast_inputs="x", outputs="first")(
+        Ringing("pickled"), np.ones(2)
+    ),
+    "a closure is pickled": lambda rt: rt.function(functools.partial(lambda a, x: x, Ringing("pickled"))),
+    "a result is unpickled": lambda rt: rt.function(lambda x, y: x, bcast_inputs="x", outputs=None)(
+        Ringing("unpickled"), np.ones(2)
+    ),
+    "an argument is made an array": lambda rt: rt.function(lambda x: x.sum(), outputs="sum")(Ringing("made an array")),
+    "a batch is made an array": lambda rt: rt.function(lambda x: x.sum(), outputs="sum")(
+        np.ones(5), batch=Ringing("made an array")
+    ),
+    "a value is made an array": lambda rt: rt.data(Ringing("made an array")),
+}
+
+
+@pytest.mark.parametrize("kind", [Limit, TimeoutError, SystemExit])
+@pytest.mark.parametrize("site", SITES)
+def test_what_a_handler_raises_comes_out_as_itself(
+    shared_runtimes: Any, alarm: Alarm, site: str, kind: type[BaseException]
+) -> None:
+    rt = shared_runtimes[2]
+    alarm.kind = kind
+    with same_workers(rt):
+        with pytest.raises(kind) as caught:
+            SITES[site](rt)
+        assert alarm.raised == [caught.value]
+
+
+def test_what_a_handler_raises_while_the_error_of_a_call_is_rebuilt(shared_runtimes: Any, alarm: Alarm) -> None:
+    rt, pid = shared_runtimes[2], os.getpid()
+    failing = rt.function(lambda x: fail_with(RingingError, pid), outputs=None)
+    with same_workers(rt):
+        with pytest.raises(Limit) as caught:
+            failing(np.ones(2))
+        assert alarm.raised == [caught.value]
+
+
+@pytest.mark.parametrize("kind", [Limit, StopIteration])
+def test_a_handler_that_raises_in_the_wait_for_a_call(
+    shared_runtimes: Any, alarm: Alarm, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """StopIteration included, by which the steps of a call tell that they are done."""
+    rt = shared_runtimes[2]
+    double = rt.function(lambda x: 2 * x, outputs="gather")
+    double(np.ones(2))
+    alarm.kind = kind
+    with same_workers(rt):
+        alarm.ring_in("finish")
+        with pytest.raises(kind) as caught:
+            double(np.ones(2))
+        assert alarm.raised == [caught.value]
+
+
+def test_a_handler_that_raises_while_an_earlier_call_is_awaited(shared_runtimes: Any, alarm: Alarm) -> None:
+    """It belongs to the call that the main thread makes, and is no outcome of the one that was submitted."""
+    rt = shared_runtimes[2]
+    double = rt.function(lambda x: 2 * x, outputs="gather")
+    with same_workers(rt):
+        submitted = double.submit(np.ones(4))
+        alarm.ring_in("wait_for")
+        with pytest.raises(Limit) as caught:
+            double(np.ones(2))
+        assert alarm.raised == [caught.value]
+        with pytest.raises(CallCancelled):
+            submitted.result()
+
+
+# -- what is left -----------------------------------------------------------------------------------------------------
+
+
+def test_a_descriptor_whose_finalizer_was_broken_off_is_closed_by_the_next_operation(
+    shared_runtimes: Any, alarm: Alarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rt = shared_runtimes[2]
+    dropped: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: dropped.append(unraisable.exc_value))
+    segment = Segment.create(4096)
+    fd = segment.fd
+    inode = os.fstat(fd).st_ino
+    alarm.ring_in("__del__")
+    del segment
+    assert dropped == alarm.raised
+    assert os.fstat(fd).st_ino == inode
+    dropped[0].__traceback__ = None  # it holds the finalizer's frame, and this the segment
+    assert orphans.ended
+    rt.data(np.ones(3))
+    assert not orphans.ended
+    assert inode not in {os.stat(f"/proc/self/fd/{fd}").st_ino for fd in os.listdir("/proc/self/fd") if is_open(fd)}
+
+
+def is_open(fd: str) -> bool:
+    """Whether a number is still a descriptor: that of the listing itself is not."""
+    return os.path.exists(f"/proc/self/fd/{fd}")
+
+
+def test_a_call_that_gets_a_larger_buffer_for_a_new_value_can_be_repeated(shared_runtimes: Any, alarm: Alarm) -> None:
+    """The worker knows of the buffer whenever the master does."""
+    rt = shared_runtimes[2]
+    w = rt.shared(np.zeros(2))
+
+    def grow(x: np.ndarray) -> float:
+        w.value = np.full(2000, w.value[0] + 1)
+        return float(w.value[0])
+
+    f = rt.function(grow, outputs="first")
+    rt.function(lambda x: w.value.sum(), outputs="first")(np.ones(2))  # the workers know the variable
+    alarm.ring_in("_note_change")
+    with pytest.raises(Limit):
+        f(np.ones(2))
+    np.testing.assert_array_equal(rt.gather(w), np.zeros((2, 2)))
+    assert f(np.ones(2)) == 1.0
+    np.testing.assert_array_equal(rt.gather(w), np.ones((2, 2000)))
+
+
+STORM = """
+    import collections, gc, random
+    from harness import census, settled_census
+    COUNT, SEED = {count}, {seed}
+    rng = random.Random(SEED)
+
+    class Mine(Exception): pass
+    class Base(BaseException): pass
+    KINDS = [Mine, Base, TimeoutError, RuntimeError, ValueError, KeyError, SystemExit, GeneratorExit]
+    raised, unraisable = [], []
+    sys.unraisablehook = lambda dropped: unraisable.append(dropped.exc_value)  # Python drops those in finalizers
+
+    def handler(signum, frame):
+        raised.append(KINDS[len(raised) % len(KINDS)](f"limit {{len(raised)}}"))
+        raise raised[-1]
+
+    class Point:
+        def __init__(self, x): self.x = x
+        def __getstate__(self): return {{name: value for name, value in self.__dict__.items()}}
+        def __setstate__(self, state):
+            for name in state: setattr(self, name, state[name])
+
+    x = np.arange(10.0)
+
+    class Subject:
+        '''A runtime with what is done on it; each operation checks its own result.'''
+
+        def __init__(self):
+            self.rt = rt = synk.Runtime(2, backend="numpy", max_restarts=1000)
+            self.w = w = rt.shared(np.zeros(3))
+            self.double = rt.function(lambda x: 2 * x, outputs="gather")
+            self.objects = rt.function(lambda x: Point([Point(k) for k in range(20)]), outputs=None)
+            self.large = rt.function(lambda x: np.full(100_000, x.sum()), outputs="sum")
+            self.blob = rt.function(lambda b, x: len(b.x) * len(x), bcast_inputs="b", outputs="sum")
+
+            def add(x):
+                size = int(x[0]) or 3
+                w.value = np.full(size, w.value[0] + 1)
+                return x.sum()
+
+            self.add = rt.function(add, outputs="sum")
+            self.check()
+
+        def call(self):
+            assert (self.double(x) == 2 * x).all()
+            assert self.objects(x)[1].x[7].x == 7
+            assert self.blob(Point(b"x" * 1000), x) == 1000 * len(x)
+
+        def large_output(self):
+            assert self.large(x)[77] == x.sum()
+
+        def assignment(self):
+            y = np.full(4, float(rng.choice([0, 10, 1000])))
+            assert self.add(y) == y.sum()
+
+        def submits(self):
+            calls = [self.double.submit(x + k) for k in range(4)]
+            for k, call in enumerate(calls):
+                assert (call.result() == 2 * (x + k)).all()
+
+        def submits_and_calls(self):
+            calls = [self.double.submit(x), self.add.submit(np.full(4, 3.0)), self.large.submit(x)]
+            assert (self.double(x) == 2 * x).all()
+            assert calls[1].result() == 12.0 and calls[2].result()[5] == x.sum()
+
+        def data(self):
+            data = self.rt.data(np.ones(1000))
+            data.set_length(3000)
+            data[:] = 3.0
+            assert self.double(data).sum() == 18000
+            data.free_memory()
+
+        def variables(self):
+            v = self.rt.shared(np.ones(5))
+            self.rt.set_value(v, np.full(6, 2.0))
+            self.rt.all_reduce(v, "sum")
+            assert (v.value == 4).all()
+            self.rt.scatter(self.rt.shared(x, sharded=True), x[:8])
+
+        def new_function(self):
+            n = rng.choice([3, 300, 30000])
+            assert self.rt.function(lambda x: np.full(n, len(x)), outputs="sum")(x)[0] == len(x)
+
+        def close(self):
+            self.rt.close()
+
+        def check(self):
+            '''What the next operations find: right results, and variables that are equal on all ranks.'''
+            assert (self.double(x) == 2 * x).all() and self.large(x)[5] == x.sum()
+            first, second = self.rt.get_value(self.w, 0), self.rt.get_value(self.w, 1)
+            assert np.array_equal(first, second) and (first == first[0]).all(), (first, second)
+            return first[0]
+
+    OPERATIONS = ["call", "large_output", "assignment", "submits", "submits_and_calls", "data", "variables",
+                  "new_function"]
+    subject = Subject()
+    subject.rt.close()
+    del subject
+    gc.collect()
+    before = census()
+    signal.signal(signal.SIGALRM, handler)
+    subject, took, counts, num_fds = Subject(), {{"close": 0.02}}, collections.Counter(), 0
+    for name in OPERATIONS * 3:
+        began = time.monotonic()
+        getattr(subject, name)()
+        took[name] = time.monotonic() - began
+    allowed = len(os.listdir("/proc/self/fd")) + 24  # lanes and idle buffers
+    while len(raised) < COUNT:
+        name = "close" if rng.random() < {close_share} else rng.choice(OPERATIONS)
+        known, number, error = subject.check(), len(raised), None
+        gc.disable()
+        try:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 1.3 * took[name]))
+                getattr(subject, name)()
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except BaseException as caught:
+            error = caught
+        gc.enable()
+        came = raised[number:]
+        assert error is None or any(error is each for each in came), (name, repr(error), came)
+        assert error is not None or all(any(each is one for one in unraisable) for each in came), (name, came)
+        for each in [*raised, *unraisable]:
+            each.__traceback__ = each.__context__ = None
+        error = came = None
+        counts[name] += len(raised) - number
+        if name == "close":
+            subject.rt.close()
+            del subject
+            gc.collect()
+            left = settled_census(before).leftovers(before)
+            assert not left, (name, left)
+            subject = Subject()
+            continue
+        now = subject.check()
+        assert now - known in ((0, 1) if name in ("assignment", "submits_and_calls") else (0,)), (name, known, now)
+        assert len(os.listdir("/proc/self/fd")) <= allowed, name
+    subject.close()
+    del subject
+    gc.collect()
+    left = settled_census(before).leftovers(before)
+    assert not left, left
+    print(len(raised), "raised,", len(unraisable), "in finalizers,", dict(counts), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("count", "close_share", "timeout"),
+    [(120, 0.01, 120), pytest.param(10_000, 0.005, 6000, marks=[pytest.mark.storm, pytest.mark.timeout(6100)])],
+)
+def test_D11_exceptions_of_a_handler_at_random_moments(count: int, close_share: float, timeout: float) -> None:
+    """Each comes out as itself; what follows is right; variables are equal on all ranks; nothing stays open."""
+    result = script(STORM.format(count=count, seed=count, close_share=close_share), timeout=timeout)
+    result.check("", stderr=None)
+    assert result.stderr.splitlines()[-1].startswith(f"{count} raised"), result.stderr
+
+
+# -- asyncio ----------------------------------------------------------------------------------------------------------
+
+ASYNCIO = """
+    import asyncio
+    from harness import assert_right, pids
+    rt = synk.fork(2, backend="numpy")
+    double = rt.function(lambda x: 2 * x, outputs="gather")
+
+    def work(x):
+        print("busy" if x[0] else "", flush=True)
+        while True:
+            time.sleep(0.01)
+
+    endless = rt.function(work, outputs=None)
+    rt.distribute()
+    before = pids(rt)
+
+    async def main():
+        handler = signal.getsignal(signal.SIGINT)
+        try:
+            {body}
+        finally:
+            assert signal.getsignal(signal.SIGINT) is handler
+    try:
+        asyncio.run(main())
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert pids(rt) == before
+    assert_right(rt)
+    rt.close()
+    print("closed")
+"""
+
+
+def test_one_ctrl_c_ends_a_call_under_asyncio_run() -> None:
+    """Where asyncio's own handler would only cancel the task, which the blocked loop does not notice."""
+    with Scenario(ASYNCIO.format(body="endless(np.arange(2.0))")) as scenario:
+        scenario.wait_for_line("[rank 1] busy")
+        scenario.send_signal(signal.SIGINT)
+        scenario.wait_for_line("interrupted")
+        result = scenario.finish().check(stderr="")
+    assert result.stdout.endswith("interrupted\nclosed\n")
+
+
+def test_ctrl_c_before_the_wait_of_a_call_under_asyncio_run() -> None:
+    body = """launch = rt.team.launch
+            def launch_and_interrupt(*args, **kwargs):
+                del rt.team.launch
+                signal.raise_signal(signal.SIGINT)
+                return launch(*args, **kwargs)
+            rt.team.launch = launch_and_interrupt
+            endless(np.zeros(2))"""
+    result = script(ASYNCIO.format(body=body)).check(stderr="")
+    assert result.stdout.endswith("interrupted\nclosed\n")
+
+
+def test_a_task_that_was_cancelled_can_still_call() -> None:
+    """What a coroutine does as it ends is not interrupted once more."""
+    body = """signal.raise_signal(signal.SIGINT)
+            try:
+                await asyncio.sleep(20)
+            finally:
+                print((double(np.arange(3.0)) == 2 * np.arange(3.0)).all(), flush=True)"""
+    result = script(ASYNCIO.format(body=body)).check(stderr="")
+    assert result.stdout.endswith("True\ninterrupted\nclosed\n")
+
+
+def test_a_handler_of_the_users_own_keeps_its_meaning_under_asyncio() -> None:
+    """One that notes the signal and returns does not end the call."""
+    script("""
+        import asyncio
+        noted = []
+        signal.signal(signal.SIGINT, lambda *_: noted.append(1))
+        rt = synk.fork(2, backend="numpy")
+        double = rt.function(lambda x: 2 * x, outputs="gather")
+
+        async def main():
+            wait_for = rt.team.wait_for
+            def interrupt_and_wait(*args):
+                signal.raise_signal(signal.SIGINT)
+                return wait_for(*args)
+            rt.team.wait_for = interrupt_and_wait
+            print((double(np.arange(3.0)) == 2 * np.arange(3.0)).all(), len(noted) > 0)
+            del rt.team.wait_for
+        asyncio.run(main())
+        rt.close()
+    """).check("True True\n")
