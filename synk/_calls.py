@@ -477,7 +477,7 @@ def collecting(runtime: Runtime, launched: Launched) -> Generator[Flight, dict[i
                 raise
             for rank in waiting:
                 runtime.team.links[rank].assemblies[cached.plan.plan_id] = assembly.number
-        root = lease.root
+        root = lease.deliver()
     result = assembly.build(call.rows, objects, root, call.owned.order if call.owned is not None else None)
     if assembly.has_assignments:
         runtime.commit(call.ranks, layouts, launched.number)

@@ -43,7 +43,8 @@ class Data(ArrayLike):
     """An array in shared memory, of fixed dtype and number of axes; axis 0 is the rows that calls scatter.
 
     Made by :func:`synk.data`. Reads like a NumPy array: indexing gives views, assignment writes through to where the
-    workers read. Nothing is copied to the workers, who map the same memory read-only.
+    workers read. Nothing is copied to the workers, who map the same memory read-only. In a forked child of the program
+    a view stays shared with the parent; it keeps its last values when the parent drops the object.
 
     NumPy's operators and functions take it as an array, and give ordinary arrays; so do the methods ``astype``,
     ``copy``, ``mean``, ``sum``, ``min``, ``max``, ``reshape`` and ``tolist`` and the attribute ``T`` (all others are

@@ -36,7 +36,7 @@ from synk._placement import place
 from synk._profile import Profile
 from synk._queue import Queue
 from synk._read_only import read_only
-from synk._results import Lease, ResultPool
+from synk._results import Lease, ResultPool, before_fork
 from synk._team import Team
 from synk.data import Data
 from synk.errors import ClosedError, ReentrancyError, SerializationError, SynkError
@@ -640,6 +640,13 @@ class Runtime:
 
     def _release_memory(self) -> None:
         self.queue.close()
+        self.abandon_memory()
+        _open_runtimes.discard(self)
+        if cell.runtime is self:
+            cell.runtime = None
+
+    def abandon_memory(self) -> None:
+        """Let go of all memory but what the user's arrays lie in."""
         for lane in self.lanes:
             lane.close()
         while self._released:
@@ -650,9 +657,6 @@ class Runtime:
         for function in list(self.bound):
             function.plans.forget()
         self.results.close()
-        _open_runtimes.discard(self)
-        if cell.runtime is self:
-            cell.runtime = None
 
     def __enter__(self) -> Runtime:
         self.check_open("enter the runtime")
@@ -689,12 +693,28 @@ def _close_all() -> None:
             runtime.close()
 
 
+_fork_lock = threading.RLock()  # held from before a fork to after it, so that threads fork one after the other
+
+
+def _before_fork() -> None:
+    with deferred():
+        _fork_lock.acquire()
+        before_fork()
+
+
+def _after_fork() -> None:
+    with contextlib.suppress(RuntimeError):  # an exception from a signal handler came before it was held
+        _fork_lock.release()
+
+
 def _in_forked_child() -> None:
-    """A child made by os.fork must not hold descriptors that tell workers whether the master lives."""
+    """A child must not hold descriptors that tell workers whether the master lives, nor memory that nobody can use."""
+    _after_fork()
     for runtime in list(_open_runtimes):
         runtime.team.abandon()
+        runtime.abandon_memory()
     _open_runtimes.clear()
 
 
 atexit.register(_close_all)
-os.register_at_fork(after_in_child=_in_forked_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_forked_child)
