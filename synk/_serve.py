@@ -157,7 +157,7 @@ class WorkerLoop:
         extras = pickle.loads(body)
         assert isinstance(extras, Extras)
         arriving = iter(list(zip(extras.segments, fds)))
-        for (segment_id, nbytes, is_writable), fd in arriving:
+        for (segment_id, nbytes, is_writable, is_arena), fd in arriving:
             if segment_id in self._worker.segments:  # sent twice after an interrupt
                 os.close(fd)
                 continue
@@ -169,6 +169,7 @@ class WorkerLoop:
                 os.close(fd)
                 raise
             segment.close_fd()
+            segment.is_arena = is_arena
             self._worker.add_segment(segment)
         return extras
 

@@ -302,7 +302,7 @@ class Data(ArrayLike):
 
     def _allocated(self, shape: tuple[int, ...], oversize: float) -> Contents:
         nbytes = self._nbytes_of(shape)
-        return self._placed(Segment.create(int(nbytes * oversize)) if nbytes else None, shape)
+        return self._placed(self._runtime.arenas.create(int(nbytes * oversize)) if nbytes else None, shape)
 
     def _replace(self, contents: Contents) -> None:
         """Put other contents in place of the old ones, whose memory goes when no call reads it any more."""

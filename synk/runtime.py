@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 import synk.collectives as collectives  # finds the bound submodule where a worker has not run the package yet
+from synk._arenas import Arenas
 from synk._cell import cell, refuse_inside_worker
 from synk._device_values import restore
 from synk._failures import rebuild
@@ -116,6 +117,7 @@ class Runtime:
         self._last_error: BaseException | None = None
         # Filled by finalizers, at any time and in any thread; emptied when an operation begins.
         self._released: deque[Segment] = deque()
+        self.arenas = Arenas(self._released)
         self._dropped_functions: deque[tuple[int, Any]] = deque()
         self._dropped_variables: deque[int] = deque()
         self._num_loaded_restarts = 0
@@ -243,7 +245,7 @@ class Runtime:
             self.team.restarted.clear()
 
     def _free_dropped(self) -> None:
-        self._reclaim()
+        self._reclaim()  # no worker is at anything: small segments come to lie where others have lain
         while self._dropped_functions:
             with deferred():
                 function_id, plans = self._dropped_functions.popleft()
@@ -293,7 +295,7 @@ class Runtime:
 
     def reclaim(self) -> None:
         """Free what finalizers dropped, if nothing is running."""
-        if self._released and not self.queue.calls:
+        if self._released and not self.queue.calls and not self.team.flights:
             self.if_free(self._reclaim)
 
     def _reclaim(self) -> None:
@@ -307,6 +309,7 @@ class Runtime:
             for link in self.team.links:
                 link.drop_segment(segment.id)
             segment.discard()
+            self.arenas.sweep()
 
     def drop_plan(self, plan_id: int) -> None:
         """Have the workers forget a plan with their next message."""
@@ -657,6 +660,7 @@ class Runtime:
         for function in list(self.bound):
             function.plans.forget()
         self.results.close()
+        self.arenas.close()
 
     def __enter__(self) -> Runtime:
         self.check_open("enter the runtime")

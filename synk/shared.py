@@ -149,12 +149,13 @@ class Shared:
         _, nbytes = leaf_offsets(self._dtypes, shapes)
         segment = self.buffers[rank][index]
         if segment is None or segment.nbytes < nbytes:
-            larger = Segment.create(nbytes, is_worker_writable=True)
-            self.buffers[rank][index] = larger
-            if segment is not None:
-                self._runtime.release(segment)
+            larger = self._runtime.arenas.create(nbytes, is_worker_writable=True)
+            with deferred():  # a buffer that the rank writes into must not be lost: its place would be used again
+                self.buffers[rank][index] = larger
+                self._note_change()
+                if segment is not None:
+                    self._runtime.release(segment)
             segment = larger
-            self._note_change()
         return segment
 
     def back(self, rank: int, shapes: Shapes) -> list[np.ndarray]:
