@@ -546,7 +546,7 @@ def collecting(runtime: Runtime, launched: Launched) -> Generator[Flight, dict[i
                 raise
             for rank in waiting:
                 runtime.team.links[rank].assemblies[cached.plan.plan_id] = assembly.number
-        root = lease.root
+        root = lease.deliver()
     if call.unequal and assembly.has_averages:
         raise ValueError(call.unequal)
     result = assembly.build(call.rows, objects, root, call.owned.order if call.owned is not None else None)

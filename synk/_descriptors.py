@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 NONE = -1
 """What stands in the place of a descriptor that was given up."""
@@ -46,20 +46,6 @@ def above_streams(fd: int) -> int:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
     finally:
         os.close(fd)
-
-
-@contextlib.contextmanager
-def streams_taken() -> Iterator[None]:
-    """Keep the numbers of closed standard streams from what the body opens, where that cannot be moved."""
-    held = []
-    try:
-        while (fd := os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)) < 3:
-            held.append(fd)
-        os.close(fd)
-        yield
-    finally:
-        for fd in held:
-            os.close(fd)
 
 
 def pipe() -> tuple[Descriptor, Descriptor]:

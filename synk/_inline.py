@@ -43,12 +43,15 @@ class InlineProcess:
         if segment.is_worker_writable:
             self._worker.add_segment(segment.shared_view())
             return
+        if segment.arena is not None:  # the message says where in the arena
+            return
         fd = os.dup(segment.fd)
         try:
             twin = self._worker.map_segment(fd, segment.id, segment.nbytes, False, segment.is_staging)
         except BaseException:
             os.close(fd)
             raise
+        twin.is_arena = segment.is_arena
         self._worker.add_segment(twin)
 
     def handle(self, kind: Kind, sequence: int, value: int, extras: Extras | None) -> None:

@@ -87,20 +87,24 @@ class Link:
             self._dropped_variables.append(variable_id)
 
     @staticmethod
-    def describe(segments: Sequence[Segment]) -> list[tuple[int, int, bool, bool]]:
-        return [(each.id, each.nbytes, each.is_worker_writable, each.is_staging) for each in segments]
+    def describe(segments: Sequence[Segment]) -> list[tuple[int, int, bool, bool, bool]]:
+        """Describe the segments whose descriptors ride along."""
+        return [(each.id, each.nbytes, each.is_worker_writable, each.is_staging, each.is_arena) for each in segments]
+
+    def _with_arenas(self, segments: Sequence[Segment]) -> list[Segment]:
+        """Return ``segments``, each once, and the arenas that some lie in where the rank does not hold them."""
+        arenas = [segment.arena for segment in segments if segment.arena is not None]
+        return list({each.id: each for each in (*arenas, *segments) if each.id not in self.segments}.values())
 
     def extras(
         self, content: Any, needed: Sequence[Segment], lane: Lane, news: Sequence[Any]
     ) -> tuple[Extras | None, list[Segment]]:
-        """Return the body of a message (None if it needs none) and the segments whose descriptors ride along.
+        """Return the body of a message (None if it needs none) and the segments that it brings.
 
         ``lane`` is that of the call, and ``news`` are shared variables of which the rank must learn.
         """
         known = self.segments
         missing = [segment for segment in needed if segment.id not in known]
-        if len(missing) > 1:  # equal values of several ranks lie in one
-            missing = list({segment.id: segment for segment in missing}.values())
         new_exchange = new_collective = None
         if self._lane_ids.get(lane.index) != lane.ids:
             exchange_id, collective_id = self._lane_ids.get(lane.index, (0, 0))
@@ -111,14 +115,19 @@ class Link:
                     missing.append(exchange)
             if collective is not None and collective_id != collective.id:
                 new_collective = (lane.index, collective.id)
-                if collective.id not in known and not any(segment is collective for segment in missing):
+                if collective.id not in known:
                     missing.append(collective)
+        if missing:
+            missing = self._with_arenas(missing)
         dropped = self._dropped_segments or self._dropped_plans or self._dropped_functions or self._dropped_variables
         if content is None and not (missing or new_exchange or new_collective or dropped or news):
             return None, missing
         return (
             Extras(
-                segments=self.describe(missing),
+                segments=self.describe([segment for segment in missing if segment.arena is None]),
+                parts=[
+                    (each.id, each.arena.id, each.offset, each.nbytes) for each in missing if each.arena is not None
+                ],
                 dropped_segments=list(self._dropped_segments),
                 dropped_plans=list(self._dropped_plans),
                 dropped_functions=list(self._dropped_functions),

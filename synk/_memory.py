@@ -1,7 +1,8 @@
 """Shared memory segments: unnamed, sealed, private to the processes that hold their file descriptor.
 
-Owns allocation and mapping. A segment has no name anywhere, so nothing can leak or be opened by others, and the kernel
-frees it with its last descriptor and mapping. Knows nothing of arrays beyond bytes, nothing of workers.
+Owns allocation. A segment has no name anywhere, so nothing can leak or be opened by others, and the kernel frees it
+with its last descriptor and mapping. Small segments may lie side by side in a larger one (``synk._arenas``). Knows
+nothing of arrays beyond bytes, nothing of workers.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from synk._descriptors import above_streams, streams_taken
+from synk._descriptors import above_streams
 from synk._interrupts import deferred
+from synk._mapping import MappedFile, punch
 from synk._orphans import orphans
 from synk.errors import SharedMemoryError
 
@@ -57,6 +59,21 @@ def available_nbytes() -> int:
     return available
 
 
+class Forks:
+    """How often this process has forked.
+
+    A child maps whatever was mapped when it was made and may read it for as long as it lives, so memory that is older
+    than the last fork is never given away: it is neither zeroed nor used for anything else. It is unmapped and closed,
+    and the kernel frees it with the last process that maps it.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+forks = Forks()
+
+
 class Fence:
     """Calling it puts this process's reads and writes of shared memory before the call ahead of those after it.
 
@@ -77,8 +94,8 @@ class Fence:
         lock.acquire()
 
 
-def create_fd(nbytes: int) -> int:
-    """Return a descriptor of ``nbytes`` of reserved, owner-only, unnamed memory."""
+def create_fd(nbytes: int, *, is_reserved: bool = True) -> int:
+    """Return a descriptor of ``nbytes`` of owner-only, unnamed memory; reserved now, or later in pieces."""
     try:
         fd = above_streams(os.memfd_create("synk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         is_sealable = True
@@ -94,8 +111,10 @@ def create_fd(nbytes: int) -> int:
         is_sealable = False
     try:
         os.fchmod(fd, 0o600)
-        # Reserving every page now turns "memory full" into ENOSPC here instead of SIGBUS at the first write.
-        os.posix_fallocate(fd, 0, nbytes)
+        if is_reserved:  # turns "memory full" into ENOSPC here instead of SIGBUS at the first write
+            os.posix_fallocate(fd, 0, nbytes)
+        else:
+            os.ftruncate(fd, nbytes)
         if is_sealable:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except BaseException:
@@ -127,41 +146,49 @@ class Segment:
     ----------
     is_staging : bool
         Whether it holds the arguments of one call after the other.
+    arena : Segment or None
+        The larger one in which it lies, ``offset`` bytes from the start; it has no descriptor of its own then.
+    is_arena : bool
+        Whether it holds others.
+    generation : int
+        ``forks.count`` when it was made.
+    mapping : MappedFile or None
+        None where it was closed.
     """
 
-    __slots__ = ("__weakref__", "_mapping", "buffer", "fd", "id", "is_private", "is_staging", "is_worker_writable",
-                 "nbytes")  # fmt: skip
+    __slots__ = (
+        "__weakref__", "arena", "buffer", "generation", "id", "is_arena", "is_owner", "is_private", "is_staging",
+        "is_worker_writable", "mapping", "nbytes", "offset",
+    )  # fmt: skip
+
+    mapping: MappedFile | None
+    buffer: npt.NDArray[np.uint8]
+    is_worker_writable: bool
 
     def __init__(self, fd: int, nbytes: int, *, is_writable: bool, segment_id: int, is_private: bool = False) -> None:
-        self.is_worker_writable = False
-        self.is_staging = False
+        self._lie_at(_map(fd, nbytes, is_writable, is_private), segment_id, 0, nbytes, None)
         self.is_private = is_private
-        self.fd = -1
-        self.nbytes = nbytes
-        self.id = segment_id
-        self._map(fd, is_writable)
-        orphans.watch(fd, self)
-        self.fd = fd  # last: whoever called owns it until here
-
-    def _map(self, fd: int, is_writable: bool) -> None:
-        nbytes = self.nbytes
-        access = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
-        kind = mmap.MAP_PRIVATE if self.is_private else mmap.MAP_SHARED
-        try:
-            with streams_taken():  # the mapping keeps a descriptor of its own
-                self._mapping: mmap.mmap | None = mmap.mmap(fd, nbytes, kind, access)
-        except OSError as error:
-            raise SharedMemoryError(
-                f"cannot map a shared segment of {nbytes} bytes: {os.strerror(error.errno or 0)}. Free some Data, or "
-                f"raise "
-                f"the limit of "
-                f"{'open files (ulimit -n)' if error.errno == errno.EMFILE else 'address space (ulimit -v)'}."
-            ) from error
-        self.buffer: npt.NDArray[np.uint8] = np.frombuffer(self._mapping, dtype=np.uint8)
 
     def map_again(self) -> None:
         """Map what is only read a second time. The first mapping lives on as long as arrays refer to it."""
-        self._map(self.fd, False)
+        assert self.mapping is not None
+        with deferred():  # the descriptor changes hands
+            again = _map(self.mapping.fd, self.nbytes, False, self.is_private)
+            self.mapping.fd, self.mapping = -1, again
+            self.buffer = self.root()
+
+    def _lie_at(self, mapping: MappedFile, segment_id: int, offset: int, nbytes: int, arena: Segment | None) -> None:
+        self.mapping = mapping
+        self.id = segment_id
+        self.offset = offset
+        self.nbytes = nbytes
+        self.arena = arena
+        self.is_owner = arena is None  # of the descriptor
+        self.is_arena = self.is_staging = False
+        self.is_private = arena is not None and arena.is_private
+        self.is_worker_writable = arena is not None and arena.is_worker_writable
+        self.generation = forks.count
+        self.buffer = self.root()
 
     @classmethod
     def create(cls, nbytes: int, *, is_worker_writable: bool = False) -> Segment:
@@ -178,18 +205,27 @@ class Segment:
             return cls._create(round_up(max(nbytes, 1), PAGE_NBYTES), is_worker_writable)
 
     @classmethod
-    def _create(cls, nbytes: int, is_worker_writable: bool) -> Segment:
+    def create_arena(cls, nbytes: int, *, is_worker_writable: bool) -> Segment:
+        """Allocate a segment for :meth:`part`; the memory of its parts is reserved when they are made.
+
+        Raises
+        ------
+        SharedMemoryError
+        """
+        with deferred():
+            arena = cls._create(nbytes, is_worker_writable, is_reserved=False)
+        arena.is_arena = True
+        return arena
+
+    @classmethod
+    def _create(cls, nbytes: int, is_worker_writable: bool, *, is_reserved: bool = True) -> Segment:
         free = available_nbytes() if nbytes > (1 << 24) else nbytes  # the check costs a file read: large ones only
         try:
             if nbytes > free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            fd = create_fd(nbytes)
+            fd = create_fd(nbytes, is_reserved=is_reserved)
         except OSError as error:
-            raise SharedMemoryError(
-                f"cannot allocate a shared segment: got a size of {nbytes} bytes, {available_nbytes()} bytes are free "
-                f"({os.strerror(error.errno or 0)}). Free some Data (free_memory), use fewer rows per call, or raise "
-                "the limit (ulimit -n for descriptors, ulimit -f for sizes)."
-            ) from error
+            raise _no_memory(nbytes, error) from error
         try:
             segment = cls(fd, nbytes, is_writable=True, segment_id=next(_segment_ids))
         except SharedMemoryError:
@@ -197,6 +233,31 @@ class Segment:
             raise
         segment.is_worker_writable = is_worker_writable
         return segment
+
+    def create_part(self, offset: int, nbytes: int) -> Segment:
+        """Reserve memory in this arena, and return the segment there, filled with zeros.
+
+        Raises
+        ------
+        SharedMemoryError
+        """
+        try:
+            os.posix_fallocate(self.fd, offset, nbytes)
+        except OSError as error:
+            raise _no_memory(nbytes, error) from error
+        return self.part(next(_segment_ids), offset, nbytes)
+
+    def part(self, segment_id: int, offset: int, nbytes: int) -> Segment:
+        """Return the segment that lies ``offset`` bytes from the start of this arena."""
+        assert self.mapping is not None
+        part = Segment.__new__(Segment)
+        part._lie_at(self.mapping, segment_id, offset, nbytes, self)
+        return part
+
+    @property
+    def fd(self) -> int:
+        """The descriptor to pass on; -1 where there is none."""
+        return self.mapping.fd if self.is_owner and self.mapping is not None else -1
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an array of ``shape`` and ``dtype`` over the bytes from ``offset`` on (no copy)."""
@@ -207,56 +268,72 @@ class Segment:
         return np.ndarray(shape, dtype, self.buffer, offset) if count else np.empty(shape, dtype)
 
     def shared_view(self) -> Segment:
-        """Return a segment over the same mapping for an inline rank; read-only where workers map it so."""
+        """Return a segment over the same memory for an inline rank; read-only where workers map it so."""
+        assert self.mapping is not None
         twin = Segment.__new__(Segment)
-        twin.fd, twin.nbytes, twin.id, twin.is_worker_writable = -1, self.nbytes, self.id, self.is_worker_writable
-        twin._mapping = self._mapping
-        twin.buffer = self.root()
+        twin._lie_at(self.mapping, self.id, self.offset, self.nbytes, self.arena)
+        twin.is_owner, twin.is_arena, twin.is_worker_writable = False, self.is_arena, self.is_worker_writable
+        twin.buffer = self.buffer.view()  # of this very array: what the rank keeps is seen as a view of this segment
         twin.buffer.flags.writeable = self.is_worker_writable
         return twin
 
     def root(self) -> np.ndarray:
         """Return a new ``uint8`` array over the whole segment that all arrays made from it refer to as their base."""
-        assert self._mapping is not None
-        return np.frombuffer(self._mapping, dtype=np.uint8)
+        assert self.mapping is not None
+        return np.frombuffer(self.mapping, np.uint8, self.nbytes, self.offset)
 
     def close_fd(self) -> None:
         """Close the descriptor; the mapping stays. For a process that will not pass it on."""
-        fd, self.fd = self.fd, -1  # first: whatever interrupts this must not lead to a second close of the number
-        if fd >= 0:
-            orphans.close(fd)
+        if self.is_owner and self.mapping is not None:
+            self.mapping.close_fd()
+
+    def release(self) -> MappedFile | None:
+        """Let go of the mapping, which is alive, and with it its descriptor, as long as views are; return it."""
+        mapping, self.mapping = self.mapping, None
+        self.buffer = np.empty(0, np.uint8)
+        return mapping
 
     def close(self) -> None:
         """Close the descriptor and drop the mapping; its memory returns when the last view is gone."""
         self.close_fd()
-        self.buffer = np.empty(0, np.uint8)
-        self._mapping = None
+        self.release()
 
     def discard(self) -> None:
-        """Close, and where no view is left give the pages back at once, though workers still map them."""
+        """Close, and where nobody can see it any more give the memory back at once, though workers still map it."""
         with deferred():
             self._discard()
 
     def _discard(self) -> None:
-        fd, self.fd = self.fd, -1
-        mapping = self._mapping
-        self.close()
+        mapping = self.release()
+        if mapping is None or not self.is_owner:
+            return
+        fd = mapping.take_fd()
         if fd < 0:
             return
         try:
-            if mapping is not None:
-                mapping.close()
-                with mmap.mmap(fd, self.nbytes) as again:
-                    again.madvise(mmap.MADV_REMOVE)
-        except BufferError:  # views exist: their memory returns with the last of them
-            pass
-        except OSError:  # no descriptor or address space is left: the pages return when the workers forget the segment
+            mapping.close()
+            if self.generation == forks.count:
+                punch(fd, 0, self.nbytes)
+        except (BufferError, OSError):  # views exist; or the file cannot: its memory returns with the last mapping
             pass
         finally:
             orphans.close(fd)
 
-    def __del__(self) -> None:
-        # Only a descriptor is closed here: no lock, no message, safe in a finalizer. Where a signal handler breaks it
-        # off, the next operation finds the descriptor.
-        if hasattr(self, "fd"):
-            self.close_fd()
+
+def _map(fd: int, nbytes: int, is_writable: bool, is_private: bool) -> MappedFile:
+    try:
+        return MappedFile(fd, nbytes, is_writable=is_writable, is_private=is_private)
+    except OSError as error:
+        limit = "open files (ulimit -n)" if error.errno == errno.EMFILE else "address space (ulimit -v)"
+        raise SharedMemoryError(
+            f"cannot map a shared segment of {nbytes} bytes: {os.strerror(error.errno or 0)}. Free some Data, or raise "
+            f"the limit of {limit}."
+        ) from error
+
+
+def _no_memory(nbytes: int, error: OSError) -> SharedMemoryError:
+    return SharedMemoryError(
+        f"cannot allocate a shared segment: got a size of {nbytes} bytes, {available_nbytes()} bytes are free "
+        f"({os.strerror(error.errno or 0)}). Free some Data (free_memory), use fewer rows per call, or raise "
+        "the limit (ulimit -n for descriptors, ulimit -f for sizes)."
+    )

@@ -339,7 +339,9 @@ class Extras:
 
     Attributes
     ----------
-    segments : list of (segment_id, nbytes, is_writable, is_staging)
+    segments : list of (segment_id, nbytes, is_writable, is_staging, is_arena)
+    parts : list of (segment_id, arena_id, offset, nbytes)
+        Segments that lie in arenas, which came before or come with this.
     content : the message's own body
     exchange : (lane, segment_id, slot_nbytes) or None
         New slots for outputs.
@@ -349,7 +351,8 @@ class Extras:
         Shared variables that are new or have changed from the master's side.
     """
 
-    segments: list[tuple[int, int, bool, bool]] = field(default_factory=list)
+    segments: list[tuple[int, int, bool, bool, bool]] = field(default_factory=list)
+    parts: list[tuple[int, int, int, int]] = field(default_factory=list)
     dropped_segments: list[int] = field(default_factory=list)
     dropped_plans: list[int] = field(default_factory=list)
     dropped_functions: list[int] = field(default_factory=list)

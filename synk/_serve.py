@@ -159,7 +159,7 @@ class WorkerLoop:
         extras = pickle.loads(body)
         assert isinstance(extras, Extras)
         arriving = iter(list(zip(extras.segments, fds)))
-        for (segment_id, nbytes, is_writable, is_staging), fd in arriving:
+        for (segment_id, nbytes, is_writable, is_staging, is_arena), fd in arriving:
             if segment_id in self._worker.segments:  # sent twice after an interrupt
                 os.close(fd)
                 continue
@@ -170,6 +170,7 @@ class WorkerLoop:
                     os.close(later)
                 os.close(fd)
                 raise
+            segment.is_arena = is_arena
             self._worker.add_segment(segment)
         return extras
 

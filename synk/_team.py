@@ -57,7 +57,7 @@ START_TIMEOUT_S = 120.0
 
 Pack = Callable[[Link, Any, Sequence[Segment], int], tuple["Extras | None", list[Segment]]]
 Packed = dict[int, tuple["Extras | None", list[Segment]]]
-"""By rank: the body of its message, and the segments whose descriptors ride along."""
+"""By rank: the body of its message, and the segments that it brings: their descriptors ride along, if they have one."""
 
 _HELLO = 0  # the sequence number of a worker's first word; messages count from 1
 
@@ -112,7 +112,7 @@ class Team(Crew):
     token : bytes
     pack : callable
         ``pack(link, content, segments, lane)`` returns the body of a message for a rank (None if it needs none) and
-        the segments whose descriptors ride along.
+        the segments that it brings.
     on_idle : callable
         Called when workers were made idle after a failure, before anything else is sent.
 
@@ -385,7 +385,10 @@ class Team(Crew):
         messages = self._packed(ranks, contents, needed, lane)
         # No rank gets the message before all have room for its descriptors: what it answers would be taken for nothing.
         while not self.is_inline and any(len(part) > MAX_FDS for _, part in messages.values()):
-            surplus = {rank: part[:MAX_FDS] for rank, (_, part) in messages.items() if len(part) > MAX_FDS}
+            own = {rank: [each for each in part if each.arena is None] for rank, (_, part) in messages.items()}
+            surplus = {rank: part[:MAX_FDS] for rank, part in own.items() if len(part) > MAX_FDS}
+            if not surplus:
+                break
             supplies: Packed = {rank: (Extras(segments=Link.describe(part)), part) for rank, part in surplus.items()}
             replies = self.finish(self._fly(Kind.SUPPLY, 0, supplies, 0, deadline, phase, what))
             raise_failures(replies, self.world_size, phase)
@@ -503,7 +506,7 @@ class Team(Crew):
         self.counters["bytes_down"] += len(body)
         with deferred():  # what the rank holds and what is noted must not differ
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its death is found in the wait
-                process.channel.send_body(sequence, body, [segment.fd for segment in missing])
+                process.channel.send_body(sequence, body, [each.fd for each in missing if each.arena is None])
             process.channel.ring(kind, HAS_BODY | flags, sequence, value)
             link.note_sent(extras, missing)
 

@@ -161,7 +161,8 @@ class Worker:
     def add_segment(self, segment: Segment) -> None:
         """Take in a segment that has arrived."""
         self.segments[segment.id] = segment
-        self.backend.note_segment(segment)
+        if not segment.is_arena:  # arrays are copied from and to its parts, which come and go
+            self.backend.note_segment(segment)
 
     @property
     def executor(self) -> Executor:
@@ -272,6 +273,10 @@ class Worker:
                 if segment is not None:
                     self.backend.forget_segment(segment)
                     segment.close()
+        for segment_id, arena_id, offset, nbytes in extras.parts:  # after those that may have lain in their places
+            arena = self.segments.get(arena_id)  # None: the message that brought it could not be taken in
+            if arena is not None and segment_id not in self.segments:
+                self.add_segment(arena.part(segment_id, offset, nbytes))
         if extras.exchange is not None:
             lane, segment_id, slot_nbytes = extras.exchange
             executor = self.lanes[lane].executor

@@ -281,8 +281,9 @@ def reduce(runtime: Runtime, variable: Shared, op: str, in_place: bool) -> Any:
         return None
     offsets, nbytes = leaf_offsets(variable._dtypes, common)
     lease = runtime.lease_result(max(nbytes, 1))
-    segment, root = lease.segment, lease.root
+    segment = lease.segment
     _do(runtime, variable, _reduce_steps(runtime, variable, op, common, segment), [segment])
+    root = lease.deliver()
     arrays = []
     for at, shape, dtype in zip(offsets, common, variable._dtypes):
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize

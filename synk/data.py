@@ -44,7 +44,8 @@ class Data(ArrayLike):
 
     Made by :func:`synk.data`. Reads like a NumPy array: indexing gives views, assignment writes through to where the
     workers read. Nothing is copied to the workers, who map the same memory read-only. A view that a function keeps in a
-    worker follows the ``Data``, as a view does in NumPy, until it is resized or freed.
+    worker follows the ``Data``, as a view does in NumPy, until it is resized or freed. In a forked child of the program
+    a view stays shared with the parent; it keeps its last values when the parent drops the object.
 
     NumPy's operators and functions take it as an array, and give ordinary arrays; so do the methods ``astype``,
     ``copy``, ``mean``, ``sum``, ``min``, ``max``, ``reshape`` and ``tolist`` and the attribute ``T`` (all others are
@@ -302,7 +303,7 @@ class Data(ArrayLike):
 
     def _allocated(self, shape: tuple[int, ...], oversize: float) -> Contents:
         nbytes = self._nbytes_of(shape)
-        return self._placed(Segment.create(int(nbytes * oversize)) if nbytes else None, shape)
+        return self._placed(self._runtime.arenas.create(int(nbytes * oversize)) if nbytes else None, shape)
 
     def _replace(self, contents: Contents) -> None:
         """Put other contents in place of the old ones, whose memory goes when no call reads it any more."""

@@ -24,6 +24,7 @@ import numpy as np
 import optree  # noqa: F401  (used when a result is nested: by then a file of that name may lie in the current folder)
 
 import synk.collectives as collectives  # finds the bound submodule where a worker has not run the package yet
+from synk._arenas import Arenas
 from synk._cell import cell, refuse_inside_worker
 from synk._device_values import restore
 from synk._failures import rebuild
@@ -40,7 +41,7 @@ from synk._profile import Profile
 from synk._program import check_program
 from synk._queue import Queue
 from synk._read_only import read_only
-from synk._results import Lease, ResultPool
+from synk._results import Lease, ResultPool, before_fork
 from synk._team import Team
 from synk.data import Data
 from synk.errors import ClosedError, ReentrancyError, SerializationError, SynkError
@@ -122,6 +123,7 @@ class Runtime:
         self._last_error: BaseException | None = None
         # Filled by finalizers, at any time and in any thread; emptied when an operation begins.
         self._released: deque[Segment] = deque()
+        self.arenas = Arenas(self._released)
         self._dropped_functions: deque[tuple[int, Any]] = deque()
         self._dropped_variables: deque[int] = deque()
         self._num_loaded_restarts = 0
@@ -257,7 +259,7 @@ class Runtime:
             self.team.restarted.clear()
 
     def _free_dropped(self) -> None:
-        self._reclaim()
+        self._reclaim()  # no worker is at anything: small segments come to lie where others have lain
         while self._dropped_functions:
             with deferred():
                 function_id, plans = self._dropped_functions.popleft()
@@ -307,7 +309,7 @@ class Runtime:
 
     def reclaim(self) -> None:
         """Free what finalizers dropped, if nothing is running."""
-        if (self._released or orphans.ended) and not self.queue.calls:
+        if (self._released or orphans.ended) and not self.queue.calls and not self.team.flights:
             self.if_free(self._reclaim)
 
     def _reclaim(self) -> None:
@@ -323,6 +325,7 @@ class Runtime:
             for link in self.team.links:
                 link.drop_segment(segment.id)
             segment.discard()
+            self.arenas.sweep()
 
     def drop_plan(self, plan_id: int) -> None:
         """Have the workers forget a plan with their next message."""
@@ -657,6 +660,13 @@ class Runtime:
 
     def _release_memory(self) -> None:
         self.queue.close()
+        self.abandon_memory()
+        _open_runtimes.discard(self)
+        if cell.runtime is self:
+            cell.runtime = None
+
+    def abandon_memory(self) -> None:
+        """Let go of all memory but what the user's arrays lie in."""
         for lane in self.lanes:
             lane.close()
         while self._released:
@@ -667,6 +677,7 @@ class Runtime:
         for function in list(self.bound):
             function.plans.forget()
         self.results.close()
+        self.arenas.close()
         orphans.close_all()
         _open_runtimes.discard(self)
         if cell.runtime is self:
@@ -700,12 +711,28 @@ def _close_all() -> None:
             runtime.close()
 
 
+_fork_lock = threading.RLock()  # held from before a fork to after it, so that threads fork one after the other
+
+
+def _before_fork() -> None:
+    with deferred():
+        _fork_lock.acquire()
+        before_fork()
+
+
+def _after_fork() -> None:
+    with contextlib.suppress(RuntimeError):  # an exception from a signal handler came before it was held
+        _fork_lock.release()
+
+
 def _in_forked_child() -> None:
-    """A child made by os.fork must not hold descriptors that tell workers whether the master lives."""
+    """A child must not hold descriptors that tell workers whether the master lives, nor memory that nobody can use."""
+    _after_fork()
     for runtime in list(_open_runtimes):
         runtime.team.abandon()
+        runtime.abandon_memory()
     _open_runtimes.clear()
 
 
 atexit.register(_close_all)
-os.register_at_fork(after_in_child=_in_forked_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_forked_child)

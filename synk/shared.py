@@ -152,7 +152,7 @@ class Shared:
         if segment is not None and segment.nbytes >= nbytes:
             return segment
         with deferred():  # a buffer of which the worker is not told could never be filled
-            larger = self.buffers[rank][index] = Segment.create(nbytes, is_worker_writable=True)
+            larger = self.buffers[rank][index] = self._runtime.arenas.create(nbytes, is_worker_writable=True)
             self._note_change()
             if segment is not None:
                 self._runtime.release(segment)

@@ -18,7 +18,9 @@ import tempfile
 import textwrap
 import threading
 import time
+import traceback
 import uuid
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -269,6 +271,42 @@ def replaced_workers(runtime: Any, ranks: Iterable[int]) -> Iterator[list[int]]:
     after = pids(runtime)
     assert {rank for rank in range(len(before)) if before[rank] != after[rank]} == dead
     assert not [rank for rank in dead if process_stat(before[rank]) is not None], "a dead worker was not reaped"
+
+
+# ----- forked children
+
+
+class Child:
+    """A forked copy of this process that calls ``act()`` when it is told, and ends.
+
+    Use as a context manager: the child acts when the body ends, and the test fails if it did not end well.
+    """
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        there, self._told = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # fork in a process with threads, Python 3.12
+            self._pid = os.fork()
+        if self._pid:
+            os.close(there)
+            return
+        status = 1
+        try:
+            os.close(self._told)
+            os.read(there, 1)
+            act()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        os.close(self._told)
+        assert os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1]) == 0, "the child failed"
 
 
 # ----- scenario scripts

@@ -249,3 +249,10 @@ def anonymous_kb() -> int:
     """Return the private memory of this process, in KB: copies of its own, pages of shared segments not counted."""
     with open("/proc/self/smaps_rollup", encoding="ascii") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("Anonymous:"))
+
+
+def check_mapped_files(limit: int) -> None:
+    """Raise where this process has more memory files of the runtime mapped than ``limit``."""
+    with open("/proc/self/maps", encoding="utf-8") as file:
+        inodes = {line.split()[4] for line in file if "/memfd:synk" in line}
+    assert len(inodes) <= limit, inodes

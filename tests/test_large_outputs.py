@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import saboteurs
-from harness import assert_right, failpoint, mapped_memfds, replaced_workers, same_workers
+from harness import Child, assert_right, failpoint, mapped_memfds, replaced_workers, same_workers
 
 import synk
 from synk._plans import PlanCache
@@ -192,7 +192,26 @@ class Fuzz:
         for _ in range(num_calls):
             if self.rng.random() < 0.3:
                 sizes = self.new_sizes()
+            if self.rng.random() < 0.05:
+                with Child(self.write_into_held):
+                    for _ in range(3):
+                        self.call(self.rng.choice(functions), sizes)
             self.call(self.rng.choice(functions), sizes)
+            if self.rng.random() < 0.1:
+                self.write_into_held()
+
+    def check_held(self) -> None:
+        for arrays, copies in self.held:
+            for now, then in zip(arrays, copies, strict=True):
+                np.testing.assert_array_equal(now, then)
+
+    def write_into_held(self) -> None:
+        """In this process, or in a child: the other must not see it."""
+        self.check_held()
+        for pair in self.held:
+            for array in (array for arrays in pair for array in arrays if array.size):
+                array[...] = -array[-1]
+        self.check_held()
 
     def call(self, function: Any, sizes: np.ndarray) -> None:
         pick, n = self.rng.choice, self.size
@@ -242,9 +261,7 @@ class Fuzz:
                     np.testing.assert_array_equal(mine, theirs)
             else:
                 np.testing.assert_allclose(result, expected[leaf], rtol=1e-13)
-        for result, copies in self.held:
-            for now, then in zip(result, copies, strict=True):
-                np.testing.assert_array_equal(now, then)
+        self.check_held()
         if self.rng.random() < 0.2:
             arrays = [item for item in got if isinstance(item, np.ndarray)]
             self.held = [*self.held[-2:], (arrays, [array.copy() for array in arrays])]
@@ -252,7 +269,8 @@ class Fuzz:
 
 @pytest.mark.parametrize("spin_us", ["0", "20", "500", FOREVER])
 def test_any_sequence_of_calls_equals_numpy(runtime: Fork, monkeypatch: pytest.MonkeyPatch, spin_us: str) -> None:
-    """Sizes that differ between ranks and change, failures, delays, serial and partial calls, results that are held."""
+    """Sizes that differ between ranks and change, failures, delays, serial and partial calls, results that are kept,
+    dropped, written into and forked."""
     monkeypatch.setenv("SYNK_SPIN_US", spin_us)
     for seed in range(100 if "SYNK_STORM" in os.environ else 3):
         fuzz = Fuzz(random.Random(f"{spin_us} {seed}"))

@@ -75,8 +75,9 @@ class PinnedSegments:
     def add(self, segment: Segment) -> None:
         """Take note of a segment; it is registered when something is copied from or to it."""
         start = address(segment.buffer)
-        if segment.nbytes % PAGE_NBYTES or start in self._regions:
+        if segment.nbytes % PAGE_NBYTES:
             return
+        self.forget(segment)  # what lay there before: other pages are there now
         is_read_only = not segment.buffer.flags.writeable
         bisect.insort(self._starts, start)
         region = _Region(start, segment.nbytes, _READ_ONLY if is_read_only else 0)

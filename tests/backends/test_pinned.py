@@ -80,6 +80,19 @@ def test_a_segment_that_goes_is_unregistered(pinned: PinnedSegments, segment: Se
     assert pinned.pieces(address(segment.buffer), 100) == [(0, 100)]
 
 
+def test_a_segment_that_lies_where_another_lay_is_registered_anew(pinned: PinnedSegments, cuda: Any) -> None:
+    """The pages that the driver knows are no longer those of the file."""
+    arena = Segment.create_arena(8 * PAGE_NBYTES, is_worker_writable=True)
+    for nbytes in (PAGE_NBYTES, 2 * PAGE_NBYTES):
+        part = arena.create_part(0, nbytes)
+        pinned.add(part)
+        assert cuda.runtime.registered() == {}
+        pinned.pieces(address(part.buffer), nbytes)
+        settle(pinned, nbytes)
+    pinned.forget(part)
+    arena.close()
+
+
 def test_a_refusal_is_said_once_and_copies_go_on(
     pinned: PinnedSegments, segment: Segment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -42,11 +42,18 @@ def interrupt_in(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, afte
 # ----- more segments than one message can carry
 
 
+@pytest.fixture
+def no_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small values get segments of their own, as large ones do."""
+    monkeypatch.setattr("synk._arenas._PLACE_NBYTES", ())
+
+
 def many_variables(rt: Any) -> tuple[list[Any], Any]:
     variables = [rt.shared(float(k)) for k in range(300)]
     return variables, rt.function(lambda x: sum(w.value for w in variables) * len(x), outputs="sum")
 
 
+@pytest.mark.usefixtures("no_arenas")
 @pytest.mark.parametrize("sequence", [7, 0xFFFF, 0xFFFE])
 def test_more_segments_than_one_message_can_carry(runtime: Fork, sequence: int) -> None:
     """New to several ranks at once, also after all of them were started again."""
@@ -66,6 +73,7 @@ def test_more_segments_than_one_message_can_carry(runtime: Fork, sequence: int) 
     assert f(np.ones(4)) == expected + 4000
 
 
+@pytest.mark.usefixtures("no_arenas")
 def test_G3_a_worker_without_descriptors_for_many_segments(runtime: Fork) -> None:
     rt = runtime(2)
     workers = pids(rt)

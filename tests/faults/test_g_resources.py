@@ -168,7 +168,7 @@ def test_G3_few_descriptors(where: str) -> None:
         elif where == "worker":
             for pid in before:
                 limit(len(os.listdir(f"/proc/{{pid}}/fd")) + 1, pid)
-            many = [rt.data(np.ones((10, 1000))) for _ in range(8)]
+            many = [rt.data(np.ones((10, 5000))) for _ in range(8)]
             try:
                 total(*many)
             except SharedMemoryError as error:
@@ -177,7 +177,7 @@ def test_G3_few_descriptors(where: str) -> None:
                 raise AssertionError("eight segments passed through one descriptor")
             for pid in before:
                 limit(4096, pid)
-            assert total(*many) == 80_000
+            assert total(*many) == 400_000
             assert pids(rt) == before
         assert_right(rt)
         rt.close()

@@ -541,7 +541,8 @@ def test_G_workers_remember_nothing_of_calls_that_are_over(runtime: Fork) -> Non
     assert len(mapped_memfds(pid)) <= before
 
 
-def test_G_a_lane_whose_first_message_brings_many_segments(runtime: Fork) -> None:
+def test_G_a_lane_whose_first_message_brings_many_segments(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("synk._arenas._PLACE_NBYTES", ())  # small values get segments of their own, as large ones do
     rt = runtime(2)
     total = rt.function(lambda x: x.sum(), outputs="sum")
     meet = rt.function(lambda x: synk.comm.all_reduce(x.sum(), "sum"), outputs="first")

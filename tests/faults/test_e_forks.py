@@ -1,0 +1,337 @@
+"""E: children made by ``os.fork`` and what they see of the master's memory: results, ``Data``, everything else."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import saboteurs
+from harness import Child, assert_right, mapped_memfds
+
+from synk import _mapping
+
+Fork = Callable[..., Any]
+SIZE = (1 << 18) // 8
+"""Elements of the smallest float64 output that is a view of shared memory."""
+
+
+def filled(k: float, size: int, x: np.ndarray) -> np.ndarray:
+    return np.full(size, k + x.sum())
+
+
+def many_results(rt: Any) -> dict[str, np.ndarray]:
+    """Return arrays from every way by which the runtime hands them out, large and small."""
+    w = rt.shared(np.arange(2.0 * SIZE))
+    shards = rt.shared(np.arange(2.0 * SIZE), sharded=True)
+    x = np.arange(4.0)
+    outputs = ("sum", "gather", "first", "max", "sum")
+
+    def body(x: np.ndarray) -> Any:
+        rows = SIZE if x[0] == 0 else 5  # one rank's part is large, the others' are small
+        return np.full(SIZE, x.sum()), np.full(rows, 2.0), np.full((2, SIZE), 3.0), np.full(7, 4.0), x.sum()
+
+    total, gathered, first, small, scalar = rt.function(body, outputs=outputs)(x)
+    each = rt.function(lambda x: np.full(SIZE, 5.0), outputs=None)(x)
+    folded = rt.function(lambda x: np.full(SIZE, 6.0), outputs=lambda a, b: a)(x)
+    named = rt.function(lambda x: {"a": np.full(SIZE, x.sum())}, outputs="sum")(x)
+    return {
+        "reduced": total,
+        "gathered": gathered,
+        "first": first,
+        "small": small,
+        "scalar": np.asarray(scalar),
+        **{f"rank {rank}": value for rank, value in enumerate(each)},
+        "folded": folded,
+        "nested": named["a"],
+        "view": total.reshape(2, -1)[:, ::3],
+        "value": w.value,
+        "shards": shards.value,
+        "reduce": rt.reduce(w, "sum", in_place=False),
+        "stacked": rt.gather(w),
+    }
+
+
+@pytest.mark.parametrize("num_workers", ["inline", 1, 2])
+def test_E16_what_was_handed_out_is_each_process_s_own_after_a_fork(runtime: Fork, num_workers: Any) -> None:
+    rt = runtime(1, inline=True) if num_workers == "inline" else runtime(num_workers)
+    results = many_results(rt)
+    copies = {name: array.copy() for name, array in results.items()}
+
+    def in_child() -> None:
+        for name, array in results.items():
+            np.testing.assert_array_equal(array, copies[name], name)
+        writable = [array for array in results.values() if array.flags.writeable]  # not the value of a variable
+        for array in writable:
+            array[...] = -1
+        assert all((array == -1).all() for array in writable)
+
+    with Child(in_child):
+        again = many_results(rt)
+        for name, array in results.items():
+            np.testing.assert_array_equal(array, copies[name], name)
+            np.testing.assert_array_equal(again[name], copies[name], name)
+    for name, array in results.items():
+        np.testing.assert_array_equal(array, copies[name], name)
+    results["gathered"][...] = -2
+    with Child(lambda: None):
+        many_results(rt)
+    assert (results["gathered"] == -2).all()
+    np.testing.assert_array_equal(results["nested"], copies["nested"])
+
+
+def test_E16_results_of_a_runtime_that_was_closed(runtime: Fork) -> None:
+    rt = runtime(2)
+    result = rt.function(filled, bcast_inputs=("k", "size"), outputs="sum")(1.0, SIZE, np.ones(2))
+    rt.close()
+
+    def in_child() -> None:
+        assert (result == 4).all()
+        result[:] = -1
+
+    with Child(in_child):
+        result[:] = 7
+    assert (result == 7).all()
+
+
+@pytest.mark.parametrize("how", ["thread", "signal handler", "finalizer", "multiprocessing", "child of a child"])
+def test_E16_wherever_the_fork_is_made(runtime: Fork, how: str) -> None:
+    rt = runtime(2)
+    f = rt.function(filled, bcast_inputs=("k", "size"), outputs="sum")
+    result, x = f(1.0, SIZE, np.ones(2)), np.ones(2)
+
+    def change_and_call() -> None:
+        for k in range(5):
+            assert (f(float(k), SIZE, x) == 2 * k + 2).all()
+        result[:] += 1
+
+    def in_child() -> None:
+        assert (result == 4).all()
+        result[:] = -1
+        if how == "child of a child":
+            with Child(lambda: in_grandchild()):
+                result[:] = -2
+
+    def in_grandchild() -> None:
+        assert (result == -1).all()
+        result[:] = -3
+
+    def fork() -> None:
+        with Child(in_child):
+            change_and_call()
+
+    if how == "thread":
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+    elif how == "signal handler":
+        old = signal.signal(signal.SIGUSR1, lambda *_: fork())
+        try:
+            signal.raise_signal(signal.SIGUSR1)
+        finally:
+            signal.signal(signal.SIGUSR1, old)
+    elif how == "finalizer":
+        cycle: list[Any] = [type("Forking", (), {"__del__": lambda self: fork()})()]
+        cycle.append(cycle)
+        del cycle
+        gc.collect()
+    elif how == "multiprocessing":
+        told = multiprocessing.get_context("fork").Event()
+        process = multiprocessing.get_context("fork").Process(target=lambda: (told.wait(), in_child()))
+        process.start()
+        change_and_call()
+        told.set()
+        process.join()
+        assert process.exitcode == 0
+        process.close()
+    else:
+        fork()
+    assert (result == 5).all()
+    assert_right(rt)
+
+
+def test_E16_a_fork_while_calls_are_in_flight(runtime: Fork) -> None:
+    """Their buffers are filled after the fork: nobody's yet, they stay where the workers write."""
+    rt = runtime(2)
+    f = rt.function(filled, bcast_inputs=("k", "size"), outputs="sum")
+    x = np.ones(2)
+    held = [f(0.0, 8 * SIZE, x) for _ in range(3)]
+    for _ in range(10):
+        calls = [f.submit(float(k), 8 * SIZE, x) for k in range(3)]
+        with Child(lambda: [np.testing.assert_array_equal(array, 2.0) for array in held]):  # noqa: B023
+            results = [call.result() for call in calls]
+        for k, result in enumerate(results):
+            np.testing.assert_array_equal(result, 2.0 * k + 2)
+        for array in held:
+            np.testing.assert_array_equal(array, 2.0)
+        held = [f(0.0, 8 * SIZE, x), *held[:2]]
+
+
+def test_E16_forks_in_one_thread_and_calls_in_another(runtime: Fork) -> None:
+    rt = runtime(2)
+
+    def body(k: np.ndarray, x: np.ndarray) -> Any:
+        return np.full(SIZE, k), np.arange(k if x[0] else SIZE)
+
+    f = rt.function(body, bcast_inputs="k", outputs=("max", "gather"))
+    failures: list[BaseException] = []
+    is_over = threading.Event()
+
+    def call() -> None:
+        try:
+            k = 0
+            held: list[Any] = []
+            while not is_over.is_set():
+                k = k % 50 + 1
+                held = [*held[-3:], (k, *f(np.array(k), np.arange(2.0)))]
+                for number, largest, rows in held:
+                    assert (largest == number).all()
+                    assert len(rows) == SIZE + number and (rows[SIZE:] == np.arange(number)).all()
+                held[-1][1][:5] = k
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        for _ in range(30):
+            with Child(lambda: None):
+                pass
+    finally:
+        is_over.set()
+        thread.join()
+    assert not failures
+
+
+def test_E16_what_threads_write_at_the_moment_of_a_fork_is_not_lost(runtime: Fork) -> None:
+    """NumPy works on arrays without the interpreter's lock: a copy of the pages would miss what it writes meanwhile."""
+    rt = runtime(1)
+    f = rt.function(lambda x: np.zeros(16 * SIZE), outputs="first")
+    for _ in range(20):
+        result = f(np.ones(1))
+        is_over, count = threading.Event(), 0
+        is_writing = threading.Event()
+
+        def write(result: np.ndarray = result, is_over: Any = is_over, is_writing: Any = is_writing) -> None:
+            nonlocal count
+            while not is_over.is_set():
+                is_writing.set()
+                np.add(result, 1.0, out=result)
+                count += 1
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        is_writing.wait()
+        with Child(lambda: None):
+            pass
+        is_over.set()
+        thread.join()
+        np.testing.assert_array_equal(result, count)
+
+
+def test_E16_a_fork_copies_nothing_and_the_pool_goes_on(runtime: Fork) -> None:
+    """A loader forks at each epoch: only results that are alive lose their buffer, and only once."""
+    rt = runtime(2)
+    f = rt.function(filled, bcast_inputs=("k", "size"), outputs="sum")
+    x, size = np.ones(2), 16 * SIZE
+    held = [f(float(k), size, x) for k in range(4)]
+    f(1.0, size, x)
+    before = saboteurs.anonymous_kb()
+    with Child(lambda: None):
+        pass
+    assert saboteurs.anonymous_kb() - before < size * 8 // 1024  # less than one of the four
+    assert [array[-1] for array in held] == [2.0, 4.0, 6.0, 8.0]
+    f(1.0, size, x)
+    mapped = mapped_memfds()
+    for k in range(10):
+        with Child(lambda: None):
+            pass
+        assert f(float(k), size, x)[-1] == 2 * k + 2
+    assert mapped_memfds() == mapped
+    del held
+    for k in range(2):
+        assert f(float(k), size, x)[-1] == 2 * k + 2
+    assert len(mapped_memfds()) == len(mapped) - 4
+
+
+def test_E16_a_result_that_cannot_be_made_private(
+    runtime: Fork, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The fork goes on, and its buffer is not used again all the same."""
+    rt = runtime(2)
+    f = rt.function(filled, bcast_inputs=("k", "size"), outputs="sum")
+    held = [f(1.0, SIZE, np.ones(2))]
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "synk"):
+        patch.setattr(_mapping, "_mmap", lambda *_: _mapping._FAILED)
+        child = Child(lambda: np.testing.assert_array_equal(held[0], 4.0))
+    with child:
+        held.clear()
+        for k in range(5):
+            f(float(k), SIZE, np.ones(2))
+    assert "stays shared" in caplog.text
+
+
+# ----- Data
+
+
+@pytest.mark.parametrize("size", [10, 5000, 1 << 17], ids=["tiny", "small", "large"])
+@pytest.mark.parametrize("how", ["del", "free_memory", "grow", "close"])
+def test_E17_data_that_the_parent_drops_still_holds_its_values_in_a_child(runtime: Fork, how: str, size: int) -> None:
+    rt = runtime(2)
+    total = rt.function(lambda x: x.sum(), outputs="sum")
+    data = rt.data(np.arange(float(size)))
+    others = [rt.data(np.full(size, float(k))) for k in range(3)]
+    assert total(data) == np.arange(size).sum()
+    views = [data.data]
+
+    with Child(lambda: np.testing.assert_array_equal(views[0], np.arange(float(size)))):
+        views.clear()
+        if how == "del":
+            del data
+        elif how == "free_memory":
+            data.free_memory()
+        elif how == "grow":
+            data.set_length(3 * size + 10_000)
+            data[:] = -1
+        else:
+            rt.close()
+        del others
+        if how != "close":
+            gc.collect()
+            new = [rt.data(np.full(size, -2.0)) for _ in range(6)]
+            for each in new:
+                assert total(each) == -2.0 * size
+
+
+def test_E17_data_stays_shared_with_a_child(runtime: Fork) -> None:
+    data = runtime(1).data(np.zeros(10))
+    view = data.data
+
+    def in_child() -> None:
+        assert (view == 1).all()
+        view[:] = 2
+
+    with Child(in_child):
+        data[:] = 1
+    assert (data.data == 2).all()
+
+
+def test_E17_a_child_keeps_no_memory_that_it_cannot_use(runtime: Fork) -> None:
+    """What only the runtime used is unmapped, so that it goes when the parent drops it."""
+    of_others = len(mapped_memfds())
+    rt = runtime(2)
+    w = rt.shared(np.zeros(1 << 17))
+    f = rt.function(lambda k, x: np.full(1 << 18, w.value[0] + k[0]), bcast_inputs="k", outputs="sum")
+    f(np.zeros(1 << 18), np.ones(2))
+    result = f(np.zeros(1 << 18), np.ones(2))
+    data = rt.data(np.zeros(1 << 17))
+    view = data.data
+    with Child(lambda: saboteurs.check_mapped_files(of_others + 3)):  # the ranks' numbers, the result, the Data
+        pass
+    assert (result == 0).all() and (view == 0).all()

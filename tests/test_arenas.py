@@ -1,0 +1,298 @@
+"""Small values share segments: few descriptors, places that are used again, and nothing that shows through."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import Child, assert_right, descriptors, kill_and_wait, mapped_memfds, pids, script
+
+from synk import _arenas, _mapping
+from synk._memory import PAGE_NBYTES, Segment
+
+Fork = Callable[..., Any]
+
+
+def test_a_segment_has_one_descriptor_in_the_master_and_none_in_a_worker(runtime: Fork) -> None:
+    rt = runtime(2)
+    total = rt.function(lambda *xs: sum(x.sum() for x in xs), outputs="sum")
+    total(np.ones(4))
+    everyone = ["self", *pids(rt)]
+    gc.collect()  # whatever earlier tests have left to it
+
+    def held() -> list[int]:
+        return [sum(descriptors(pid).values()) for pid in everyone]
+
+    before = held()
+    data = [rt.data(np.ones((2, 1 << 16))) for _ in range(20)]
+    assert total(*data) == 20 << 17
+    assert held() == [before[0] + 20, *before[1:]]
+    del data
+    gc.collect()
+    total(np.ones(4))
+    assert held() == before
+
+
+def test_thousands_of_small_values_fit_into_1024_descriptors() -> None:
+    """5 000 ``Data``, and 500 variables on 8 workers that calls have assigned, in the master and in every worker."""
+    script(
+        """
+        import resource
+        from harness import pids, assert_right, kill_and_wait
+        import warnings
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+        rt = synk.fork(8, backend="numpy")
+        everyone = ["self", *pids(rt)]
+        fewest = [len(os.listdir(f"/proc/{pid}/fd")) for pid in everyone]
+        data = [rt.data(np.full((8, 1 + k % 300), float(k))) for k in range(5000)]
+        total = rt.function(lambda *xs: sum(x.sum() for x in xs), outputs="sum")
+        for start in range(0, 5000, 500):
+            part = range(start, start + 500)
+            assert total(*data[start : start + 500]) == sum(8.0 * (1 + k % 300) * k for k in part)
+        variables = [rt.shared(np.full(1 + k, float(k))) for k in range(500)]
+
+        def step(x):
+            for w in variables:
+                w.value = w.value + synk.comm.rank
+            return 0.0
+
+        f = rt.function(step)
+        for _ in range(3):
+            f(np.ones(8))
+        held = [len(os.listdir(f"/proc/{pid}/fd")) for pid in everyone]
+        assert max(held) < 1024
+        assert held[0] <= fewest[0] + 40, (held, fewest)
+        assert held[1:] == fewest[1:], (held, fewest)
+        for k, w in enumerate(variables):
+            for rank in (0, 3, 7):
+                assert (rt.get_value(w, rank) == k + 3 * rank).all()
+        kill_and_wait(everyone[3])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            f(np.ones(8))
+        assert (rt.get_value(variables[9], 2) == 9 + 4 * 2).all()
+        for k in (0, 17, 4999):
+            assert (data[k].data == k).all()
+        rt.close()
+        """,
+        timeout=180,
+    ).check("")
+
+
+def test_a_function_cannot_write_into_a_small_input(shared_runtimes: Any) -> None:
+    for where in (1, 2, "inline"):
+        rt = shared_runtimes[where]
+        data, other = rt.data(np.arange(4.0)), rt.data(np.arange(4.0))
+
+        def write(x: np.ndarray) -> float:
+            x[0] = 7
+            return 0.0
+
+        with pytest.raises(ValueError, match="read-only"):
+            rt.function(write)(data)
+        np.testing.assert_array_equal(data.data, other.data)
+
+
+def test_a_worker_that_was_started_again_has_them_too(runtime: Fork) -> None:
+    rt = runtime(2)
+    data, w = [rt.data(np.full(9, float(k))) for k in range(3)], rt.shared(np.arange(5.0))
+    f = rt.function(lambda *xs: sum(x.sum() for x in xs) + w.value.sum(), outputs="sum")
+    before = f(*data)
+    kill_and_wait(pids(rt)[1])
+    with pytest.warns(RuntimeWarning, match="started again"):
+        assert f(*data) == before
+
+
+def test_memory_comes_back_and_new_values_begin_with_zeros(runtime: Fork) -> None:
+    rt = runtime(2)
+    total = rt.function(lambda x: x.sum(), outputs="sum")
+
+    def blocks() -> int:
+        arenas = [arena for arenas in rt.arenas._by_kind.values() for arena in arenas]
+        return sum(os.fstat(arena.segment.fd).st_blocks for arena in arenas)
+
+    data = [rt.data(np.full(5000, 3.0)) for _ in range(400)]
+    assert total(data[7]) == 15000
+    assert blocks() * 512 >= 400 * 40_000
+    held = sum(descriptors().values())
+    del data
+    gc.collect()
+    rt.reclaim()
+    assert blocks() == 0
+    assert sum(descriptors().values()) < held
+    for _ in range(3):
+        empty = rt.data(shape=(5000,), dtype="float64")
+        assert not empty.data.any()
+        empty[:] = 4
+        assert total(empty) == 20000
+        del empty
+
+
+@pytest.mark.parametrize("refused", ["_mmap", "_fallocate"])
+def test_where_the_system_refuses(runtime: Fork, monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
+    """No address space for an arena; a file system that cannot give parts of a file back."""
+    rt = runtime(1)
+    data = rt.data(np.arange(1000.0))
+    with monkeypatch.context() as patch:
+        if refused == "_fallocate":
+            patch.setattr(_mapping, "_fallocate", lambda *_: -1)
+        else:
+            real = _mapping._mmap
+
+            def small_only(*args: Any) -> Any:
+                return _mapping._FAILED if args[1] >= _arenas.ARENA_NBYTES else real(*args)
+
+            patch.setattr(_mapping, "_mmap", small_only)
+        for k in range(5):
+            others = [rt.data(np.full(100 * PAGE_NBYTES // 8 // 4**size, float(k))) for size in range(4)]
+            del others
+            empty = rt.data(shape=(10_000,), dtype="float64")
+            assert not empty.data.any()
+            del empty
+    np.testing.assert_array_equal(data.data, np.arange(1000.0))
+    assert_right(rt)
+
+
+def test_the_segments_of_an_arena_do_not_touch() -> None:
+    """Of every size up to the largest, each written full."""
+    released: deque[Segment] = deque()
+    arenas = _arenas.Arenas(released)
+    rng = random.Random(0)
+    held: dict[int, tuple[Segment, int]] = {}
+    for number in range(1500):
+        nbytes = rng.choice([1, PAGE_NBYTES, PAGE_NBYTES + 1, 70_000, 200_000, 1 << 18, (1 << 18) + 1])
+        segment = arenas.create(nbytes, is_worker_writable=rng.random() < 0.5)
+        assert segment.nbytes >= nbytes
+        assert not segment.buffer.any()
+        segment.buffer[:] = number % 250 + 1
+        held[number] = (segment, number % 250 + 1)
+        if rng.random() < 0.7:
+            segment, value = held.pop(rng.choice(list(held)))
+            assert (segment.buffer == value).all()
+            segment.discard()
+    for segment, value in held.values():
+        assert (segment.buffer == value).all()
+        segment.close()
+    arenas.close()
+    while released:
+        released.pop().close()
+
+
+class Fuzz:
+    """Small and large ``Data`` and variables come, grow, go; views are kept; children are made; all equals NumPy."""
+
+    def __init__(self, rt: Any, rng: random.Random) -> None:
+        self.rt = rt
+        self.rng = rng
+        self.data: list[tuple[Any, np.ndarray]] = []
+        self.views: list[tuple[np.ndarray, np.ndarray]] = []
+        self.variables: list[tuple[Any, np.ndarray]] = []
+        self.calls: list[tuple[Any, float]] = []
+        self.total = rt.function(lambda *xs: sum(x.sum() for x in xs), outputs="sum")
+
+    def array(self) -> np.ndarray:
+        size = self.rng.choice([2, 3, 100, 513, 3000, 30_000, 40_000])
+        return np.full(size, float(self.rng.randrange(100)))
+
+    def make(self) -> None:
+        array = self.array()
+        self.data.append((self.rt.data(array), array))
+
+    def share(self) -> None:
+        array = self.array()[:1000]
+        self.variables.append((self.rt.shared(array), array))
+
+    def drop(self) -> None:
+        for values in (self.data, self.views, self.variables):
+            while len(values) > self.rng.randrange(1, 20):
+                values.pop(self.rng.randrange(len(values)))
+
+    def keep_view(self) -> None:
+        if self.data:
+            data, array = self.data.pop(self.rng.randrange(len(self.data)))  # the view outlives it
+            start = self.rng.randrange(len(array))
+            self.views.append((data.data[start:], array[start:]))
+
+    def change(self) -> None:
+        if self.data:
+            data, _ = self.data.pop(self.rng.randrange(len(self.data)))
+            array = self.array()
+            data.set_value(array)
+            self.data.append((data, array))
+
+    def call(self) -> None:
+        picked = self.rng.sample(self.data, min(3, len(self.data)))
+        lengths = [len(array) for _, array in picked]
+        picked = [pair for pair in picked if len(pair[1]) == lengths[0]]
+        if picked:
+            self.calls.append((self.total.submit(*[d for d, _ in picked]), sum(a.sum() for _, a in picked)))
+        while self.calls and self.rng.random() < 0.7:
+            call, expected = self.calls.pop(0)
+            assert call.result() == expected
+
+    def assign(self) -> None:
+        if self.variables:
+            position = self.rng.randrange(len(self.variables))
+            w, array = self.variables[position]
+
+            def add(x: np.ndarray) -> float:
+                w.value = w.value + 1
+                return 0.0
+
+            self.rt.function(add)(np.ones(self.rt.world_size))
+            self.variables[position] = (w, array + 1)
+
+    def fork(self) -> None:
+        seen = [(data.data, array) for data, array in self.data] + list(self.views)
+        with Child(lambda: self.check(seen)):
+            seen.clear()  # in the parent: the views go with what they show
+            for _ in range(3):  # nothing that lives on is written into: a child sees that
+                self.keep_view()
+                self.drop()
+                self.make()
+                self.share()
+
+    def check(self, pairs: Any) -> None:
+        for view, array in pairs:
+            np.testing.assert_array_equal(view, array)
+
+    def run(self, num_steps: int) -> None:
+        steps = [self.make, self.make, self.share, self.drop, self.keep_view, self.change, self.call, self.assign]
+        for _ in range(num_steps):
+            self.fork() if self.rng.random() < 0.04 else self.rng.choice(steps)()
+            self.check((data.data, array) for data, array in self.data)
+            self.check(self.views)
+            self.check((w.value, array) for w, array in self.variables)
+
+
+@pytest.mark.parametrize("num_workers", ["inline", 2])
+def test_any_sequence_of_small_values_equals_numpy(runtime: Fork, num_workers: Any) -> None:
+    for seed in range(50 if "SYNK_STORM" in os.environ else 2):
+        rt = runtime(1, inline=True) if num_workers == "inline" else runtime(num_workers)
+        with rt:
+            Fuzz(rt, random.Random(f"{num_workers} {seed}")).run(150)
+
+
+def test_arenas_of_which_a_child_holds_parts_go_when_the_parent_has_dropped_all(runtime: Fork) -> None:
+    """A loader forks at each epoch, and each epoch makes values of its own: mappings and descriptors stay flat."""
+    rt = runtime(1)
+    total = rt.function(lambda *xs: sum(x.sum() for x in xs), outputs="sum")
+    total(np.ones(2))
+
+    def epoch() -> tuple[int, int]:
+        data = [rt.data(np.full(100, 1.0)) for _ in range(20)]
+        with Child(lambda: None):
+            assert total(*data) == 2000
+        del data
+        gc.collect()
+        total(np.ones(2))
+        return len(mapped_memfds()), sum(descriptors().values())
+
+    first = [epoch() for _ in range(3)][-1]
+    assert [epoch() for _ in range(10)][-1] == first
