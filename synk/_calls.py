@@ -83,6 +83,7 @@ class Callee(Protocol):
     outputs: Any
     plans: PlanCache
     variables: set[Shared]
+    is_stale: bool
 
     def load(self, runtime: Runtime, deadline: float | None) -> None:
         """See that the workers have it."""

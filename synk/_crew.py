@@ -178,6 +178,8 @@ class Crew:
             if (lines := link.process.stderr_since(began))
         ]
         message = f"{ended} during {what or phase}.{hints} The next call starts dead workers again."
+        if phase != "start":
+            message += " What functions kept there, in closures or globals, is gone."
         return WorkerDied(
             "\n".join([message, *tails]),
             ranks=tuple(ranks),

@@ -21,6 +21,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+import numpy as np
+
 import synk
 from synk._channel import Channel
 from synk.errors import StartupError
@@ -391,6 +393,7 @@ def setup_message(
         "import_path": absolute if home in absolute else [*absolute, home],
         "argv": sys.argv,
         "failpoints": list(failpoints),
+        "float_errors": np.geterr(),
     }
 
 

@@ -277,18 +277,39 @@ class Team(Crew):
             raise error
         self._last_death = None
         self._restarts.append(now)
+        self._start_again(dead, deadline)
+        if reports:
+            warnings.warn(
+                f"{'; '.join(reports)} and was started again. "
+                "What functions kept there, in closures or globals, is gone.",
+                RuntimeWarning,
+                stacklevel=6,
+            )
+
+    def _start_again(self, links: Sequence[Link], deadline: float | None) -> None:
         self._on_idle()
         lasting = [point for point in self._failpoints if point[2] == 0]
         with deferred():
-            for link in dead:
+            for link in links:
                 self.counters["restarts"] += 1
                 self._hellos.pop(link.rank, None)
                 link.restart(self._start(link.rank, lasting))
                 self.restarted.append(link.rank)
                 self._watch_link(link)
         self.await_ready(deadline)
-        if reports:
-            warnings.warn(f"{'; '.join(reports)} and was started again.", RuntimeWarning, stacklevel=6)
+
+    def replace(self, deadline: float | None) -> None:
+        """End all workers, which are idle, and start others in their place."""
+        self.say_goodbye()
+        for link in self.links:
+            if isinstance(link.process, WorkerProcess):
+                if not link.is_dead:
+                    link.process.kill()
+                    self._bury(link)
+            else:
+                link.process.close()
+        self._unreported_deaths.clear()
+        self._start_again(self.links, deadline)
 
     # -- exchanging ---------------------------------------------------------------------------------------------------
 
