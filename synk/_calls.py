@@ -70,6 +70,7 @@ class Callee(Protocol):
     row_shapes: RowShapes
     plans: PlanCache
     variables: set[Shared]
+    is_stale: bool
 
     def load(self, runtime: Runtime, deadline: float | None) -> None:
         """See that the workers have it."""
@@ -613,7 +614,9 @@ def _try_shorter(runtime: Runtime, launched: Launched) -> None:
         number = next(runtime.numbers)
         tried = collect(runtime, _send(runtime, function, shorter, cached, number, launched.deadline))
         function.plans.discard(cached, runtime)
-    except Exception:
+    except Exception as error:
+        if is_from_handler(error):
+            raise
         return
     follow = [
         k for k in shapes.suspects if k < len(tried.leaves) and np.shape(tried.leaves[k][rank])[:1] == (high - low - 1,)

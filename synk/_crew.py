@@ -197,6 +197,8 @@ class Crew:
         )
         hints = "".join(self._kill_hint(link.rank) for link, how in zip(links, exits) if how == "SIGKILL")
         message = f"{ended} during {what or phase}.{hints} The next call starts dead workers again."
+        if phase != "start":
+            message += " What functions kept there, in closures or globals, is gone."
         return WorkerDied(
             "\n".join([message, *stderr_tails(links, began)]),
             ranks=tuple(ranks),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from synk._cell import cell, refuse_inside_worker
@@ -39,6 +39,7 @@ def fork(
     inline: bool = False,
     timeout: float | None = None,
     max_restarts: int = 3,
+    on_restart: Callable[[], Any] | None = None,
     _failpoints: Sequence[Sequence[Any]] = (),
 ) -> Runtime:
     """Start one worker process per device and make their runtime the current one.
@@ -58,7 +59,10 @@ def fork(
     timeout : float or None
         Default for all calls, in seconds; None: no limit. Counts from the call on, the start of the workers included.
     max_restarts : int
-        How many dead workers are started again within 60 s before the runtime closes.
+        How many dead workers are started again within 60 s before the runtime closes. 0: none; a death closes it.
+    on_restart : callable, optional
+        ``on_restart()`` is run by each worker that is started in the place of another, before its first call, to load
+        what functions keep on a worker. What it captures is what the functions capture: the same objects.
 
     Returns
     -------
@@ -98,6 +102,7 @@ def fork(
                 inline=inline,
                 timeout=timeout,
                 max_restarts=max_restarts,
+                on_restart=on_restart,
                 _failpoints=_failpoints,
             )
     except BaseException:  # Ctrl-C, or what another signal handler raises, comes when it has started

@@ -35,9 +35,11 @@ class Link:
     def __init__(self, rank: int, process: Any) -> None:
         self.rank = rank
         self.functions: set[int] = set()
+        self.parcels: set[int] = set()
         self.plans: set[int] = set()
         self.assemblies: dict[int, int] = {}  # plan -> number of the assembly in which the rank knows its part
         self.restart(process)
+        self.is_prepared = True
 
     def restart(self, process: Any) -> None:
         """Begin anew with a process that knows nothing."""
@@ -45,7 +47,9 @@ class Link:
         self.is_dead = False
         self.is_ready = not hasattr(process, "pidfd")  # an inline rank is there at once
         self.description = getattr(process, "description", "")
+        self.is_prepared = False  # whether it has run what replacements are to run first
         self.functions.clear()
+        self.parcels.clear()
         self.plans.clear()
         self.assemblies.clear()
         self.segments: set[int] = set()
@@ -55,6 +59,7 @@ class Link:
         self._dropped_segments: list[int] = []
         self._dropped_plans: list[int] = []
         self._dropped_functions: list[int] = []
+        self._dropped_parcels: list[tuple[int, list[tuple[tuple[int, int], Any]]]] = []
         self._lane_ids: dict[int, tuple[int, int]] = {}  # what it knows of each lane, see Lane.ids
 
     def forget_sent(self) -> None:
@@ -81,6 +86,11 @@ class Link:
         if function_id in self.functions:
             self.functions.discard(function_id)
             self._dropped_functions.append(function_id)
+
+    def drop_parcel(self, number: int, unbound: list[tuple[tuple[int, int], Any]]) -> None:
+        """Also one that it may not hold: a load that was broken off may have reached it."""
+        self.parcels.discard(number)
+        self._dropped_parcels.append((number, unbound))
 
     def drop_variable(self, variable_id: int) -> None:
         if self.variables.pop(variable_id, None) is not None:
@@ -120,7 +130,8 @@ class Link:
         if missing:
             missing = self._with_arenas(missing)
         dropped = self._dropped_segments or self._dropped_plans or self._dropped_functions or self._dropped_variables
-        if content is None and not (missing or new_exchange or new_collective or dropped or news):
+        is_dropping = bool(dropped or self._dropped_parcels)
+        if content is None and not (missing or new_exchange or new_collective or is_dropping or news):
             return None, missing
         return (
             Extras(
@@ -131,6 +142,7 @@ class Link:
                 dropped_segments=list(self._dropped_segments),
                 dropped_plans=list(self._dropped_plans),
                 dropped_functions=list(self._dropped_functions),
+                dropped_parcels=list(self._dropped_parcels),
                 exchange=new_exchange,
                 collective=new_collective,
                 declarations=[variable.declaration(self.rank) for variable in news],
@@ -148,6 +160,7 @@ class Link:
         del self._dropped_segments[: len(extras.dropped_segments)]
         del self._dropped_plans[: len(extras.dropped_plans)]
         del self._dropped_functions[: len(extras.dropped_functions)]
+        del self._dropped_parcels[: len(extras.dropped_parcels)]
         del self._dropped_variables[: len(extras.dropped_variables)]
         for declaration in extras.declarations:
             self.variables[declaration.variable_id] = declaration.version

@@ -59,7 +59,7 @@ LARGE_NBYTES = 1 << 18
 class Kind(IntEnum):
     """Messages from the master to a worker."""
 
-    LOAD = 1  # functions
+    LOAD = 1  # functions, and objects that they refer to
     CALL = 2  # value = plan
     PUBLISH = 3  # the slots have grown: publish the outputs of the last call again
     ASSEMBLE = 4  # value = segment: reduce or copy the large outputs of the last call into it
@@ -342,6 +342,8 @@ class Extras:
     segments : list of (segment_id, nbytes, is_writable, is_staging, is_arena)
     parts : list of (segment_id, arena_id, offset, nbytes)
         Segments that lie in arenas, which came before or come with this.
+    dropped_parcels : list of (number, globals)
+        With the globals that they brought: the address of the namespace, and the name.
     content : the message's own body
     exchange : (lane, segment_id, slot_nbytes) or None
         New slots for outputs.
@@ -356,11 +358,43 @@ class Extras:
     dropped_segments: list[int] = field(default_factory=list)
     dropped_plans: list[int] = field(default_factory=list)
     dropped_functions: list[int] = field(default_factory=list)
+    dropped_parcels: list[tuple[int, list[tuple[tuple[int, int], Any]]]] = field(default_factory=list)
     exchange: tuple[int, int, int] | None = None
     collective: tuple[int, int] | None = None
     declarations: list[Any] = field(default_factory=list)
     dropped_variables: list[int] = field(default_factory=list)
     content: Any = None
+
+
+@dataclass(frozen=True)
+class Reload:
+    """A module of the user's program whose code has changed: its source now, and before where that is known."""
+
+    module: str
+    file: str
+    before: str | None
+    source: str
+
+
+@dataclass(frozen=True)
+class LoadOrder:
+    """What a LOAD message says.
+
+    Attributes
+    ----------
+    reloads : list of Reload
+    parcels : list of (number, pickle)
+        See ``synk._parcels``.
+    sys_path : list of str
+        The master's.
+    prepare : int or None
+        The function to run in a worker that was started in the place of another.
+    """
+
+    reloads: list[Reload]
+    parcels: list[tuple[int, bytes]]
+    sys_path: list[str]
+    prepare: int | None = None
 
 
 def is_reduced_on_devices(leaf: Leaf, op: Op, has_group: bool) -> bool:

@@ -17,6 +17,8 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 import synk
 from synk._channel import Channel
 from synk._descriptors import NONE, Descriptor, packet_pair, pipe
@@ -286,6 +288,7 @@ def setup_message(
         "import_path": absolute if home in absolute else [*absolute, home],
         "argv": [str(argument) for argument in getattr(sys, "argv", [""])],
         "failpoints": list(failpoints),
+        "float_errors": np.geterr(),
     }
 
 

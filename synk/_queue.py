@@ -166,6 +166,7 @@ class Queue:
             bool(self.calls)
             and not team.is_inline
             and function in runtime.bound
+            and not function.is_stale
             and not runtime.has_dropped
             and not team.has_dead
             and len(team.flights) == len(self.calls)  # else one of them has no owner: an interrupt came

@@ -235,5 +235,6 @@ def main(sock: socket.socket, setup: dict[str, Any]) -> None:
 
     sys.path[:] = setup["sys_path"]
     sys.argv[:] = setup["argv"]
+    np.seterr(**{kind: how for kind, how in setup["float_errors"].items() if how not in ("call", "log")})
     loop.serve()
     loop.close()

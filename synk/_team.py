@@ -269,7 +269,11 @@ class Team(Crew):
                 break
         if self._news:
             news, self._news = self._news, []
-            warnings.warn(f"{'; '.join(news)} and was started again.", RuntimeWarning, stacklevel=5)
+            warnings.warn(
+                f"{'; '.join(news)} and was started again. What functions kept there, in closures or globals, is gone.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
         self._began = time.monotonic()
 
     def _drain_events(self) -> None:
@@ -307,15 +311,33 @@ class Team(Crew):
             raise error
         self._last_death = None
         self._restarts.append(now)
+        self._start_again(dead)
+        self._news += news
+
+    def _start_again(self, links: Sequence[Link]) -> None:
         self._on_idle()
         lasting = [point for point in self._failpoints if point[2] == 0]
         with deferred():
-            for link in dead:
+            for link in links:
                 self.counters["restarts"] += 1
                 self._hellos.pop(link.rank, None)
                 self._start(link, lasting)
                 self.restarted.append(link.rank)
-        self._news += news
+
+    def replace(self, deadline: float | None) -> None:
+        """End all workers, which are idle, and start others in their place."""
+        self.say_goodbye()
+        for link in self.links:
+            if isinstance(link.process, WorkerProcess):
+                if not link.is_dead:
+                    link.process.kill()
+                    self._bury(link)
+            else:
+                link.process.close()
+                link.restart(self._new_process(link.rank))
+        self._unreported_deaths.clear()
+        self._start_again(self.links)
+        self.await_ready(deadline)
 
     # -- exchanging ---------------------------------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ from synk._messages import (
     is_interrupted,
 )
 from synk._pages import give_back, is_written
+from synk._received import Received
 from synk._steps import run_steps
 from synk._variables import VariableStore
 from synk.backends import Backend, DeviceBackend, open_backend
@@ -115,6 +116,7 @@ class Worker:
         self.down, self.up = self.lane.down, self.lane.up
         self.segments: dict[int, Segment] = {}
         self.functions: dict[int, LoadedFunction] = {}
+        self.received = Received()
         self.plans: dict[int, PreparedPlan] = {}
         self.failpoint: Callable[[str], None] = _failpoints.nothing
         self.peek: Callable[[], Doorbell | None] = _see_nothing
@@ -263,6 +265,8 @@ class Worker:
         for function_id in extras.dropped_functions:
             if self.functions.pop(function_id, None) is self._function:
                 self._function = None
+        for number, unbound in extras.dropped_parcels:
+            self.received.drop(number, unbound)
         dropped = set(extras.dropped_segments)
         if dropped:
             for plan_id in [p for p, prepared in self.plans.items() if prepared.segment_ids & dropped]:
@@ -331,11 +335,24 @@ class Worker:
         def load() -> None:
             self.failpoint("distribute.loading")
             self._own_up[Up.PHASE] = Phase.LOADING
-            loaded = pickle.loads(extras.content)
-            for function_id, options in loaded:
-                self.functions[function_id] = LoadedFunction(**options, backend=self.backend)
+            self.received.load(extras.content, self._load_function)
+            if extras.content.prepare is not None:
+                self._prepare(self.functions[extras.content.prepare])
 
         return self._guarded(load)
+
+    def _load_function(self, function_id: int, options: dict[str, Any]) -> None:
+        self.functions[function_id] = LoadedFunction(**options, backend=self.backend)
+
+    def _prepare(self, function: LoadedFunction) -> None:
+        """Run what a worker that was started in the place of another is to run before its first call."""
+        try:
+            with self.backend.running():
+                function.fn()
+            if self.variables.assigned:
+                raise TypeError("on_restart cannot assign a shared variable: it is not a call, and changes one rank.")
+        finally:
+            self.variables.abandon()
 
     def _call(self, plan_id: int, sequence: int, extras: Extras | None) -> _Reply:
         started = time.monotonic_ns()

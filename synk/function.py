@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import itertools
+import sys
 import threading
+import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -25,12 +27,16 @@ from synk._plans import PlanCache
 from synk._queue import PendingCall
 from synk._row_shapes import RowShapes
 from synk._verify import Report, Tolerance, verify
+from synk._watch import Part, Watch, is_users_module, watch
 from synk.data import Data
 from synk.errors import ClosedError, SerializationError, SynkError, WorkerDied
 from synk.runtime import Runtime
-from synk.shared import Shared, check_owner, pickled
+from synk.shared import Shared, pickled
 
 FRAMEWORKS = (None, "torch", "jax")
+
+LARGE_CHANGE_NBYTES = 1 << 20
+"""From this size on it is told of an object that is sent again and again."""
 
 _PLAIN = CallOptions()
 """Those of nearly all calls."""
@@ -91,6 +97,7 @@ class Function:
         if framework not in FRAMEWORKS:
             raise ValueError(f"cannot build {self.name!r}: got framework={framework!r}, expected one of {FRAMEWORKS}.")
         self._fn = fn
+        self._bcast_inputs = bcast_inputs
         self.signature = Signature(fn, bcast_inputs, self.name)
         self.outputs = outputs
         self.updates = tuple(updates) if isinstance(updates, (tuple, list)) else (updates,)
@@ -103,9 +110,13 @@ class Function:
         self.per_rank = per_rank
         self._fixed_runtime = runtime
         self._runtime: Runtime | None = None
-        self._sent: bytes | None = None  # a digest of the pickle that the workers have
         self.row_shapes = RowShapes(self.name)
         self.plans = PlanCache()
+        self.is_stale = False
+        self._code = getattr(fn, "__code__", None)
+        self._home: tuple[dict[str, Any], str] | None = None  # the user's module that holds it, and its name there
+        self._watch: Watch | None = None  # over what the workers have been told
+        self._changes = Changes(self.name)
         self.variables = _check_picklable(self)
         functools.update_wrapper(self, fn, updated=())
         _waiting.add(self)
@@ -220,12 +231,8 @@ class Function:
             options,
             Tolerance(rtol, atol),
             is_per_rank=self.per_rank,
-            is_outdated=self._is_outdated(),
+            is_outdated=self._is_stale_inside(),
         )
-
-    def _is_outdated(self) -> bool:
-        """Whether what the function refers to has changed since it was sent."""
-        return self._sent is not None and self._sent != _digest(_dumps(self.options)[0])
 
     def submit(
         self,
@@ -271,14 +278,17 @@ class Function:
                 f"cannot submit {self.name!r}: it was built with retry={self._retry}, and a submitted call is never "
                 "run again. Call it, or build it without retry."
             )
-        runtime = self._bound_runtime()
+        function = self._renewed()
+        runtime = function._bound_runtime()
         options = CallOptions(
             batch, shard_batch, _check_slices(num_slices), _subset(output_subset), check_timeout(timeout)
         )
         with runtime.entered(f"submit {self.name!r}"):
-            return runtime.queue.submit(self, args, kwargs, options, runtime.deadline(options.timeout))
+            return runtime.queue.submit(function, args, kwargs, options, runtime.deadline(options.timeout))
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
+        if self._watch is not None and not self._watch.is_current() and (renewed := self._renewed()) is not self:
+            return renewed._run(args, kwargs, options)
         runtime = self._bound_runtime()
         deadline = runtime.deadline(options.timeout)
         for attempts_left in range(self._retry, -1, -1):
@@ -293,7 +303,7 @@ class Function:
 
     def load(self, runtime: Runtime, deadline: float | None) -> None:
         """See that the workers of ``runtime`` have this function."""
-        if self._runtime is not runtime:
+        if self._runtime is not runtime or self.is_stale:
             distribute_functions(runtime, [self], deadline=deadline)
         else:
             runtime.ensure_loaded(deadline)
@@ -314,12 +324,57 @@ class Function:
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
-    def _bind_to(self, runtime: Runtime) -> None:
-        if self._runtime is not None and self._runtime is not runtime:
+    def _bind_to(self, runtime: Runtime, watch: Watch) -> None:
+        is_new = self._runtime is not runtime
+        if self._runtime is not None and is_new:
             self.plans = PlanCache()
         self._runtime = runtime
+        self._watch, self.is_stale = watch, False
+        self.variables = runtime.book.variables_of(self.id)
         runtime.bound.add(self)
         _waiting.discard(self)
+        if is_new:
+            dropped = weakref.finalize(self, runtime._dropped_functions.append, (self.id, self.plans))
+            dropped.atexit = False  # the user's own exit handlers may still call it
+
+    def forget_sent(self) -> None:
+        """The runtime is closed: let go of what was compared with what its workers had."""
+        self.plans.forget()
+        self._watch = None
+
+    def _renewed(self) -> Function:
+        """Return the function to call: this one, with what its code names now, or the one that took its place.
+
+        A module that is reloaded makes its functions anew, and its name in the module tells which one is meant.
+        """
+        if self._watch is None or self._watch.is_current():
+            return self
+        home = self._home
+        successor = home[0].get(home[1]) if home is not None else None
+        if isinstance(successor, Function) and successor is not self:
+            return successor
+        fn = successor if isinstance(successor, types.FunctionType) else self._fn
+        if fn is not self._fn or getattr(fn, "__code__", None) is not self._code:
+            self.signature = Signature(fn, self._bcast_inputs, self.name)
+            self.plans.repeats.clear()
+            self._fn, self._code = fn, getattr(fn, "__code__", None)
+        self.is_stale = True
+        return self
+
+    def _look(self) -> Watch:
+        """Return a watch over what the function names now."""
+        if self._home is None:
+            self._home = _home_of(self, self._fn)
+        home = self._home
+        return watch(self._fn, [] if home is None else [(home[0].get, home[1], home[0].get(home[1]))])
+
+    def _is_stale_inside(self) -> bool:
+        """Whether an object that the function captures was changed in place since the workers were told of it.
+
+        Compares the elements of arrays, lists and sets, keys of dicts and attributes, at any depth. What a new
+        definition of the function, or ``Runtime.restart``, would send.
+        """
+        return self._runtime is not None and self._runtime.book.is_changed_inside(self.id)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         # As a decorator on a method: the instance becomes a broadcast argument, which is rarely meant.
@@ -338,6 +393,43 @@ class Function:
 
     def __repr__(self) -> str:
         return f"<synk.Function {self.name!r} outputs={self.outputs!r}>"
+
+
+def _home_of(function: Function, fn: Any) -> tuple[dict[str, Any], str] | None:
+    """Return the namespace and the name under which a module of the user's holds a function, decorated or not."""
+    module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "")
+    if not isinstance(module, str) or not is_users_module(module):
+        return None
+    table = vars(sys.modules[module])
+    return (table, name) if table.get(name) in (function, fn) else None
+
+
+class Changes:
+    """How often in a row large objects of a function had to be sent again."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._rows: dict[Any, tuple[int, int]] = {}  # how often, and in which call the last time
+        self._has_told = False
+
+    def note(self, sent: Sequence[tuple[Part, int]], call: int) -> None:
+        """Take in what was sent before a call; tell, once, of a large object that it is better passed."""
+        for part, nbytes in sent:
+            if nbytes < LARGE_CHANGE_NBYTES:
+                continue
+            key = id(part.container), part.key
+            count, last = self._rows.get(key, (0, call - 1))
+            self._rows[key] = count + 1 if last == call - 1 else 1, call
+            if self._rows[key][0] == 3 and not self._has_told:
+                self._has_told = True
+                name = part.key or "a closure variable"
+                warnings.warn(
+                    f"{self._name!r} uses {name!r} ({nbytes / 1e6:.0f} MB), which has changed in three calls in a row "
+                    "and is sent again as a whole each time. Make it a parameter and name it in bcast_inputs: arrays "
+                    "among the arguments travel through shared memory.",
+                    UserWarning,
+                    stacklevel=9,
+                )
 
 
 def _check_retry(retry: Any, updates: Any, name: str) -> int:
@@ -391,10 +483,6 @@ def _dumps(value: Any) -> tuple[bytes, set[Shared]]:
         pickled.met = None
 
 
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data).digest()
-
-
 def _check_picklable(function: Function) -> set[Shared]:
     """Return the variables that a function refers to; raise SerializationError if it cannot be sent."""
     try:
@@ -431,34 +519,32 @@ def distribute_functions(runtime: Runtime, only: Sequence[Function] | None = Non
     """Pickle the functions that ``runtime`` does not have yet, together, and load them on all workers."""
     with _waiting_lock:
         candidates = list(_waiting if only is None else only)
-    functions = [f for f in candidates if f._fixed_runtime in (None, runtime) and f._runtime is not runtime]
+    functions = [
+        f for f in candidates if f._fixed_runtime in (None, runtime) and (f._runtime is not runtime or f.is_stale)
+    ]
     functions.sort(key=lambda function: function.id)
     runtime.ensure_loaded(deadline)
     if not functions:
         return
     names = ", ".join(repr(function.name) for function in functions)
-    try:
-        data, variables = _dumps([(function.id, function.options) for function in functions])
-    except Exception as error:
-        if is_from_handler(error):
-            raise
-        raise SerializationError(f"cannot send {names} to the workers: {type(error).__name__}: {error}.") from error
-    for variable in variables:
-        check_owner(variable, runtime, names)
-    runtime.load(data, [function.id for function in functions], names, deadline)
+    watches = [function._look() for function in functions]
+    orders = [(f.id, f._fn, f.options, watched) for f, watched in zip(functions, watches)]
     for function in functions:
-        # A global may have been bound anew since the function was built; and what others of these refer to is not its.
-        own, variables = _dumps(function.options)
+        if function._runtime is runtime and not runtime.book.has(function.id, function._fn):
+            function.plans.drop_all(runtime)  # workers plan with the function that they have
+    sent = runtime.bring(orders, names, deadline)
+    for function, watched in zip(functions, watches):
         with deferred():  # what is on the workers must be dropped there some day
-            function._bind_to(runtime)
-            function.variables, function._sent = variables, _digest(own)
-            dropped = weakref.finalize(function, runtime._dropped_functions.append, (function.id, function.plans))
-            dropped.atexit = False  # the user's own exit handlers may still call it
+            function._bind_to(runtime, watched)
+    if len(functions) == 1:
+        functions[0]._changes.note(sent, runtime.counters["calls"])
 
 
 def build_function(fn: Any, options: dict[str, Any], runtime: Runtime | None) -> Any:
-    """Return a Function, or a decorator where ``fn`` is None."""
-    refuse_inside_worker("build a function")
+    """Return a Function, or a decorator where ``fn`` is None.
+
+    Also on a worker, which imports modules whose functions are decorated; only a call is refused there.
+    """
     if fn is None:
         return lambda target: Function(target, runtime=runtime, **options)
     return Function(fn, runtime=runtime, **options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import inspect
 import itertools
 import os
 import pickle
@@ -18,7 +19,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import optree  # noqa: F401  (used when a result is nested: by then a file of that name may lie in the current folder)
@@ -26,7 +27,7 @@ import optree  # noqa: F401  (used when a result is nested: by then a file of th
 import synk.collectives as collectives  # finds the bound submodule where a worker has not run the package yet
 from synk._arenas import Arenas
 from synk._cell import cell, refuse_inside_worker
-from synk._device_values import restore
+from synk._device_values import refresh, restore
 from synk._failures import rebuild
 from synk._groups import Group
 from synk._interrupts import deferred, is_from_handler, num_cancels
@@ -34,7 +35,7 @@ from synk._lanes import Lanes
 from synk._limits import check_timeout, lock_s
 from synk._links import Link
 from synk._memory import Segment
-from synk._messages import Down, Extras, Kind, Layout, Status
+from synk._messages import Down, Extras, Kind, Layout, LoadOrder, Reload, Status
 from synk._orphans import orphans
 from synk._placement import place
 from synk._profile import Profile
@@ -43,9 +44,16 @@ from synk._queue import Queue
 from synk._read_only import read_only
 from synk._results import Lease, ResultPool, before_fork
 from synk._team import Team
+from synk._watch import Part, Watch, watch
 from synk.data import Data
-from synk.errors import ClosedError, ReentrancyError, SerializationError, SynkError
+from synk.errors import ClosedError, ReentrancyError, SerializationError, StartupError, SynkError
 from synk.shared import Shared, check_owner
+
+if TYPE_CHECKING:
+    from synk._parcels import Book
+
+_ON_RESTART = 0
+"""In the place of a function's id."""
 
 _open_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
@@ -68,7 +76,9 @@ class Runtime:
     timeout : float or None
         Default for all calls, in seconds.
     max_restarts : int
-        How many dead workers are started again within 60 s before the runtime closes.
+        How many dead workers are started again within 60 s before the runtime closes; 0: none.
+    on_restart : callable, optional
+        ``on_restart()`` is run by each worker that is started in the place of another, before its first call.
 
     Attributes
     ----------
@@ -99,9 +109,11 @@ class Runtime:
         inline: bool = False,
         timeout: float | None = None,
         max_restarts: int = 3,
+        on_restart: Callable[[], Any] | None = None,
         _failpoints: Sequence[Sequence[Any]] = (),
     ) -> None:
         refuse_inside_worker("fork")
+        self._on_restart = _check_on_restart(on_restart)
         self.timeout = check_timeout(timeout)
         if isinstance(max_restarts, bool) or not isinstance(max_restarts, (int, np.integer)) or max_restarts < 0:
             raise ValueError(f"cannot fork: got max_restarts={max_restarts!r}, expected an integer of 0 or more.")
@@ -127,7 +139,8 @@ class Runtime:
         self._dropped_functions: deque[tuple[int, Any]] = deque()
         self._dropped_variables: deque[int] = deque()
         self._num_loaded_restarts = 0
-        self._functions: dict[int, bytes] = {}
+        self._is_inline = inline
+        self.book = self._new_book()
         self._variables: weakref.WeakValueDictionary[int, Shared] = weakref.WeakValueDictionary()
         self._to_flip: list[tuple[Shared, int, int, bool]] = []
         self.has_devices = self.backend != "numpy"
@@ -263,7 +276,7 @@ class Runtime:
         while self._dropped_functions:
             with deferred():
                 function_id, plans = self._dropped_functions.popleft()
-                self._functions.pop(function_id, None)
+                self.book.forget_function(function_id)
                 plans.drop_all(self)
                 for link in self.team.links:
                     link.drop_function(function_id)
@@ -343,58 +356,114 @@ class Runtime:
 
     # -- functions ----------------------------------------------------------------------------------------------------
 
-    def load(self, data: bytes, function_ids: Sequence[int], names: str, deadline: float | None) -> None:
-        """Send pickled functions to all workers, and remember them for workers that are started later.
+    def _new_book(self) -> Book:
+        from synk._parcels import Book  # with cloudpickle, which ``import synk`` does without
+
+        return Book(self._drop_parcel, is_inline=self._is_inline)
+
+    def _drop_parcel(self, number: int, unbound: list[tuple[tuple[int, int], Any]]) -> None:
+        for link in self.team.links:
+            link.drop_parcel(number, unbound)
+
+    def bring(
+        self, functions: Sequence[tuple[int, Any, dict[str, Any], Watch]], names: str, deadline: float | None
+    ) -> list[tuple[Part, int]]:
+        """Send all workers functions (id, function, options, what it names) and what has changed of what they name.
+
+        Returns
+        -------
+        list of (Part, size in bytes)
+            What was sent because it had changed.
 
         Raises
         ------
         SerializationError
-            If they cannot be loaded; they are then on no rank.
+            If it cannot be pickled, or cannot be loaded; no rank counts as having it then.
         """
-        for function_id in function_ids:
-            self._functions[function_id] = data
+        book = self.book
+        sent: list[tuple[Part, int]] = []
+        reloads: list[Reload] = []
         try:
-            self._load_missing(names, deadline)
+            try:
+                for function_id, fn, options, watched in functions:
+                    update = book.update(function_id, fn, options, watched)
+                    reloads += update.reloads
+                    sent += update.sent
+            except Exception as error:
+                if is_from_handler(error):
+                    raise
+                raise SerializationError(
+                    f"cannot send {names} to the workers: {type(error).__name__}: {error}."
+                ) from error
+            for function_id, *_ in functions:
+                for variable in book.variables_of(function_id):
+                    check_owner(variable, self, names)
+            self._load_missing(names, deadline, reloads)
         except BaseException:
-            for function_id in function_ids:
-                self._functions.pop(function_id, None)
-                for link in self.team.links:
-                    link.functions.discard(function_id)
+            book.roll_back()
             raise
+        book.commit()
+        return sent
 
     def sent_nbytes(self, function_id: int) -> int:
-        """Return the size of the pickle by which a function came to the workers."""
-        return len(self._functions.get(function_id, b""))
+        """Return the size of the pickles by which a function and what it captures came to the workers."""
+        return self.book.nbytes_of(function_id)
 
     def ensure_loaded(self, deadline: float | None) -> None:
         """Send each worker the functions that it misses: all of them after it was started again."""
         restarts = self.team.counters["restarts"]
         if restarts != self._num_loaded_restarts:
             self._load_missing("functions", deadline)
+            self._prepare_restarted(deadline)
             self._num_loaded_restarts = restarts
 
-    def _load_missing(self, names: str, deadline: float | None) -> None:
-        links = self.team.links
-        while True:
-            batches: dict[int, bytes] = {}
-            for link in links:
-                missing = [function_id for function_id in self._functions if function_id not in link.functions]
-                if missing:
-                    batches[link.rank] = self._functions[missing[0]]
-            if not batches:
-                return
-            self.lanes.first.connect(self.team)
-            replies = self.team.exchange(Kind.LOAD, list(batches), 0, batches, [], deadline, "distribute", names)
-            failures = [pickle.loads(reply.body) for reply in replies.values() if reply.status == Status.ERROR]
-            if failures:
-                raise SerializationError(
-                    f"cannot load {names} on the workers: {failures[0].type_name}: {failures[0].message}. "
-                    "What a function needs must be importable there, or defined in the script itself."
-                ) from rebuild(failures, self.world_size, names)
-            if any(reply.status == Status.INTERRUPTED for reply in replies.values()):
-                raise SerializationError(f"loading {names} was interrupted.")
-            for rank, data in batches.items():
-                links[rank].functions.update(fid for fid, blob in self._functions.items() if blob is data)
+    def _prepare_restarted(self, deadline: float | None) -> None:
+        """Run ``on_restart`` on the workers that were started in the place of others."""
+        waiting = [link for link in self.team.links if not link.is_prepared]
+        if waiting and self._on_restart is not None:
+            from synk.function import Function
+
+            fn, name = self._on_restart, "on_restart"
+            self.bring([(_ON_RESTART, fn, Function(fn, outputs=None, name=name).options, watch(fn))], name, deadline)
+            orders = {link.rank: LoadOrder([], [], list(sys.path), _ON_RESTART) for link in waiting}
+            failures, was_interrupted = self._order(orders, name, deadline)
+            if failures or was_interrupted:
+                what = f"{failures[0].type_name}: {failures[0].message}" if failures else "an interrupt"
+                ranks = ", ".join(str(link.rank) for link in waiting)
+                raise StartupError(
+                    f"cannot use the worker that was started again as rank {ranks} "
+                    f"of {self.world_size}: on_restart ended with {what}. The next call runs it again."
+                ) from (rebuild(failures, self.world_size, name) if failures else None)
+        for link in waiting:
+            link.is_prepared = True
+
+    def _load_missing(self, names: str, deadline: float | None, reloads: Sequence[Reload] = ()) -> None:
+        orders: dict[int, LoadOrder] = {}
+        for link in self.team.links:
+            missing = [(number, p.data) for number, p in self.book.parcels.items() if number not in link.parcels]
+            if missing or reloads:
+                orders[link.rank] = LoadOrder(list(reloads), missing, list(sys.path))
+        failures, was_interrupted = self._order(orders, names, deadline)
+        if failures:
+            raise SerializationError(
+                f"cannot load {names} on the workers: {failures[0].type_name}: {failures[0].message}. "
+                "What a function needs must be importable there, or defined in the script itself."
+            ) from rebuild(failures, self.world_size, names)
+        if was_interrupted:
+            raise SerializationError(f"loading {names} was interrupted.")
+
+    def _order(self, orders: dict[int, LoadOrder], names: str, deadline: float | None) -> tuple[list[Any], bool]:
+        """Have workers load, and note what those have that say so; return failures, and if one was interrupted."""
+        if not orders:
+            return [], False
+        self.lanes.first.connect(self.team)
+        replies = self.team.exchange(Kind.LOAD, list(orders), 0, orders, [], deadline, "distribute", names)
+        for rank, reply in replies.items():
+            if reply.status == Status.DONE:
+                self.team.links[rank].parcels.update(number for number, _ in orders[rank].parcels)
+                self.team.links[rank].functions.update(self.book.function_ids)
+        failures = [pickle.loads(reply.body) for reply in replies.values() if reply.status == Status.ERROR]
+        return failures, any(reply.status == Status.INTERRUPTED for reply in replies.values())
 
     # -- collectives inside functions ---------------------------------------------------------------------------------
 
@@ -634,6 +703,31 @@ class Runtime:
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
+    def restart(self) -> None:
+        """Replace all workers by new ones, which know of everything as it is now.
+
+        For what a change of global names does not bring to the workers: environment variables, the working folder,
+        ``np.seterr``, modules that they have imported, and elements of arrays, lists and dicts that functions
+        capture. Takes about as long as :func:`synk.fork`. Functions are sent again when they are called; ``Data`` and
+        shared variables keep their values. What functions kept on the workers, in closures or globals, is gone;
+        ``on_restart`` of :func:`synk.fork` can bring it back.
+
+        Raises
+        ------
+        StartupError, ClosedError
+        """
+        with self.entered("restart"):
+            deadline = self.deadline(None)
+            self.begin("restart", deadline)
+            for variable in self._living_variables():
+                refresh(self, variable)
+            self.book = self._new_book()
+            for function in list(self.bound):
+                function.is_stale = True
+            self.team.replace(deadline)
+            self.begin("restart", deadline)
+            self._prepare_restarted(deadline)
+
     def close(self) -> None:
         """End the workers and release everything; safe to repeat, bounded in time.
 
@@ -675,7 +769,8 @@ class Runtime:
         for variable in self._living_variables():
             variable.close()
         for function in list(self.bound):
-            function.plans.forget()
+            function.forget_sent()
+        self.book.clear()
         self.results.close()
         self.arenas.close()
         orphans.close_all()
@@ -702,6 +797,24 @@ class Runtime:
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else "inline" if self.team.is_inline else "open"
         return f"<synk.Runtime {self.world_size} x {self.backend}, {state}>"
+
+
+def _check_on_restart(fn: Any) -> Callable[[], Any] | None:
+    if fn is None:
+        return None
+    if not callable(fn):
+        raise TypeError(f"cannot fork: got on_restart of type {type(fn).__name__}, expected a callable.")
+    try:
+        inspect.signature(fn).bind()
+    except TypeError as error:
+        raise TypeError(
+            f"cannot fork: got an on_restart that needs arguments ({error}), expected one without."
+        ) from None
+    except ValueError:  # a built-in function that does not tell
+        pass
+    from synk.function import Function
+
+    return Function(fn, outputs=None, name="on_restart")._fn  # checks that it can be sent
 
 
 def _close_all() -> None:

@@ -69,7 +69,9 @@ def master_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
-    yield importlib.import_module("master_only")
+    module = importlib.import_module("master_only")
+    sys.path.remove(str(tmp_path))  # workers get the path as it is when a function is sent
+    yield module
     del sys.modules["master_only"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from harness import script
 
 DRIVER = '''
+import sys
 import harness
 from jupyter_client.manager import KernelManager
 
@@ -31,6 +32,7 @@ def run(code, interrupt_at=None):
                 manager.interrupt_kernel()
         elif message["msg_type"] == "error":
             printed += content["ename"]
+            sys.stderr.write(content["evalue"])
         elif message["msg_type"] == "status" and content["execution_state"] == "idle":
             break
     while True:
@@ -112,4 +114,100 @@ assert gone(pids)
 manager.restart_kernel(now=True)
 client.wait_for_ready(timeout=60)
 pids = start()
+""")
+
+
+LIBRARY = """
+import enum
+import synk
+
+class Colour(enum.Enum):
+    RED = 1
+
+registry = {}
+
+def register(fn):
+    registry[fn.__name__] = fn
+    return fn
+
+@register
+def plus(x):
+    return x + 1
+
+class Model:
+    def __init__(self):
+        self.w = 2.0
+    def step(self, x):
+        return x * self.w
+
+rate = 1.0
+
+def helper(x):
+    return x * rate
+
+@synk.function(outputs="gather")
+def decorated(x):
+    return x + 5
+"""
+
+CELL = """
+import library
+from library import helper, decorated
+model, offset = library.Model(), 0.0
+
+def here(x):
+    return x + offset
+
+def work(x):
+    red = 1 if library.Colour(1) is library.Colour.RED and isinstance(model, library.Model) else 0
+    return helper(x) + library.registry["plus"](x) + model.step(x) + here(x) * 1000 + red
+
+f = synk.function(work, outputs="gather")
+X = np.arange(4.0)
+
+def check():
+    np.testing.assert_array_equal(f(X), work(X))
+    np.testing.assert_array_equal(f.serial(X), work(X))
+    np.testing.assert_array_equal(decorated(X), library.decorated._fn(X))
+    print(f(X)[1], decorated(X)[1])
+"""
+
+
+def test_L3_notebook_sees_redefined_names_and_edited_modules() -> None:
+    """Cells that define a helper or a global again, and ``%autoreload 2`` after an edit on disk."""
+    drive(f"""
+import pathlib, tempfile
+
+folder = pathlib.Path(tempfile.mkdtemp())
+LIBRARY = {LIBRARY!r}
+
+def edit(number, *changes):
+    source = LIBRARY
+    for old, new in changes:
+        assert old in source
+        source = source.replace(old, new)
+    path = folder / "library.py"
+    path.write_text(source)
+    os.utime(path, (number * 100 + 1e9,) * 2)  # autoreload compares the times of files
+
+
+edit(1)
+pids = start()
+assert run(f"import sys; sys.path.insert(0, {{str(folder)!r}}); sys.dont_write_bytecode = True")[0] == "ok"
+assert run("%load_ext autoreload\\n%autoreload 2")[0] == "ok"
+assert run({CELL!r}) == ("ok", "")
+def check(expected):
+    assert run("check()") == ("ok", expected + "\\n"), run("check()")
+check("1006.0 6.0")
+assert run("offset = 3.0") == ("ok", "")
+check("4006.0 6.0")
+assert run("def here(x):\\n    return x - offset") == ("ok", "")
+check("-1994.0 6.0")
+edit(2, ("x * rate", "x * rate + 10"), ("x + 1", "x + 51"))
+check("-1934.0 6.0")
+edit(3, ("x * self.w", "x * self.w + 200"), ("x + 5", "x + 7"), ("rate = 1.0", "rate = 3.0"))
+check("-1792.0 8.0")
+assert run("library.rate = 9.0") == ("ok", "")
+check("-1786.0 8.0")
+assert run("print(*pids(np.ones(2)))") == ("ok", f"{{pids[0]}} {{pids[1]}}\\n")
 """)
