@@ -7,6 +7,7 @@ before a byte of the body is looked at.
 
 from __future__ import annotations
 
+import array
 import mmap
 import os
 import select
@@ -131,9 +132,7 @@ class Channel:
             If the other side is gone.
         """
         while True:
-            packet, fds, message_flags, _ = socket.recv_fds(
-                self.sock, HEADER.size + INLINE_NBYTES, MAX_FDS + 1, socket.MSG_CMSG_CLOEXEC
-            )
+            packet, fds, message_flags = _receive(self.sock)
             if not packet:
                 raise EOFError("the other side closed its end")
             try:
@@ -163,6 +162,21 @@ class Channel:
         """Close all three descriptors; safe to repeat."""
         self.sock.close()
         self.read_fd = self.write_fd = NONE
+
+
+def _receive(sock: socket.socket) -> tuple[bytes, list[int], int]:
+    """Return a packet, its descriptors, close-on-exec, and its flags.
+
+    ``socket.recv_fds`` does not pass its flags on (CPython 3.11 to 3.14), and a program that a function starts would
+    inherit the descriptors.
+    """
+    fds = array.array("i")
+    room = socket.CMSG_LEN((MAX_FDS + 1) * fds.itemsize)
+    packet, ancillary, flags, _ = sock.recvmsg(HEADER.size + INLINE_NBYTES, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return packet, list(fds), flags
 
 
 def _close_all(fds: Sequence[int]) -> None:

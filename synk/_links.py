@@ -39,7 +39,7 @@ class Link:
         self.plans: set[int] = set()
         self.assemblies: dict[int, int] = {}  # plan -> number of the assembly in which the rank knows its part
         self.restart(process)
-        self.is_prepared = True
+        self.is_prepared = True  # whether it has run what replacements are to run first
 
     def restart(self, process: Any) -> None:
         """Begin anew with a process that knows nothing."""
@@ -47,7 +47,6 @@ class Link:
         self.is_dead = False
         self.is_ready = not hasattr(process, "pidfd")  # an inline rank is there at once
         self.description = getattr(process, "description", "")
-        self.is_prepared = False  # whether it has run what replacements are to run first
         self.functions.clear()
         self.parcels.clear()
         self.plans.clear()

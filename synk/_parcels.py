@@ -146,7 +146,7 @@ class Parcel:
     objects : list of Known
         The objects in it.
     variables : set of Shared
-        Those that it refers to.
+        Those that it refers to, which live as long as it does.
     """
 
     def __init__(self, number: int) -> None:
@@ -520,10 +520,6 @@ class Book:
 
     def _needs(self, entry: _Entry) -> set[Parcel]:
         return _reach([entry.parcel, *entry.sources], set())
-
-    def variables_of(self, function_id: int) -> set[Shared]:
-        """Return the shared variables that a function can reach."""
-        return {variable for parcel in self._needs(self._entries[function_id]) for variable in parcel.variables}
 
     def nbytes_of(self, function_id: int) -> int:
         """Return the size of all that was sent for a function."""

@@ -322,6 +322,7 @@ class Team(Crew):
                 self.counters["restarts"] += 1
                 self._hellos.pop(link.rank, None)
                 self._start(link, lasting)
+                link.is_prepared = False
                 self.restarted.append(link.rank)
 
     def replace(self, deadline: float | None) -> None:

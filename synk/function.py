@@ -31,7 +31,7 @@ from synk._watch import Part, Watch, is_users_module, watch
 from synk.data import Data
 from synk.errors import ClosedError, SerializationError, SynkError, WorkerDied
 from synk.runtime import Runtime
-from synk.shared import Shared, pickled
+from synk.shared import Shared, check_owner, pickled
 
 FRAMEWORKS = (None, "torch", "jax")
 
@@ -324,13 +324,13 @@ class Function:
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
-    def _bind_to(self, runtime: Runtime, watch: Watch) -> None:
+    def _bind_to(self, runtime: Runtime, watch: Watch, variables: set[Shared]) -> None:
         is_new = self._runtime is not runtime
         if self._runtime is not None and is_new:
             self.plans = PlanCache()
         self._runtime = runtime
         self._watch, self.is_stale = watch, False
-        self.variables = runtime.book.variables_of(self.id)
+        self.variables = variables
         runtime.bound.add(self)
         _waiting.discard(self)
         if is_new:
@@ -474,19 +474,27 @@ def _subset(output_subset: Any) -> tuple[Any, ...] | None:
     return tuple(int(key) if isinstance(key, np.integer) else key for key in keys)
 
 
-def _dumps(value: Any) -> tuple[bytes, set[Shared]]:
-    """Pickle ``value`` and return the shared variables met on the way."""
-    pickled.met = set()
+class _Nowhere:
+    """A file that keeps nothing."""
+
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes
+
+
+def _variables_in(value: Any) -> set[Shared]:
+    """Return the shared variables that ``value`` refers to; raise what its pickling raises."""
+    outer, pickled.met = pickled.met, set()
     try:
-        return cloudpickle.dumps(value, protocol=5), pickled.met
+        cloudpickle.Pickler(_Nowhere(), protocol=5, buffer_callback=lambda buffer: None).dump(value)
+        return pickled.met
     finally:
-        pickled.met = None
+        pickled.met = outer
 
 
 def _check_picklable(function: Function) -> set[Shared]:
     """Return the variables that a function refers to; raise SerializationError if it cannot be sent."""
     try:
-        return _dumps(function.options)[1]
+        return _variables_in(function.options)
     except Exception as error:
         if is_from_handler(error):
             raise
@@ -507,7 +515,7 @@ def _find_culprit(fn: Any) -> str:
         return ""
     for name, value in {**variables.nonlocals, **variables.globals}.items():
         try:
-            _dumps(value)
+            _variables_in(value)
         except Exception as error:
             if is_from_handler(error):
                 raise
@@ -528,16 +536,24 @@ def distribute_functions(runtime: Runtime, only: Sequence[Function] | None = Non
         return
     names = ", ".join(repr(function.name) for function in functions)
     watches = [function._look() for function in functions]
+    variables = [_variables_of(function, watched) for function, watched in zip(functions, watches)]
+    for variable in set().union(*variables):
+        check_owner(variable, runtime, names)
     orders = [(f.id, f._fn, f.options, watched) for f, watched in zip(functions, watches)]
     for function in functions:
         if function._runtime is runtime and not runtime.book.has(function.id, function._fn):
             function.plans.drop_all(runtime)  # workers plan with the function that they have
     sent = runtime.bring(orders, names, deadline)
-    for function, watched in zip(functions, watches):
+    for function, watched, own in zip(functions, watches, variables):
         with deferred():  # what is on the workers must be dropped there some day
-            function._bind_to(runtime, watched)
+            function._bind_to(runtime, watched, own)
     if len(functions) == 1:
         functions[0]._changes.note(sent, runtime.counters["calls"])
+
+
+def _variables_of(function: Function, watched: Watch) -> set[Shared]:
+    """Return the shared variables that a function refers to now, in its own modules too."""
+    return _check_picklable(function) | {part.value for part in watched.parts if isinstance(part.value, Shared)}
 
 
 def build_function(fn: Any, options: dict[str, Any], runtime: Runtime | None) -> Any:

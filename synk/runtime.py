@@ -39,7 +39,7 @@ from synk._messages import Down, Extras, Kind, Layout, LoadOrder, Reload, Status
 from synk._orphans import orphans
 from synk._placement import place
 from synk._profile import Profile
-from synk._program import check_program
+from synk._program import check_program, search_path
 from synk._queue import Queue
 from synk._read_only import read_only
 from synk._results import Lease, ResultPool, before_fork
@@ -395,9 +395,6 @@ class Runtime:
                 raise SerializationError(
                     f"cannot send {names} to the workers: {type(error).__name__}: {error}."
                 ) from error
-            for function_id, *_ in functions:
-                for variable in book.variables_of(function_id):
-                    check_owner(variable, self, names)
             self._load_missing(names, deadline, reloads)
         except BaseException:
             book.roll_back()
@@ -425,7 +422,7 @@ class Runtime:
 
             fn, name = self._on_restart, "on_restart"
             self.bring([(_ON_RESTART, fn, Function(fn, outputs=None, name=name).options, watch(fn))], name, deadline)
-            orders = {link.rank: LoadOrder([], [], list(sys.path), _ON_RESTART) for link in waiting}
+            orders = {link.rank: LoadOrder([], [], search_path(), _ON_RESTART) for link in waiting}
             failures, was_interrupted = self._order(orders, name, deadline)
             if failures or was_interrupted:
                 what = f"{failures[0].type_name}: {failures[0].message}" if failures else "an interrupt"
@@ -442,7 +439,7 @@ class Runtime:
         for link in self.team.links:
             missing = [(number, p.data) for number, p in self.book.parcels.items() if number not in link.parcels]
             if missing or reloads:
-                orders[link.rank] = LoadOrder(list(reloads), missing, list(sys.path))
+                orders[link.rank] = LoadOrder(list(reloads), missing, search_path())
         failures, was_interrupted = self._order(orders, names, deadline)
         if failures:
             raise SerializationError(

@@ -166,6 +166,7 @@ MODULES = {
     "Channel": _channel,
     "Runtime": runtime,
     "launch": _calls,
+    "_send": _calls,
 }
 # No functions of the source: what a call of ``is_ready`` does, and what Executor does with arrays.
 ABSTRACT = ("", "is_ready", "publish", "assemble")

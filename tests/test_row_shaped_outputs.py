@@ -140,16 +140,20 @@ def test_the_shorter_call_leaves_no_trace(runtime: Callable[..., Any], capfd: py
     """It happens once, where the first call leaves a doubt; what it does to the function's state, nobody sees."""
     rt = runtime(2)
     w = rt.shared(np.zeros(3), name="w")
-    state, rng = {"calls": 0}, np.random.default_rng(3)
 
-    def step(x: np.ndarray) -> Any:
-        state["calls"] += 1
-        w.value = w.value + 1
-        print("here", flush=True)
-        return np.array([state["calls"], rng.random(), np.random.random()])
+    def new_step() -> Any:
+        state, rng = {"calls": 0}, np.random.default_rng(3)
 
-    f = rt.function(step, outputs="first")
-    g = rt.function(step, outputs="sum")
+        def step(x: np.ndarray) -> Any:
+            state["calls"] += 1
+            w.value = w.value + 1
+            print("here", flush=True)
+            return np.array([state["calls"], rng.random(), np.random.random()])
+
+        return step
+
+    f = rt.function(new_step(), outputs="first")
+    g = rt.function(new_step(), outputs="sum")
     np.random.seed(0)
     seeded = rt.function(lambda x: np.random.seed(1))
     results = []

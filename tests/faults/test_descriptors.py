@@ -117,8 +117,8 @@ INTERRUPTED_START = """
             synk.close()
             return at
 
+        start(None)  # it makes what is made once
         count = start(None).count
-        start(None)
         gc.collect()
         baseline = census()
         for nth in POINTS(count):
