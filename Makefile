@@ -9,6 +9,8 @@ JOBS ?= logical
 
 # What a shell may bring along and would reach into the environment from outside.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
+# Without bytecode each of the thousands of workers that the tests start would compile synk again.
+unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 
