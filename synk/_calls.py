@@ -534,6 +534,8 @@ def collecting(runtime: Runtime, launched: Launched) -> Generator[Flight, dict[i
         )  # fmt: skip
         cached.output_nbytes = sum(leaf.nbytes for layout in layouts for leaf in layout.leaves)
         lease = None
+    if call.unequal and assembly.has_averages:
+        raise ValueError(call.unequal)
     root = None
     if assembly.result_nbytes:
         waiting = [rank for rank in call.ranks if not replies[rank].flags & IS_ASSEMBLED]
@@ -548,8 +550,6 @@ def collecting(runtime: Runtime, launched: Launched) -> Generator[Flight, dict[i
             for rank in waiting:
                 runtime.team.links[rank].assemblies[cached.plan.plan_id] = assembly.number
         root = lease.deliver()
-    if call.unequal and assembly.has_averages:
-        raise ValueError(call.unequal)
     result = assembly.build(call.rows, objects, root, call.owned.order if call.owned is not None else None)
     if call.options.is_trial:
         cached.is_agreed = True
