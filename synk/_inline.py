@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from synk import _failpoints
+from synk._interrupts import deferred
 from synk._links import Reply
 from synk._memory import Segment
 from synk._messages import HAS_BODY, Extras, Kind
 from synk._worker import Worker
+from synk.errors import SharedMemoryError
 
 
 class InlineProcess:
@@ -45,14 +47,15 @@ class InlineProcess:
             return
         if segment.arena is not None:  # the message says where in the arena
             return
-        fd = os.dup(segment.fd)
-        try:
-            twin = self._worker.map_segment(fd, segment.id, segment.nbytes, False, segment.is_staging)
-        except BaseException:
-            os.close(fd)
-            raise
-        twin.is_arena = segment.is_arena
-        self._worker.add_segment(twin)
+        with deferred():  # until the mapping owns it, the descriptor has no owner
+            fd = segment.duplicate_fd()
+            try:
+                twin = self._worker.map_segment(fd, segment.id, segment.nbytes, False, segment.is_staging)
+            except SharedMemoryError:  # it was not mapped
+                os.close(fd)
+                raise
+            twin.is_arena = segment.is_arena
+            self._worker.add_segment(twin)
 
     def handle(self, kind: Kind, sequence: int, value: int, extras: Extras | None) -> None:
         """Act on a message at once; the reply waits for :meth:`reply`."""

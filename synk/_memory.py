@@ -259,6 +259,19 @@ class Segment:
         """The descriptor to pass on; -1 where there is none."""
         return self.mapping.fd if self.is_owner and self.mapping is not None else -1
 
+    def duplicate_fd(self) -> int:
+        """Return another descriptor of the memory, which is the caller's.
+
+        Raises
+        ------
+        SharedMemoryError
+            If this process is out of descriptors.
+        """
+        try:
+            return os.dup(self.fd)
+        except OSError as error:
+            raise _no_memory(self.nbytes, error) from error
+
     def view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an array of ``shape`` and ``dtype`` over the bytes from ``offset`` on (no copy)."""
         dtype = np.dtype(dtype)
