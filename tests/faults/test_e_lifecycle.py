@@ -292,10 +292,10 @@ LATE = """
         sys.keep_until_the_end = cycle
 
         class Late:
-            def __del__(self):
+            def __del__(self, f=f, rows=np.ones(2), closed=synk.errors.ClosedError):
                 try:
-                    f(np.ones(2))
-                except BaseException:
+                    f(rows)
+                except closed:
                     pass
 
         sys.late = Late()

@@ -243,11 +243,16 @@ CHDIR = """
         assert total.submit(rt.data(np.ones(100_000))).result() == 100_000
         large = rt.function(lambda x: np.full(1 << 17, x.sum()), outputs="sum")
         assert large(np.ones(4))[0] == 4
-        for fail in (lambda row: 1 / 0, saboteurs.raise_value_error):
+        for kind, fail in (
+            (ZeroDivisionError, lambda row: 1 / 0),
+            (ValueError, lambda row: saboteurs.raise_value_error()),
+        ):
             try:
-                rt.function(lambda row: fail())(np.arange(2))
-            except Exception:
+                rt.function(fail)(np.arange(2))
+            except kind:
                 pass
+            else:
+                raise AssertionError("it did not fail")
         try:
             rt.function(lambda row: threading.Lock(), outputs=None)(np.arange(2))
         except synk.errors.SerializationError:
