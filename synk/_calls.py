@@ -10,6 +10,7 @@ import itertools
 import operator
 import pickle
 import time
+import warnings
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -44,7 +45,15 @@ from synk._results import Lease
 from synk._row_shapes import RowShapes, tell
 from synk._shards import Assignment, Selection, shard_bounds
 from synk._trees import flatten, leaves_of
-from synk.errors import CallCancelled, ClosedError, SerializationError, SharedMemoryError, SynkError
+from synk.errors import (
+    CallCancelled,
+    CallTimeout,
+    ClosedError,
+    SerializationError,
+    SharedMemoryError,
+    SynkError,
+    WorkerDied,
+)
 
 if TYPE_CHECKING:
     from synk._team import Flight
@@ -597,7 +606,10 @@ def _try_shorter(runtime: Runtime, launched: Launched) -> None:
     shapes.wants_trial = False
     rank = call.ranks[0]
     low, high = call.bounds[rank]
-    is_cheap = lane.up_words[rank][Up.FUNCTION_NS] < _TRIAL_NS and runtime.sent_nbytes(function.id) < _TRIAL_NBYTES
+    function_ns = lane.up_words[rank][Up.FUNCTION_NS]
+    is_cheap = function_ns < _TRIAL_NS and runtime.sent_nbytes(function.id) < _TRIAL_NBYTES
+    if launched.deadline is not None:  # the time limit is the call's: it must not end a worker here
+        is_cheap = is_cheap and time.monotonic() + 10 * (function_ns * 1e-9 + 0.1) < launched.deadline
     is_repeated = not call.arguments and not call.sources
     if high - low < 2 or is_repeated or not is_cheap or assembly is None:
         return
@@ -617,6 +629,13 @@ def _try_shorter(runtime: Runtime, launched: Launched) -> None:
     except Exception as error:
         if is_from_handler(error):
             raise
+        if isinstance(error, (WorkerDied, CallTimeout, ClosedError)):  # the call is over, and has its result
+            warnings.warn(
+                f"a second run of {function.name!r} on rank {rank}, with one row less, which was to tell whether its "
+                f"outputs follow the rows, ended its worker: {error}",
+                RuntimeWarning,
+                stacklevel=5,
+            )
         return
     follow = [
         k for k in shapes.suspects if k < len(tried.leaves) and np.shape(tried.leaves[k][rank])[:1] == (high - low - 1,)

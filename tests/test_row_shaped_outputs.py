@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -235,3 +238,32 @@ def test_a_script_is_told_and_can_silence_it() -> None:
         print(synk.function(lambda x: x * 2)(np.arange(6.)))
         """
     ).check("['RowShapedOutput']\n[3. 5. 7.]\n")
+
+
+def test_a_worker_that_ends_in_the_shorter_call_is_told_of(runtime: Callable[..., Any]) -> None:
+    """Its state is gone, and the call before, which is over, keeps its result."""
+    rt = runtime(2)
+
+    def fragile(x: np.ndarray) -> np.ndarray:
+        if len(x) < 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x * 2
+
+    f = rt.function(fragile, outputs="sum")
+    with pytest.warns(RuntimeWarning, match=r"second run of 'fragile' on rank 0.*SIGKILL"):
+        result = f(Y)
+    np.testing.assert_array_equal(result, 2 * (Y[:3] + Y[3:]))
+    np.testing.assert_array_equal(f(Y), result)
+
+
+def test_a_time_limit_ends_no_worker_in_the_shorter_call(runtime: Callable[..., Any]) -> None:
+    rt = runtime(2)
+
+    def slow(x: np.ndarray) -> np.ndarray:
+        time.sleep(0.3 if len(x) == 3 else 3600)
+        return x * 2
+
+    pids = rt.function(lambda row: os.getpid(), outputs=None)(np.ones(2))
+    f = rt.function(slow, outputs="sum")
+    np.testing.assert_array_equal(f(Y, timeout=3.0), 2 * (Y[:3] + Y[3:]))
+    assert rt.function(lambda row: os.getpid(), outputs=None)(np.ones(2)) == pids
