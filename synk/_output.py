@@ -46,7 +46,7 @@ class Output:
         self._stream_name = stream_name
         self._rest = b""
         self._unwritten = ""
-        self._backlog = 0  # bytes in the pipe that were written before the operation under way
+        self._backlog = 0  # bytes, of the unfinished line and in the pipe, from before the operation under way
         self._tail: deque[tuple[float, str]] = deque(maxlen=_STDERR_LINES)  # the last lines, and when they came
         os.set_blocking(fd, False)
 
@@ -64,32 +64,34 @@ class Output:
                 self._rest = b""
                 return False
             max_nbytes -= len(data)
-            num_old = data.count(b"\n", 0, self._backlog)
-            self._backlog = max(self._backlog - len(data), 0)
             *lines, self._rest = (self._rest + data).split(b"\n")
             if len(self._rest) > _LINE_NBYTES:
                 lines.append(self._rest)
                 self._rest = b""
-            self._write(lines, num_old)
+            self._write(lines)
         return True
 
     def note_backlog(self) -> None:
-        """Remember that what lies in the pipe is of earlier operations: the master's own stream is full."""
+        """Remember that what was written so far is of earlier operations, the beginning of a line too."""
         fd = self.fd
         if fd >= 0:
-            (self._backlog,) = _INT.unpack(fcntl.ioctl(fd, termios.FIONREAD, bytes(_INT.size)))
+            (in_pipe,) = _INT.unpack(fcntl.ioctl(fd, termios.FIONREAD, bytes(_INT.size)))
+            self._backlog = len(self._rest) + in_pipe
 
     def since(self, began: float) -> list[str]:
         """Return the last lines that were written since the monotonic time ``began``."""
         return [text for came, text in self._tail if came >= began]
 
-    def _write(self, lines: list[bytes], num_old: int = 0) -> None:
-        texts = [line.decode("utf-8", "backslashreplace") for line in lines]
-        if not texts:
+    def _write(self, lines: list[bytes]) -> None:
+        if not lines:
             return
         now = time.monotonic()
-        self._tail.extend((now if k >= num_old else 0.0, text[:2000]) for k, text in enumerate(texts))
-        self._unwritten += "".join(f"{self._prefix}{text}\n" for text in texts)
+        for line in lines:
+            new = line[self._backlog :]
+            if new or self._backlog <= 0:
+                self._tail.append((now, _decoded(new[:2000])))
+            self._backlog = max(self._backlog - len(line) - 1, 0)
+        self._unwritten += "".join(f"{self._prefix}{_decoded(line)}\n" for line in lines)
         self._flush()
 
     def _flush(self) -> bool:
@@ -114,6 +116,10 @@ class Output:
 
     def close(self) -> None:
         self.fd = NONE
+
+
+def _decoded(line: bytes) -> str:
+    return line.decode("utf-8", "backslashreplace")
 
 
 def _write_some(stream: TextIO, text: str) -> str:

@@ -463,6 +463,31 @@ def test_a_death_after_the_function_quotes_what_the_function_wrote(runtime: Fork
         rt.function(warn, outputs="sum")(ROWS)
 
 
+@pytest.mark.parametrize("is_read", [True, False])
+def test_of_a_line_begun_before_the_call_only_its_rest_is_quoted(
+    is_read: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, worker = os.pipe()
+    output = Output(Descriptor(source), 0, "stderr")
+    os.write(worker, b"earlier\nbegun before")
+    if is_read:
+        output.forward()
+    output.note_backlog()
+    began = time.monotonic()
+    os.write(worker, b", ended now\n\nnext\nbegun again")
+    output.forward()
+    assert output.since(began) == [", ended now", "", "next"]
+    output.note_backlog()
+    began = time.monotonic()
+    os.write(worker, b"\nlast\n")
+    output.forward()
+    assert output.since(began) == ["last"]
+    lines = ["earlier", "begun before, ended now", "", "next", "begun again", "last"]
+    assert capsys.readouterr().err == "".join(f"[rank 0] {line}\n" for line in lines)
+    output.close()
+    os.close(worker)
+
+
 def test_lines_that_wait_for_the_masters_stream_are_of_earlier_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     source, worker = os.pipe()
     terminal, mine = os.pipe()
@@ -485,7 +510,7 @@ def test_lines_that_wait_for_the_masters_stream_are_of_earlier_calls(monkeypatch
             while os.read(terminal, 1 << 20):
                 pass
         output.forward()
-        assert output.since(0.0) == ["read, not shown", "not even read", "of this call"]
+        assert output.since(0.0) == ["read, not shown", "of this call"]
         assert output.since(began) == ["of this call"]
         monkeypatch.undo()
     output.close()
