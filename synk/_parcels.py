@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import numpy as np
 
-from synk._interrupts import is_from_handler
+from synk._interrupts import deferred, is_from_handler
 from synk._messages import Reload
 from synk._received import Absent, Found, fill_function, make_cell
 from synk._watch import MAX_KEYS, MISSING, Part, Place, Watch, is_by_reference, is_tensor, read, slots_of, table_of
@@ -299,8 +299,8 @@ class Book:
 
     def _enter(self, function_id: int, entry: _Entry) -> _Entry:
         old = self._entries.get(function_id)
-        self._entries[function_id] = entry
         self._undo.append(lambda: _put(self._entries, function_id, MISSING if old is None else old))
+        self._entries[function_id] = entry
         return entry
 
     def _deleted(self, watch: Watch) -> list[Part]:
@@ -375,9 +375,10 @@ class Book:
         finally:
             pickled.met = outer
         parcel.data = file.getvalue()
-        for index, obj in enumerate(pickler.met):
-            self._know(Known(obj, parcel, index))
-        self._keep(parcel)
+        with deferred():
+            self._keep(parcel)
+            for index, obj in enumerate(pickler.met):
+                self._know(Known(obj, parcel, index))
         return parcel
 
     def _know(self, known: Known) -> None:
@@ -386,8 +387,8 @@ class Book:
         known.parcel.objects.append(known)
 
     def _keep(self, parcel: Parcel) -> None:
-        self.parcels[parcel.number] = parcel
         self._undo.append(lambda: self._discard(parcel, is_unbinding=False))
+        self.parcels[parcel.number] = parcel
 
     def namespace(self, table: dict[str, Any]) -> Known:
         """Return the entry of the globals of functions: on the workers a dict that fills as functions name them."""
@@ -397,8 +398,9 @@ class Book:
             base = {k: table[k] for k in ("__package__", "__name__", "__path__", "__file__") if k in table}
             parcel.data = pickle.dumps([], protocol=5) + pickle.dumps((base,), protocol=5)
             known = Known(table, parcel, 0, is_empty=True)
-            self._know(known)
-            self._keep(parcel)
+            with deferred():
+                self._keep(parcel)
+                self._know(known)
         return known
 
     def tell_global(self, namespace: Known, name: str, value: Any, parcel: Parcel) -> None:
@@ -437,10 +439,10 @@ class Book:
 
         A configuration is often set after the import and before the first call, so plain values are sent.
         """
-        is_data = not (isinstance(part.key, str) and part.key.startswith("__")) and part.kind != "tensor"
-        known.contents[part.key] = MISSING if is_data and _is_plain(part.value) else part.value
         if place.module not in self._module_sources:
             self._module_sources[place.module] = _source_of(place.module)
+        is_data = not (isinstance(part.key, str) and part.key.startswith("__")) and part.kind != "tensor"
+        known.contents[part.key] = MISSING if is_data and _is_plain(part.value) else part.value
 
     def _reloaded(self, changed: Sequence[Part]) -> list[str]:
         """Return the modules of which code has changed, in the order in which they were imported."""
@@ -468,20 +470,23 @@ class Book:
 
     def commit(self) -> None:
         """What was packed has arrived: let go of what it has replaced."""
-        self._undo.clear()
-        self.collect()
+        with deferred():
+            self._undo.clear()
+            self._collect()
 
     def roll_back(self, length: int = 0) -> None:
         """What was packed has not arrived everywhere, as if it never had: it is sent again."""
-        while len(self._undo) > length:
-            self._undo.pop()()
+        if len(self._undo) > length:
+            with deferred():
+                while len(self._undo) > length:
+                    self._undo.pop()()
 
     def forget_function(self, function_id: int) -> None:
         """Let go of what only this function needs."""
         if self._entries.pop(function_id, None) is not None:
-            self.collect()
+            self._collect()
 
-    def collect(self) -> None:
+    def _collect(self) -> None:
         """Let go of parcels that no function needs."""
         needed: set[Parcel] = set()
         for entry in self._entries.values():

@@ -408,6 +408,7 @@ class Runtime:
 
     def ensure_loaded(self, deadline: float | None) -> None:
         """Send each worker the functions that it misses: all of them after it was started again."""
+        self.book.roll_back()  # an operation that was broken off may not have come to it
         restarts = self.team.counters["restarts"]
         if restarts != self._num_loaded_restarts:
             self._load_missing("functions", deadline)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import os
 import signal
 import sys
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 from harness import Scenario, same_workers, script
 
+from synk import _parcels
 from synk._interrupts import deferred, is_from_handler
 from synk._memory import Segment
 from synk._orphans import orphans
@@ -50,6 +53,23 @@ class Alarm:
 
         sys.setprofile(look)
 
+    def ring_at(self, file: str, nth: int) -> None:
+        """Ring at the n-th line of a file that is run from now on; repetitions of a line are one."""
+        met: set[tuple[Any, int]] = set()
+
+        def enter(frame: Any, event: str, argument: Any) -> Any:
+            return look if frame.f_code.co_filename == file else None
+
+        def look(frame: Any, event: str, argument: Any) -> Any:
+            if event == "line":
+                met.add((frame.f_code, frame.f_lineno))
+            if len(met) == nth:
+                sys.settrace(None)
+                self.ring()
+            return look
+
+        sys.settrace(enter)
+
 
 @pytest.fixture
 def alarm() -> Iterator[Alarm]:
@@ -58,6 +78,8 @@ def alarm() -> Iterator[Alarm]:
     before = signal.signal(signal.SIGALRM, made.handle)
     yield made
     sys.setprofile(None)
+    sys.settrace(None)
+    made.raised.clear()  # their frames hold what the census would count
     signal.signal(signal.SIGALRM, before)
 
 
@@ -313,6 +335,52 @@ def test_a_descriptor_whose_finalizer_was_broken_off_is_closed_by_the_next_opera
     rt.data(np.ones(3))
     assert not orphans.ended
     assert inode not in {os.stat(f"/proc/self/fd/{fd}").st_ino for fd in os.listdir("/proc/self/fd") if is_open(fd)}
+
+
+class Captured:
+    """What functions of the test below share."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+def capturing(step: int) -> dict[str, Any]:
+    """Return globals with two functions that share objects and a helper."""
+    table: dict[str, Any] = {"__name__": "__main__", "np": np, "shared": Captured(step), "table": np.full(3, step)}
+    exec(
+        "def helper(x): return x + table[0] + shared.value\n"
+        "def make(y): return lambda x: helper(x) * y\n"
+        "f, g = make(2), make(3)",
+        table,
+    )
+    return table
+
+
+@pytest.mark.parametrize("is_bound_anew", [False, True])
+def test_a_handler_that_raises_at_any_line_while_functions_are_packed(
+    shared_runtimes: Any, alarm: Alarm, is_bound_anew: bool
+) -> None:
+    """The next calls work with what the master holds, also of functions that share objects with the one broken off."""
+    rt = shared_runtimes[1]
+    x = np.arange(4.0)
+    for nth in itertools.count(1):
+        main = capturing(nth)
+        f, g = (rt.function(main[name], outputs="gather") for name in "fg")
+        if is_bound_anew:
+            np.testing.assert_array_equal(f(x), main["f"](x))
+            main["shared"].value, main["table"] = Captured(0.5).value, np.full(3, -1.0)
+        num_raised = len(alarm.raised)
+        with contextlib.suppress(Limit):
+            try:
+                alarm.ring_at(_parcels.__file__, nth)
+                f(x)
+            finally:
+                sys.settrace(None)
+        for each, name in ((g, "g"), (f, "f")):
+            np.testing.assert_array_equal(each(x), main[name](x))
+        if len(alarm.raised) == num_raised:
+            break
+    assert nth > 100
 
 
 def is_open(fd: str) -> bool:
