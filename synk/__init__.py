@@ -1,11 +1,12 @@
 """synk: run a plain Python function on all GPUs of a machine, or on all its CPU cores, as if it were one call."""
 
 from synk import errors
-from synk._comm import comm
-from synk._current import close, current, fork
-from synk._program import freeze_support
-from synk._queue import PendingCall
-from synk._verbs import (
+from synk._api.current import close, current, fork
+from synk._api.data import Data
+from synk._api.function import Function, distribute, function, wrap
+from synk._api.runtime import Runtime
+from synk._api.shared import Shared
+from synk._api.verbs import (
     all_gather,
     all_reduce,
     broadcast,
@@ -21,11 +22,10 @@ from synk._verbs import (
     set_value,
     shared,
 )
+from synk._master.program import freeze_support
+from synk._master.queue import PendingCall
 from synk._version import __version__
-from synk.data import Data
-from synk.function import Function, distribute, function, wrap
-from synk.runtime import Runtime
-from synk.shared import Shared
+from synk._worker.comm import comm
 
 __all__ = [
     "Data",

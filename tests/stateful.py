@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._messages import LARGE_NBYTES
+from synk._wire.messages import LARGE_NBYTES
 
 SMALL, LARGE = 5, LARGE_NBYTES // 8 + 3
 """Elements of float64 in a small output and in one that the workers reduce."""

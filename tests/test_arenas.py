@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from harness import Child, assert_right, descriptors, kill_and_wait, mapped_memfds, pids, script
 
-from synk import _arenas, _mapping
-from synk._memory import PAGE_NBYTES, Segment
+from synk._wire import arenas as _arenas
+from synk._wire import mapping as _mapping
+from synk._wire.memory import PAGE_NBYTES, Segment
 
 Fork = Callable[..., Any]
 

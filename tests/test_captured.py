@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 import synk
-from synk import _watch
+from synk._master import watch as _watch
 
 X = np.arange(6.0)
 scale = 1.0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rank_arrays import OPS, REDUCIBLE, assert_same, everywhere, is_reducible, numbers, reduced
 
-from synk._messages import LARGE_NBYTES
+from synk._wire.messages import LARGE_NBYTES
 
 WORKERS = (1, 2, 3, 4)
 EVERYWHERE = (*WORKERS, "inline")

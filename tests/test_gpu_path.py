@@ -418,7 +418,7 @@ def test_a_death_while_the_others_are_in_nccl(gpu: Any) -> None:
     rt = gpu(3)
 
     def body(x: Any) -> Any:
-        from synk._cell import cell
+        from synk._wire.cell import cell
         from synk.communicators import Buffer
 
         if synk.comm.rank == 1:
@@ -442,7 +442,7 @@ def test_a_rank_that_fails_before_a_reduction_frees_the_others(gpu: Any, monkeyp
     rt = gpu(2)
 
     def sabotage(row: Any) -> None:
-        from synk._cell import cell
+        from synk._wire.cell import cell
 
         if synk.comm.rank == 1:
             collectives = cell.worker.executor.collectives  # type: ignore[union-attr]

@@ -29,7 +29,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., synk.Runtime]
 
 def num_ahead() -> int:
     """Inside a function: how many inputs of this call were brought before it began."""
-    from synk._cell import cell
+    from synk._wire.cell import cell
 
     return cell.worker.executor.num_ahead
 
@@ -115,7 +115,7 @@ def test_memory_of_inputs_comes_back_when_the_device_is_done(gpu: Any) -> None:
         original = cupy.cuda.Stream.synchronize
 
         def synchronize(self: Any) -> None:
-            from synk._cell import cell
+            from synk._wire.cell import cell
 
             backend: Any = cell.worker.backend  # type: ignore[union-attr]
             if self is backend.stream:
@@ -179,7 +179,7 @@ def test_an_array_on_its_way_to_the_device_is_not_the_users(gpu: Any) -> None:
     w = rt.shared(np.zeros(LARGE))
 
     def assign(x: Any) -> Any:
-        from synk._cell import cell
+        from synk._wire.cell import cell
 
         host = np.full(LARGE, 3.0)
         w.value = host
@@ -285,7 +285,7 @@ def test_what_a_copy_may_still_read_is_kept(gpu: Any) -> None:
     def body(x: Any) -> Any:
         import weakref
 
-        from synk._cell import cell
+        from synk._wire.cell import cell
 
         backend: Any = cell.worker.backend  # type: ignore[union-attr]
         host = np.arange(1000.0)

@@ -201,8 +201,8 @@ def test_a_call_whose_function_keeps_nothing_maps_nothing(runtime: Any) -> None:
     counts: list[int] = []
 
     def watch(x: Any) -> Any:
-        from synk import _pages
-        from synk._memory import Segment
+        from synk._wire.memory import Segment
+        from synk._worker import pages as _pages
 
         if not counts:
             counts.append(0)

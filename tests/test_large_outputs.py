@@ -20,7 +20,7 @@ import saboteurs
 from harness import Child, assert_right, failpoint, mapped_memfds, replaced_workers, same_workers
 
 import synk
-from synk._plans import PlanCache
+from synk._master.plans import PlanCache
 from synk.errors import CollectiveMismatch, WorkerDied
 
 Fork = Callable[..., Any]
@@ -313,7 +313,7 @@ def test_a_buffer_that_is_not_needed_may_be_refused(runtime: Fork, monkeypatch: 
     f = rt.function(lambda k, x: np.full(256 * SIZE if k < 2 else 10, 1.0), bcast_inputs="k", outputs="sum")
     x = np.arange(2.0)
     held = [f(np.array(k), x) for k in range(2)]
-    monkeypatch.setattr("synk._memory.available_nbytes", lambda: 1 << 20)
+    monkeypatch.setattr("synk._wire.memory.available_nbytes", lambda: 1 << 20)
     np.testing.assert_array_equal(f(np.array(2), x), np.full(10, 2.0))
     with pytest.raises(synk.errors.SharedMemoryError):
         f(np.array(0), x)

@@ -34,8 +34,13 @@ from weak_memory import (
     without,
 )
 
-from synk import _calls, _channel, _team, _variables, _worker, runtime
-from synk._messages import Down, Up
+from synk._api import runtime
+from synk._master import call as _calls
+from synk._master import workers as _team
+from synk._wire import channel as _channel
+from synk._wire.messages import Down, Up
+from synk._worker import rank as _worker
+from synk._worker import variables as _variables
 from synk.communicators import _mailbox, _rendezvous, _shm
 
 PROTOCOLS = memory_model.protocols()

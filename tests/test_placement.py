@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from synk._placement import Placement
+from synk._master.placement import Placement
 
 VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from harness import script
 
-from synk._messages import Leaf
-from synk._row_shapes import RowShapes
+from synk._master.row_shapes import RowShapes
+from synk._wire.messages import Leaf
 from synk.errors import CollectiveMismatch, RowShapedOutput
 
 Y = np.arange(6.0)

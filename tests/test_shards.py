@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from synk._shards import Assignment, Selection, assign_local, assign_owned, select_common, select_rows, shard_bounds
+from synk._pure.shards import (
+    Assignment,
+    Selection,
+    assign_local,
+    assign_owned,
+    select_common,
+    select_rows,
+    shard_bounds,
+)
 
 quick = settings(max_examples=100, deadline=None)
 

@@ -335,7 +335,7 @@ def test_any_sequence_of_operations_equals_numpy(
 ) -> None:
     """Who moves the bytes is a matter of their number; here it is the one or the other."""
     if mover == "workers":
-        monkeypatch.setattr("synk.collectives._MASTER_NBYTES", -1)
+        monkeypatch.setattr("synk._master.collectives._MASTER_NBYTES", -1)
     runtime = shared_runtimes[where]
 
     class OnThis(Sequences):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from rank_arrays import REDUCIBLE, assert_same, reduced
 
-from synk._memory import Segment
-from synk._ops import BLOCK_NBYTES
-from synk._steps import Copy, Reduce, run_steps
+from synk._pure.ops import BLOCK_NBYTES
+from synk._wire.memory import Segment
+from synk._wire.steps import Copy, Reduce, run_steps
 
 
 def made(nbytes: int, fill: int = 0) -> Segment:

@@ -18,7 +18,7 @@ def measure(data: Any, sizes: tuple[int, ...], repetitions: int) -> list[list[st
     """Time copies in the worker; ``data`` brings a segment of the largest size with it."""
     import cupy
 
-    from synk._cell import cell
+    from synk._wire.cell import cell
 
     worker: Any = cell.worker
     backend = worker.backend

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from synk._memory import Segment
+from synk._wire.memory import Segment
 
 BACKENDS = ("numpy", "cupy")
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from synk._arrays import as_plain_array
-from synk._memory import Segment
-from synk._messages import DEVICE_DTYPES
-from synk._trees import flatten, unflatten
+from synk._pure.arrays import as_plain_array
+from synk._pure.trees import flatten, unflatten
+from synk._wire.memory import Segment
+from synk._wire.messages import DEVICE_DTYPES
 from synk.backends._frameworks import Converter, device_converters
 from synk.backends._numpy import NumpyBackend
 from synk.backends._pinned import PinnedRing, PinnedSegments, address

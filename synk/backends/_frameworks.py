@@ -16,7 +16,7 @@ def host_converters(framework: str) -> tuple[Converter, Converter]:
     """Return ``(to_framework, from_framework)`` between NumPy arrays and those of ``framework``.
 
     The tensors are views. torch has none that are read-only: a function that writes into its input in place
-    (``x += 1``, ``x.relu_()``) changes pages of this process's own, which ``synk._loans`` drops after the call.
+    (``x += 1``, ``x.relu_()``) changes pages of this process's own, which ``synk._worker.loans`` drops after the call.
 
     Raises
     ------

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from synk._arrays import as_plain_array, is_masked
-from synk._memory import Segment
+from synk._pure.arrays import as_plain_array, is_masked
+from synk._wire.memory import Segment
 from synk.backends._frameworks import Converter, host_converters
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._memory import PAGE_NBYTES, Segment
+from synk._wire.memory import PAGE_NBYTES, Segment
 
 logger = logging.getLogger("synk")
 

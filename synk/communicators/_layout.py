@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from synk._memory import PAGE_NBYTES, round_up
+from synk._wire.memory import PAGE_NBYTES, round_up
 
 WORD_NBYTES = 8
 LINE_NBYTES = 64

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from synk._memory import round_up
+from synk._wire.memory import round_up
 from synk.communicators._buffers import DTYPE_NAMES
 from synk.communicators._layout import LINE_NBYTES
 from synk.communicators._rendezvous import Rendezvous, Request

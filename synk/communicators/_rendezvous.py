@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from synk._memory import Fence, Segment
+from synk._wire.memory import Fence, Segment
 from synk.communicators import REDUCE_OPS
 from synk.communicators._buffers import DTYPE_NAMES
 from synk.communicators._layout import LINE_NBYTES, WORD_NBYTES, ControlLayout

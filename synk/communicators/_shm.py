@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from synk._memory import Segment, round_up
-from synk._ops import reduce_into
+from synk._pure.ops import reduce_into
+from synk._wire.memory import Segment, round_up
 from synk.communicators import REDUCE_OPS, Buffer, Capabilities
 from synk.communicators._buffers import as_array, supported_dtypes
 from synk.communicators._checks import check_buffers, check_reduction

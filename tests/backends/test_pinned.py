@@ -11,7 +11,7 @@ import fake_gpus
 import numpy as np
 import pytest
 
-from synk._memory import PAGE_NBYTES, Segment
+from synk._wire.memory import PAGE_NBYTES, Segment
 from synk.backends import _pinned
 from synk.backends._pinned import PinnedRing, PinnedSegments, address
 

@@ -22,7 +22,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from synk._memory import Segment
+from synk._wire.memory import Segment
 from synk.communicators import Buffer, Capabilities
 from synk.communicators._buffers import as_buffer
 from synk.communicators._shm import ShmCommunicator, required_nbytes, reset, set_abort

@@ -28,7 +28,7 @@ from conformance import (
 )
 from shm_group import Died, ShmEndpoint, ShmGroup, shm_group
 
-from synk._memory import Segment
+from synk._wire.memory import Segment
 from synk.communicators import Buffer, _layout, _rendezvous, _shm
 from synk.communicators._buffers import DTYPE_NAMES, as_array, as_buffer, named_dtype, supported_dtypes
 from synk.communicators._layout import ControlLayout, Layout

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from harness import Scenario, assert_right, children, descriptors, script, wait_for, wait_until_dead
 
-from synk import _lifeline
-from synk._descriptors import Descriptor, pipe
+from synk._wire import lifeline as _lifeline
+from synk._wire.descriptors import Descriptor, pipe
 
 Fork = Callable[..., Any]
 Count = Callable[[int], int]

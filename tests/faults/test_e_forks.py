@@ -15,7 +15,7 @@ import pytest
 import saboteurs
 from harness import Child, assert_right, mapped_memfds
 
-from synk import _mapping
+from synk._wire import mapping as _mapping
 
 Fork = Callable[..., Any]
 SIZE = (1 << 18) // 8

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from harness import assert_right, mapped_memfds, pids, same_workers, script
 
-from synk import _arrays
+from synk._pure import arrays as _arrays
 from synk.errors import CallTimeout, ClosedError, RemoteError, SharedMemoryError, WorkerDied
 
 Fork = Callable[..., Any]
@@ -45,7 +45,7 @@ def interrupt_in(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, afte
 @pytest.fixture
 def no_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small values get segments of their own, as large ones do."""
-    monkeypatch.setattr("synk._arenas._PLACE_NBYTES", ())
+    monkeypatch.setattr("synk._wire.arenas._PLACE_NBYTES", ())
 
 
 def many_variables(rt: Any) -> tuple[list[Any], Any]:

@@ -101,7 +101,7 @@ def test_G2_no_worker_can_shrink_a_segment(shared_runtimes: Any) -> None:
 
 
 def test_G2_the_master_cannot_shrink_one_either() -> None:
-    from synk._memory import Segment
+    from synk._wire.memory import Segment
 
     segment = Segment.create(8192)
     for nbytes in (0, 4096, 1 << 20):

@@ -23,7 +23,7 @@ from harness import PACKAGE_FOLDER, TESTS_FOLDER, assert_right, descriptors, pid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from synk._channel import HEADER, ProtocolError, decode_header, encode_header
+from synk._wire.channel import HEADER, ProtocolError, decode_header, encode_header
 from synk.errors import StartupError, SynkError, WorkerDied
 
 Fork = Callable[..., Any]

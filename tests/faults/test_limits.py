@@ -71,7 +71,7 @@ TIMED_OUT = """
     import saboteurs
     import warnings
     from harness import assert_right, pids, wait_for
-    from synk._team import Team
+    from synk._master.workers import Team
 
     warnings.simplefilter("ignore", RuntimeWarning)
     rt = synk.fork(2, backend="numpy")

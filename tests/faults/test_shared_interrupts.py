@@ -17,8 +17,8 @@ from harness import PACKAGE_FOLDER
 from rank_arrays import assert_same, everywhere
 
 import synk
-from synk._messages import Down
-from synk._worker import Interrupted
+from synk._wire.messages import Down
+from synk._worker.rank import Interrupted
 
 Fork = Callable[..., Any]
 BIG = 700_000

@@ -21,7 +21,7 @@ from harness import failpoint, kill_and_wait, pids, same_workers, wait_until_dea
 from rank_arrays import assert_same, everywhere, from_all_ranks, numbers
 
 import synk
-from synk._memory import Segment
+from synk._wire.memory import Segment
 from synk.errors import CallTimeout, CollectiveMismatch, SerializationError, SharedMemoryError, WorkerDied
 
 Fork = Callable[..., Any]

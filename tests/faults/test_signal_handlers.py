@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from harness import Scenario, same_workers, script
 
-from synk import _parcels
-from synk._interrupts import deferred, is_from_handler
-from synk._memory import Segment
-from synk._orphans import orphans
+from synk._master import parcels as _parcels
+from synk._pure.interrupts import deferred, is_from_handler
+from synk._wire.memory import Segment
+from synk._wire.orphans import orphans
 from synk.errors import CallCancelled
 
 Fork = Callable[..., Any]

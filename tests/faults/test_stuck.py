@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 import synk
-from synk import _crew, _environment
+from synk._master import recovery as _crew
+from synk._pure import environment as _environment
 from synk.errors import ClosedError, WorkerDied
 
 Fork = Callable[..., Any]

@@ -37,7 +37,7 @@ from harness import (
 )
 
 import synk
-from synk._queue import Queue
+from synk._master.queue import Queue
 from synk.errors import CallCancelled, CallTimeout, ReentrancyError, SharedMemoryError, WorkerDied
 
 Fork = Callable[..., Any]
@@ -532,7 +532,7 @@ def test_G_workers_remember_nothing_of_calls_that_are_over(runtime: Fork) -> Non
     total(np.ones(4))
 
     def remembered(x: Any) -> Any:
-        from synk._cell import cell
+        from synk._wire.cell import cell
 
         lanes: Any = cell.worker.lanes  # type: ignore[union-attr]
         return sum(len(lane.executor._outputs) for lane in lanes) + sum(lane.called is not None for lane in lanes)
@@ -542,7 +542,9 @@ def test_G_workers_remember_nothing_of_calls_that_are_over(runtime: Fork) -> Non
 
 
 def test_G_a_lane_whose_first_message_brings_many_segments(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("synk._arenas._PLACE_NBYTES", ())  # small values get segments of their own, as large ones do
+    monkeypatch.setattr(
+        "synk._wire.arenas._PLACE_NBYTES", ()
+    )  # small values get segments of their own, as large ones do
     rt = runtime(2)
     total = rt.function(lambda x: x.sum(), outputs="sum")
     meet = rt.function(lambda x: synk.comm.all_reduce(x.sum(), "sum"), outputs="first")

@@ -12,7 +12,7 @@ import pytest
 from harness import PACKAGE_FOLDER, TESTS_FOLDER, census, script
 
 import synk
-from synk import _program
+from synk._master import program as _program
 from synk.errors import StartupError
 
 WORKS = """

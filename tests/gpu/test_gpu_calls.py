@@ -114,7 +114,7 @@ def test_a_segment_is_registered_and_read_only_memory_too(gpu: Any) -> None:
     assert f(x) == 1 << 24
 
     def registered(row: Any) -> Any:
-        from synk._cell import cell
+        from synk._wire.cell import cell
 
         segments = cell.worker.backend._segments  # type: ignore[union-attr]
         for _ in range(3000):
@@ -135,7 +135,7 @@ def test_the_next_inputs_arrive_while_the_device_computes(gpu: Any) -> None:
     def work(x: Any, cycles: Any) -> Any:
         import cupy
 
-        from synk._cell import cell
+        from synk._wire.cell import cell
 
         worker: Any = cell.worker
         spin = cupy.RawKernel(
@@ -219,7 +219,7 @@ def test_a_death_in_a_collective_frees_the_others(gpus: RealGpus, monkeypatch: p
     rt = gpus(2)
 
     def body(x: Any) -> Any:
-        from synk._cell import cell
+        from synk._wire.cell import cell
         from synk.communicators import Buffer
 
         if synk.comm.rank == 1:

@@ -1,0 +1,118 @@
+"""The current runtime: the verbs that make, find and end it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from synk._api.runtime import Runtime
+from synk._pure.interrupts import deferred
+from synk._wire.cell import cell, refuse_inside_worker
+from synk.errors import ClosedError, NotForkedError, SynkError
+
+
+def current() -> Runtime:
+    """Return the runtime that ``synk.fork()`` made.
+
+    Raises
+    ------
+    NotForkedError
+        If there is none.
+    ClosedError
+        If it was closed.
+    """
+    refuse_inside_worker("use the runtime")
+    if cell.runtime is None:
+        if cell.last_runtime is not None:
+            raise ClosedError("the runtime is closed. Call synk.fork() again.") from cell.last_runtime.cause
+        raise NotForkedError("there is no runtime yet. Call synk.fork() first.")
+    runtime: Runtime = cell.runtime
+    return runtime
+
+
+def fork(
+    num_workers: int | None = None,
+    *,
+    backend: str = "auto",
+    devices: Sequence[Any] | None = None,
+    inline: bool = False,
+    timeout: float | None = None,
+    max_restarts: int = 3,
+    on_restart: Callable[[], Any] | None = None,
+    _failpoints: Sequence[Sequence[Any]] = (),
+) -> Runtime:
+    """Start one worker process per device and make their runtime the current one.
+
+    Returns at once: the workers come up while the program goes on, and the first verb that needs them waits.
+
+    Parameters
+    ----------
+    num_workers : int or None
+        None: one per visible GPU, else one per usable CPU core.
+    backend : str
+        ``"auto"`` (cupy where a GPU is visible and CuPy is installed, else numpy), ``"numpy"`` or ``"cupy"``.
+    devices : sequence or None
+        Which GPUs, by index or UUID; one may appear more than once.
+    inline : bool
+        Run the one rank in this process, on the same path, for a debugger. Time limits have no effect then.
+    timeout : float or None
+        Default for all calls, in seconds; None: no limit. Counts from the call on, the start of the workers included.
+    max_restarts : int
+        How many dead workers are started again within 60 s before the runtime closes. 0: none; a death closes it.
+    on_restart : callable, optional
+        ``on_restart()`` is run by each worker that is started in the place of another, before its first call, to load
+        what functions keep on a worker. What it captures is what the functions capture: the same objects.
+
+    Returns
+    -------
+    Runtime
+
+    Raises
+    ------
+    SynkError
+        If a runtime made by ``fork`` is still running.
+    StartupError
+        If a worker process cannot be started.
+    ValueError, TypeError
+        For arguments that make no sense.
+
+    Examples
+    --------
+    >>> import synk
+    >>> runtime = synk.fork(2)
+    >>> runtime.world_size
+    2
+    >>> synk.close()
+    """
+    refuse_inside_worker("fork")
+    if cell.runtime is not None and cell.runtime.is_closed:  # by a fault: what it still holds is let go of
+        cell.runtime.close()
+    if cell.runtime is not None and cell.runtime._pid == os.getpid():
+        raise SynkError(
+            f"cannot fork: {cell.runtime!r} is already running. Call synk.close() first, or make a second one with "
+            "synk.Runtime(...)."
+        )
+    try:
+        with deferred():  # a runtime that nobody can name could not be closed
+            cell.runtime = cell.last_runtime = Runtime(
+                num_workers,
+                backend=backend,
+                devices=devices,
+                inline=inline,
+                timeout=timeout,
+                max_restarts=max_restarts,
+                on_restart=on_restart,
+                _failpoints=_failpoints,
+            )
+    except BaseException:  # Ctrl-C, or what another signal handler raises, comes when it has started
+        close()
+        raise
+    return cell.runtime
+
+
+def close() -> None:
+    """Close the current runtime, if there is one; its data, functions and variables raise ``ClosedError`` then."""
+    refuse_inside_worker("close")
+    if cell.runtime is not None:
+        cell.runtime.close()

@@ -1,0 +1,342 @@
+"""``Data``: an array in shared memory that workers read in place.
+
+Owns one segment at a time. Makes no message: workers learn of a segment with the next call that uses it.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from synk._api.array_like import ArrayLike
+from synk._pure.arrays import as_plain_array, check_shareable
+from synk._pure.interrupts import deferred
+from synk._wire.memory import Segment
+from synk.errors import ClosedError
+
+if TYPE_CHECKING:
+    from synk._api.runtime import Runtime
+
+
+class Contents(NamedTuple):
+    """What a ``Data`` holds at one moment.
+
+    Replaced as a whole, so that whoever has taken it has the memory and the rows of one moment.
+    """
+
+    segment: Segment | None
+    array: np.ndarray
+
+    @property
+    def segment_id(self) -> int:
+        return self.segment.id if self.segment is not None else 0
+
+
+class Data(ArrayLike):
+    """An array in shared memory, of fixed dtype and number of axes; axis 0 is the rows that calls scatter.
+
+    Made by :func:`synk.data`. Reads like a NumPy array: indexing gives views, assignment writes through to where the
+    workers read. Nothing is copied to the workers, who map the same memory read-only. A view that a function keeps in a
+    worker follows the ``Data``, as a view does in NumPy, until it is resized or freed. In a forked child of the program
+    a view stays shared with the parent; it keeps its last values when the parent drops the object.
+
+    NumPy's operators and functions take it as an array, and give ordinary arrays; so do the methods ``astype``,
+    ``copy``, ``mean``, ``sum``, ``min``, ``max``, ``reshape`` and ``tolist`` and the attribute ``T`` (all others are
+    those of ``.data``). What works in place, as ``d += 1``, ``d[...] = x`` and ``np.add(d, 1, out=d)``, writes to where
+    the workers read, when the submitted calls that read it have ended. ``==`` compares elements, but hashing goes by
+    identity.
+
+    Notes
+    -----
+    Several threads may use one object. ``set_value``, ``set_length``, ``set_shape`` and ``free_memory`` replace the
+    contents in one step: a call in another thread works on all of the old rows or on all of the new ones. Writing in
+    place waits for submitted calls only: what a plain call reads that another thread runs meanwhile is not defined.
+
+    Attributes
+    ----------
+    data : ndarray
+        The whole array, a view.
+    minibatch : bool
+        Whether the object holds only the rows of the current batch, in its order: row j belongs to the j-th row that
+        ``batch`` picks; see :class:`synk.Function`.
+    name : str or None
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        value: Any = None,
+        *,
+        dtype: npt.DTypeLike | None = None,
+        shape: Sequence[int] | int | None = None,
+        ndim: int | None = None,
+        minibatch: bool = False,
+        force_cast: bool = False,
+        oversize: float = 1.0,
+        name: str | None = None,
+    ) -> None:
+        self._runtime = runtime
+        # Held by whoever replaces the contents, and never while waiting for the runtime: a call that converts its
+        # arguments may come here.
+        self._writing = threading.RLock()
+        self.name = name
+        self.minibatch = bool(minibatch)
+        label = self._label
+        shape = (int(shape),) if isinstance(shape, (int, np.integer)) else None if shape is None else tuple(shape)
+        if value is not None:
+            array = as_plain_array(value, label)
+            self._dtype = check_shareable(np.dtype(dtype) if dtype is not None else array.dtype, label)
+            if shape is not None and shape != array.shape:
+                raise ValueError(f"cannot make {label}: got a value of shape {array.shape} and shape={shape}.")
+            self._ndim = array.ndim if ndim is None else ndim
+            self._contents = Contents(None, np.empty((0,) * self._ndim, self._dtype))
+            if dtype is not None and not hasattr(value, "dtype"):
+                # Whoever names a dtype for a list of Python numbers means NumPy's conversion, with its errors.
+                array = np.array(value, dtype=self._dtype)
+            self.set_value(array, force_cast=force_cast, oversize=oversize)
+            return
+        if dtype is None or (shape is None and ndim is None):
+            raise TypeError(f"cannot make {label}: got no value, expected dtype and one of shape and ndim.")
+        if shape is not None and ndim is not None and len(shape) != ndim:
+            raise ValueError(f"cannot make {label}: got shape={shape} and ndim={ndim}.")
+        self._dtype = check_shareable(np.dtype(dtype), label)
+        self._ndim = len(shape) if shape is not None else int(ndim or 0)
+        self._contents = Contents(None, np.empty((0,) * self._ndim, self._dtype))
+        self.set_shape(shape if shape is not None else (0,) * self._ndim, oversize=oversize)
+
+    @property
+    def _label(self) -> str:
+        return f"Data {self.name!r}" if self.name else "Data"
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    @property
+    def data(self) -> np.ndarray:
+        """The array, a view of the shared memory; shape as ``shape``."""
+        self._runtime.check_open(f"use {self._label}")
+        return self._await_readers().array
+
+    def _operand(self) -> np.ndarray:
+        self._runtime.check_open(f"use {self._label}")
+        return self._contents.array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._contents.array.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self._dtype
+
+    @property
+    def ndim(self) -> int:
+        return self._ndim
+
+    @property
+    def size(self) -> int:
+        return self._contents.array.size
+
+    @property
+    def nbytes(self) -> int:
+        return self._contents.array.nbytes
+
+    @property
+    def alloc_size(self) -> int:
+        """How many elements fit without a new allocation."""
+        segment = self._contents.segment
+        return segment.nbytes // self._dtype.itemsize if segment is not None else 0
+
+    def __len__(self) -> int:
+        if self._ndim == 0:
+            raise TypeError(f"len() of {self._label} with no axes")
+        return len(self._contents.array)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.data[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.data[index] = value
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        own = self.data
+        if copy:
+            return np.array(own, dtype=dtype)
+        array = np.asarray(own, dtype=dtype)
+        if copy is False and array is not own:
+            raise ValueError(f"cannot view {self._label} as {np.dtype(dtype)} without a copy: it holds {self._dtype}.")
+        return array
+
+    def __iter__(self) -> Any:
+        return iter(self.data)
+
+    def __repr__(self) -> str:
+        name = f" {self.name!r}" if self.name else ""
+        return f"<synk.Data{name} shape={self.shape} dtype={self._dtype}{' minibatch' if self.minibatch else ''}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"cannot pickle {self._label}: it lives in shared memory. Pass it as an argument of the function, or close "
+            "over its .data[...] copy."
+        )
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def set_value(self, value: Any, *, force_cast: bool = False, oversize: float = 1.0) -> None:
+        """Replace the whole contents.
+
+        They take the place of the old ones where these have room for them and no call is running in another thread;
+        otherwise they get new memory. Waits for submitted calls that read the old ones.
+
+        Parameters
+        ----------
+        value : array-like
+            Of the same number of axes.
+        force_cast : bool
+            Allow casts that can lose information.
+        oversize : float
+            Memory to take when it must grow, as a factor of 1 or more.
+
+        Raises
+        ------
+        TypeError
+            If the dtype differs and casting could lose information.
+        ValueError
+            If the number of axes differs.
+        SharedMemoryError
+            If the memory does not suffice; the old contents stay.
+        """
+        self._runtime.check_open(f"set {self._label}")
+        array = as_plain_array(value, self._label)
+        if array.ndim != self._ndim:
+            raise ValueError(f"cannot set {self._label}: got {array.ndim} axes, expected {self._ndim}.")
+        if not force_cast and not np.can_cast(array.dtype, self._dtype, "safe"):
+            raise TypeError(
+                f"cannot set {self._label}: got dtype {array.dtype}, expected {self._dtype}. "
+                "Convert it with astype, or pass force_cast=True."
+            )
+        _check_oversize(oversize, self._label)
+        self._await_readers()
+        with self._writing, np.errstate(invalid="ignore" if force_cast else "warn"):
+            if not self._overwrite(array):
+                contents = self._allocated(array.shape, oversize)
+                np.copyto(contents.array, array, casting="unsafe")
+                self._replace(contents)
+
+    def set_length(self, length: int, *, oversize: float = 1.0) -> None:
+        """Change the number of rows; the rows that fit are kept, new ones hold zeros or old contents."""
+        if self._ndim == 0:
+            raise ValueError(f"cannot set the length of {self._label}: it has no axes.")
+        with self._writing:
+            self.set_shape((operator.index(length), *self.shape[1:]), oversize=oversize)
+
+    def set_shape(self, shape: Sequence[int] | int, *, oversize: float = 1.0) -> None:
+        """Change the shape; rows are kept where only axis 0 changes, otherwise the contents are undefined."""
+        self._runtime.check_open(f"resize {self._label}")
+        shape = (shape,) if isinstance(shape, (int, np.integer)) else shape
+        shape = tuple(operator.index(length) for length in shape)
+        if len(shape) != self._ndim:
+            raise ValueError(f"cannot resize {self._label}: got shape {shape}, expected {self._ndim} axes.")
+        if any(length < 0 for length in shape):
+            raise ValueError(f"cannot resize {self._label}: got shape {shape}, expected lengths of zero or more.")
+        _check_oversize(oversize, self._label)
+        with self._writing:
+            self._resize(shape, oversize)
+
+    def free_memory(self) -> None:
+        """Give the memory back; the length becomes 0. Views that exist keep theirs until they are gone.
+
+        Raises
+        ------
+        ValueError
+            If it has no axes.
+        """
+        self._runtime.check_open(f"free {self._label}")
+        if self._ndim == 0:
+            raise ValueError(f"cannot free {self._label}: it has no axes, so it cannot get a length of 0. Use del.")
+        with self._writing:
+            self._replace(Contents(None, np.empty((0, *self.shape[1:]), self._dtype)))
+
+    def _resize(self, shape: tuple[int, ...], oversize: float) -> None:
+        segment, array = self._contents
+        nbytes = self._nbytes_of(shape)
+        if nbytes == 0 or (segment is not None and nbytes <= segment.nbytes):
+            self._contents = self._placed(segment, shape)
+            return
+        contents = self._allocated(shape, oversize)
+        if array.size and shape[1:] == array.shape[1:]:
+            rows = min(len(array), shape[0])
+            contents.array[:rows] = array[:rows]
+        self._replace(contents)
+
+    def _overwrite(self, value: np.ndarray) -> bool:
+        """Write ``value`` over the old contents; return False where they have no room, or a call may read them."""
+        segment = self._contents.segment
+        is_done = False
+
+        def overwrite() -> None:
+            nonlocal is_done
+            if segment is not None and not self._runtime.queue.reads(segment):
+                contents = self._placed(segment, value.shape)
+                np.copyto(contents.array, value, casting="unsafe")
+                self._contents = contents
+                is_done = True
+
+        if segment is not None and self._nbytes_of(value.shape) <= segment.nbytes:
+            self._runtime.if_free(overwrite)
+        return is_done
+
+    def _nbytes_of(self, shape: tuple[int, ...]) -> int:
+        return math.prod(shape) * self._dtype.itemsize
+
+    def _placed(self, segment: Segment | None, shape: tuple[int, ...]) -> Contents:
+        """Return contents of ``shape`` in ``segment``, which is needed only where there are any bytes."""
+        if segment is None or self._nbytes_of(shape) == 0:
+            return Contents(segment, np.empty(shape, self._dtype))
+        return Contents(segment, segment.view(0, shape, self._dtype))
+
+    def _allocated(self, shape: tuple[int, ...], oversize: float) -> Contents:
+        nbytes = self._nbytes_of(shape)
+        return self._placed(self._runtime.arenas.create(int(nbytes * oversize)) if nbytes else None, shape)
+
+    def _replace(self, contents: Contents) -> None:
+        """Put other contents in place of the old ones, whose memory goes when no call reads it any more."""
+        with deferred():
+            old, self._contents = self._contents, contents
+            if old.segment is not None:
+                self._runtime.release(old.segment)
+
+    def _await_readers(self) -> Contents:
+        """Wait for submitted calls that read this: they must see it as it was. Return what may be written to."""
+        while True:
+            contents = self._contents
+            if contents.segment is not None:
+                self._runtime.queue.release(contents.segment)
+            if self._contents is contents:
+                return contents
+
+    def __del__(self) -> None:
+        # Finalizers run anywhere, also in the middle of a call: the segment is only queued.
+        runtime = getattr(self, "_runtime", None)
+        contents = getattr(self, "_contents", None)
+        if runtime is not None and contents is not None and contents.segment is not None and not runtime.is_closed:
+            runtime._released.append(contents.segment)
+
+
+def _check_oversize(oversize: Any, label: str) -> None:
+    if not isinstance(oversize, numbers.Real) or not 1.0 <= float(oversize) <= 2.0:
+        raise ValueError(f"cannot resize {label}: got oversize={oversize!r}, expected 1.0 to 2.0.")
+
+
+def check_same_runtime(data: Data, runtime: Runtime, what: str) -> None:
+    """Raise where ``data`` belongs to another runtime."""
+    if data._runtime is not runtime:
+        if data._runtime.is_closed:
+            raise ClosedError(f"cannot pass {what}: its runtime was closed. Make it again with synk.data(...).")
+        raise ValueError(f"cannot pass {what}: it belongs to another runtime. Make it with this runtime's data(...).")

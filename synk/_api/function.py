@@ -1,0 +1,723 @@
+"""``Function``: what the user calls. Binds a Python function, its ops and its options; the runtime does the rest."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import sys
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from synk._api.current import current, fork
+from synk._api.data import Data
+from synk._api.runtime import Runtime
+from synk._api.shared import Shared, check_owner, pickled
+from synk._api.verify import Report, Tolerance, verify
+from synk._master.arguments import Signature
+from synk._master.call import CallOptions, run_call
+from synk._master.plans import PlanCache
+from synk._master.queue import PendingCall
+from synk._master.row_shapes import RowShapes
+from synk._master.watch import Part, Watch, is_users_module, watch
+from synk._pure.interrupts import deferred, is_from_handler
+from synk._pure.limits import check_timeout
+from synk._pure.ops import REDUCE_OPS, check_outputs
+from synk._wire.cell import cell, refuse_inside_worker
+from synk.errors import ClosedError, SerializationError, SynkError, WorkerDied
+
+FRAMEWORKS = (None, "torch", "jax")
+
+LARGE_CHANGE_NBYTES = 1 << 20
+"""From this size on it is told of an object that is sent again and again."""
+
+_PLAIN = CallOptions()
+"""Those of nearly all calls."""
+
+_function_ids = itertools.count(1)
+_waiting: weakref.WeakSet[Function] = weakref.WeakSet()
+_waiting_lock = threading.Lock()
+
+
+class Function:
+    """A function that runs on all workers as one call. Made by :func:`synk.function`.
+
+    Call it like the function it was made from. Each argument is scattered along axis 0 unless it is named in
+    ``bcast_inputs``; the outputs are combined by their ops. The keyword arguments below are synk's own; a parameter of
+    the same name can be passed by position.
+
+    Parameters
+    ----------
+    batch : int, slice, sequence of int or bool mask, optional
+        The rows of the scattered inputs to use, chosen before they are split: the first n, a slice, an index list (in
+        its order), or a mask.
+    shard_batch : slice, sequence, or one per rank, optional
+        Which of the rows a rank holds of its sharded variables.
+    num_slices : int
+        Each rank calls the function on that many parts of its rows and accumulates: less memory, the same result.
+    output_subset : sequence, optional
+        Positions (or keys) of the outputs wanted; the others are neither reduced nor sent.
+    timeout : float, optional
+        Seconds until ``CallTimeout``; the runtime's default where it is not given.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        For wrong input, before anything is sent.
+    Exception
+        What the function raised on the lowest failing rank, with a ``RemoteError`` as its cause.
+    WorkerDied, CallTimeout, CollectiveMismatch, SerializationError, ClosedError
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        bcast_inputs: str | Sequence[str] = (),
+        outputs: Any = "avg",
+        updates: Any = (),
+        framework: str | None = None,
+        name: str | None = None,
+        retry: int = 0,
+        per_rank: bool = False,
+        runtime: Runtime | None = None,
+    ) -> None:
+        if not callable(fn):
+            raise TypeError(f"cannot build a function: got {type(fn).__name__}, expected a callable.")
+        self.name = name or getattr(fn, "__name__", None) or _partial_name(fn) or type(fn).__name__
+        check_outputs(outputs, repr(self.name))
+        check_updates(updates, self.name)
+        if framework not in FRAMEWORKS:
+            raise ValueError(f"cannot build {self.name!r}: got framework={framework!r}, expected one of {FRAMEWORKS}.")
+        self._fn = fn
+        self._bcast_inputs = bcast_inputs
+        self.signature = Signature(fn, bcast_inputs, self.name)
+        self.outputs = outputs
+        self.updates = tuple(updates) if isinstance(updates, (tuple, list)) else (updates,)
+        self.framework = framework
+        self.id = next(_function_ids)
+        self._verb = f"call {self.name!r}"
+        self._retry = _check_retry(retry, self.updates, self.name)
+        if not isinstance(per_rank, bool):
+            raise TypeError(f"cannot build {self.name!r}: got per_rank={per_rank!r}, expected True or False.")
+        self.per_rank = per_rank
+        self._fixed_runtime = runtime
+        self._runtime: Runtime | None = None
+        self.row_shapes = RowShapes(self.name)
+        self.plans = PlanCache()
+        self.is_stale = False
+        self._code = getattr(fn, "__code__", None)
+        self._home: tuple[dict[str, Any], str] | None = None  # the user's module that holds it, and its name there
+        self._watch: Watch | None = None  # over what the workers have been told
+        self._changes = Changes(self.name)
+        self.variables = _check_picklable(self)
+        functools.update_wrapper(self, fn, updated=())
+        _waiting.add(self)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a worker needs to run the function."""
+        return {
+            "fn": self._fn,
+            "name": self.name,
+            "outputs": self.outputs,
+            "framework": self.framework,
+            "updates": self.updates,
+        }
+
+    # -- calling ------------------------------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        /,
+        *args: Any,
+        batch: Any = None,
+        shard_batch: Any = None,
+        num_slices: int = 1,
+        output_subset: Any = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        is_plain = batch is None and shard_batch is None and output_subset is None and timeout is None
+        if is_plain and type(num_slices) is int and num_slices == 1:
+            return self._run(args, kwargs, _PLAIN)
+        options = CallOptions(
+            batch, shard_batch, _check_slices(num_slices), _subset(output_subset), check_timeout(timeout)
+        )
+        return self._run(args, kwargs, options)
+
+    def serial(
+        self,
+        /,
+        *args: Any,
+        batch: Any = None,
+        num_slices: int = 1,
+        output_subset: Any = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the whole input on one worker: the oracle for the parallel call.
+
+        Sharded variables are whole there, those that the function closes over too; these it cannot assign.
+        """
+        options = CallOptions(
+            batch, None, _check_slices(num_slices), _subset(output_subset), check_timeout(timeout), is_serial=True
+        )
+        return self._run(args, kwargs, options)
+
+    def verify(
+        self,
+        /,
+        *args: Any,
+        rtol: float | None = None,
+        atol: float | None = None,
+        batch: Any = None,
+        num_slices: int = 1,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Report:
+        """Run the call in parallel and serially and report, for each output, whether its op fits the function.
+
+        Nothing of these runs is kept: shared variables hold what they held, and each run gets a copy of what the
+        function captured, with the generators of random numbers as they were. What it prints is dropped. What it does
+        outside of the process, or to modules that it imports, is not undone.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            As for a call, with enough rows for more than one rank: on one worker everything is equal.
+        rtol, atol : float, optional
+            How far from the serial value is equal, as in `numpy.allclose`. By default what rounding can do: the square
+            root of the dtype's precision, for ``atol`` times the largest serial value.
+        batch, num_slices, timeout
+            As for a call; ``timeout`` for each of the runs, of which there are four.
+
+        Returns
+        -------
+        Report
+            True where all outputs, and the shared variables that the call assigns on CPU workers, equal the serial
+            ones. It prints as a table, with the ops that would have matched. A function that draws random numbers or
+            talks through ``synk.comm`` is named as such, where its values differ.
+
+        Raises
+        ------
+        SerializationError
+            If what the function captured cannot be copied.
+        Exception
+            What the call raises, but for errors that say that its outputs cannot be combined: these are reported.
+
+        Examples
+        --------
+        >>> import numpy as np, synk
+        >>> with synk.fork(2):
+        ...     total = synk.function(lambda x: x.sum(), name="total")
+        ...     total.verify(np.arange(6.0))
+        'total' against its serial call:
+        output  op   equals serial  largest difference  would match
+        result  avg  NO             7.5e+00             sum
+        """
+        options = CallOptions(batch, None, _check_slices(num_slices), None, check_timeout(timeout), is_trial=True)
+        return verify(
+            self.name,
+            self.outputs,
+            lambda changed: self._run(args, kwargs, changed),
+            options,
+            Tolerance(rtol, atol),
+            is_per_rank=self.per_rank,
+            is_outdated=self._is_stale_inside(),
+        )
+
+    def submit(
+        self,
+        /,
+        *args: Any,
+        batch: Any = None,
+        shard_batch: Any = None,
+        num_slices: int = 1,
+        output_subset: Any = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> PendingCall:
+        """Send the call and return without waiting for it; ``result()`` of what is returned waits.
+
+        Three calls can be under way: one runs, the inputs of the next are brought to the devices meanwhile, and one
+        waits. A fourth ``submit`` first waits for the oldest, and so do all other operations of the runtime for all of
+        them. Calls run in the order in which they were submitted, each rank going on with the next one as soon as it
+        has finished its own part; a call that fails does not stop those behind it, a worker that dies does.
+
+        Arrays and objects are copied before ``submit`` returns. ``Data`` is not: to change it waits for the calls that
+        read it, unless it is changed through an array that was taken from ``.data`` before. Calls that use shared
+        variables are never under way together with others: ``submit`` waits until the assignments of the one before
+        hold.
+
+        Parameters
+        ----------
+        batch, shard_batch, num_slices, output_subset
+            As for a call.
+        timeout : float, optional
+            Seconds from now until ``CallTimeout``; the calls before it count.
+
+        Returns
+        -------
+        PendingCall
+
+        Raises
+        ------
+        TypeError, ValueError, IndexError
+            For wrong input, at once. What the call itself raises comes from ``result()``.
+        """
+        if self._retry:
+            raise ValueError(
+                f"cannot submit {self.name!r}: it was built with retry={self._retry}, and a submitted call is never "
+                "run again. Call it, or build it without retry."
+            )
+        function = self._renewed()
+        runtime = function._bound_runtime()
+        options = CallOptions(
+            batch, shard_batch, _check_slices(num_slices), _subset(output_subset), check_timeout(timeout)
+        )
+        with runtime.entered(f"submit {self.name!r}"):
+            return runtime.queue.submit(function, args, kwargs, options, runtime.deadline(options.timeout))
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
+        if self._watch is not None and not self._watch.is_current() and (renewed := self._renewed()) is not self:
+            return renewed._run(args, kwargs, options)
+        runtime = self._bound_runtime()
+        deadline = runtime.deadline(options.timeout)
+        for attempts_left in range(self._retry, -1, -1):
+            with runtime.entered(self._verb):
+                runtime.begin(self._verb, deadline)
+                try:
+                    return run_call(runtime, self, args, kwargs, options, deadline)
+                except WorkerDied:
+                    if not attempts_left:
+                        raise
+        raise AssertionError("the last attempt returns or raises")
+
+    def load(self, runtime: Runtime, deadline: float | None) -> None:
+        """See that the workers of ``runtime`` have this function."""
+        if self._runtime is not runtime or self.is_stale:
+            distribute_functions(runtime, [self], deadline=deadline)
+        else:
+            runtime.ensure_loaded(deadline)
+
+    def _bound_runtime(self) -> Runtime:
+        """Return the runtime to use: the one the function was made with, else the current one."""
+        if self._fixed_runtime is not None:
+            return self._fixed_runtime
+        refuse_inside_worker(f"call {self.name!r}")
+        if self._runtime is not None and not self._runtime.is_closed:
+            return self._runtime
+        return current()
+
+    def build_inputs(self, *arrays: Any, minibatch: bool = False) -> tuple[Data, ...]:
+        """Return one :class:`synk.Data` per array, for the parameters in order."""
+        runtime = self._bound_runtime()
+        return tuple(runtime.data(array, minibatch=minibatch) for array in arrays)
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def _bind_to(self, runtime: Runtime, watch: Watch, variables: set[Shared]) -> None:
+        is_new = self._runtime is not runtime
+        if self._runtime is not None and is_new:
+            self.plans = PlanCache()
+        self._runtime = runtime
+        self._watch, self.is_stale = watch, False
+        self.variables = variables
+        runtime.bound.add(self)
+        _waiting.discard(self)
+        if is_new:
+            dropped = weakref.finalize(self, runtime._dropped_functions.append, (self.id, self.plans))
+            dropped.atexit = False  # the user's own exit handlers may still call it
+
+    def forget_sent(self) -> None:
+        """The runtime is closed: let go of what was compared with what its workers had."""
+        self.plans.forget()
+        self._watch = None
+
+    def _renewed(self) -> Function:
+        """Return the function to call: this one, with what its code names now, or the one that took its place.
+
+        A module that is reloaded makes its functions anew, and its name in the module tells which one is meant.
+        """
+        if self._watch is None or self._watch.is_current():
+            return self
+        home = self._home
+        successor = home[0].get(home[1]) if home is not None else None
+        if isinstance(successor, Function) and successor is not self:
+            return successor
+        fn = successor if isinstance(successor, types.FunctionType) else self._fn
+        if fn is not self._fn or getattr(fn, "__code__", None) is not self._code:
+            self.signature = Signature(fn, self._bcast_inputs, self.name)
+            self.plans.repeats.clear()
+            self._fn, self._code = fn, getattr(fn, "__code__", None)
+        self.is_stale = True
+        return self
+
+    def _look(self) -> Watch:
+        """Return a watch over what the function names now."""
+        if self._home is None:
+            self._home = _home_of(self, self._fn)
+        home = self._home
+        return watch(self._fn, [] if home is None else [(home[0].get, home[1], home[0].get(home[1]))])
+
+    def _is_stale_inside(self) -> bool:
+        """Whether an object that the function captures was changed in place since the workers were told of it.
+
+        Compares the elements of arrays, lists and sets, keys of dicts and attributes, at any depth. What a new
+        definition of the function, or ``Runtime.restart``, would send.
+        """
+        return self._runtime is not None and self._runtime.book.is_changed_inside(self.id)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        # As a decorator on a method: the instance becomes a broadcast argument, which is rarely meant.
+        if instance is None:
+            return self
+        raise TypeError(
+            f"cannot use {self.name!r} as a method: build it from the bound method, as in "
+            "self.step = synk.function(self._step)."
+        )
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"cannot pickle the synk function {self.name!r}: a function on the workers cannot call another one there. "
+            "Call the plain function instead."
+        )
+
+    def __repr__(self) -> str:
+        return f"<synk.Function {self.name!r} outputs={self.outputs!r}>"
+
+
+def _home_of(function: Function, fn: Any) -> tuple[dict[str, Any], str] | None:
+    """Return the namespace and the name under which a module of the user's holds a function, decorated or not."""
+    module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "")
+    if not isinstance(module, str) or not is_users_module(module):
+        return None
+    table = vars(sys.modules[module])
+    return (table, name) if table.get(name) in (function, fn) else None
+
+
+class Changes:
+    """How often in a row large objects of a function had to be sent again."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._rows: dict[Any, tuple[int, int]] = {}  # how often, and in which call the last time
+        self._has_told = False
+
+    def note(self, sent: Sequence[tuple[Part, int]], call: int) -> None:
+        """Take in what was sent before a call; tell, once, of a large object that it is better passed."""
+        for part, nbytes in sent:
+            if nbytes < LARGE_CHANGE_NBYTES:
+                continue
+            key = id(part.container), part.key
+            count, last = self._rows.get(key, (0, call - 1))
+            self._rows[key] = count + 1 if last == call - 1 else 1, call
+            if self._rows[key][0] == 3 and not self._has_told:
+                self._has_told = True
+                name = part.key or "a closure variable"
+                warnings.warn(
+                    f"{self._name!r} uses {name!r} ({nbytes / 1e6:.0f} MB), which has changed in three calls in a row "
+                    "and is sent again as a whole each time. Make it a parameter and name it in bcast_inputs: arrays "
+                    "among the arguments travel through shared memory.",
+                    UserWarning,
+                    stacklevel=9,
+                )
+
+
+def _check_retry(retry: Any, updates: Any, name: str) -> int:
+    if isinstance(retry, bool) or not isinstance(retry, (int, np.integer)) or retry < 0:
+        raise ValueError(f"cannot build {name!r}: got retry={retry!r}, expected an integer of 0 or more.")
+    if retry and updates:
+        raise ValueError(
+            f"cannot build {name!r}: got retry={retry} with updates=, expected a function that changes nothing."
+        )
+    return int(retry)
+
+
+def check_updates(updates: Any, name: str) -> None:
+    """Raise unless ``updates`` holds shared variables, or pairs of one and an op."""
+    for update in updates if isinstance(updates, (tuple, list)) else (updates,):
+        variable, op = update if isinstance(update, tuple) and len(update) == 2 else (update, "avg")
+        if not isinstance(variable, Shared):
+            raise TypeError(
+                f"cannot build {name!r}: got {type(variable).__name__} in updates, expected Shared variables or "
+                "(variable, op) pairs."
+            )
+        if op not in REDUCE_OPS:
+            raise ValueError(f"cannot build {name!r}: got op {op!r} in updates, expected one of {REDUCE_OPS}.")
+
+
+def _partial_name(fn: Any) -> str | None:
+    return getattr(getattr(fn, "func", None), "__name__", None)
+
+
+def _check_slices(num_slices: Any) -> int:
+    if isinstance(num_slices, bool) or not isinstance(num_slices, (int, np.integer)) or num_slices < 1:
+        raise ValueError(f"cannot slice a call: got num_slices={num_slices!r}, expected an integer of 1 or more.")
+    return int(num_slices)
+
+
+def _subset(output_subset: Any) -> tuple[Any, ...] | None:
+    if output_subset is None:
+        return None
+    keys = [output_subset] if isinstance(output_subset, (str, int, np.integer)) else output_subset
+    if not isinstance(keys, Iterable):
+        raise TypeError(f"cannot select outputs: got output_subset={output_subset!r}, expected positions or keys.")
+    return tuple(int(key) if isinstance(key, np.integer) else key for key in keys)
+
+
+class _Nowhere:
+    """A file that keeps nothing."""
+
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes
+
+
+def _variables_in(value: Any) -> set[Shared]:
+    """Return the shared variables that ``value`` refers to; raise what its pickling raises."""
+    outer, pickled.met = pickled.met, set()
+    try:
+        cloudpickle.Pickler(_Nowhere(), protocol=5, buffer_callback=lambda buffer: None).dump(value)
+        return pickled.met
+    finally:
+        pickled.met = outer
+
+
+def _check_picklable(function: Function) -> set[Shared]:
+    """Return the variables that a function refers to; raise SerializationError if it cannot be sent."""
+    try:
+        return _variables_in(function.options)
+    except Exception as error:
+        if is_from_handler(error):
+            raise
+        culprit = _find_culprit(function._fn)
+        raise SerializationError(
+            f"cannot send {function.name!r} to the workers: {culprit}{type(error).__name__}: {str(error).rstrip('.')}. "
+            "Make such an object inside the function, or pass what it needs as an argument."
+        ) from error
+
+
+def _find_culprit(fn: Any) -> str:
+    """Return ``"its variable 'x' (type) "`` for the first closed-over or global variable that cannot be pickled."""
+    target = getattr(fn, "func", fn)
+    target = getattr(target, "__func__", target)
+    try:
+        variables = inspect.getclosurevars(target)
+    except (TypeError, ValueError):
+        return ""
+    for name, value in {**variables.nonlocals, **variables.globals}.items():
+        try:
+            _variables_in(value)
+        except Exception as error:
+            if is_from_handler(error):
+                raise
+            return f"its variable {name!r} ({type(value).__name__}) cannot be pickled. "
+    return ""
+
+
+def distribute_functions(runtime: Runtime, only: Sequence[Function] | None = None, *, deadline: float | None) -> None:
+    """Pickle the functions that ``runtime`` does not have yet, together, and load them on all workers."""
+    with _waiting_lock:
+        candidates = list(_waiting if only is None else only)
+    functions = [
+        f for f in candidates if f._fixed_runtime in (None, runtime) and (f._runtime is not runtime or f.is_stale)
+    ]
+    functions.sort(key=lambda function: function.id)
+    runtime.ensure_loaded(deadline)
+    if not functions:
+        return
+    names = ", ".join(repr(function.name) for function in functions)
+    watches = [function._look() for function in functions]
+    variables = [_variables_of(function, watched) for function, watched in zip(functions, watches)]
+    for variable in set().union(*variables):
+        check_owner(variable, runtime, names)
+    orders = [(f.id, f._fn, f.options, watched) for f, watched in zip(functions, watches)]
+    for function in functions:
+        if function._runtime is runtime and not runtime.book.has(function.id, function._fn):
+            function.plans.drop_all(runtime)  # workers plan with the function that they have
+    sent = runtime.bring(orders, names, deadline)
+    for function, watched, own in zip(functions, watches, variables):
+        with deferred():  # what is on the workers must be dropped there some day
+            function._bind_to(runtime, watched, own)
+    if len(functions) == 1:
+        functions[0]._changes.note(sent, runtime.counters["calls"])
+
+
+def _variables_of(function: Function, watched: Watch) -> set[Shared]:
+    """Return the shared variables that a function refers to now, in its own modules too."""
+    return _check_picklable(function) | {part.value for part in watched.parts if isinstance(part.value, Shared)}
+
+
+def build_function(fn: Any, options: dict[str, Any], runtime: Runtime | None) -> Any:
+    """Return a Function, or a decorator where ``fn`` is None.
+
+    Also on a worker, which imports modules whose functions are decorated; only a call is refused there.
+    """
+    if fn is None:
+        return lambda target: Function(target, runtime=runtime, **options)
+    return Function(fn, runtime=runtime, **options)
+
+
+def function(
+    fn: Callable[..., Any] | None = None,
+    *,
+    bcast_inputs: str | Sequence[str] = (),
+    outputs: Any = "avg",
+    updates: Any = (),
+    framework: str | None = None,
+    name: str | None = None,
+    retry: int = 0,
+    per_rank: bool = False,
+) -> Any:
+    """Build a :class:`synk.Function` from a plain Python function; also a decorator, with or without arguments.
+
+    Parameters
+    ----------
+    fn : callable
+        Anything that cloudpickle can carry: a lambda, closure, notebook function, method or partial. It is written for
+        one device and gets the rows of that device.
+    bcast_inputs : str or sequence of str
+        Parameters that every rank gets whole; all others are scattered along axis 0.
+    outputs : op, or nesting of ops
+        ``"avg"`` (weighted by rows), ``"sum"``, ``"prod"``, ``"min"``, ``"max"``, ``"gather"``, ``"first"``, None (a
+        list with one entry per rank) or a callable ``op(a, b)``. One for all outputs, or a
+        structure like that of the result.
+    updates : sequence of Shared, or of (Shared, op)
+        Variables that the function updates; it then returns ``(outputs, new_values)``.
+    framework : {None, "torch", "jax"}
+        Library whose arrays the function gets and returns.
+    name : str, optional
+        For errors and profiles.
+    retry : int
+        How often a call is run again after a worker died in it (never after an exception, an interrupt or a timeout).
+        0: a call runs at most once. Not with ``updates``.
+    per_rank : bool
+        Each rank contributes a value of its own (its random draws, its part of a search), so that ``"sum"``,
+        ``"prod"``, ``"gather"`` and a callable op have a meaning where there are no rows to divide: without a scattered
+        argument or a sharded variable that the function closes over. The result then depends on the number of workers.
+
+    Returns
+    -------
+    Function
+
+    Raises
+    ------
+    SerializationError
+        If it cannot be sent to the workers; names the variable.
+    ValueError, TypeError
+        For an unknown op, parameter or framework.
+
+    Warns
+    -----
+    RowShapedOutput
+        At a call, once: an output under ``"avg"``, ``"sum"``, ``"prod"``, ``"min"`` or ``"max"`` has one row for each
+        row of its rank, and wants ``"gather"``. It was seen to follow the rows, from one call to the next or because
+        one rank ran a copy of the function again without its last row (see the design page). Where neither happened
+        (submitted calls, single rows, functions of more than a second or 64 MB, all with the same rows each time)
+        nothing is said: ask :meth:`Function.verify`.
+
+    Notes
+    -----
+    Rows to divide are those of the scattered arguments or, without any, of the sharded variables that the function
+    closes over. They are the weights of ``"avg"``. Without rows every rank computes the same, and ``"sum"``,
+    ``"prod"``, ``"gather"`` and a callable are refused.
+
+    Examples
+    --------
+    >>> import numpy as np, synk
+    >>> with synk.fork(2):
+    ...     total = synk.function(lambda x: x.sum(), outputs="sum")
+    ...     total(np.arange(10.0))
+    np.float64(45.0)
+    """
+    options = {
+        "bcast_inputs": bcast_inputs,
+        "outputs": outputs,
+        "updates": updates,
+        "framework": framework,
+        "name": name,
+        "retry": retry,
+        "per_rank": per_rank,
+    }
+    return build_function(fn, options, None)
+
+
+def distribute() -> None:
+    """Send all functions that are not yet on the workers of the current runtime, in one go.
+
+    Optional: the first call of a function does it. A program that builds many functions saves round trips, and
+    functions that are pickled together keep what they share in common.
+
+    Raises
+    ------
+    SerializationError
+        If one cannot be pickled, or cannot be loaded on the workers; it is then on no rank.
+    """
+    current().distribute()
+
+
+def wrap(
+    fn: Callable[..., Any] | None = None,
+    *,
+    bcast_inputs: str | Sequence[str] = (),
+    outputs: Any = "avg",
+    updates: Any = (),
+    framework: str | None = None,
+    name: str | None = None,
+    retry: int = 0,
+    per_rank: bool = False,
+) -> Any:
+    """Make one function of an existing program parallel, without any other change.
+
+    As :func:`function`, but forks at the first call where no runtime is there. The workers end with the program.
+
+    Examples
+    --------
+    >>> import numpy as np, synk
+    >>> mean_square = synk.wrap(lambda x: (x**2).mean())
+    >>> mean_square(np.array([1.0, 3.0]))
+    np.float64(5.0)
+    >>> synk.close()
+    """
+    options = {
+        "bcast_inputs": bcast_inputs,
+        "outputs": outputs,
+        "updates": updates,
+        "framework": framework,
+        "name": name,
+        "retry": retry,
+        "per_rank": per_rank,
+    }
+    if fn is None:
+        return lambda target: WrappedFunction(target, **options)
+    return WrappedFunction(fn, **options)
+
+
+class WrappedFunction(Function):
+    """A function that brings its own runtime where there is none; made by :func:`synk.wrap`."""
+
+    def _bound_runtime(self) -> Runtime:
+        refuse_inside_worker(f"call {self.name!r}")
+        if cell.runtime is None and (self._runtime is None or self._runtime.is_closed):
+            fork()
+        return super()._bound_runtime()
+
+
+__all__ = [
+    "ClosedError",
+    "Function",
+    "SynkError",
+    "WrappedFunction",
+    "build_function",
+    "distribute",
+    "function",
+    "wrap",
+]

@@ -1,0 +1,234 @@
+"""The module-level verbs that only pass on to the current runtime."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from synk._api.current import current
+from synk._api.data import Data
+from synk._api.shared import Shared
+from synk._master.placement import has_cupy
+from synk._master.profile import Profile
+from synk._wire.cell import cell
+from synk.backends._report import gpu_lines
+
+
+def data(
+    value: Any = None,
+    *,
+    dtype: npt.DTypeLike | None = None,
+    shape: Sequence[int] | int | None = None,
+    ndim: int | None = None,
+    minibatch: bool = False,
+    force_cast: bool = False,
+    oversize: float = 1.0,
+    name: str | None = None,
+) -> Data:
+    """Make an array in shared memory; see :class:`synk.Data`.
+
+    Parameters
+    ----------
+    value : array-like, shape (rows, *rest), optional
+        Copied in. Without it the contents are zeros.
+    dtype, shape, ndim
+        Of the array; needed where there is no value (dtype, and one of the others).
+    minibatch : bool
+        The object will hold only the rows of the current batch, in its order: row j belongs to the j-th row that
+        ``batch`` picks of the other inputs.
+    force_cast : bool
+        Allow a cast of ``value`` to ``dtype`` that can lose information.
+    oversize : float
+        Memory to take, as a factor of 1.0 to 2.0, so that it can grow in place.
+    name : str, optional
+        For errors.
+
+    Returns
+    -------
+    Data
+
+    Raises
+    ------
+    TypeError
+        For objects, masked arrays, ragged lists, and casts that lose information.
+    SharedMemoryError
+        If the memory does not suffice.
+    NotForkedError, ClosedError
+
+    Examples
+    --------
+    >>> import synk
+    >>> with synk.fork(2):
+    ...     x = synk.data([[1.0, 2.0], [3.0, 4.0]])
+    ...     x[0] = 5.0
+    ...     x.data.sum()
+    np.float64(17.0)
+    """
+    return current().data(
+        value,
+        dtype=dtype,
+        shape=shape,
+        ndim=ndim,
+        minibatch=minibatch,
+        force_cast=force_cast,
+        oversize=oversize,
+        name=name,
+    )
+
+
+def shared(value: Any, *, sharded: bool = False, name: str | None = None) -> Shared:
+    """Make a variable that lives on the workers; see :class:`synk.Shared`.
+
+    Parameters
+    ----------
+    value : array-like, or a nesting (tuple, list, dict) of them
+        Copied to every rank; or, ``sharded``, its rows are scattered over the ranks.
+    sharded : bool
+        One shard of the rows per rank instead of a replica.
+    name : str, optional
+        For errors.
+
+    Returns
+    -------
+    Shared
+
+    Raises
+    ------
+    TypeError
+        For values that are no numbers, text or records.
+    SharedMemoryError
+        If the memory does not suffice.
+
+    Examples
+    --------
+    >>> import numpy as np, synk
+    >>> with synk.fork(2):
+    ...     w = synk.shared(np.zeros(3))
+    ...     @synk.function(outputs="sum")
+    ...     def step(x):
+    ...         w.value = w.value + 1
+    ...         return x.sum()
+    ...     step(np.ones(4))
+    ...     w.value
+    np.float64(4.0)
+    array([1., 1., 1.])
+    """
+    return current().shared(value, sharded=sharded, name=name)
+
+
+def broadcast(variables: Any, values: Any = None) -> None:
+    """Copy rank 0's value of each variable, or ``values``, to all ranks.
+
+    Parameters
+    ----------
+    variables : Shared or sequence of Shared
+    values : value or sequence of values, optional
+        One for each variable.
+    """
+    current().broadcast(variables, values)
+
+
+def scatter(variables: Any, values: Any, batch: Any = None) -> None:
+    """Split the rows of ``values`` over the ranks, as calls split their inputs.
+
+    Parameters
+    ----------
+    variables : Shared or sequence of Shared
+    values : array-like of shape (rows, *rest), Data, or a sequence of them
+    batch : int, slice, sequence of int or bool mask, optional
+        Which rows of ``values``.
+    """
+    current().scatter(variables, values, batch)
+
+
+def gather(variables: Any, nd_up: int = 1) -> Any:
+    """Return the values of all ranks as new arrays.
+
+    Parameters
+    ----------
+    variables : Shared or sequence of Shared
+    nd_up : {0, 1}
+        1: stacked, shape ``(world_size, *shape)``, for values of one shape. 0: concatenated along axis 0; shards may
+        differ in length.
+    """
+    return current().gather(variables, nd_up)
+
+
+def all_gather(variables: Any) -> None:
+    """Make every rank's value the concatenation of the values of all ranks along axis 0."""
+    current().all_gather(variables)
+
+
+def reduce(variables: Any, op: str = "avg", in_place: bool = True) -> Any:
+    """Reduce the values of all ranks, all alike in weight.
+
+    Parameters
+    ----------
+    variables : Shared or sequence of Shared
+        Of one shape on all ranks.
+    op : {"avg", "sum", "prod", "min", "max"}
+    in_place : bool
+        True: the result becomes rank 0's value. False: it is returned and no variable changes.
+    """
+    return current().reduce(variables, op, in_place)
+
+
+def all_reduce(variables: Any, op: str = "avg") -> None:
+    """Reduce the values of all ranks (all alike in weight) and make the result the value of every rank."""
+    current().all_reduce(variables, op)
+
+
+def set_value(variable: Shared, value: Any, rank: int | None = None, batch: Any = None) -> None:
+    """Set the value of one rank, or of all ranks where ``rank`` is None; ``batch`` picks rows of ``value``."""
+    current().set_value(variable, value, rank, batch)
+
+
+def get_value(variable: Shared, rank: int = 0) -> Any:
+    """Return a copy of the value of one rank."""
+    return current().get_value(variable, rank)
+
+
+def get_lengths(variables: Any) -> Any:
+    """Return the number of rows on each rank: a list per variable."""
+    return current().get_lengths(variables)
+
+
+def get_shapes(variables: Any) -> Any:
+    """Return the shape on each rank: a list per variable."""
+    return current().get_shapes(variables)
+
+
+def profile() -> Profile:
+    """Return time and bytes of all calls of the current runtime so far, by function; prints as a table.
+
+    Examples
+    --------
+    >>> import numpy as np, synk
+    >>> with synk.fork(2):
+    ...     total = synk.function(lambda x: x.sum(), outputs="sum", name="total")
+    ...     _ = total(np.ones(1000))
+    ...     synk.profile().records["total"].staged_nbytes
+    8000
+    """
+    return current().profile
+
+
+def info() -> str:
+    """Return a description of synk, this machine, and the current runtime."""
+    import synk
+
+    lines = [
+        f"synk {synk.__version__}, Python {platform.python_version()}, numpy {np.__version__}, {platform.platform()}",
+        f"CPU: {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable",
+        *gpu_lines(has_cupy=has_cupy()),
+    ]
+    if cell.runtime is not None:
+        lines.append(current().info())
+    else:
+        lines.append("runtime: none (synk.fork() starts one)")
+    return "\n".join(lines)

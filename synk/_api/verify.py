@@ -1,0 +1,308 @@
+"""``Function.verify``: one call in parallel and serially, on trial, and what the comparison says of each output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from synk._master.call import CallOptions, Tried
+from synk._pure.ops import REDUCE_OPS, Op, check_op, concatenate, is_bfloat16, match_ops, reduce_into
+from synk._pure.trees import flatten
+from synk._wire.messages import Traits
+
+if TYPE_CHECKING:
+    from synk._api.shared import Shared
+
+Try = Callable[[CallOptions], Tried]
+
+
+@dataclass(frozen=True)
+class VerifiedOutput:
+    """What is known of one output, or of one shared variable that the function assigned.
+
+    Attributes
+    ----------
+    name : str
+        Its place in the result, as ``"[0]['loss']"``; empty where the function returns one value.
+    op : op, or None
+        For a variable ``"shard"`` or ``"replica"``.
+    verdict : str
+        ``"equal"`` or ``"different"``. ``"one per rank"`` (op None) is not compared. Where values differ for a reason,
+        it is the reason: ``"random"``, ``"communicates"``, or ``"per rank"`` (built with ``per_rank=True``).
+    difference : float
+        The largest one, in absolute value; NaN where the values have no difference (shapes, text, objects).
+    matching : tuple of str
+        The ops that give the serial value, where the op that was named does not.
+    """
+
+    name: str
+    op: Op
+    verdict: str
+    difference: float = float("nan")
+    matching: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """What :meth:`synk.Function.verify` found. True where every output that can be compared equals the serial one.
+
+    Attributes
+    ----------
+    function : str
+    outputs : tuple of VerifiedOutput
+    notes : tuple of str
+        What else was seen of the function, in words.
+    """
+
+    function: str
+    outputs: tuple[VerifiedOutput, ...]
+    notes: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return all(output.verdict in ("equal", "one per rank") for output in self.outputs)
+
+    def __repr__(self) -> str:
+        rows = [("output", "op", "equals serial", "largest difference", "would match")]
+        for output in self.outputs:
+            verdict = {"equal": "yes", "different": "NO"}.get(output.verdict, output.verdict)
+            op = getattr(output.op, "__name__", None) or str(output.op)
+            difference = "" if np.isnan(output.difference) else f"{output.difference:.1e}"
+            rows.append((output.name or "result", op, verdict, difference, ", ".join(output.matching)))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        return "\n".join([f"{self.function!r} against its serial call:", *lines, *self.notes])
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far from the serial value is equal, as in ``numpy.allclose``; None for what rounding alone can do.
+
+    By default ``rtol`` is the square root of the dtype's precision (1.5e-8 for float64), and ``atol`` is that part of
+    the largest serial value, so that sums of numbers that cancel out are judged by the size of the whole output.
+    """
+
+    rtol: float | None
+    atol: float | None
+
+    def allows(self, value: np.ndarray, serial: np.ndarray) -> bool:
+        """Whether two arrays of numbers are equal but for rounding."""
+        dtypes = [array.dtype for array in (value, serial) if array.dtype.kind in "fc" or is_bfloat16(array.dtype)]
+        eps = max([_precision(dtype) for dtype in dtypes], default=0.0)
+        rtol = eps**0.5 if self.rtol is None else self.rtol
+        finite = np.abs(serial)[np.isfinite(serial)]
+        atol = eps + eps**0.5 * float(finite.max(initial=0)) if self.atol is None else self.atol
+        return bool(np.allclose(value, serial, rtol=rtol, atol=atol, equal_nan=True))
+
+
+def _precision(dtype: np.dtype) -> float:
+    return 2.0**-7 if is_bfloat16(dtype) else float(np.finfo(dtype).eps)
+
+
+def verify(
+    name: str,
+    outputs: Any,
+    run: Try,
+    options: CallOptions,
+    tolerance: Tolerance,
+    *,
+    is_per_rank: bool,
+    is_outdated: bool,
+) -> Report:
+    """Run a call on trial, in parallel and serially, and compare.
+
+    Parameters
+    ----------
+    name : str
+        Of the function, with its ``outputs``.
+    run : callable
+        Runs the call with other options.
+    options : CallOptions
+        Of the call in parallel.
+    is_per_rank : bool
+        Each rank contributes its own, whatever the rows.
+    is_outdated : bool
+        What the function refers to has changed since it was sent.
+    """
+    serial_options = replace(options, num_slices=1, is_serial=True, is_apart=True)
+    serial, again = run(serial_options), run(serial_options)
+    apart = run(replace(options, num_slices=1, is_apart=True))  # what the function itself raises comes from here
+    problem: Exception | None = None
+    try:
+        combined: Tried | None = run(options)
+    except (TypeError, ValueError) as error:  # its outputs cannot be combined so
+        combined, problem = None, error
+    expected = [parts[0] for parts in serial.leaves]
+    is_random = not all(
+        is_same(parts[0], other[0], Tolerance(0, 0)) for parts, other in zip(serial.leaves, again.leaves)
+    )
+    traits = serial.traits | apart.traits | (combined.traits if combined is not None else Traits(0))
+    reason = _reason(is_random, traits, is_per_rank)
+    ops = match_ops(outputs, serial.skeleton, len(expected), repr(name))
+    results = []
+    for position, (path, op) in enumerate(zip(paths(serial.skeleton), ops)):
+        parts = [apart.leaves[position][rank] for rank in apart.ranks] if position < len(apart.leaves) else []
+        value = combined.leaves[position] if combined is not None and position < len(combined.leaves) else _MISSING
+        results.append(_compare(path, op, value, expected[position], parts, apart.rows, tolerance, reason))
+    if combined is not None:
+        results += _compare_variables(combined.assigned, serial.assigned, tolerance, reason)
+    notes = _notes(is_random, traits, is_per_rank, is_outdated)
+    if problem is not None:
+        notes.append(f"The call raised {type(problem).__name__}: {problem}")
+    return Report(name, tuple(results), tuple(notes))
+
+
+_MISSING = object()
+
+
+def _reason(is_random: bool, traits: Traits, is_per_rank: bool) -> str:
+    """Return why values may differ from the serial ones without being wrong; else that they are different."""
+    if is_random or traits & Traits.DRAWS:
+        return "random"
+    if traits & Traits.COMMUNICATES:
+        return "communicates"
+    return "per rank" if is_per_rank else "different"
+
+
+def _notes(is_random: bool, traits: Traits, is_per_rank: bool, is_outdated: bool) -> list[str]:
+    notes = []
+    if is_random or traits & Traits.DRAWS:
+        notes.append("It draws random numbers: other ones on each rank, and at each call.")
+    if traits & Traits.CHANGES:
+        notes.append("It changes objects that it captured: their state is each rank's own.")
+    if traits & Traits.COMMUNICATES:
+        notes.append("It uses synk.comm, which means something else in a serial call.")
+    if is_per_rank:
+        notes.append("It is built with per_rank=True: its result depends on the number of workers.")
+    if is_outdated:
+        notes.append(
+            "What it refers to has changed since it was sent to the workers, which compute with the old values."
+        )
+    return notes
+
+
+def _compare(
+    path: str,
+    op: Op,
+    value: Any,
+    serial: Any,
+    parts: Sequence[Any],
+    rows: Sequence[int],
+    tolerance: Tolerance,
+    reason: str,
+) -> VerifiedOutput:
+    if op is None:
+        return VerifiedOutput(path, op, "one per rank")
+    if value is not _MISSING and is_same(value, serial, tolerance):
+        return VerifiedOutput(path, op, "equal", difference(value, serial))
+    matching = tuple(
+        word
+        for word in (*REDUCE_OPS, "gather", "first")
+        if word != op and is_same(combine(word, parts, rows), serial, tolerance)
+    )
+    return VerifiedOutput(path, op, reason, difference(value, serial), matching)
+
+
+def _compare_variables(
+    assigned: dict[Shared, list[list[np.ndarray]]],
+    serial: dict[Shared, list[list[np.ndarray]]],
+    tolerance: Tolerance,
+    reason: str,
+) -> list[VerifiedOutput]:
+    """Compare what the two calls assigned: all shards together, or the replica of each rank."""
+    results = []
+    for variable, (expected,) in serial.items():
+        values = assigned.get(variable, [])
+        if variable.is_sharded:
+            values = [[concatenate(shards) for shards in zip(*values)]]
+        is_equal = bool(values) and all(
+            len(leaves) == len(expected) and all(map(lambda a, b: is_same(a, b, tolerance), leaves, expected))
+            for leaves in values
+        )
+        differences = [difference(a, b) for leaves in values for a, b in zip(leaves, expected)]
+        largest = max(differences, default=float("nan"))
+        kind = "shard" if variable.is_sharded else "replica"
+        results.append(VerifiedOutput(f"variable {variable.name!r}", kind, "equal" if is_equal else reason, largest))
+    return results
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+def _is_number(value: Any) -> bool:
+    array = np.asarray(value) if isinstance(value, (np.ndarray, np.generic, int, float, complex)) else None
+    return array is not None and (array.dtype.kind in "biufc" or is_bfloat16(array.dtype))
+
+
+def is_same(value: Any, serial: Any, tolerance: Tolerance) -> bool:
+    """Whether two outputs are equal: numbers but for rounding, everything else by its own ``==``."""
+    if value is _MISSING:
+        return False
+    if _is_number(value) and _is_number(serial):
+        a, b = np.asarray(value), np.asarray(serial)
+        return a.shape == b.shape and tolerance.allows(a, b)
+    if isinstance(value, np.ndarray) or isinstance(serial, np.ndarray):
+        return np.shape(value) == np.shape(serial) and bool(np.all(np.asarray(value) == np.asarray(serial)))
+    try:
+        return bool(value == serial)
+    except Exception:  # a comparison is the user's code, and may say anything
+        return False
+
+
+def difference(value: Any, serial: Any) -> float:
+    """Return the largest absolute difference of two outputs; NaN where there is none to speak of."""
+    if value is _MISSING or not (_is_number(value) and _is_number(serial)) or np.shape(value) != np.shape(serial):
+        return float("nan")
+    a, b = np.asarray(value), np.asarray(serial)
+    wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
+    with np.errstate(all="ignore"):
+        distance = np.abs(a.astype(wide) - b.astype(wide))
+    return float(distance[~np.isnan(distance)].max(initial=0.0))
+
+
+def combine(op: str, parts: Sequence[Any], rows: Sequence[int]) -> Any:
+    """Return the values of all ranks combined by ``op``, or nothing that equals anything where that has no meaning."""
+    if op == "first":
+        return parts[0] if parts else _MISSING
+    if not parts or not all(isinstance(part, (np.ndarray, np.generic, int, float, complex)) for part in parts):
+        return _MISSING
+    arrays = [np.ascontiguousarray(part) if np.ndim(part) else np.asarray(part) for part in parts]
+    alike = len({(array.dtype, array.shape[1:] if op == "gather" else array.shape) for array in arrays}) == 1
+    if not alike or (op == "gather" and arrays[0].ndim == 0):
+        return _MISSING
+    if op == "gather":
+        return concatenate(arrays)
+    try:
+        check_op(op, arrays[0].dtype, "")
+    except TypeError:
+        return _MISSING
+    out = np.empty_like(arrays[0])
+    with np.errstate(all="ignore"):
+        reduce_into(op, arrays, rows, out)
+    return out
+
+
+def paths(skeleton: Any) -> list[str]:
+    """Return the place of each leaf in a result, as one would write it behind the result's name.
+
+    Examples
+    --------
+    >>> paths({"a": (0, 1), "b": 2})
+    ["['a'][0]", "['a'][1]", "['b']"]
+    """
+    found = [""] * len(flatten(skeleton)[0])
+
+    def walk(node: Any, path: str) -> None:
+        if isinstance(node, int):
+            found[node] = path
+        elif isinstance(node, dict):
+            for key, child in node.items():
+                walk(child, f"{path}[{key!r}]")
+        elif node is not None:
+            for position, child in enumerate(node):
+                walk(child, f"{path}[{position}]")
+
+    walk(skeleton, "")
+    return found

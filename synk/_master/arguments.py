@@ -1,0 +1,363 @@
+"""From the user's arguments to places in shared memory: binding, checks, and the staging of plain arrays.
+
+All checks happen here, before anything is sent.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import numpy as np
+
+from synk._api.data import Contents, Data, check_same_runtime
+from synk._pure.arrays import as_plain_array, check_shareable
+from synk._pure.interrupts import is_from_handler
+from synk._pure.read_only import ReadOnlyArray
+from synk._pure.shards import Assignment, Selection, assign_local, assign_owned, bounds_of, select_common
+from synk._wire.messages import Input
+from synk.errors import SerializationError
+
+if TYPE_CHECKING:
+    from synk._api.shared import Shared
+
+_ALIGNMENT = 64
+_PAGE = 4096
+_PLAIN_TYPES = (int, float, complex, bool, str, bytes, type(None))
+
+
+@dataclass
+class Argument:
+    """One argument of a call, checked.
+
+    Attributes
+    ----------
+    label : str
+        How errors call it.
+    keyword : str
+        Under which name the function gets it; empty for by position.
+    kind : str
+        As ``Input.kind``.
+    array : ndarray or None
+        What must be staged (``rows`` and ``whole`` that are no ``Data``).
+    data : Data or None
+    contents : Contents or None
+        Of ``data`` when the argument was bound. Another thread may replace them at any time, so the whole call goes by
+        these.
+    value : object
+        For ``object``, ``shard`` and ``replica``.
+    """
+
+    label: str
+    keyword: str
+    kind: str
+    array: np.ndarray | None = None
+    data: Data | None = None
+    contents: Contents | None = None
+    value: Any = None
+    dtype: Any = None
+
+    @property
+    def key(self) -> Any:
+        """What must be equal for a plan to be used again."""
+        if self.contents is not None:
+            array = self.contents.array
+            return (self.kind, self.contents.segment_id, array.shape, array.dtype, array.dtype.type, self.is_minibatch)
+        if self.kind == "closed over":
+            return (self.kind, self.value._id, self.array.shape)  # type: ignore[union-attr]
+        if self.array is not None:  # the type as well: NumPy calls np.record equal to a plain record
+            return (self.kind, self.array.shape, self.dtype, self.dtype.type)
+        if self.kind in ("shard", "replica"):
+            return (self.kind, self.value.plan_key)
+        return self.kind
+
+    @property
+    def is_minibatch(self) -> bool:
+        """Whether it holds the rows of the batch only."""
+        return self.data is not None and self.data.minibatch
+
+    @property
+    def num_rows(self) -> int:
+        if self.kind == "shard":
+            return int(self.value.num_rows)
+        return len(self.contents.array if self.contents is not None else self.array)  # type: ignore[arg-type]
+
+
+OPTION_NAMES = frozenset({"batch", "shard_batch", "num_slices", "output_subset", "timeout"})
+"""Keywords that a call takes for itself."""
+
+
+class Signature:
+    """The parameters of a user's function, and which of them are broadcast.
+
+    Raises
+    ------
+    ValueError
+        If ``bcast_inputs`` names a parameter that does not exist, or a keyword-only one has the name of an option.
+    """
+
+    def __init__(self, fn: Callable[..., Any], bcast_inputs: str | Sequence[str], name: str) -> None:
+        self.name = name
+        if not isinstance(bcast_inputs, Iterable):
+            raise TypeError(
+                f"cannot build function {name!r}: got bcast_inputs={bcast_inputs!r}, expected the name of a parameter, "
+                "or several."
+            )
+        self.broadcast = frozenset([bcast_inputs] if isinstance(bcast_inputs, str) else bcast_inputs)
+        try:
+            self._signature: inspect.Signature | None = inspect.signature(fn)
+        except (TypeError, ValueError) as error:  # some builtins have none: arguments by position are then scattered
+            if is_from_handler(error):
+                raise
+            self._signature = None
+        parameters = list(self._signature.parameters.values()) if self._signature else []
+        self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self._required = sum(
+            p.default is p.empty for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        )
+        self._has_only_positional = all(
+            p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters
+        ) and bool(self._signature)
+        names = {p.name for p in parameters}
+        has_var_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        unknown = sorted(self.broadcast - names)
+        if unknown and self._signature is not None and not has_var_keyword:
+            raise ValueError(
+                f"cannot build function {name!r}: got bcast_inputs {unknown}, expected names of its parameters "
+                f"{[p.name for p in parameters]}."
+            )
+        hidden = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in OPTION_NAMES]
+        if hidden:
+            raise ValueError(
+                f"cannot build function {name!r}: its keyword-only parameter {hidden[0]!r} can never be given, because "
+                "that is an option of every call. Rename it."
+            )
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str, bool, Any]]:
+        """Return ``(label, keyword, is_broadcast, value)`` of each argument given.
+
+        Raises
+        ------
+        TypeError
+            As a Python call of the function would.
+        """
+        broadcast = self.broadcast
+        if not kwargs and self._has_only_positional and self._required <= len(args) <= len(self._positional):
+            return [(label, "", label in broadcast, value) for label, value in zip(self._positional, args)]
+        if self._signature is None:
+            return [(f"argument {k}", "", False, value) for k, value in enumerate(args)] + [
+                (key, key, key in broadcast, value) for key, value in kwargs.items()
+            ]
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            if is_from_handler(error):
+                raise
+            names = self._signature.parameters
+            unknown = [key for key in kwargs if key not in names]
+            if unknown:  # not that the argument it was meant for is missing
+                raise TypeError(
+                    f"{self.name}() got an unexpected keyword argument {unknown[0]!r}, expected one of {list(names)}"
+                ) from None
+            options = sorted(OPTION_NAMES.intersection(self._positional[len(args) :]))
+            hint = f". By keyword {options[0]!r} is an option of the call: give it by position" if options else ""
+            raise TypeError(f"{self.name}() {error}{hint}") from None
+        bound = []
+        var_positional = next(
+            (p.name for p in self._signature.parameters.values() if p.kind is p.VAR_POSITIONAL), "argument"
+        )
+        for position, value in enumerate(args):
+            is_named = position < len(self._positional)
+            label = self._positional[position] if is_named else f"{var_positional}[{position - len(self._positional)}]"
+            parameter = label if is_named else var_positional
+            bound.append((label, "", parameter in broadcast, value))
+        var_keyword = next((p.name for p in self._signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+        for key, value in kwargs.items():
+            is_broadcast = key in broadcast or (key not in self._signature.parameters and var_keyword in broadcast)
+            bound.append((key, key, is_broadcast, value))
+        return bound
+
+
+def check_argument(
+    label: str, keyword: str, is_broadcast: bool, value: Any, function_name: str, runtime: Any
+) -> Argument:
+    """Classify one argument.
+
+    Raises
+    ------
+    TypeError
+        If a scattered argument is no array, has no rows (pass it as broadcast), or holds Python objects.
+    ClosedError, ValueError
+        If it is a ``Data`` or ``Shared`` of another runtime.
+    """
+    if isinstance(value, Data):
+        what = f"{label} of {function_name!r}"
+        check_same_runtime(value, runtime, what)
+        if not is_broadcast and value.ndim == 0:
+            raise TypeError(_no_rows(label, function_name, "a Data with no axes"))
+        return Argument(label, keyword, "whole" if is_broadcast else "rows", data=value, contents=value._contents)
+    if hasattr(value, "_synk_shared"):
+        return value._as_argument(label, keyword, is_broadcast, function_name, runtime)
+    if isinstance(value, ReadOnlyArray):
+        value = value.view(np.ndarray)
+    if is_broadcast:
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject and type(value) is np.ndarray:
+            return Argument(label, keyword, "whole", array=value, dtype=check_shareable(value.dtype, label))
+        return Argument(label, keyword, "object", value=value)
+    array = as_plain_array(value, f"{label} of {function_name!r}")
+    if array.ndim == 0:
+        raise TypeError(_no_rows(label, function_name, f"a single value ({type(value).__name__})"))
+    return Argument(label, keyword, "rows", array=array, dtype=check_shareable(array.dtype, label))
+
+
+def _no_rows(label: str, function_name: str, got: str) -> str:
+    return (
+        f"cannot scatter {label} of {function_name!r}: got {got}, expected an array with rows on axis 0. "
+        f"Pass it as a broadcast input: bcast_inputs={label!r}."
+    )
+
+
+def select(arguments: Sequence[Argument], batch: Any, function_name: str) -> Selection | None:
+    """Return the rows of a call, or None where no argument is scattered."""
+    rows = [argument for argument in arguments if argument.kind == "rows"]
+    if not rows:
+        if batch is not None:
+            raise ValueError(f"cannot select rows of {function_name!r}: batch was given, but no argument is scattered.")
+        return None
+    whole = [(a.label, a.num_rows) for a in rows if not a.is_minibatch]
+    mini = [(a.label, a.num_rows) for a in rows if a.is_minibatch]
+    return select_common(batch, whole, mini, repr(function_name))
+
+
+def own_rows(variables: Sequence[Shared], world_size: int, function_name: str) -> tuple[list[tuple[int, int]], str]:
+    """Return the bounds of each rank's rows where the sharded ``variables`` of a function are all that has rows.
+
+    Returns
+    -------
+    bounds : list of (low, high)
+        All zero where there are no variables. Where shards differ in length, the longest one of a rank counts.
+    unequal : str
+        The text of an error if they are no weights of an average, because the variables are not divided alike.
+    """
+    lengths = [variable.lengths for variable in variables]
+    unequal = ""
+    for variable, own in zip(variables, lengths):
+        if any(a * sum(lengths[0]) != b * sum(own) for a, b in zip(own, lengths[0])):
+            unequal = (
+                f"cannot average the outputs of {function_name!r}: it closes over the sharded variables "
+                f"{variables[0].name!r} with {lengths[0]} rows on the ranks and {variable.name!r} with {own}, expected "
+                "one division of rows, which gives the weights. Pass the one that is averaged over as an argument."
+            )
+    return bounds_of([max(own) for own in zip(*lengths)] or [0] * world_size), unequal
+
+
+def assign(
+    arguments: Sequence[Argument], shards: Sequence[Argument], batch: Any, shard_batch: Any, function_name: str
+) -> Assignment:
+    """Return which rank works on which rows where some arguments are sharded variables: each on those it owns.
+
+    Raises
+    ------
+    ValueError
+        If the variables' shards differ in length, or other inputs do not have one row for each of theirs.
+    """
+    lengths = shards[0].value.lengths
+    for other in shards[1:]:
+        if other.value.lengths != lengths:
+            raise ValueError(
+                f"cannot call {function_name!r}: got {shards[0].label} with {lengths} rows on the ranks and "
+                f"{other.label} with "
+                f"{other.value.lengths}, expected equal shards."
+            )
+    if batch is not None and shard_batch is not None:
+        raise ValueError(f"cannot call {function_name!r}: got batch and shard_batch, expected one of them.")
+    if shard_batch is not None:
+        assignment = assign_local(shard_batch, lengths, repr(function_name))
+        expected = assignment.selection.count
+    else:
+        assignment = assign_owned(batch, lengths, repr(function_name))
+        expected = sum(lengths)
+    is_batched = batch is not None or shard_batch is not None
+    for argument in arguments:
+        if argument.kind != "rows":
+            continue
+        is_mini = argument.is_minibatch and is_batched
+        wanted = assignment.selection.count if is_mini else expected
+        if argument.num_rows < wanted or (argument.num_rows > wanted and not is_mini):
+            raise ValueError(
+                f"cannot scatter {argument.label} of {function_name!r}: got {argument.num_rows} rows, expected "
+                f"{wanted}{' or more' if is_mini else ''}, one for each "
+                f"{'selected ' if is_mini or shard_batch is not None else ''}row of the sharded variable "
+                f"{shards[0].label}."
+            )
+    return assignment
+
+
+# -- staging ----------------------------------------------------------------------------------------------------------
+
+
+def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> tuple[bytes, list[memoryview]]:
+    """Pickle the broadcast objects of a call as one tuple; arrays inside go out of band.
+
+    Returns
+    -------
+    data : bytes
+    buffers : list of memoryview
+        Contiguous, in the order in which the pickle refers to them.
+
+    Raises
+    ------
+    SerializationError
+        Naming the argument that cannot be pickled.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    if all(type(value) in _PLAIN_TYPES for value in values):
+        return pickle.dumps(tuple(values), protocol=5), []
+    try:
+        data = cloudpickle.dumps(tuple(values), protocol=5, buffer_callback=buffers.append)
+    except Exception as error:
+        if is_from_handler(error):
+            raise
+        for label, value in zip(labels, values):
+            try:
+                cloudpickle.dumps(value, protocol=5)
+            except Exception as inner:
+                if is_from_handler(inner):
+                    raise
+                raise SerializationError(
+                    f"cannot send {label} of {function_name!r}: {type(inner).__name__}: {inner}. "
+                    "Broadcast inputs must be arrays or picklable."
+                ) from inner
+        raise SerializationError(f"cannot send the broadcast inputs of {function_name!r}: {error}") from error
+    return data, [buffer.raw() for buffer in buffers]
+
+
+def aligned(offset: int, nbytes: int) -> int:
+    """Return the next offset where ``nbytes`` bytes should start: on a cache line, on a page if they are many."""
+    alignment = _PAGE if nbytes >= (1 << 20) else _ALIGNMENT
+    return -(-offset // alignment) * alignment
+
+
+def capacity_for(nbytes: int) -> int:
+    """Return the room for a pickle of ``nbytes`` bytes: powers of two, so that small changes keep the plan."""
+    return 256 if nbytes <= 256 else 1 << (nbytes - 1).bit_length()
+
+
+def input_of(argument: Argument, segment_id: int, offset: int) -> Input:
+    """Return the worker's description of an argument at its place."""
+    if argument.kind == "object":
+        return Input(argument.keyword, "object", 0, offset)
+    if argument.kind in ("shard", "replica"):
+        return argument.value.as_input(argument.keyword, argument.kind)
+    if argument.contents is not None:
+        array, segment_id = argument.contents.array, argument.contents.segment_id
+        return Input(argument.keyword, argument.kind, segment_id, 0, array.shape, array.dtype, argument.is_minibatch)
+    assert argument.array is not None
+    if argument.kind == "closed over":
+        name = str(argument.value._id)
+        return Input(name, argument.kind, segment_id, offset, argument.array.shape, argument.dtype)
+    return Input(argument.keyword, argument.kind, segment_id, offset, argument.array.shape, argument.dtype)

@@ -1,0 +1,365 @@
+"""From the outputs of all ranks to the result of a call: agreement, small reductions, places of large outputs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import reduce as fold
+from typing import Any
+
+import numpy as np
+
+from synk._pure.ops import UFUNCS, accumulator_dtype, concatenate, is_reducible, match_ops, reduce_into
+from synk._pure.trees import flatten, unflatten
+from synk._wire.memory import Segment
+from synk._wire.messages import (
+    LARGE_NBYTES,
+    SLOT_ALIGNMENT,
+    Layout,
+    Leaf,
+    Move,
+    block_bounds,
+    chunk_bounds,
+    is_reduced_on_devices,
+    slot_offsets,
+)
+from synk._worker.execute import wanted_leaves
+from synk.errors import CollectiveMismatch
+
+_numbers = itertools.count(1)
+
+
+class Assembly:
+    """How the outputs of the ranks that ran become one result; good for every call with the same layouts.
+
+    Parameters
+    ----------
+    name : str
+        Of the function, for errors.
+    outputs : op or nesting of ops
+    subset : tuple or None
+        Positions or keys of the outputs wanted.
+    voters : list of int
+        The ranks that ran, ascending.
+    layouts : list of Layout
+        One per voter.
+    exchange : Segment
+    slot_nbytes : int
+    world_size : int
+    has_group : bool
+        Whether the voters reduce large outputs by NCCL.
+
+    Attributes
+    ----------
+    number : int
+        Told from those of all other assemblies.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        outputs: Any,
+        subset: tuple[Any, ...] | None,
+        voters: list[int],
+        layouts: list[Layout],
+        exchange: Segment,
+        slot_nbytes: int,
+        world_size: int,
+        has_group: bool = False,
+    ) -> None:
+        self.name = name
+        self.number = next(_numbers)
+        self._has_group = has_group
+        self._exchange_id = exchange.id
+        self.voters = voters
+        self.has_assignments = any(layout.assigned for layout in layouts)
+        self.layouts = layouts
+        self._world_size = world_size
+        self._subset = subset
+        leaves, self.structure = flatten(layouts[0].skeleton)
+        self.skeleton = layouts[0].skeleton
+        self._check_structures(leaves)
+        self._num_leaves = len(leaves)
+        self.ops = match_ops(outputs, self.skeleton, self._num_leaves, repr(name))
+        wanted = wanted_leaves(self.skeleton, subset, name)
+        self._wanted = range(self._num_leaves) if wanted is None else sorted(wanted)
+        self.has_averages = any(self.ops[leaf] == "avg" for leaf in self._wanted)
+        self._views: list[list[np.ndarray | None]] = []
+        for rank, layout in zip(voters, layouts):
+            offsets, _ = slot_offsets(layout.leaves, self.ops, len(voters), has_group)
+            base = rank * slot_nbytes
+            self._views.append(
+                [
+                    exchange.view(base + offset, leaf.shape, leaf.dtype)
+                    if leaf.dtype is not None and leaf.nbytes < LARGE_NBYTES
+                    else None
+                    for offset, leaf in zip(offsets, layout.leaves)
+                ]
+            )
+        self.result_nbytes = 0
+        self._places: dict[tuple[int, int], int] = {}  # (leaf, voter or -1 for all) -> offset in the result
+        self.moves: dict[int, list[Move]] = {rank: [] for rank in voters}
+        for leaf in self._wanted:
+            self._check_leaf(leaf)
+            self._place(leaf)
+        self._small = self._short_way()
+
+    def fits(self, voters: Sequence[int], layouts: Sequence[Layout], exchange: Segment, has_group: bool) -> bool:
+        """Whether it is good for a call, of which the arguments are those of the constructor."""
+        return (
+            self.voters == voters
+            and all(mine is layout for mine, layout in zip(self.layouts, layouts))
+            and self._exchange_id == exchange.id
+            and self._has_group == has_group
+        )
+
+    # -- agreement ----------------------------------------------------------------------------------------------------
+
+    def _check_structures(self, leaves: list[int]) -> None:
+        kinds = [flatten(layout.skeleton) for layout in self.layouts]
+        if any(structure != self.structure or other != leaves for other, structure in kinds):
+            got = "; ".join(
+                f"rank {rank}: {_describe(layout.skeleton)}" for rank, layout in zip(self.voters, self.layouts)
+            )
+            raise CollectiveMismatch(
+                f"cannot combine the outputs of {self.name!r}: got {got}, expected one structure on all ranks. Tuples, "
+                "lists and dicts are taken apart, with op None as well: return what differs as one object of another "
+                "class, such as a deque or a dataclass."
+            )
+
+    def _check_leaf(self, leaf: int) -> None:
+        op = self.ops[leaf]
+        if not (is_reducible(op) or op == "gather"):
+            return
+        kinds = []
+        for layout in self.layouts:
+            item = layout.leaves[leaf]
+            shape = item.shape[1:] if op == "gather" else item.shape
+            kinds.append((item.dtype, shape))
+        if len(set(kinds)) > 1:
+            got = "; ".join(
+                f"rank {rank}: {layout.leaves[leaf].dtype} {layout.leaves[leaf].shape}"
+                for rank, layout in zip(self.voters, self.layouts)
+            )
+            is_text = all(dtype is not None and dtype.kind in "US" for dtype, _ in kinds)
+            hint = "Give texts one width, as in astype('U20')." if is_text else "Use op None for values that differ."
+            if op != "gather" and len({(dtype, shape[1:]) for dtype, shape in kinds if shape}) == 1:
+                hint = 'Use outputs="gather" if it holds one value for each row.'
+            raise CollectiveMismatch(
+                f"cannot {op} output {leaf} of {self.name!r}: got {got}, expected the same dtype and "
+                f"{'trailing ' if op == 'gather' else ''}shape on all ranks. {hint}"
+            )
+
+    # -- places of large outputs --------------------------------------------------------------------------------------
+
+    def _reserve(self, leaf: int, voter: int, nbytes: int) -> int:
+        offset = self.result_nbytes
+        self._places[leaf, voter] = offset
+        self.result_nbytes += -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        return offset
+
+    def _place(self, leaf: int) -> None:
+        op = self.ops[leaf]
+        items = [layout.leaves[leaf] for layout in self.layouts]
+        if all(item.nbytes < LARGE_NBYTES for item in items):
+            return
+        if is_reducible(op):
+            offset = self._reserve(leaf, -1, items[0].nbytes)
+            itemsize = items[0].dtype.itemsize
+            count = items[0].nbytes // itemsize
+            kind, bounds = "reduce", chunk_bounds(count, itemsize, len(self.voters))
+            if is_reduced_on_devices(items[0], op, self._has_group):
+                kind, bounds = "device", block_bounds(count, len(self.voters))
+            for rank, (start, stop) in zip(self.voters, bounds):
+                self.moves[rank].append(Move(leaf, kind, str(op), offset, start, stop))
+        elif op == "gather":
+            offset = self._reserve(leaf, -1, sum(item.nbytes for item in items))
+            for rank, item in zip(self.voters, items):
+                if item.nbytes >= LARGE_NBYTES:
+                    self.moves[rank].append(Move(leaf, "copy", "", offset))
+                offset += item.nbytes
+        else:
+            for position, (rank, item) in enumerate(zip(self.voters, items)):
+                if item.nbytes >= LARGE_NBYTES and (op != "first" or position == 0):
+                    offset = self._reserve(leaf, position, item.nbytes)
+                    self.moves[rank].append(Move(leaf, "copy", "", offset))
+
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    def build(
+        self,
+        rows: Sequence[int],
+        objects: list[list[Any]] | None,
+        root: np.ndarray | None,
+        order: np.ndarray | None,
+    ) -> Any:
+        """Return the result of one call.
+
+        Parameters
+        ----------
+        rows : sequence of int
+            Of each voter: the weights of averages.
+        objects : list of lists or None
+            The outputs of each voter that are no arrays, in leaf order; None where there are none.
+        root : ndarray of uint8 or None
+            The leased buffer with the large outputs.
+        order : ndarray of int64 or None
+            Row k of gathered outputs goes to position ``order[k]``; None: they are in order.
+        """
+        weights = None if len(set(rows)) <= 1 else rows
+        if self._small is not None and weights is None:
+            return self._build_small(self._small)
+        parts = self._parts(objects)
+        values: list[Any] = [None] * self._num_leaves
+        with np.errstate(all="ignore"):  # overflow and NaN are the caller's numbers, as in a NumPy reduction
+            for leaf in self._wanted:
+                values[leaf] = self._value(leaf, parts.get(leaf, []), weights, root, order)
+        return self._select(values)
+
+    def _short_way(self) -> list[tuple[Any, list[np.ndarray], bool]] | None:
+        """Return ``(ufunc, slots, is_average)`` of each output where all are small, reduced, and of full precision."""
+        if self._subset is not None or self.result_nbytes:
+            return None
+        outputs = []
+        for leaf, op in enumerate(self.ops):
+            slots = [view for row in self._views if (view := row[leaf]) is not None]
+            if not is_reducible(op) or any(slot.dtype != accumulator_dtype(slot.dtype) for slot in slots):
+                return None
+            outputs.append((UFUNCS[str(op)], slots, op == "avg"))
+        return outputs
+
+    def _build_small(self, outputs: list[tuple[Any, list[np.ndarray], bool]]) -> Any:
+        """Reduce the slots as ``reduce_into`` does, to the same bits, with nothing else on the way."""
+        values = []
+        with np.errstate(all="ignore"):
+            for ufunc, slots, is_average in outputs:
+                value = ufunc(slots[0], slots[1]) if len(slots) > 1 else _own(slots[0])
+                for slot in slots[2:]:
+                    value = ufunc(value, slot)
+                if is_average and len(slots) > 1:
+                    value = value / len(slots)
+                values.append(value)
+        return unflatten(self.structure, values)
+
+    def _parts(self, objects: list[list[Any]] | None) -> dict[int, list[Any]]:
+        """Return for each leaf the voters' outputs that are no arrays (None where one is)."""
+        parts: dict[int, list[Any]] = {}
+        for voter, layout in enumerate(self.layouts if objects is not None else ()):
+            assert objects is not None
+            values = iter(objects[voter])
+            for leaf in self._wanted:
+                if layout.leaves[leaf].dtype is None:
+                    parts.setdefault(leaf, [None] * len(self.layouts))[voter] = next(values)
+        return parts
+
+    def _select(self, values: list[Any]) -> Any:
+        if self._subset is None:
+            return unflatten(self.structure, values)
+        skeleton = self.skeleton
+
+        def fill(node: Any) -> Any:
+            positions, structure = flatten(node)
+            return unflatten(structure, [values[position] for position in positions])
+
+        if isinstance(skeleton, dict):
+            return {key: fill(skeleton[key]) for key in self._subset}
+        return (
+            type(skeleton)([fill(skeleton[key]) for key in self._subset])
+            if type(skeleton) in (list, tuple)
+            else tuple(fill(skeleton[key]) for key in self._subset)
+        )
+
+    def _array(self, leaf: int, voter: int, root: np.ndarray | None) -> np.ndarray:
+        """Return voter's array: a view of its slot, or of its place in the result buffer."""
+        view = self._views[voter][leaf]
+        if view is not None:
+            return view
+        item = self.layouts[voter].leaves[leaf]
+        assert root is not None
+        return _view(root, self._places[leaf, voter], item.shape, item.dtype)
+
+    def _value(
+        self, leaf: int, parts: list[Any], weights: Sequence[int] | None, root: np.ndarray | None, order: Any
+    ) -> Any:
+        op = self.ops[leaf]
+        if is_reducible(op):
+            return self._reduced(leaf, str(op), weights, root)
+        items = [layout.leaves[leaf] for layout in self.layouts]
+        if op == "gather":
+            return self._gathered(leaf, items, root, order)
+        count = 1 if op == "first" else len(items)
+        values = [
+            parts[voter] if items[voter].dtype is None else _own(self._array(leaf, voter, root))
+            for voter in range(count)
+        ]
+        if op == "first":
+            return values[0]
+        if op is None:
+            everyone: list[Any] = [None] * self._world_size
+            for rank, value in zip(self.voters, values):
+                everyone[rank] = value
+            return everyone
+        assert callable(op)
+        return fold(op, values)
+
+    def _reduced(self, leaf: int, op: str, weights: Sequence[int] | None, root: np.ndarray | None) -> Any:
+        item = self.layouts[0].leaves[leaf]
+        if (leaf, -1) in self._places:
+            assert root is not None
+            return _view(root, self._places[leaf, -1], item.shape, item.dtype)
+        views = [row[leaf] for row in self._views]
+        out = np.empty(item.shape, item.dtype)
+        reduce_into(op, views, weights, out)  # type: ignore[arg-type]
+        return out if item.shape else out[()]
+
+    def _gathered(self, leaf: int, items: list[Leaf], root: np.ndarray | None, order: np.ndarray | None) -> Any:
+        if (leaf, -1) not in self._places:
+            result = concatenate([view for row in self._views if (view := row[leaf]) is not None])
+        else:
+            assert root is not None
+            offset = self._places[leaf, -1]
+            length = sum(item.shape[0] for item in items)
+            result = _view(root, offset, (length, *items[0].shape[1:]), items[0].dtype)
+            start = 0
+            for voter, item in enumerate(items):
+                view = self._views[voter][leaf]
+                if view is not None:  # small parts lie in the slots, large ones are in place
+                    result[start : start + item.shape[0]] = view
+                start += item.shape[0]
+        if order is not None:
+            if len(order) != len(result):
+                raise CollectiveMismatch(
+                    f"cannot gather output {leaf} of {self.name!r}: got {len(result)} rows for {len(order)} selected "
+                    "ones, expected one output row per input row where batch picks rows of sharded variables."
+                )
+            ordered = np.empty_like(result)
+            ordered[order] = result
+            return ordered
+        return result
+
+
+def _describe(skeleton: Any) -> str:
+    """Return the structure of a result in words, as ``(value, {'a': value})``."""
+    leaves, structure = flatten(skeleton)
+    return repr(unflatten(structure, [_Value()] * len(leaves)))
+
+
+class _Value:
+    def __repr__(self) -> str:
+        return "value"
+
+
+def _view(root: np.ndarray, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    count = 1
+    for length in shape:
+        count *= length
+    if not count:
+        return np.empty(shape, dtype)
+    return root[offset : offset + count * dtype.itemsize].view(dtype).reshape(shape)
+
+
+def _own(array: np.ndarray) -> Any:
+    """Return what the caller may keep: a copy of a slot, a view of a leased buffer, a scalar for no axes."""
+    if array.ndim == 0:
+        return array.copy()[()]
+    return array.copy() if array.nbytes < LARGE_NBYTES else array

@@ -1,0 +1,126 @@
+"""Values of shared variables that lie on devices, as the master deals with them: read, moved, restored after a death.
+
+On CPU workers every value lies in shared memory, and nothing here has anything to do. A value that a function assigned
+on a device is *stale* in shared memory until it is read. It is lost with its worker; a replica comes back from the
+others if they all hold the same, a shard or a value of its own cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from synk._wire.failures import raise_failures
+from synk._wire.messages import DEVICE_DTYPES, Down, Exchange, Fetch, Kind, Layout
+from synk._worker.variables import Shapes
+from synk.errors import WorkerDied
+
+if TYPE_CHECKING:
+    from synk._api.runtime import Runtime
+    from synk._api.shared import Shared
+
+
+def refresh(runtime: Runtime, variable: Shared, ranks: Sequence[int] | range | None = None) -> None:
+    """Have values that lie on devices copied into shared memory, where what follows reads them."""
+    wanted = range(runtime.world_size) if ranks is None else ranks
+    stale = [rank for rank in wanted if variable.is_stale[rank]]
+    if not stale:
+        return
+    check_not_lost([variable], stale, f"read variable {variable.name!r}")
+    segments = [variable.reserve_front(rank) for rank in stale]
+    contents = dict.fromkeys(stale, Fetch(variable._id))
+    replies = runtime.team.exchange(
+        Kind.VARIABLE, stale, 0, contents, segments, runtime.deadline(None), "read", f"variable {variable.name!r}"
+    )
+    raise_failures(replies, runtime.world_size, variable.name)
+    for rank in stale:
+        variable.is_stale[rank] = False
+
+
+def exchange(runtime: Runtime, variable: Shared, kind: str, shapes: Shapes, op: str = "") -> bool:
+    """Do a collective by NCCL, if the values lie on the devices; return whether that was so.
+
+    Parameters
+    ----------
+    kind : str
+        As in ``Exchange``.
+    shapes : Shapes
+        Of the result on every rank.
+    """
+    if not any(variable.is_stale) or not runtime.group.is_usable(runtime.team):
+        return False
+    fronts = [pairs[front] for pairs, front in zip(variable.shapes, variable.front)]
+    if len(set(fronts)) > 1 or any(dtype.name not in DEVICE_DTYPES for dtype in variable._dtypes):
+        return False
+    check_not_lost([variable], [0] if kind == "broadcast" else None, f"{kind} variable {variable.name!r}")
+    ranks = list(range(runtime.world_size))
+    number = next(runtime.numbers)
+    runtime.lanes.first.down[0, Down.CALL] = number
+    replies = runtime.team.exchange(
+        Kind.VARIABLE,
+        ranks,
+        0,
+        dict.fromkeys(ranks, Exchange(variable._id, kind, op)),
+        [segment for rank in ranks for segment in variable.segments(rank)],
+        runtime.deadline(None),
+        "collective",
+        f"variable {variable.name!r}",
+    )
+    raise_failures(replies, runtime.world_size, variable.name)
+    runtime.commit(ranks, [Layout(None, (), ((variable._id, shapes),))] * len(ranks), number)
+    return True
+
+
+def restore(runtime: Runtime, variables: Iterable[Shared], ranks: Sequence[int]) -> None:
+    """Give ``ranks``, which were started anew, the values of their variables as far as they can be had."""
+    for variable in variables:
+        gone = [rank for rank in ranks if variable.is_stale[rank]]
+        if not gone:
+            continue
+        survivors = [rank for rank in range(runtime.world_size) if rank not in gone]
+        if not variable.is_sharded and survivors and _is_alike(runtime, variable, survivors):
+            values = variable.leaves(survivors[0])
+            for rank in gone:
+                for target, value in zip(variable.back(rank, tuple(value.shape for value in values)), values):
+                    np.copyto(target, value)
+            variable.flip(gone)
+        else:
+            variable.lost.update(gone)
+
+
+def _is_alike(runtime: Runtime, variable: Shared, ranks: Sequence[int]) -> bool:
+    """Whether all of ``ranks`` hold the same value, bit for bit."""
+    if variable.lost.intersection(ranks):
+        return False
+    refresh(runtime, variable, ranks)
+    first = variable.leaves(ranks[0])
+    return all(
+        mine.shape == other.shape and mine.tobytes() == other.tobytes()
+        for rank in ranks[1:]
+        for mine, other in zip(first, variable.leaves(rank))
+    )
+
+
+def check_not_lost(variables: Iterable[Shared], ranks: Iterable[int] | None, verb: str) -> None:
+    """Raise where a value is needed (of ``ranks``, or of any) that was lost with its worker.
+
+    Raises
+    ------
+    WorkerDied
+        Naming the variables and ranks.
+    """
+    lost = {
+        variable.name: sorted(variable.lost if ranks is None else variable.lost.intersection(ranks))
+        for variable in variables
+        if variable.lost
+    }
+    named = [f"{name!r} of rank {', '.join(map(str, where))}" for name, where in sorted(lost.items()) if where]
+    if named:
+        raise WorkerDied(
+            f"cannot {verb}: the value of {'; '.join(named)} lay on the device of a worker that died; no other rank "
+            "holds it. Set it again: variable.value = ..., or synk.set_value(variable, value, rank).",
+            ranks=tuple(sorted({rank for where in lost.values() for rank in where})),
+            phase="recover",
+        )

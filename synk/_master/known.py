@@ -1,0 +1,171 @@
+"""What the master knows of one rank: which functions, plans and segments it holds, and what it must forget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from synk._wire.memory import Segment
+from synk._wire.messages import IS_ASSEMBLED, Extras, Status
+
+if TYPE_CHECKING:
+    from synk._master.lanes import Lane
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A worker's answer; ``body`` is still pickled."""
+
+    status: Status
+    flags: int
+    body: bytes
+
+
+DONE = Reply(Status.DONE, 0, b"")
+"""What a rank answers to a repeated call that went well."""
+
+ASSEMBLED = Reply(Status.DONE, IS_ASSEMBLED, b"")
+"""Likewise where the outputs are large."""
+
+
+class Link:
+    """One rank, whichever process plays it."""
+
+    def __init__(self, rank: int, process: Any) -> None:
+        self.rank = rank
+        self.functions: set[int] = set()
+        self.parcels: set[int] = set()
+        self.plans: set[int] = set()
+        self.assemblies: dict[int, int] = {}  # plan -> number of the assembly in which the rank knows its part
+        self.restart(process)
+        self.is_prepared = True  # whether it has run what replacements are to run first
+
+    def restart(self, process: Any) -> None:
+        """Begin anew with a process that knows nothing."""
+        self.process = process
+        self.is_dead = False
+        self.is_ready = not hasattr(process, "pidfd")  # an inline rank is there at once
+        self.description = getattr(process, "description", "")
+        self.functions.clear()
+        self.parcels.clear()
+        self.plans.clear()
+        self.assemblies.clear()
+        self.segments: set[int] = set()
+        self.variables: dict[int, int] = {}  # id -> version
+        self.num_changes = -1
+        self._dropped_variables: list[int] = []
+        self._dropped_segments: list[int] = []
+        self._dropped_plans: list[int] = []
+        self._dropped_functions: list[int] = []
+        self._dropped_parcels: list[tuple[int, list[tuple[tuple[int, int], Any]]]] = []
+        self._lane_ids: dict[int, tuple[int, int]] = {}  # what it knows of each lane, see Lane.ids
+
+    def forget_sent(self) -> None:
+        """Send everything again: the rank could not take in the last message."""
+        self.segments.clear()
+        self.plans.clear()
+        self.assemblies.clear()
+        self.variables.clear()
+        self.num_changes = -1
+        self._lane_ids.clear()
+
+    def drop_segment(self, segment_id: int) -> None:
+        if segment_id in self.segments:
+            self.segments.discard(segment_id)
+            self._dropped_segments.append(segment_id)
+
+    def drop_plan(self, plan_id: int) -> None:
+        if plan_id in self.plans:
+            self.plans.discard(plan_id)
+            self.assemblies.pop(plan_id, None)
+            self._dropped_plans.append(plan_id)
+
+    def drop_function(self, function_id: int) -> None:
+        if function_id in self.functions:
+            self.functions.discard(function_id)
+            self._dropped_functions.append(function_id)
+
+    def drop_parcel(self, number: int, unbound: list[tuple[tuple[int, int], Any]]) -> None:
+        """Also one that it may not hold: a load that was broken off may have reached it."""
+        self.parcels.discard(number)
+        self._dropped_parcels.append((number, unbound))
+
+    def drop_variable(self, variable_id: int) -> None:
+        if self.variables.pop(variable_id, None) is not None:
+            self._dropped_variables.append(variable_id)
+
+    @staticmethod
+    def describe(segments: Sequence[Segment]) -> list[tuple[int, int, bool, bool, bool]]:
+        """Describe the segments whose descriptors ride along."""
+        return [(each.id, each.nbytes, each.is_worker_writable, each.is_staging, each.is_arena) for each in segments]
+
+    def _with_arenas(self, segments: Sequence[Segment]) -> list[Segment]:
+        """Return ``segments``, each once, and the arenas that some lie in where the rank does not hold them."""
+        arenas = [segment.arena for segment in segments if segment.arena is not None]
+        return list({each.id: each for each in (*arenas, *segments) if each.id not in self.segments}.values())
+
+    def extras(
+        self, content: Any, needed: Sequence[Segment], lane: Lane, news: Sequence[Any]
+    ) -> tuple[Extras | None, list[Segment]]:
+        """Return the body of a message (None if it needs none) and the segments that it brings.
+
+        ``lane`` is that of the call, and ``news`` are shared variables of which the rank must learn.
+        """
+        known = self.segments
+        missing = [segment for segment in needed if segment.id not in known]
+        new_exchange = new_collective = None
+        if self._lane_ids.get(lane.index) != lane.ids:
+            exchange_id, collective_id = self._lane_ids.get(lane.index, (0, 0))
+            exchange, collective = lane.exchange, lane.collective
+            if exchange_id != exchange.id:
+                new_exchange = (lane.index, exchange.id, lane.slot_nbytes)
+                if exchange.id not in known:
+                    missing.append(exchange)
+            if collective is not None and collective_id != collective.id:
+                new_collective = (lane.index, collective.id)
+                if collective.id not in known:
+                    missing.append(collective)
+        if missing:
+            missing = self._with_arenas(missing)
+        dropped = self._dropped_segments or self._dropped_plans or self._dropped_functions or self._dropped_variables
+        is_dropping = bool(dropped or self._dropped_parcels)
+        if content is None and not (missing or new_exchange or new_collective or is_dropping or news):
+            return None, missing
+        return (
+            Extras(
+                segments=self.describe([segment for segment in missing if segment.arena is None]),
+                parts=[
+                    (each.id, each.arena.id, each.offset, each.nbytes) for each in missing if each.arena is not None
+                ],
+                dropped_segments=list(self._dropped_segments),
+                dropped_plans=list(self._dropped_plans),
+                dropped_functions=list(self._dropped_functions),
+                dropped_parcels=list(self._dropped_parcels),
+                exchange=new_exchange,
+                collective=new_collective,
+                declarations=[variable.declaration(self.rank) for variable in news],
+                dropped_variables=list(self._dropped_variables),
+                content=content,
+            ),
+            missing,
+        )
+
+    def note_sent(self, extras: Extras | None, segments: Sequence[Segment]) -> None:
+        """Remember what the rank holds now. Called after sending: a message lost to an interrupt is sent again."""
+        if extras is None:
+            return
+        self.segments.update(segment.id for segment in segments)
+        del self._dropped_segments[: len(extras.dropped_segments)]
+        del self._dropped_plans[: len(extras.dropped_plans)]
+        del self._dropped_functions[: len(extras.dropped_functions)]
+        del self._dropped_parcels[: len(extras.dropped_parcels)]
+        del self._dropped_variables[: len(extras.dropped_variables)]
+        for declaration in extras.declarations:
+            self.variables[declaration.variable_id] = declaration.version
+        if extras.exchange is not None:
+            lane, exchange_id, _ = extras.exchange
+            self._lane_ids[lane] = (exchange_id, self._lane_ids.get(lane, (0, 0))[1])
+        if extras.collective is not None:
+            lane, collective_id = extras.collective
+            self._lane_ids[lane] = (self._lane_ids.get(lane, (0, 0))[0], collective_id)

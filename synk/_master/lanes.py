@@ -1,0 +1,154 @@
+"""What a call under way has to itself in shared memory: its numbers, its staged arguments, the slots of its outputs.
+
+Whatever happens alone uses lane 0. Calls that are submitted take turns in all of them, so that the arguments of one can
+be written and its outputs wait while another runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from synk._pure.interrupts import deferred
+from synk._wire.memory import PAGE_NBYTES, Segment, round_up
+from synk._wire.messages import NUM_LANES
+from synk.communicators._shm import required_nbytes, reset, set_abort
+
+if TYPE_CHECKING:
+    from synk._api.runtime import Runtime
+    from synk._master.workers import Team
+
+_SLOT_NBYTES = 1 << 19
+_COLLECTIVE_SLOT_NBYTES = 1 << 22
+
+
+class Lane:
+    """One lane, in the master. Plans refer to it, and the interpreter's exit to them: it must not hold the runtime.
+
+    Parameters
+    ----------
+    index : int
+        Smaller than ``NUM_LANES``.
+    team : Team
+        Its workers.
+
+    Attributes
+    ----------
+    down, up : ndarray of int64, shape (world_size, BLOCK_LENGTH)
+        Its numbers; see ``synk._wire.messages``.
+    up_words : list of memoryview
+        The rows of ``up``: a word is read through them in a third of NumPy's time.
+    exchange : Segment
+        The slots in which ranks publish outputs, ``slot_nbytes`` bytes each.
+    staging : Segment or None
+        Where the master copies plain arrays, pickles and indices.
+    collective : Segment or None
+        Through which functions communicate.
+    ids : tuple of int
+        Those of ``exchange`` and ``collective`` (0: none): what a rank has to know of the lane.
+    last_numbers
+        What stands in ``down``, to write only what changes; None where that is not known.
+
+    Raises
+    ------
+    SharedMemoryError
+    """
+
+    def __init__(self, index: int, team: Team) -> None:
+        self.index = index
+        self.slot_nbytes = _SLOT_NBYTES
+        self.exchange = Segment.create(team.world_size * _SLOT_NBYTES, is_worker_writable=True)
+        self.staging: Segment | None = None
+        self.collective: Segment | None = None
+        self.ids = (self.exchange.id, 0)
+        self.last_numbers: Any = None
+        self.down, self.up = team.blocks(index)
+        self.up_words = [memoryview(row) for row in self.up]
+
+    def reserve_staging(self, nbytes: int, runtime: Runtime) -> Segment:
+        """Return the staging segment, grown to at least ``nbytes`` bytes."""
+        if self.staging is None or self.staging.nbytes < nbytes:
+            with deferred():
+                old, self.staging = self.staging, Segment.create(max(int(nbytes * 1.25), 1 << 16))
+                self.staging.is_staging = True
+                if old is not None:
+                    runtime.forget_segment(old)
+                    for function in list(runtime.bound):  # their views of the old one would keep its memory
+                        function.plans.drop_staging(old.id, runtime)
+        return self.staging
+
+    def grow_exchange(self, slot_nbytes: int, published: Sequence[int], runtime: Runtime) -> None:
+        """Make room for ``slot_nbytes`` bytes of outputs per rank; what ``published`` ranks wrote is carried over."""
+        slot_nbytes = round_up(max(slot_nbytes, int(self.slot_nbytes * 1.25)), PAGE_NBYTES)
+        larger = Segment.create(runtime.world_size * slot_nbytes, is_worker_writable=True)
+        for rank in published:
+            start = rank * self.slot_nbytes
+            slot = self.exchange.buffer[start : start + self.slot_nbytes]
+            larger.buffer[rank * slot_nbytes : rank * slot_nbytes + self.slot_nbytes] = slot
+        with deferred():
+            old = self.exchange
+            self.exchange, self.slot_nbytes = larger, slot_nbytes
+            self.ids = (larger.id, self.ids[1])
+            runtime.forget_segment(old)
+            for function in list(runtime.bound):
+                function.plans.drop_assemblies(self)
+
+    def connect(self, team: Team) -> None:
+        """Make the segment through which functions communicate, where there is none yet."""
+        if self.collective is None:
+            nbytes = required_nbytes(team.world_size, _COLLECTIVE_SLOT_NBYTES)
+            with deferred():  # the workers learn of it by its id
+                self.collective = Segment.create(nbytes, is_worker_writable=True)
+                reset(self.collective, team.world_size, team.eventfds)
+                self.ids = (self.ids[0], self.collective.id)
+
+    def abort_collectives(self, team: Team) -> None:
+        """Have ranks that wait for one another give up."""
+        if self.collective is not None:
+            set_abort(self.collective, team.eventfds)
+
+    def reset_collectives(self, team: Team) -> None:
+        """Make functions' collectives usable again; all ranks are idle."""
+        if self.collective is not None:
+            reset(self.collective, team.world_size, team.eventfds)
+
+    def close(self) -> None:
+        """Release the memory; safe to repeat."""
+        for segment in (self.exchange, self.staging, self.collective):
+            if segment is not None:
+                segment.close()
+        self.down = self.up = np.empty((0, 0), np.int64)
+        self.up_words = []
+
+
+class Lanes(list[Lane]):
+    """The lanes of a runtime, each made when it is first used.
+
+    Attributes
+    ----------
+    first : Lane
+        For whatever happens alone.
+    """
+
+    first: Lane
+
+    def begin(self, team: Team) -> None:
+        """Make the first lane."""
+        self._team = team
+        self.first = Lane(0, team)
+        self.append(self.first)
+
+    def after(self, lane: Lane) -> Lane:
+        """Return the lane whose turn follows that of ``lane``."""
+        index = (lane.index + 1) % NUM_LANES
+        if index == len(self):
+            new = Lane(index, self._team)
+            try:
+                new.connect(self._team)
+            except BaseException:
+                new.close()
+                raise
+            self.append(new)
+        return self[index]

@@ -1,0 +1,162 @@
+"""What workers print, on its way to the streams of the master; and the reports that the master itself makes.
+
+Nothing that a stream or a log handler does may decide over a call: whatever they raise ends here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import select
+import struct
+import sys
+import termios
+import time
+from collections import deque
+from typing import Any, TextIO
+
+from synk._pure.interrupts import is_from_handler
+from synk._wire.cell import cell
+from synk._wire.descriptors import NONE, Descriptor
+
+_STDERR_LINES = 20
+_LINE_NBYTES = 1 << 16
+_PIECE = 1024  # characters: at most 4096 bytes, which a pipe takes as a whole
+_STALL_MS = 50
+_INT = struct.Struct("i")
+
+_logger = logging.getLogger("synk")
+
+
+class Output:
+    """Text of one worker on its way to a stream of the master, line by line.
+
+    Parameters
+    ----------
+    fd : Descriptor
+        The end of a pipe to read from.
+    rank : int
+    stream_name : {"stdout", "stderr"}
+    """
+
+    def __init__(self, fd: Descriptor, rank: int, stream_name: str) -> None:
+        self.fd: int = fd
+        self._prefix = f"[rank {rank}] "
+        self._stream_name = stream_name
+        self._rest = b""
+        self._unwritten = ""
+        self._backlog = 0  # bytes, of the unfinished line and in the pipe, from before the operation under way
+        self._tail: deque[tuple[float, str]] = deque(maxlen=_STDERR_LINES)  # the last lines, and when they came
+        os.set_blocking(fd, False)
+
+    def forward(self, max_nbytes: int = 1 << 22) -> bool:
+        """Pass on what is there, at most ``max_nbytes``; return False at the end of the stream."""
+        while (fd := self.fd) >= 0 and max_nbytes > 0:
+            if self._unwritten and not self._flush():
+                return True  # the master's own stream is full: the worker waits, as it would at a terminal
+            try:
+                data = os.read(fd, 1 << 16)
+            except BlockingIOError:
+                return True
+            if not data:
+                self._write([self._rest] if self._rest else [])
+                self._rest = b""
+                return False
+            max_nbytes -= len(data)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            if len(self._rest) > _LINE_NBYTES:
+                lines.append(self._rest)
+                self._rest = b""
+            self._write(lines)
+        return True
+
+    def note_backlog(self) -> None:
+        """Remember that what was written so far is of earlier operations, the beginning of a line too."""
+        fd = self.fd
+        if fd >= 0:
+            (in_pipe,) = _INT.unpack(fcntl.ioctl(fd, termios.FIONREAD, bytes(_INT.size)))
+            self._backlog = len(self._rest) + in_pipe
+
+    def since(self, began: float) -> list[str]:
+        """Return the last lines that were written since the monotonic time ``began``."""
+        return [text for came, text in self._tail if came >= began]
+
+    def _write(self, lines: list[bytes]) -> None:
+        if not lines:
+            return
+        now = time.monotonic()
+        for line in lines:
+            new = line[self._backlog :]
+            if new or self._backlog <= 0:
+                self._tail.append((now, _decoded(new[:2000])))
+            self._backlog = max(self._backlog - len(line) - 1, 0)
+        self._unwritten += "".join(f"{self._prefix}{_decoded(line)}\n" for line in lines)
+        self._flush()
+
+    def _flush(self) -> bool:
+        """Write what can be written without blocking for long; return False if something is left."""
+        stream: TextIO | None = getattr(sys, self._stream_name, None)
+        text, self._unwritten = self._unwritten, ""
+        if stream is None:
+            return True
+        try:
+            self._unwritten = _write_some(stream, text)
+        except BaseException as error:
+            if is_from_handler(error):
+                raise
+            self._report(error)
+        return not self._unwritten
+
+    def _report(self, error: BaseException) -> None:
+        if self._stream_name not in cell.broken_streams:
+            cell.broken_streams.add(self._stream_name)
+            name, kind = self._stream_name, type(error).__name__
+            report("what workers print to %s is dropped: sys.%s raised %s: %s", name, name, kind, _text(error))
+
+    def close(self) -> None:
+        self.fd = NONE
+
+
+def _decoded(line: bytes) -> str:
+    return line.decode("utf-8", "backslashreplace")
+
+
+def _write_some(stream: TextIO, text: str) -> str:
+    """Write to a stream until it would block, and return what is left."""
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), select.POLLOUT)
+    except (AttributeError, OSError, ValueError, TypeError) as error:  # a notebook's or a test's stream: never blocks
+        if is_from_handler(error):
+            raise
+        poll = None
+    while text:
+        if poll is not None and not poll.poll(_STALL_MS):
+            break
+        # A pipe that is ready takes this much without blocking.
+        part, text = (text[:_PIECE], text[_PIECE:]) if poll is not None else (text, "")
+        try:
+            stream.write(part)
+        except UnicodeEncodeError:
+            stream.write(part.encode("ascii", "backslashreplace").decode("ascii"))
+        stream.flush()
+    return text
+
+
+def report(message: str, *args: Any) -> None:
+    """Log a warning. What a handler of the user's raises is not the fault of whoever is waited for."""
+    try:
+        _logger.warning(message, *args)
+    except BaseException as error:
+        if is_from_handler(error):
+            raise
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException as inner:
+        if is_from_handler(inner):
+            raise
+        return "?"

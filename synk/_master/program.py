@@ -1,0 +1,157 @@
+"""How the program of a worker is started: by the master's interpreter, or, frozen, as a copy of the program itself.
+
+Nothing is unpickled before ``sys.path`` is that of the master, so a worker's first message is JSON. It lies in a memory
+file, because a command line or a search path can be longer than a packet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from synk._wire.cell import cell
+from synk._wire.descriptors import Descriptor
+from synk._wire.memory import create_fd
+from synk.errors import StartupError
+
+# The bootstrap may import nothing before the path is the master's: a pickle.py in the current directory must not run.
+# Only absolute entries are used for our own imports; the worker sets the path exactly before it loads a function. The
+# package's own file, which imports the master's half, is run at the first use of a public name: most functions use
+# none, and it would double what a worker imports beside NumPy.
+_BOOTSTRAP = """\
+import sys
+if sys.path and sys.path[0] == "": del sys.path[0]
+import contextlib, importlib.util, json, socket
+with open(int(sys.argv[1]), "rb") as file: setup = json.load(file)
+sock = socket.socket(fileno=setup["fds"]["socket"])
+sys.path[:] = setup["import_path"]
+spec = importlib.util.find_spec("synk")
+package = importlib.util.module_from_spec(spec)
+class Package(type(sys)):
+    def __setattr__(self, name, value):  # an import would put the module where the package puts the verb
+        if name not in ("data", "function", "shared"): super().__setattr__(name, value)
+package.__class__ = Package
+def complete(name):
+    if name.startswith("_") and name != "__version__": raise AttributeError(name)
+    from synk._wire.cell import cell
+    del package.__getattr__
+    # An import that is broken off leaves files open.
+    with cell.worker.uninterrupted() if cell.worker else contextlib.nullcontext():
+        try:
+            spec.loader.exec_module(package)
+        except BaseException:
+            package.__getattr__ = complete
+            raise
+    return getattr(package, name)
+package.__getattr__ = complete
+sys.modules["synk"] = package
+from synk._worker.serve import main
+main(sock, setup)
+"""
+
+_WORKER_ARGUMENT = "--synk-worker"
+_PYTHON_NAME = re.compile(r"(python|pypy)\d*(\.\d+)*[a-z]*")
+
+
+def check_program() -> None:
+    """Raise StartupError where no worker can be started.
+
+    A frozen program ends here unless it calls :func:`freeze_support`: each worker is a copy of it, which would start
+    workers of its own.
+    """
+    if not _is_frozen():
+        _interpreter()
+    elif not cell.has_freeze_support:
+        raise StartupError(
+            "cannot fork in a frozen program: got no call of synk.freeze_support(), without which each worker would "
+            "run the whole program again. Call it first thing in the main program."
+        )
+
+
+def command(setup_fd: int, rank: int) -> list[str]:
+    """Return the command that starts the worker whose first message lies in ``setup_fd``."""
+    name = f"synk-worker-{rank}"  # for whoever looks at the list of processes
+    if _is_frozen():
+        return [sys.executable, _WORKER_ARGUMENT, str(setup_fd), name]
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    if sys.version_info >= (3, 11) and "-P" not in flags and "-I" not in flags:
+        flags.append("-P")
+    return [_interpreter(), *flags, "-c", _BOOTSTRAP, str(setup_fd), name]
+
+
+def write_setup(setup: dict[str, Any]) -> Descriptor:
+    """Return a memory file that holds a worker's first message."""
+    data = json.dumps(setup).encode("ascii")
+    fd = Descriptor(create_fd(len(data)))
+    with open(fd, "wb", closefd=False) as file:
+        file.write(data)
+    os.lseek(fd, 0, os.SEEK_SET)  # the worker's descriptor shares the position
+    return fd
+
+
+def search_path() -> list[str]:
+    """Return the entries of ``sys.path`` that imports heed: Python passes over whatever is not a string."""
+    return [entry for entry in sys.path if isinstance(entry, str)]
+
+
+def _is_frozen() -> bool:
+    return bool(getattr(sys, "frozen", False))
+
+
+def _interpreter() -> str:
+    """Return the path of the interpreter that runs this program."""
+    if sys.executable:
+        return sys.executable
+    for path in _candidates():
+        if os.access(path, os.X_OK):
+            return path
+    raise StartupError(
+        f"cannot start the workers: got {sys.executable!r} as sys.executable, and found no Python interpreter where "
+        "this one was installed. Set sys.executable to the path of one."
+    )
+
+
+def _candidates() -> Iterator[str]:
+    """Where an interpreter like this one may be, where ``sys.executable`` does not say: a program that embeds Python,
+    an environment without PATH. Its versions are compared when it says hello.
+    """
+    yield getattr(sys, "_base_executable", None) or ""
+    try:
+        program = os.readlink("/proc/self/exe")
+        if _PYTHON_NAME.fullmatch(os.path.basename(program)):  # not a program that embeds Python: it has no -c
+            yield program
+    except OSError:
+        pass
+    for prefix in (sys.exec_prefix, sys.base_exec_prefix):
+        yield os.path.join(prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}")
+
+
+def freeze_support() -> None:
+    """Let a frozen program (PyInstaller, cx_Freeze, ...) use workers; call it first thing in the main program.
+
+    A frozen program has no interpreter to start, so each worker is a copy of the program, which becomes a worker in
+    this call and never returns from it. In the program itself, and where nothing is frozen, it returns at once.
+
+    Examples
+    --------
+    >>> import synk
+    >>> synk.freeze_support()
+    """
+    if not _is_frozen():
+        return
+    if sys.argv[1:2] != [_WORKER_ARGUMENT]:
+        cell.has_freeze_support = True
+        return
+    with open(int(sys.argv[2]), "rb") as file:
+        setup = json.load(file)
+    sys.path[:] = setup["import_path"]
+    from synk._worker.serve import main
+
+    main(socket.socket(fileno=setup["fds"]["socket"]), setup)
+    sys.exit()

@@ -1,0 +1,274 @@
+"""The worker processes and what the master watches of them: start, descriptors, printed lines, death, end.
+
+Owns the processes and the poll set over their descriptors. Sends nothing and knows no message.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from synk._api.inline import InlineProcess
+from synk._master.known import Link
+from synk._master.process import WorkerProcess, setup_message, startup_text
+from synk._pure.environment import spin_s
+from synk._pure.interrupts import deferred
+from synk._wire.descriptors import NONE, Descriptor
+from synk._wire.memory import Segment
+from synk._wire.messages import Down, Phase, Up, control_blocks, control_nbytes
+from synk.errors import StartupError, WorkerDied
+
+
+class Crew:
+    """The processes of one runtime, and the lower half of ``Team``, which uses what begins with ``_``.
+
+    Parameters
+    ----------
+    placement : Placement
+    is_inline : bool
+    failpoints : sequence
+        Faults to arm, for tests.
+    token : bytes
+
+    Attributes
+    ----------
+    links : list of Link
+        One per rank.
+    down, up : ndarray of int64, shape (world_size, BLOCK_LENGTH)
+        The numbers of lane 0 in shared memory; see ``synk._wire.messages``.
+    eventfds : list of int
+        One per rank, inherited by all workers: how they wake one another.
+
+    Nothing is opened before :meth:`start`, so that whoever made the crew can end it wherever the start is broken off.
+    """
+
+    def __init__(self, placement: Any, *, is_inline: bool, failpoints: Sequence[Sequence[Any]], token: bytes) -> None:
+        self.backend: str = placement.backend
+        self.devices: tuple[str, ...] = placement.devices
+        self.world_size = len(self.devices)
+        self.is_inline = is_inline
+        self.is_closed = False
+        self.links: list[Link] = []
+        self.eventfds: list[Descriptor] = []
+        self.down = self.up = np.empty((0, 0), np.int64)
+        self._placement = placement
+        self._token = token
+        self._failpoints = failpoints
+        self._control: Segment | None = None
+        self._unreported_deaths: dict[int, str] = {}
+        self._oom_kills = oom_kills()
+        self._spin_s = spin_s()
+        self._poll = select.poll()
+        self._fds: dict[int, tuple[str, int]] = {}
+        self._wake_fd: int = NONE
+
+    def start(self) -> None:
+        """Start one process for each rank.
+
+        Raises
+        ------
+        StartupError
+            If a process cannot be started.
+        """
+        with deferred():  # a handler's TimeoutError, raised after it, is no refusal of the operating system
+            try:
+                self._open()
+            except OSError as error:
+                raise StartupError(startup_text("the runtime", error)) from error
+
+    def _open(self) -> None:
+        self._wake_fd = _eventfd()
+        self._control = Segment.create(control_nbytes(self.world_size))
+        self.down, self.up = self.blocks(0)
+        self.down[:, [Down.INTERRUPT, Down.COMMITTED]] = -1
+        self._watch(self._wake_fd, "wake", -1)
+        for _ in range(self.world_size):
+            self.eventfds.append(_eventfd())
+        for rank in range(self.world_size):
+            self.links.append(Link(rank, self._new_process(rank)))
+            self._start(self.links[rank], self._failpoints)
+
+    def blocks(self, lane: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the numbers ``(down, up)`` of a lane."""
+        assert self._control is not None
+        return control_blocks(self._control.buffer, self.world_size, lane)
+
+    # -- starting ------------------------------------------------------------------------------------------------------
+
+    def _new_process(self, rank: int) -> WorkerProcess | InlineProcess:
+        if not self.is_inline:
+            return WorkerProcess(rank)
+        assert self._control is not None
+        device = self.devices[rank]
+        control, eventfds, failpoints = self._control, self.eventfds, self._failpoints
+        return InlineProcess(rank, self.world_size, self.backend, device, control, eventfds, failpoints)
+
+    def _start(self, link: Link, failpoints: Sequence[Sequence[Any]]) -> None:
+        """Start a process for a rank, in the place of one that ended."""
+        process, rank = link.process, link.rank
+        if isinstance(process, WorkerProcess):
+            assert self._control is not None
+            if process.pid >= 0:
+                process = link.process = WorkerProcess(rank)
+            placement, device = self._placement, self.devices[rank]
+            setup = setup_message(self.world_size, self.backend, device, placement.cpus_of(rank), failpoints)
+            setup |= {"control_nbytes": self._control.nbytes, "spin_s": self._spin_s}
+            events: dict[str, int] = {f"event{peer}": fd for peer, fd in enumerate(self.eventfds)}
+            process.start(setup, placement.environment(rank), self._control.fd, self._token, events)
+            link.restart(process)
+            self._watch_link(link)
+
+    # -- watching ------------------------------------------------------------------------------------------------------
+
+    def _watch(self, fd: int, kind: str, rank: int) -> None:
+        self._fds[int(fd)] = (kind, rank)
+        self._poll.register(fd, select.POLLIN)
+
+    def _unwatch(self, fd: int) -> None:
+        if self._fds.pop(fd, None) is not None:
+            self._poll.unregister(fd)
+
+    def _watch_link(self, link: Link) -> None:
+        process = link.process
+        if isinstance(process, WorkerProcess):
+            self._watch(process.channel.read_fd, "up", link.rank)
+            self._watch(process.pidfd, "death", link.rank)
+            for fd in process.output_fds:
+                self._watch(fd, "output", link.rank)
+
+    def _unwatch_link(self, link: Link) -> None:
+        for fd in [fd for fd, (_, rank) in self._fds.items() if rank == link.rank]:
+            self._unwatch(fd)
+
+    def _forward(self, link: Link, fd: int) -> None:
+        if isinstance(link.process, WorkerProcess) and not link.process.forward_output(fd):
+            self._unwatch(fd)
+
+    @property
+    def has_dead(self) -> bool:
+        """Whether a worker died that was not started again yet."""
+        for link in self.links:  # asked at each call: no generator  # noqa: SIM110
+            if link.is_dead:
+                return True
+        return False
+
+    def where(self) -> str:
+        """Return what each rank is doing: phase, bytes published, Python stacks. For any thread, also during a call."""
+        parts = []
+        for link in self.links:
+            if link.is_dead:
+                parts.append(f"rank {link.rank}: ended with {link.process.exit_text}")
+                continue
+            if not link.is_ready:  # it has no handler yet: the signal would end it
+                parts.append(f"rank {link.rank} (pid {link.process.pid}, {self.devices[link.rank]}): still starting")
+                continue
+            phase = Phase(int(self.up[link.rank, Up.PHASE])).name.lower() if len(self.up) else "closed"
+            nbytes = int(self.up[link.rank, Up.OUTPUT_NBYTES]) if len(self.up) else 0
+            stacks = link.process.stacks(1.0).strip().replace("\n", "\n    ")
+            parts.append(
+                f"rank {link.rank} (pid {link.process.pid}, {self.devices[link.rank]}): {phase}, {nbytes} bytes of "
+                f"outputs published so far\n    {stacks}"
+            )
+        return "\n".join(parts)
+
+    # -- deaths --------------------------------------------------------------------------------------------------------
+
+    def _bury(self, link: Link) -> str:
+        """Release a dead worker's descriptors and return how it ended."""
+        process = link.process
+        assert isinstance(process, WorkerProcess)
+        with deferred():  # half a burial would leave a death that nobody sees, or descriptors that nobody closes
+            link.is_dead = True
+            self._unwatch_link(link)
+            return process.reap()
+
+    def _worker_died(self, ranks: list[int], phase: str, what: str, began: float) -> WorkerDied:
+        """Return the error for ``ranks``, with what they wrote to stderr since the monotonic time ``began``."""
+        links = [self.links[rank] for rank in ranks]
+        exits = tuple(link.process.exit_text for link in links)
+        ended = "; ".join(
+            f"rank {link.rank} of {self.world_size} (pid {link.process.pid}, {self.devices[link.rank]}) "
+            f"ended with {how}"
+            for link, how in zip(links, exits)
+        )
+        hints = "".join(self._kill_hint(link.rank) for link, how in zip(links, exits) if how == "SIGKILL")
+        message = f"{ended} during {what or phase}.{hints} The next call starts dead workers again."
+        if phase != "start":
+            message += " What functions kept there, in closures or globals, is gone."
+        return WorkerDied(
+            "\n".join([message, *stderr_tails(links, began)]),
+            ranks=tuple(ranks),
+            pids=tuple(link.process.pid for link in links),
+            exits=exits,
+            phase=phase,
+        )
+
+    def _kill_hint(self, rank: int) -> str:
+        """Return what is known of a SIGKILL."""
+        kills, self._oom_kills = self._oom_kills, oom_kills()
+        why = (
+            "The kernel's out-of-memory killer was at work"
+            if self._oom_kills > kills
+            else ("Likely out of memory, or somebody killed it")
+        )
+        rss = int(self.up[rank, Up.RSS])
+        return f" {why}{f' (it held {rss >> 20} MiB at its last report)' if rss else ''}."
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    def kill(self) -> None:
+        """Kill all workers."""
+        for link in self.links:
+            link.process.kill()
+
+    def tear_down(self) -> None:
+        """Kill what still runs and release every descriptor. Never waits long; safe to repeat, in several threads."""
+        with deferred():
+            self.is_closed = True
+            self.kill()
+            for link in self.links:
+                self._unwatch_link(link)
+                link.process.reap()
+                link.is_dead = True
+            self._unwatch(self._wake_fd)
+            self._release()
+            self.down = self.up = np.empty((0, 0), np.int64)
+            if self._control is not None:
+                self._control.close()
+
+    def abandon(self) -> None:
+        """Close our copies of the descriptors in a forked child; the workers belong to the parent."""
+        for link in self.links:
+            link.process.disown()
+            link.process.close()
+        self._release()
+
+    def _release(self) -> None:
+        self._wake_fd = NONE
+        self.eventfds = []
+
+
+def _eventfd() -> Descriptor:
+    return Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+
+
+def stderr_tails(links: Sequence[Link], began: float) -> list[str]:
+    """Return the last lines that workers wrote to stderr since the monotonic time ``began``, a text for each rank."""
+    return [
+        f"stderr of rank {link.rank}: " + "\n  ".join(lines)
+        for link in links
+        if (lines := link.process.stderr_since(began))
+    ]
+
+
+def oom_kills() -> int:
+    """How often the kernel's out-of-memory killer has struck on this machine."""
+    try:
+        with open("/proc/vmstat", encoding="ascii") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
+    except OSError:  # /proc is hidden: the signal alone has to do
+        return 0

@@ -1,0 +1,811 @@
+"""The workers as a group: one message to each and its reply, deaths, time limits, interrupts, new starts, goodbye.
+
+Knows nothing of functions, plans and arrays; what a message brings beside its content it asks of ``pack``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import os
+import pickle
+import platform
+import signal
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from synk._api.inline import InlineProcess
+from synk._master.known import ASSEMBLED, DONE, Link, Reply
+from synk._master.output import report
+from synk._master.process import WorkerProcess
+from synk._master.recovery import Crew, stderr_tails
+from synk._pure.environment import stuck_after_s
+from synk._pure.interrupts import deferred, plain_interrupts
+from synk._pure.limits import poll_ms
+from synk._version import __version__
+from synk._wire.channel import MAX_FDS, ProtocolError
+from synk._wire.failures import raise_failures
+from synk._wire.memory import Segment
+from synk._wire.messages import (
+    HAS_BODY,
+    IS_ALONE,
+    IS_ASSEMBLED,
+    IS_UNRECEIVED,
+    LANE_SHIFT,
+    Down,
+    Extras,
+    Kind,
+    Status,
+    interrupt_word,
+)
+from synk.errors import CallTimeout, ClosedError, SerializationError, StartupError, WorkerDied
+
+GRACE_S = 2.0
+"""How long a worker may take to answer an interrupt before it is killed."""
+
+NCCL_GRACE_S = 5.0
+"""Likewise with NCCL: aborting it can take seconds, and a process that is killed loses its device's values."""
+
+RESTART_WINDOW_S = 60.0
+START_TIMEOUT_S = 120.0
+
+Pack = Callable[[Link, Any, Sequence[Segment], int], tuple["Extras | None", list[Segment]]]
+Packed = dict[int, tuple["Extras | None", list[Segment]]]
+"""By rank: the body of its message, and the segments that it brings: their descriptors ride along, if they have one."""
+
+_HELLO = 0  # the sequence number of a worker's first word; messages count from 1
+
+
+class Flight:
+    """A message on its way: sent to some ranks, of which not all may have answered.
+
+    Attributes
+    ----------
+    pending : set of int
+        Ranks that owe a reply.
+    replies : dict of int to Reply
+        By rank.
+    deadline : float or None
+        Monotonic time by which all must have answered.
+    phase, what : str
+        For errors.
+    is_lost : bool
+        Whether it was given up: no reply will come any more.
+    is_cut : bool
+        Whether all have answered, but the workers remember nothing of it any more.
+    error : CallTimeout or None
+        What ended it, where it was the cause itself.
+    began : float
+        Monotonic time at which the operation began that it belongs to.
+    """
+
+    is_lost = is_cut = False
+    began = 0.0
+    error: CallTimeout | None = None
+
+    def __init__(self, sequence: int, ranks: Iterable[int], deadline: float | None, phase: str, what: str) -> None:
+        self.sequence = sequence
+        self.pending = set(ranks)
+        self.replies: dict[int, Reply] = {}
+        self.deadline = deadline
+        self.phase = phase
+        self.what = what
+
+
+class Team(Crew):
+    """The workers of one runtime.
+
+    Parameters
+    ----------
+    placement : Placement
+    is_inline : bool
+    max_restarts : int
+    failpoints : sequence
+        Faults to arm, for tests.
+    counters : dict of str to int
+    token : bytes
+    pack : callable
+        ``pack(link, content, segments, lane)`` returns the body of a message for a rank (None if it needs none) and
+        the segments that it brings.
+    on_idle : callable
+        Called when workers were made idle after a failure, before anything else is sent.
+
+    Attributes
+    ----------
+    flights : dict of int to Flight
+        Messages that were not answered by all, by sequence number, oldest first.
+    restarted : list of int
+        Ranks that were started anew; whoever has seen to them takes them out.
+    cause : BaseException or None
+        The fault that closed the team.
+    grace_s : float
+        How long a worker may take to answer an interrupt before it is killed.
+    """
+
+    def __init__(
+        self,
+        placement: Any,
+        *,
+        is_inline: bool,
+        max_restarts: int,
+        failpoints: Sequence[Sequence[Any]],
+        counters: dict[str, int],
+        token: bytes,
+        pack: Pack,
+        on_trouble: Callable[[], None],
+        on_idle: Callable[[], None],
+    ) -> None:
+        self.max_restarts = max_restarts
+        self.counters = counters
+        self.cause: BaseException | None = None
+        self.is_closing = False
+        self.is_exiting = False
+        self.sequence = 0
+        self.grace_s = NCCL_GRACE_S if placement.can_use_nccl else GRACE_S
+        self.restarted: list[int] = []
+        self._pack = pack
+        self._on_trouble = on_trouble
+        self._on_idle = on_idle
+        self.flights: dict[int, Flight] = {}
+        self._hellos: dict[int, Reply] = {}  # kept here: an interrupt in the wait must not lose one
+        self._restarts: deque[float] = deque()
+        self._last_death: WorkerDied | None = None  # of the workers that are dead now
+        self._began = 0.0  # when the operation under way began
+        self._once_stuck: set[int] = set()  # ranks whose process was started because another had not come up
+        self._news: list[str] = []  # of workers that were started again, to tell the user when they are up
+        self._stuck_after_s = stuck_after_s()
+        self._kill_at = 0.0  # when workers that are to be idle and do not answer are killed
+        self.num_cancels = -1  # what num_cancels() was when the operation began
+        super().__init__(placement, is_inline=is_inline, failpoints=failpoints, token=token)
+
+    # -- starting -----------------------------------------------------------------------------------------------------
+
+    def await_ready(self, deadline: float | None = None) -> None:
+        """Wait until every started worker has said hello; one that is stuck as it starts is killed and started again.
+
+        Raises
+        ------
+        StartupError
+            Naming the ranks that did not, with the end of their stderr. The runtime is closed then.
+        WorkerDied
+            If one died that was started in the place of another.
+        CallTimeout
+            If they had not at ``deadline``; they go on starting.
+        """
+        while waiting := [link for link in self.links if not link.is_ready]:
+            # From the start of the process on: calls that give up sooner must not put it off.
+            silent = [link.process.started for link in waiting if link.rank not in self._hellos]
+            limit = min(silent, default=math.inf) + START_TIMEOUT_S
+            try:
+                self._await_hellos(waiting, limit if deadline is None else min(deadline, limit))
+            except CallTimeout:
+                if time.monotonic() < limit:
+                    raise
+                self._replace_stuck()
+
+    def _await_hellos(self, waiting: Sequence[Link], deadline: float) -> None:
+        ranks = {link.rank for link in waiting}
+        try:
+            hello = Flight(_HELLO, ranks - self._hellos.keys(), deadline, "start", "")
+            hello.replies = self._hellos
+            self.flights[_HELLO] = hello
+            try:
+                with plain_interrupts(self.num_cancels) if self.num_cancels >= 0 else contextlib.nullcontext():
+                    self._wait(hello)
+            finally:
+                self.flights.pop(_HELLO, None)
+            for link in waiting:
+                self._greet(link, self._hellos[link.rank])
+        except (WorkerDied, ProtocolError, SerializationError) as error:
+            if isinstance(error, WorkerDied) and self._restarts:
+                raise  # a replacement: one more death, and the next operation starts another
+            died = getattr(error, "ranks", ()) or tuple(sorted(ranks))
+            self._fail_to_start(died, f"did not come up. {error}", error)
+        except StartupError as error:
+            self.fail(error)
+            raise
+
+    def _fail_to_start(self, ranks: Iterable[int], what_happened: str, error: BaseException | None) -> NoReturn:
+        named = f"rank {', '.join(map(str, ranks))} of {self.world_size}"
+        failure = StartupError(f"cannot start the workers: {named} {what_happened}")
+        self.fail(failure)
+        raise failure from error
+
+    def _replace_stuck(self) -> None:
+        """Kill the workers whose time to start is over, and start others; a second one that is stuck is the last."""
+        latest = time.monotonic() - START_TIMEOUT_S
+        stuck = [link for link in self.links if not link.is_ready and link.process.started <= latest]
+        stuck = [link for link in stuck if link.rank not in self._hellos]
+        for link in stuck:
+            link.process.kill()
+            self._bury(link)
+            self._unreported_deaths[link.rank] = f"was not up {START_TIMEOUT_S:g} s after its start, was killed,"
+        ranks = {link.rank for link in stuck}
+        if self.max_restarts == 0 or ranks & self._once_stuck:
+            tails = "\n".join(["", *stderr_tails(stuck, 0.0)])
+            self._fail_to_start(sorted(ranks), f"was not up {START_TIMEOUT_S:g} s after its start.{tails}", None)
+        self._once_stuck |= ranks
+        self._restart_dead()
+
+    def _greet(self, link: Link, reply: Reply) -> None:
+        hello = pickle.loads(reply.body)
+        mine = own_versions()
+        if hello["versions"] != mine:
+            differing = [f"{k} {v} (master: {mine[k]})" for k, v in hello["versions"].items() if v != mine[k]]
+            raise StartupError(f"cannot use worker rank {link.rank}: it runs {', '.join(differing)}.")
+        link.description = hello["device"]
+        link.is_ready = True
+        self._once_stuck.discard(link.rank)
+
+    # -- between messages ---------------------------------------------------------------------------------------------
+
+    def prepare(self, deadline: float | None = None) -> None:
+        """Bring the workers to a known state: settle what an interrupt left, note deaths, start the dead again.
+
+        Raises
+        ------
+        ClosedError
+            If workers died too often.
+        StartupError
+        """
+        if self.flights:
+            self._settle(is_interrupted=False)
+            self.flights.clear()
+        if not self.is_inline:
+            self._drain_events()
+        for link in self.links:
+            if link.is_dead:
+                self._restart_dead()
+                break
+        for link in self.links:
+            if not link.is_ready:
+                self.await_ready(deadline)
+                break
+        if self._news:
+            news, self._news = self._news, []
+            warnings.warn(
+                f"{'; '.join(news)} and was started again. What functions kept there, in closures or globals, is gone.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+        self._began = time.monotonic()
+
+    def _drain_events(self) -> None:
+        """Handle what happened while nobody waited: deaths, and lines printed by threads of workers."""
+        for fd, _ in self._poll.poll(0):
+            kind, rank = self._fds.get(fd, ("", -1))
+            link = self.links[rank]
+            if kind == "death":
+                self._unreported_deaths[rank] = f"ended with {self._bury(link)} while idle"
+            elif kind == "output":
+                self._forward(link, fd)
+                link.process.note_backlog()
+            elif kind == "wake":
+                self._on_wake(fd)
+
+    def _restart_dead(self) -> None:
+        """Start dead ranks again; they get functions with the next load, segments and plans with the next call."""
+        dead = [link for link in self.links if link.is_dead]
+        now = time.monotonic()
+        while self._restarts and now - self._restarts[0] > RESTART_WINDOW_S:
+            self._restarts.popleft()
+        news = [
+            f"rank {rank} (pid {self.links[rank].process.pid}) {what_happened}"
+            for rank, what_happened in sorted(self._unreported_deaths.items())
+        ]
+        self._unreported_deaths.clear()
+        if len(self._restarts) >= self.max_restarts:
+            ended = ", ".join(f"rank {link.rank} ({link.process.exit_text})" for link in dead)
+            error = ClosedError(
+                f"the runtime closed itself: workers died {len(self._restarts) + 1} times within "
+                f"{RESTART_WINDOW_S:.0f} s, last {ended}; max_restarts is {self.max_restarts}. Call synk.fork() again."
+            )
+            error.__cause__ = self._last_death
+            self.fail(error)
+            raise error
+        self._last_death = None
+        self._restarts.append(now)
+        self._start_again(dead)
+        self._news += news
+
+    def _start_again(self, links: Sequence[Link]) -> None:
+        self._on_idle()
+        lasting = [point for point in self._failpoints if point[2] == 0]
+        with deferred():
+            for link in links:
+                self.counters["restarts"] += 1
+                self._hellos.pop(link.rank, None)
+                self._start(link, lasting)
+                link.is_prepared = False
+                self.restarted.append(link.rank)
+
+    def replace(self, deadline: float | None) -> None:
+        """End all workers, which are idle, and start others in their place."""
+        self.say_goodbye()
+        for link in self.links:
+            if isinstance(link.process, WorkerProcess):
+                if not link.is_dead:
+                    link.process.kill()
+                    self._bury(link)
+            else:
+                link.process.close()
+                link.restart(self._new_process(link.rank))
+        self._unreported_deaths.clear()
+        self._start_again(self.links)
+        self.await_ready(deadline)
+
+    # -- exchanging ---------------------------------------------------------------------------------------------------
+
+    def next_sequence(self) -> int:
+        self.sequence = self.sequence % 0xFFFF + 1
+        return self.sequence
+
+    def exchange(
+        self,
+        kind: Kind,
+        ranks: Sequence[int],
+        value: int,
+        contents: dict[int, Any],
+        segments: Iterable[Segment],
+        deadline: float | None,
+        phase: str,
+        what: str,
+        lane: int = 0,
+    ) -> dict[int, Reply]:
+        """Send one message to each of ``ranks`` and return their replies.
+
+        Raises
+        ------
+        WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
+            The workers that are alive then are idle again, and all flights are lost.
+        """
+        return self.finish(self.launch(kind, ranks, value, contents, segments, deadline, phase, what, lane))
+
+    def launch(
+        self,
+        kind: Kind,
+        ranks: Sequence[int],
+        value: int,
+        contents: dict[int, Any],
+        segments: Iterable[Segment],
+        deadline: float | None,
+        phase: str,
+        what: str,
+        lane: int = 0,
+    ) -> Flight:
+        """Send one message to each of ``ranks``; :meth:`finish` returns the replies.
+
+        Parameters
+        ----------
+        contents : dict
+            Body of the message for the ranks that need one.
+        segments : iterable of Segment
+            What the message refers to; ranks that do not hold one yet get it with the message.
+        deadline : float or None
+            Monotonic time at which the exchange ends with ``CallTimeout``.
+        phase, what : str
+            For errors.
+        lane : int
+            That of the call which the message belongs to.
+
+        Raises
+        ------
+        WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
+            As :meth:`exchange`.
+        """
+        fallen = [rank for rank in ranks if self.links[rank].is_dead]
+        if fallen:  # it answered an earlier message of this operation and died then
+            for rank in fallen:
+                self._unreported_deaths.pop(rank, None)
+            raise self._worker_died(fallen, phase, what, self._began)
+        needed = list(segments)
+        messages = self._packed(ranks, contents, needed, lane)
+        # No rank gets the message before all have room for its descriptors: what it answers would be taken for nothing.
+        while not self.is_inline and any(len(part) > MAX_FDS for _, part in messages.values()):
+            own = {rank: [each for each in part if each.arena is None] for rank, (_, part) in messages.items()}
+            surplus = {rank: part[:MAX_FDS] for rank, part in own.items() if len(part) > MAX_FDS}
+            if not surplus:
+                break
+            supplies: Packed = {rank: (Extras(segments=Link.describe(part)), part) for rank, part in surplus.items()}
+            replies = self.finish(self._fly(Kind.SUPPLY, 0, supplies, 0, deadline, phase, what))
+            raise_failures(replies, self.world_size, phase)
+            messages = self._packed(ranks, contents, needed, lane)
+        return self._fly(kind, value, messages, lane, deadline, phase, what)
+
+    def _packed(self, ranks: Sequence[int], contents: dict[int, Any], segments: Sequence[Segment], lane: int) -> Packed:
+        return {rank: self._pack(self.links[rank], contents.get(rank), segments, lane) for rank in ranks}
+
+    def prefetch(self, ranks: Sequence[int], plan_id: int, lane: int) -> None:
+        """Have ranks bring the inputs of a call to their devices, which follows when those under way have ended."""
+        for rank in ranks:
+            process = self.links[rank].process
+            if isinstance(process, WorkerProcess) and plan_id in self.links[rank].plans:
+                self.counters["messages_down"] += 1
+                self.counters["bytes_down"] += 8
+                process.channel.ring(Kind.PREFETCH, lane << LANE_SHIFT, 0, plan_id)
+
+    def _fly(
+        self, kind: Kind, value: int, messages: Packed, lane: int, deadline: float | None, phase: str, what: str
+    ) -> Flight:
+        """Send each rank its message."""
+        sequence = self.next_sequence()
+        flags = lane << LANE_SHIFT | (0 if self.flights else IS_ALONE)
+        if kind == Kind.CALL and self.flights:  # it was submitted, and joins others
+            self._began = time.monotonic()
+        flight = self.flights[sequence] = Flight(sequence, messages, deadline, phase, what)
+        flight.began = self._began
+        try:
+            for rank, (extras, missing) in messages.items():
+                self._send(self.links[rank], kind, flags, sequence, value, extras, missing)
+        except BaseException as error:
+            self._settle_unless_closed(error)
+            raise
+        return flight
+
+    def finish(self, flight: Flight) -> dict[int, Reply]:
+        """Wait for the replies of all ranks and return them.
+
+        Raises
+        ------
+        WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
+            As :meth:`exchange`; ``CallTimeout`` also for another flight, whose ``error`` it is then.
+        """
+        if flight.pending:
+            self.wait_for(flight, None)
+        replies = flight.replies
+        for rank, reply in replies.items():
+            if reply.flags & IS_UNRECEIVED:
+                self.links[rank].forget_sent()
+        self.flights.pop(flight.sequence, None)
+        return replies
+
+    def wait_for(self, flight: Flight, until: float | None) -> bool:
+        """Wait until no rank owes ``flight`` a reply, at most until the monotonic time given; return whether it is so.
+
+        Raises
+        ------
+        WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
+            As :meth:`finish`.
+        """
+        try:
+            if self.num_cancels < 0:
+                return self._wait(flight, until)
+            with plain_interrupts(self.num_cancels):
+                return self._wait(flight, until)
+        except BaseException as error:
+            self._settle_unless_closed(error)
+            raise
+
+    def pump(self) -> None:
+        """Take in, without waiting, what workers have answered; a death or a time limit ends all flights.
+
+        Raises
+        ------
+        WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
+        """
+        try:
+            while self._take_events(0):
+                pass
+            for flight in list(self.flights.values()):
+                if flight.pending and flight.deadline is not None and time.monotonic() >= flight.deadline:
+                    self._on_timeout(flight)
+        except BaseException as error:
+            self._settle_unless_closed(error)
+            raise
+
+    def _settle_unless_closed(self, error: BaseException) -> None:
+        if self._debtors() and not self.is_closed:
+            self._settle(is_interrupted=isinstance(error, KeyboardInterrupt))
+
+    def _send(
+        self,
+        link: Link,
+        kind: Kind,
+        flags: int,
+        sequence: int,
+        value: int,
+        extras: Extras | None,
+        missing: list[Segment],
+    ) -> None:
+        process = link.process
+        self.counters["messages_down"] += 1
+        self.counters["bytes_down"] += 8
+        if isinstance(process, InlineProcess):
+            for segment in missing:
+                process.give(segment)
+            link.note_sent(extras, missing)
+            process.handle(kind, sequence, value, extras)
+            return
+        if extras is None:
+            process.channel.ring(kind, flags, sequence, value)
+            return
+        body = pickle.dumps(extras, protocol=5)
+        self.counters["bytes_down"] += len(body)
+        with deferred():  # what the rank holds and what is noted must not differ
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its death is found in the wait
+                process.channel.send_body(sequence, body, [each.fd for each in missing if each.arena is None])
+            process.channel.ring(kind, HAS_BODY | flags, sequence, value)
+            link.note_sent(extras, missing)
+
+    def _wait(self, flight: Flight, until: float | None = None) -> bool:
+        """Wait until no rank owes ``flight`` a reply, or until ``until``; return whether it is so.
+
+        A death, or the time limit of any flight, ends the wait with an error.
+        """
+        if self.is_inline:
+            process = self.links[0].process
+            assert isinstance(process, InlineProcess)
+            self.counters["messages_up"] += 1
+            self.counters["bytes_up"] += 8
+            flight.replies[0] = process.reply()
+            flight.pending.clear()
+            return True
+        report_at = time.monotonic() + self._stuck_after_s
+        while flight.pending:
+            now = time.monotonic()
+            if now >= report_at:
+                report_at = math.inf
+                what = flight.what or flight.phase
+                report("%s has run for more than %g s:\n%s", what, self._stuck_after_s, self.where())
+            urgent = flight if len(self.flights) == 1 else self._most_urgent(flight)
+            next_event = report_at if urgent.deadline is None else min(report_at, urgent.deadline)
+            if until is not None:
+                next_event = min(next_event, until)
+            timeout_ms = None if next_event == math.inf else poll_ms(next_event - now)
+            if self._take_events(timeout_ms):
+                continue  # what came in time but was not looked at before the deadline still counts
+            if urgent.deadline is not None and now >= urgent.deadline:
+                self._on_timeout(urgent)
+            if until is not None and now >= until:
+                return False
+        return True
+
+    def _most_urgent(self, flight: Flight) -> Flight:
+        """Return the flight whose time limit comes first; ``flight`` if none has one."""
+        limited = [each for each in self.flights.values() if each.pending and each.deadline is not None]
+        return min(limited, key=lambda each: each.deadline or 0.0, default=flight)
+
+    def _take_events(self, timeout_ms: int | None) -> bool:
+        """Handle what happens within a time limit; return whether replies came.
+
+        Replies are taken before deaths: a worker that answered and then died has answered. What a function printed
+        lies in its pipe before the doorbell rings, so one poll reports both, and the lines are shown before the call
+        returns.
+        """
+        dead: list[int] = []
+        has_replies = False
+        for fd, _ in self._poll.poll(timeout_ms):
+            kind, rank = self._fds.get(fd, ("", -1))
+            if kind == "up":
+                has_replies = True
+                if _HELLO in self.flights:
+                    with deferred():  # a hello comes once
+                        self._take_reply(rank)
+                else:
+                    self._take_reply(rank)
+            elif kind == "death":
+                dead.append(rank)
+            elif kind == "output":
+                self._forward(self.links[rank], fd)
+            elif kind == "wake":
+                self._on_wake(fd)
+        if dead:
+            self._on_deaths(dead)
+        return has_replies
+
+    def _take_reply(self, rank: int) -> bool:
+        """Read one doorbell and its body into its flight; return False where there is none."""
+        message = self._read_reply(self.links[rank])
+        if message is None:
+            return False
+        sequence, reply = message
+        flight = self.flights.get(sequence)  # None: the answer to a message that was given up
+        if flight is not None and rank in flight.pending:
+            flight.replies[rank] = reply
+            flight.pending.discard(rank)
+        return True
+
+    def _on_wake(self, fd: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(fd)
+        if self.is_exiting:
+            raise SystemExit  # ends a daemon thread without a word: the program is over
+        if self.is_closing:
+            raise ClosedError("the call was ended: the runtime is being closed by another thread.")
+
+    def _read_reply(self, link: Link) -> tuple[int, Reply] | None:
+        """Read one doorbell and its body; return the number of the message that it answers, and the reply."""
+        process = link.process
+        assert isinstance(process, WorkerProcess)
+        message = process.channel.answer()
+        if message is None:
+            self._unwatch(process.channel.read_fd)  # its end is closed; the pidfd tells of the death
+            return None
+        status, flags, sequence, _ = message
+        self.counters["messages_up"] += 1
+        self.counters["bytes_up"] += 8
+        if status == Status.DONE and not flags & HAS_BODY:
+            return sequence, ASSEMBLED if flags & IS_ASSEMBLED else DONE
+        body = b""
+        if flags & HAS_BODY:
+            try:
+                with deferred():  # descriptors have no owner until they are closed
+                    body, fds = process.channel.receive_body(sequence)
+                    for fd in fds:
+                        os.close(fd)
+            except (ProtocolError, EOFError, ConnectionResetError):
+                process.kill()  # what it sends is not what our worker sends
+                return None
+            self.counters["bytes_up"] += len(body)
+        return sequence, Reply(Status(status), flags, body)
+
+    # -- faults -------------------------------------------------------------------------------------------------------
+
+    def _on_deaths(self, dead: list[int]) -> None:
+        """Take late replies of dead ranks; raise WorkerDied if one of them still owed a reply."""
+        for rank in dead:
+            process = self.links[rank].process
+            assert isinstance(process, WorkerProcess)
+            os.set_blocking(process.channel.read_fd, False)
+            with contextlib.suppress(BlockingIOError):
+                while self._take_reply(rank):
+                    pass
+        owed = [flight for flight in self.flights.values() if not flight.pending.isdisjoint(dead)]
+        owing = [rank for rank in dead if any(rank in flight.pending for flight in owed)]
+        for rank in dead:
+            how = self._bury(self.links[rank])
+            if rank not in owing:
+                self._unreported_deaths[rank] = f"ended with {how} while idle"
+        if not owing:
+            return
+        flight = owed[0]  # the oldest: what they were at
+        fallen = set(owing)
+        if flight.phase != "start":  # a worker that is still coming up cannot be interrupted; the teardown ends it
+            survivors = self._debtors() - fallen
+            self._end_calls(survivors)
+            fallen |= {rank for rank in survivors if self.links[rank].is_dead}
+        error = self._worker_died(sorted(fallen), flight.phase, flight.what, flight.began)
+        self._last_death = copy.copy(error)  # without the traceback that will hold the caller's frames
+        raise error
+
+    def _debtors(self) -> set[int]:
+        """Return the ranks that owe a reply."""
+        return {rank for flight in self.flights.values() for rank in flight.pending}
+
+    def _on_timeout(self, flight: Flight) -> None:
+        ranks = f"rank {', '.join(map(str, sorted(flight.pending)))} of {self.world_size}"
+        if flight.phase == "start":
+            raise CallTimeout(
+                f"the workers were not up in time: {ranks} is still starting. Raise timeout=, or call again."
+            )
+        flight.error = CallTimeout(
+            f"{flight.what or flight.phase} did not end in time on {ranks}. "
+            "Raise timeout=, or give the function less to do."
+        )
+        self._settle(is_interrupted=False)
+        raise flight.error
+
+    def _end_calls(self, ranks: Iterable[int]) -> None:
+        """End all flights, which only ``ranks`` still work on; those that were answered by all stay.
+
+        They get SIGINT, then a ping whose answer proves them idle, then, when ``_kill_at`` has come, SIGKILL.
+        """
+        self._kill_at = time.monotonic() + self.grace_s
+        ranks = [rank for rank in ranks if not self.links[rank].is_dead]
+        if ranks:
+            self._interrupt(ranks)
+        for flight in self.flights.values():
+            flight.is_lost, flight.is_cut = bool(flight.pending), not flight.pending
+        self.flights = {sequence: flight for sequence, flight in self.flights.items() if not flight.is_lost}
+
+    def _interrupt(self, ranks: list[int]) -> None:
+        interrupted = interrupt_word(next(iter(self.flights)), self.sequence)
+        self._on_trouble()
+        for rank in ranks:
+            self.down[rank, Down.INTERRUPT] = interrupted
+            process = self.links[rank].process
+            assert isinstance(process, WorkerProcess)
+            process.signal(signal.SIGINT)
+        ping = self.next_sequence()
+        for rank in ranks:
+            process = self.links[rank].process
+            assert isinstance(process, WorkerProcess)
+            process.channel.ring(Kind.PING, 0, ping, 0)
+        silent = set(ranks)
+        while silent and time.monotonic() < self._kill_at:
+            for fd, _ in self._poll.poll(poll_ms(self._kill_at - time.monotonic())):
+                kind, rank = self._fds.get(fd, ("", -1))
+                if kind == "up":
+                    message = self._read_reply(self.links[rank])
+                    if message is not None and message[0] == ping:
+                        silent.discard(rank)
+                elif kind == "death":
+                    self._bury(self.links[rank])
+                    silent.discard(rank)
+                elif kind == "output":
+                    self._forward(self.links[rank], fd)
+                elif kind == "wake":
+                    os.eventfd_read(fd)
+        for rank in silent:
+            process = self.links[rank].process
+            assert isinstance(process, WorkerProcess)
+            process.kill()
+            self._bury(self.links[rank])
+        for rank in ranks:
+            self.down[rank, Down.INTERRUPT] = -1
+        self._on_idle()
+
+    def _settle(self, *, is_interrupted: bool) -> None:
+        """After an exception in the middle of an exchange: every rank idle again, or dead. All flights are lost.
+
+        A Ctrl-C meanwhile ends the wait for workers that do not answer: they are killed. The second one, which the
+        first is where ``is_interrupted`` (a Ctrl-C has brought us here), closes the team.
+        """
+        ranks = sorted(self._debtors())
+        if self.is_inline:
+            self.flights.clear()
+            return
+        num_interrupts = int(is_interrupted)
+
+        def on_interrupt() -> None:
+            nonlocal num_interrupts
+            num_interrupts += 1
+            self._kill_at = 0.0
+            self._end_wait()
+
+        with deferred(on_interrupt):
+            self._end_calls(ranks)
+            if num_interrupts > 1:
+                self.fail(ClosedError("the runtime was closed by a second Ctrl-C while it ended a call."))
+
+    def fail(self, error: BaseException) -> None:
+        """Close at once, because of ``error``."""
+        self.cause = self.cause or error
+        self.tear_down()
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Have a wait in another thread end with ``ClosedError``: the team is closing."""
+        self.is_closing = True
+        self._end_wait()
+
+    def _end_wait(self) -> None:
+        fd = self._wake_fd  # held: another thread may close the team meanwhile
+        if fd >= 0:
+            os.eventfd_write(fd, 1)
+
+    def say_goodbye(self) -> None:
+        """Ask idle workers to end; the teardown kills whoever does not."""
+        if self.is_closed or self.is_inline or self._debtors():
+            return
+        sequence = self.next_sequence()
+        waiting = set()
+        for link in self.links:
+            if link.is_ready and not link.is_dead and isinstance(link.process, WorkerProcess):
+                link.process.channel.ring(Kind.CLOSE, 0, sequence, 0)
+                waiting.add(link.rank)
+        deadline = time.monotonic() + self.grace_s
+        while waiting and (remaining := deadline - time.monotonic()) > 0:
+            for fd, _ in self._poll.poll(poll_ms(remaining)):
+                kind, rank = self._fds.get(fd, ("", -1))
+                if kind == "death":
+                    self._bury(self.links[rank])
+                    waiting.discard(rank)
+                elif kind == "output":
+                    self._forward(self.links[rank], fd)
+                elif kind == "up":
+                    self._read_reply(self.links[rank])  # the bye; the death follows
+                elif kind == "wake":
+                    os.eventfd_read(fd)
+
+
+def own_versions() -> dict[str, str]:
+    """Versions that master and workers must share."""
+    return {"python": platform.python_version(), "numpy": np.__version__, "synk": __version__}

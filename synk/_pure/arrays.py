@@ -1,0 +1,81 @@
+"""What may lie in shared memory, and how it gets there: checks of values and dtypes, large copies. Pure NumPy."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+
+from synk._pure.interrupts import deferred, is_from_handler
+
+_PARALLEL_NBYTES = 1 << 24
+
+
+def check_shareable(dtype: np.dtype, what: str) -> np.dtype:
+    """Return ``dtype`` in native byte order, or raise TypeError where its values are pointers."""
+    if dtype.hasobject:
+        raise TypeError(
+            f"cannot share {what}: got dtype {dtype}, which holds Python objects. "
+            "Convert it to a number or text dtype, or pass it as a broadcast input."
+        )
+    return dtype if dtype.isnative else dtype.newbyteorder("=")
+
+
+def is_masked(value: Any) -> bool:
+    """Whether ``value`` is a masked array, without importing ``numpy.ma``: where it was never imported nothing is."""
+    module = sys.modules.get("numpy.ma")
+    return module is not None and isinstance(value, module.MaskedArray)
+
+
+def as_plain_array(value: Any, what: str) -> np.ndarray:
+    """Return ``value`` as an ndarray without a copy where possible; refuse what would lose information.
+
+    Raises
+    ------
+    TypeError
+        For masked arrays (the mask would be lost), generators, ragged lists and arrays of objects.
+    """
+    if type(value) is np.ndarray:
+        array = value
+    elif is_masked(value):
+        raise TypeError(f"cannot share {what}: got a masked array, and its mask would be lost. Pass value.filled(...).")
+    else:
+        try:
+            array = np.asarray(value)
+        except Exception as error:
+            if is_from_handler(error):
+                raise
+            raise TypeError(
+                f"cannot share {what}: got {type(value).__name__}, which NumPy cannot turn into an array ({error})."
+            ) from error
+        if type(array) is not np.ndarray:
+            array = array.view(np.ndarray)
+    if array.dtype.hasobject:
+        kind = "" if isinstance(value, np.ndarray) else f" (from {type(value).__name__})"
+        raise TypeError(
+            f"cannot share {what}: got dtype object{kind}, expected numbers, text or records of equal shape. "
+            "Ragged lists and generators have no rows: make it an array to divide it, or name it in bcast_inputs to "
+            "pass it whole to every rank."
+        )
+    return array
+
+
+def copy_into(target: np.ndarray, source: np.ndarray) -> None:
+    """Copy ``source`` into ``target`` of the same shape, by two threads where it is large (the copy frees the GIL)."""
+    if target.nbytes < _PARALLEL_NBYTES or target.ndim == 0 or len(target) < 2:
+        np.copyto(target, source, casting="unsafe")  # native byte order is the only cast that occurs
+        return
+    half = len(target) // 2
+    thread = threading.Thread(target=np.copyto, args=(target[half:], source[half:]), kwargs={"casting": "unsafe"})
+    with deferred():  # the thread must not outlive the operation: it would write over what comes next
+        try:
+            thread.start()
+        except RuntimeError:  # the system refuses another one
+            np.copyto(target, source, casting="unsafe")
+            return
+        try:
+            np.copyto(target[:half], source[:half], casting="unsafe")
+        finally:
+            thread.join()

@@ -1,0 +1,323 @@
+"""From rows to bounds per rank: which rows a call uses, and which rank works on which. Pure arithmetic."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from synk._pure.interrupts import is_from_handler
+
+
+def shard_bounds(num_rows: int, world_size: int) -> list[tuple[int, int]]:
+    """Return ``(start, stop)`` of each rank's rows, as ``numpy.array_split`` splits them.
+
+    Examples
+    --------
+    >>> shard_bounds(7, 3)
+    [(0, 3), (3, 5), (5, 7)]
+    """
+    quotient, remainder = divmod(num_rows, world_size)
+    bounds = []
+    start = 0
+    for rank in range(world_size):
+        stop = start + quotient + (rank < remainder)
+        bounds.append((start, stop))
+        start = stop
+    return bounds
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The rows of a call, as positions on axis 0 of its scattered inputs, in the order they are used.
+
+    Attributes
+    ----------
+    count : int
+        How many rows.
+    start, step : int
+        Row ``k`` is ``start + k * step`` where ``indices`` is None.
+    indices : ndarray of int64, shape (count,), or None
+    """
+
+    count: int
+    start: int = 0
+    step: int = 1
+    indices: npt.NDArray[np.int64] | None = None
+
+    def positions(self) -> npt.NDArray[np.int64]:
+        """All selected rows as an int64 array of shape ``(count,)``."""
+        if self.indices is not None:
+            return self.indices
+        return self.start + self.step * np.arange(self.count, dtype=np.int64)
+
+    def same_rows(self, other: Selection) -> bool:
+        """Whether both stand for the same rows in the same order."""
+        if self.indices is None and other.indices is None:
+            return (self.count, self.start, self.step) == (other.count, other.start, other.step)
+        return np.array_equal(self.positions(), other.positions())
+
+
+def select_rows(batch: Any, num_rows: int, what: str) -> Selection:
+    """Resolve a ``batch`` argument against an axis of ``num_rows`` rows.
+
+    Parameters
+    ----------
+    batch : None, int, slice, sequence of int, or bool mask
+        ``None``: all rows. An int n: the first n rows. A slice has its Python meaning. A list or 1-d integer array
+        picks rows in its order, duplicates and negative values allowed. A bool mask needs one value for each row.
+    num_rows : int
+    what : str
+        Names the call in errors.
+
+    Raises
+    ------
+    IndexError
+        If a row is out of range, or the mask's length differs.
+    TypeError
+        If ``batch`` is of another type or dtype.
+    """
+    if batch is None:
+        return Selection(num_rows)
+    if isinstance(batch, (bool, np.bool_)):
+        raise TypeError(
+            f"cannot select rows of {what}: got batch={batch!r}, expected an int, slice, index list or mask."
+        )
+    if isinstance(batch, (int, np.integer)):
+        if not 0 <= batch <= num_rows:
+            raise IndexError(
+                f"cannot select rows of {what}: got batch={batch}, expected 0 to {num_rows} (the first rows). "
+                "Pass a slice or a list for other rows."
+            )
+        return Selection(int(batch))
+    if isinstance(batch, slice):
+        rows = range(num_rows)[batch]
+        return Selection(len(rows), rows.start, rows.step) if len(rows) else Selection(0)
+    indices = _index_array(batch, num_rows, what)
+    if indices.size:
+        low, high = int(indices.min()), int(indices.max())
+        if low < -num_rows or high >= num_rows:
+            bad = low if low < -num_rows else high
+            raise IndexError(
+                f"cannot select rows of {what}: got index {bad} in batch, expected {-num_rows} to {num_rows - 1}."
+            )
+        if low < 0:
+            indices = np.where(indices < 0, indices + num_rows, indices)
+    return Selection(indices.size, indices=indices)
+
+
+def _index_array(batch: Any, num_rows: int, what: str) -> npt.NDArray[np.int64]:
+    """Return ``batch`` as a 1-d int64 array; a mask becomes the positions of its True values."""
+    indices = _as_array(batch, what)
+    if indices.size == 0 and indices.ndim == 1 and not isinstance(batch, np.ndarray):
+        return np.empty(0, np.int64)
+    if indices.ndim != 1 or indices.dtype.kind not in "biu":
+        raise IndexError(
+            f"cannot select rows of {what}: got a batch of dtype {indices.dtype} and shape {indices.shape}, "
+            "expected a 1-d list or array of integers, or a bool mask."
+        )
+    if indices.dtype.kind == "b":
+        if indices.size != num_rows:
+            raise IndexError(
+                f"cannot select rows of {what}: got a mask of {indices.size} values, expected one for each of the "
+                f"{num_rows} rows."
+            )
+        return np.flatnonzero(indices).astype(np.int64, copy=False)
+    if indices.dtype == np.uint64 and indices.size and indices.max() > np.iinfo(np.int64).max:
+        raise IndexError(
+            f"cannot select rows of {what}: got index {indices.max()} in batch, expected at most {num_rows - 1}."
+        )
+    return indices.astype(np.int64)
+
+
+def _as_array(batch: Any, what: str) -> np.ndarray:
+    try:
+        return np.asarray(batch)
+    except Exception as error:
+        if is_from_handler(error):
+            raise
+        raise TypeError(
+            f"cannot select rows of {what}: got a batch of type {type(batch).__name__} ({error})."
+        ) from error
+
+
+def select_common(
+    batch: Any, lengths: Sequence[tuple[str, int]], minibatch_lengths: Sequence[tuple[str, int]], what: str
+) -> Selection:
+    """Resolve ``batch`` for all scattered inputs of a call at once.
+
+    Parameters
+    ----------
+    batch
+        As in :func:`select_rows`.
+    lengths : sequence of (name, rows)
+        Inputs that hold the whole data set. They may differ in length only where ``batch`` means the same rows of all.
+    minibatch_lengths : sequence of (name, rows)
+        Inputs that hold just the rows of the batch, in its order: row j belongs to the j-th row that it picks. They may
+        be longer. Without a ``batch`` they are as long as the others.
+    what : str
+
+    Raises
+    ------
+    ValueError
+        If the inputs' lengths differ and ``batch`` does not settle which rows are meant.
+    IndexError, TypeError
+        As :func:`select_rows`.
+    """
+    if batch is None:
+        everything = [*lengths, *minibatch_lengths]
+        first_name, first_rows = everything[0]
+        for name, rows in everything[1:]:
+            if rows != first_rows:
+                raise ValueError(
+                    f"cannot scatter inputs of {what}: got {first_name} with {first_rows} rows and {name} with {rows}, "
+                    f"expected equal axis-0 lengths. Pass batch={min(first_rows, rows)} to use the common rows."
+                )
+        return Selection(first_rows)
+    if lengths:
+        selection = select_rows(batch, lengths[0][1], what)
+        for name, rows in lengths[1:]:
+            if rows != lengths[0][1] and not select_rows(batch, rows, what).same_rows(selection):
+                raise ValueError(
+                    f"cannot select rows of {what}: batch means different rows of {lengths[0][0]} ({lengths[0][1]} "
+                    f"rows) and {name} ({rows} rows). Pass inputs of equal length, or non-negative indices."
+                )
+    else:
+        selection = Selection(_count_unbounded(batch, what))
+    for name, rows in minibatch_lengths:
+        if rows < selection.count:
+            raise IndexError(
+                f"cannot select rows of {what}: batch picks {selection.count} rows, and minibatch input {name} has "
+                f"{rows}, expected as many or more."
+            )
+    return selection
+
+
+def _count_unbounded(batch: Any, what: str) -> int:
+    """Return how many rows ``batch`` picks of a data set whose length nobody knows: only minibatch data is passed."""
+    if isinstance(batch, slice):
+        step = 1 if batch.step is None else batch.step
+        start = 0 if batch.start is None and step > 0 else batch.start
+        if start is None or batch.stop is None or start < 0 or batch.stop < 0:
+            raise _uncountable(what, repr(batch), "a slice that has a stop and counts from row 0")
+        return len(range(start, batch.stop, step))
+    if isinstance(batch, (int, np.integer)) and not isinstance(batch, bool):
+        if batch < 0:
+            raise _uncountable(what, repr(batch), "zero rows or more")
+        return int(batch)
+    indices = _as_array(batch, what)
+    if indices.dtype.kind == "b" and indices.ndim:
+        raise _uncountable(what, "a mask", "the number of rows that it picks")
+    if indices.size and indices.dtype.kind == "i" and indices.min() < 0:
+        raise _uncountable(what, f"index {indices.min()}", "indices of zero or more")
+    return select_rows(batch, 1 << 62, what).count
+
+
+def _uncountable(what: str, got: str, expected: str) -> ValueError:
+    return ValueError(
+        f"cannot select rows of {what} with minibatch data only: got {got} as its batch, expected {expected}. There is "
+        "no data set whose rows it could count."
+    )
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which rank works on which rows where the ranks own the rows (sharded variables).
+
+    Attributes
+    ----------
+    selection : Selection
+        All selected rows, those of rank 0 first; rank r's are ``bounds[r]`` of them.
+    bounds : list of (low, high)
+    local_ranges : list of (start, step)
+        Rank r's rows in its own shard, where ``local_indices`` is None.
+    local_indices : ndarray of int64, shape (count,), or None
+        Position of each selected row in its owner's shard.
+    order : ndarray of int64, shape (count,), or None
+        Position of each selected row in the caller's order; None where it is the same.
+    """
+
+    selection: Selection
+    bounds: list[tuple[int, int]]
+    local_ranges: list[tuple[int, int]]
+    local_indices: npt.NDArray[np.int64] | None = None
+    order: npt.NDArray[np.int64] | None = None
+
+
+def bounds_of(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Return ``(low, high)`` of each of ``counts`` rows, one stretch behind the other."""
+    edges = [0]
+    for count in counts:
+        edges.append(edges[-1] + count)
+    return list(itertools.pairwise(edges))
+
+
+def assign_owned(batch: Any, lengths: Sequence[int], what: str) -> Assignment:
+    """Divide the rows that ``batch`` picks of a whole data set among the ranks that own them.
+
+    Parameters
+    ----------
+    batch
+        As in :func:`select_rows`, over the shards one after the other.
+    lengths : sequence of int
+        Rows that each rank owns.
+    what : str
+    """
+    owned = bounds_of(lengths)
+    selection = select_rows(batch, owned[-1][1], what)
+    if batch is None:
+        return Assignment(selection, owned, [(0, 1)] * len(owned))
+    positions = selection.positions()
+    owner = np.searchsorted([high for _, high in owned], positions, side="right")
+    counts = np.bincount(owner, minlength=len(owned)).tolist()
+    bounds = bounds_of(counts)
+    if selection.indices is None and selection.step > 0:
+        # Ascending rows stay a range on every rank: nothing is gathered there.
+        ranges = [
+            (int(positions[low]) - first if high > low else 0, selection.step)
+            for (low, high), (first, _) in zip(bounds, owned)
+        ]
+        return Assignment(selection, bounds, ranges)
+    order = np.argsort(owner, kind="stable")
+    positions = positions[order]
+    local = positions - np.array([low for low, _ in owned], np.int64)[owner[order]]
+    is_same = bool((order == np.arange(len(order))).all())
+    return Assignment(
+        Selection(len(positions), indices=positions), bounds, [(0, 1)] * len(owned), local, None if is_same else order
+    )
+
+
+def assign_local(shard_batch: Any, lengths: Sequence[int], what: str) -> Assignment:
+    """Pick rows among those that each rank owns.
+
+    Parameters
+    ----------
+    shard_batch : slice, sequence, or one per rank
+        One for all ranks, or a list with a slice or sequence for each.
+    lengths : sequence of int
+    what : str
+    """
+    is_per_rank = isinstance(shard_batch, (list, tuple)) and any(
+        isinstance(entry, (slice, list, tuple, np.ndarray)) for entry in shard_batch
+    )
+    if is_per_rank and len(shard_batch) != len(lengths):
+        raise ValueError(
+            f"cannot select rows of {what}: got {len(shard_batch)} entries in shard_batch, expected one slice or "
+            f"list, or "
+            f"one for each of the {len(lengths)} ranks."
+        )
+    entries = shard_batch if is_per_rank else [shard_batch] * len(lengths)
+    selections = [
+        select_rows(entry, length, f"the shard of rank {rank} of {what}")
+        for rank, (entry, length) in enumerate(zip(entries, lengths))
+    ]
+    bounds = bounds_of([selection.count for selection in selections])
+    everything = Selection(bounds[-1][1])
+    if all(selection.indices is None for selection in selections):
+        return Assignment(everything, bounds, [(selection.start, selection.step) for selection in selections])
+    local = np.concatenate([selection.positions() for selection in selections])
+    return Assignment(everything, bounds, [(0, 1)] * len(lengths), local)

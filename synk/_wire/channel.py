@@ -1,0 +1,184 @@
+"""Framed messages between the master and one worker, over descriptors that the worker inherited.
+
+Two pipes carry doorbells of eight bytes (atomic by POSIX, so that they never tear); one SOCK_SEQPACKET pair carries
+bodies, each a single packet with a fixed header, or a sealed memory file where it is large. The header is checked
+before a byte of the body is looked at.
+"""
+
+from __future__ import annotations
+
+import array
+import mmap
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+
+from synk._wire.descriptors import NONE, Descriptor
+from synk._wire.memory import Segment
+from synk._wire.messages import DOORBELL, VERSION
+from synk.errors import SharedMemoryError, SynkError
+
+MAGIC = b"synk"
+TOKEN_NBYTES = 32
+HEADER = struct.Struct(f"<4sHHIQ{TOKEN_NBYTES}s")
+"""magic, version, flags, sequence, body length, token."""
+
+INLINE_NBYTES = 1 << 16
+MAX_BODY_NBYTES = 1 << 40
+MAX_FDS = 250  # SCM_MAX_FD is 253; one is kept for a large body
+_IS_LARGE = 1
+
+
+class ProtocolError(SynkError):
+    """Bytes that the other side cannot have sent: that side is treated as dead."""
+
+
+def encode_header(sequence: int, nbytes: int, token: bytes, flags: int = 0) -> bytes:
+    """Return the header of a body of ``nbytes`` bytes."""
+    return HEADER.pack(MAGIC, VERSION, flags, sequence & 0xFFFF, nbytes, token)
+
+
+def decode_header(packet: bytes, token: bytes) -> tuple[int, int, int]:
+    """Return ``(flags, sequence, nbytes)`` of a packet.
+
+    Raises
+    ------
+    ProtocolError
+        If the packet is short, or its magic, version, token or length are not ours.
+    """
+    if len(packet) < HEADER.size:
+        raise ProtocolError(f"cannot read a message: got {len(packet)} bytes, expected at least {HEADER.size}.")
+    magic, version, flags, sequence, nbytes, sent_token = HEADER.unpack_from(packet)
+    if magic != MAGIC or version != VERSION or sent_token != token:
+        raise ProtocolError("cannot read a message: its magic, version or token is not that of this runtime.")
+    if flags not in (0, _IS_LARGE) or nbytes > MAX_BODY_NBYTES:
+        raise ProtocolError(f"cannot read a message: got flags {flags} and a length of {nbytes} bytes.")
+    if not flags and nbytes != len(packet) - HEADER.size:
+        raise ProtocolError(f"cannot read a message: got {len(packet) - HEADER.size} bytes, its header says {nbytes}.")
+    return flags, sequence, nbytes
+
+
+def poll_awake(poll: select.poll, seconds: float) -> list[tuple[int, int]]:
+    """Wait for ``seconds`` at most without going to sleep; the core goes to whoever wants it at every turn."""
+    end = time.monotonic() + seconds
+    while not (events := poll.poll(0)) and time.monotonic() < end:
+        os.sched_yield()
+    return events
+
+
+class Channel:
+    """One side of the connection between the master and a worker.
+
+    Parameters
+    ----------
+    sock : socket
+        This side's end of the SEQPACKET pair.
+    read_fd, write_fd : Descriptor
+        Pipe ends for doorbells.
+    token : bytes
+        Secret of the runtime, in every header.
+    """
+
+    def __init__(self, sock: socket.socket, read_fd: Descriptor, write_fd: Descriptor, token: bytes) -> None:
+        self.sock = sock
+        self.read_fd: int = read_fd
+        self.write_fd: int = write_fd
+        self._token = token
+
+    def ring(self, kind: int, flags: int, sequence: int, value: int) -> None:
+        """Write one doorbell."""
+        os.write(self.write_fd, DOORBELL.pack(kind, flags, sequence & 0xFFFF, value))
+
+    def answer(self) -> tuple[int, int, int, int] | None:
+        """Read one doorbell ``(kind, flags, sequence, value)``; None when the other side is gone."""
+        data = os.read(self.read_fd, DOORBELL.size)
+        return DOORBELL.unpack(data) if len(data) == DOORBELL.size else None
+
+    def send_body(self, sequence: int, body: bytes, fds: Sequence[int] = ()) -> None:
+        """Send one body; ``fds`` (at most ``MAX_FDS``) ride along.
+
+        Raises
+        ------
+        OSError
+            If the other side is gone.
+        SharedMemoryError
+            If a large body cannot be placed.
+        """
+        if len(body) <= INLINE_NBYTES:
+            packet = encode_header(sequence, len(body), self._token) + body
+            socket.send_fds(self.sock, [packet], list(fds), socket.MSG_NOSIGNAL)
+            return
+        segment = Segment.create(len(body))
+        try:
+            segment.buffer[: len(body)] = memoryview(body)
+            header = encode_header(sequence, len(body), self._token, _IS_LARGE)
+            socket.send_fds(self.sock, [header], [*fds, segment.fd], socket.MSG_NOSIGNAL)
+        finally:
+            segment.close()
+
+    def receive_body(self, sequence: int | None) -> tuple[bytes, list[int]]:
+        """Receive the body of message ``sequence`` (None: any), and its descriptors, close-on-exec.
+
+        Bodies of earlier messages, which an interrupted exchange left behind, are thrown away.
+
+        Raises
+        ------
+        ProtocolError
+            If the packet is not ours, or its descriptors were cut off by this process's limit.
+        EOFError
+            If the other side is gone.
+        """
+        while True:
+            packet, fds, message_flags = _receive(self.sock)
+            if not packet:
+                raise EOFError("the other side closed its end")
+            try:
+                if message_flags & socket.MSG_CTRUNC:
+                    raise SharedMemoryError(
+                        "cannot receive shared segments: this process is out of file descriptors. Raise ulimit -n."
+                    )
+                flags, got_sequence, nbytes = decode_header(packet, self._token)
+                if flags & _IS_LARGE and not fds:
+                    raise ProtocolError("cannot read a message: its large body is missing.")
+            except SynkError:
+                _close_all(fds)
+                raise
+            body = packet[HEADER.size :]
+            if flags & _IS_LARGE:
+                body_fd = fds.pop()
+                try:
+                    with mmap.mmap(body_fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
+                        body = mapping[:nbytes]
+                finally:
+                    os.close(body_fd)
+            if sequence is None or got_sequence == sequence & 0xFFFF:
+                return body, list(fds)
+            _close_all(fds)
+
+    def close(self) -> None:
+        """Close all three descriptors; safe to repeat."""
+        self.sock.close()
+        self.read_fd = self.write_fd = NONE
+
+
+def _receive(sock: socket.socket) -> tuple[bytes, list[int], int]:
+    """Return a packet, its descriptors, close-on-exec, and its flags.
+
+    ``socket.recv_fds`` does not pass its flags on (CPython 3.11 to 3.14), and a program that a function starts would
+    inherit the descriptors.
+    """
+    fds = array.array("i")
+    room = socket.CMSG_LEN((MAX_FDS + 1) * fds.itemsize)
+    packet, ancillary, flags, _ = sock.recvmsg(HEADER.size + INLINE_NBYTES, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return packet, list(fds), flags
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

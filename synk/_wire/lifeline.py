@@ -1,0 +1,92 @@
+"""Two lines by which the kernel ends a worker, and what it started, when the master ends.
+
+The first is a pipe whose write end only the master holds. A child that the master makes by ``fork`` inherits that end;
+Python's own hooks close it there, but the fork of a C library runs no hooks. So the second is the mapping of a memory
+file without a descriptor, which no child inherits: the file ceases to exist with the master's address space.
+
+Both raise SIGKILL in the worker's process group without a thread and without the interpreter's lock: it works while a
+function is stuck in C code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import signal
+
+from synk._wire.descriptors import NONE, Descriptor
+from synk._wire.memory import create_fd
+
+_IN_DELETE_SELF = 0x400
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class Pulse:
+    """A memory file that exists as long as the master lives, or until ``close``."""
+
+    def __init__(self) -> None:
+        self._fd: int = Descriptor(create_fd(mmap.PAGESIZE))
+        self._pid = os.getpid()
+        self._address: list[int] = []  # taken out by whoever unmaps it, so that it happens once
+        libc = _libc()
+        address = libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_SHARED, self._fd, 0)
+        if address == _FAILED:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self._address.append(address)
+        libc.madvise(address, mmap.PAGESIZE, mmap.MADV_DONTFORK)
+
+    def take(self) -> int:
+        """Return the descriptor for the worker, which must be the last to hold it."""
+        fd, self._fd = self._fd, NONE
+        return fd
+
+    def close(self) -> None:
+        """Let go of the file; safe to repeat. In a forked child the mapping does not exist."""
+        self._fd = NONE
+        if self._pid == os.getpid():
+            while self._address:
+                _libc().munmap(self._address.pop(), mmap.PAGESIZE)
+
+
+def tie_to_pipe(fd: int) -> None:
+    """End with the write end of the pipe ``fd``. Nothing is ever written to it, so its only event is its end."""
+    _kill_on_event(fd)
+    try:
+        is_closed = os.read(fd, 1) == b""
+    except BlockingIOError:
+        is_closed = False
+    if is_closed:  # before the signal was armed
+        os._exit(1)
+
+
+def tie_to_pulse(fd: int) -> Descriptor | None:
+    """End with the file of a :class:`Pulse`, and close its descriptor here; return what to keep open.
+
+    None where the system has no watches left for this user: the pipe has to do then.
+    """
+    libc = _libc()
+    watch = libc.inotify_init1(os.O_CLOEXEC)
+    if watch >= 0:
+        _kill_on_event(watch)
+        if libc.inotify_add_watch(watch, f"/proc/self/fd/{fd}".encode(), _IN_DELETE_SELF) < 0:  # /proc is hidden
+            os.close(watch)
+            watch = -1
+    os.close(fd)
+    return Descriptor(watch) if watch >= 0 else None
+
+
+def _kill_on_event(fd: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_ssize_t]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc

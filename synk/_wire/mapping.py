@@ -1,0 +1,134 @@
+"""Files mapped into memory: without a second descriptor, made private where a fork demands it, given back in pieces.
+
+The standard library's ``mmap`` keeps a duplicate of each descriptor it is given, cannot map at a chosen address, and
+has no way to free part of a file. The three calls of the system that this takes are here and nowhere else. Knows
+nothing of segments and arrays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+import numpy as np
+
+from synk._wire.orphans import orphans
+
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # Python 3.13
+_MREMAP_MAYMOVE_FIXED = 1 | 2
+_FALLOC_PUNCH_HOLE_KEEP_SIZE = 2 | 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap = _libc.mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_mremap = _libc.mremap
+_mremap.restype = ctypes.c_void_p
+_mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+_munmap = _libc.munmap
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_fallocate = _libc.fallocate
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class MappedFile(mmap.mmap):
+    """A mapping of a file, and the owner of its one descriptor.
+
+    An anonymous mapping of the standard library holds the addresses: it is unmapped in C when the last view is gone,
+    and refuses to be closed before. The file takes its place.
+
+    Parameters
+    ----------
+    fd : int
+        Owned by the mapping once it is made.
+    nbytes : int
+    is_writable : bool
+    is_private : bool
+        Whether nobody else sees what is written here, by whatever means.
+
+    Attributes
+    ----------
+    fd : int
+        -1 where it was closed.
+
+    Raises
+    ------
+    OSError
+    """
+
+    fd = -1
+    _is_private = False
+
+    def __new__(cls, fd: int, nbytes: int, *, is_writable: bool, is_private: bool = False) -> MappedFile:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self = super().__new__(cls, -1, nbytes, flags, protection)
+        kind = mmap.MAP_PRIVATE | _MAP_NORESERVE if is_private else mmap.MAP_SHARED
+        if _mmap(self.address, nbytes, protection, kind | _MAP_FIXED, fd, 0) == _FAILED:
+            raise _last_error()
+        self._is_private = is_private
+        orphans.watch(fd, self)
+        self.fd = fd  # last: whoever called owns it until here
+        return self
+
+    @property
+    def address(self) -> int:
+        return int(np.frombuffer(self, np.uint8).__array_interface__["data"][0])
+
+    def make_private(self) -> None:
+        """From now on nobody sees what is written here, in this process or in one forked from it; nothing is copied.
+
+        What others write into the file may still be seen: nobody may. The file takes its own place in one step, so
+        that no thread loses what it writes at this moment. It is mapped elsewhere first: where that is refused, nothing
+        has been touched.
+
+        Raises
+        ------
+        OSError
+        """
+        if self._is_private or self.fd < 0:
+            return
+        nbytes, protection = len(self), mmap.PROT_READ | mmap.PROT_WRITE
+        aside = _mmap(None, nbytes, protection, mmap.MAP_PRIVATE | _MAP_NORESERVE, self.fd, 0)
+        if aside == _FAILED:
+            raise _last_error()
+        if _mremap(aside, nbytes, nbytes, _MREMAP_MAYMOVE_FIXED, self.address) == _FAILED:
+            error = _last_error()
+            _munmap(aside, nbytes)
+            raise error
+        self._is_private = True
+
+    def take_fd(self) -> int:
+        """Return the descriptor, which is the caller's from now on."""
+        fd, self.fd = self.fd, -1
+        return fd
+
+    def close_fd(self) -> None:
+        """Close the descriptor; the mapping stays."""
+        fd = self.take_fd()  # first: whatever interrupts this must not lead to a second close of the number
+        if fd >= 0:
+            orphans.close(fd)
+
+    def __del__(self) -> None:
+        # No lock, no message: safe in a finalizer. Where a signal handler breaks it off, the next operation finds the
+        # descriptor.
+        self.close_fd()
+
+
+def punch(fd: int, offset: int, nbytes: int) -> None:
+    """Give part of a file's memory back: it reads as zeros, in all processes.
+
+    Raises
+    ------
+    OSError
+    """
+    if _fallocate(fd, _FALLOC_PUNCH_HOLE_KEEP_SIZE, offset, nbytes):
+        raise _last_error()
+
+
+def _last_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))

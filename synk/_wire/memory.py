@@ -1,0 +1,352 @@
+"""Shared memory segments: unnamed, sealed, private to the processes that hold their file descriptor.
+
+Owns allocation. A segment has no name anywhere, so nothing can leak or be opened by others, and the kernel frees it
+with its last descriptor and mapping. Small segments may lie side by side in a larger one (``synk._wire.arenas``). Knows
+nothing of arrays beyond bytes, nothing of workers.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import mmap
+import os
+import threading
+
+import numpy as np
+import numpy.typing as npt
+
+from synk._pure.interrupts import deferred
+from synk._wire.descriptors import above_streams
+from synk._wire.mapping import MappedFile, punch
+from synk._wire.orphans import orphans
+from synk.errors import SharedMemoryError
+
+PAGE_NBYTES = mmap.PAGESIZE
+_segment_ids = itertools.count(1)
+
+
+def round_up(nbytes: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is at least ``nbytes``."""
+    return -(-nbytes // multiple) * multiple
+
+
+def available_nbytes() -> int:
+    """Bytes of memory that can still be taken: ``MemAvailable``, or the cgroup's limit where it is lower.
+
+    A memfd has no size limit of its own, and over-committing it ends with the out-of-memory killer instead of an
+    error, so segments check this before they allocate.
+    """
+    available = 1 << 62
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    available = int(line.split()[1]) * 1024
+                    break
+    except OSError:  # not Linux, or /proc hidden: posix_fallocate is then the only check
+        pass
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            limit = file.read().strip()
+        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
+            used = int(file.read())
+        if limit != "max":
+            available = min(available, int(limit) - used)
+    except (OSError, ValueError):  # no cgroup v2, or none of our own
+        pass
+    return available
+
+
+class Forks:
+    """How often this process has forked.
+
+    A child maps whatever was mapped when it was made and may read it for as long as it lives, so memory that is older
+    than the last fork is never given away: it is neither zeroed nor used for anything else. It is unmapped and closed,
+    and the kernel frees it with the last process that maps it.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+forks = Forks()
+
+
+class Fence:
+    """Calling it puts this process's reads and writes of shared memory before the call ahead of those after it.
+
+    Plain stores of one process may be seen late, or in another order, by the others. Releasing a lock and taking it
+    again is a full memory barrier on x86-64 and AArch64, also between a store and a later load; docs/design.md says
+    why, and which words rely on it. The lock itself is private and never contended.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def __call__(self) -> None:
+        lock = self._lock
+        if not lock.locked():  # an interrupt has broken off the fence before, between the two lines below
+            lock.acquire()
+        lock.release()
+        lock.acquire()
+
+
+def create_fd(nbytes: int, *, is_reserved: bool = True) -> int:
+    """Return a descriptor of ``nbytes`` of owner-only, unnamed memory; reserved now, or later in pieces."""
+    try:
+        fd = above_streams(os.memfd_create("synk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        is_sealable = True
+    except (AttributeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise
+        # memfd missing or blocked (old kernel, seccomp): an unlinked file has no name either.
+        import tempfile
+
+        folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        with tempfile.TemporaryFile(dir=folder) as file:
+            fd = fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
+        is_sealable = False
+    try:
+        os.fchmod(fd, 0o600)
+        if is_reserved:  # turns "memory full" into ENOSPC here instead of SIGBUS at the first write
+            os.posix_fallocate(fd, 0, nbytes)
+        else:
+            os.ftruncate(fd, nbytes)
+        if is_sealable:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+class Segment:
+    """A mapped piece of shared memory.
+
+    ``buffer`` is a ``uint8`` array of shape ``(nbytes,)`` over the mapping; every view of it keeps the mapping alive,
+    so a segment that is closed while views exist stays readable and its memory returns with the last view.
+
+    Parameters
+    ----------
+    fd : int
+        Descriptor of the memory; owned by the segment once it is made.
+    nbytes : int
+        Size, in bytes; at least 1.
+    is_writable : bool
+        Whether this process may write through the mapping.
+    segment_id : int
+        The name under which messages refer to it.
+    is_private : bool
+        Whether the mapping shows the pages that this process writes, by whatever means, to nobody else.
+
+    Attributes
+    ----------
+    is_staging : bool
+        Whether it holds the arguments of one call after the other.
+    arena : Segment or None
+        The larger one in which it lies, ``offset`` bytes from the start; it has no descriptor of its own then.
+    is_arena : bool
+        Whether it holds others.
+    generation : int
+        ``forks.count`` when it was made.
+    mapping : MappedFile or None
+        None where it was closed.
+    """
+
+    __slots__ = (
+        "__weakref__", "arena", "buffer", "generation", "id", "is_arena", "is_owner", "is_private", "is_staging",
+        "is_worker_writable", "mapping", "nbytes", "offset",
+    )  # fmt: skip
+
+    mapping: MappedFile | None
+    buffer: npt.NDArray[np.uint8]
+    is_worker_writable: bool
+
+    def __init__(self, fd: int, nbytes: int, *, is_writable: bool, segment_id: int, is_private: bool = False) -> None:
+        self._lie_at(_map(fd, nbytes, is_writable, is_private), segment_id, 0, nbytes, None)
+        self.is_private = is_private
+
+    def map_again(self) -> None:
+        """Map what is only read a second time. The first mapping lives on as long as arrays refer to it."""
+        assert self.mapping is not None
+        with deferred():  # the descriptor changes hands
+            again = _map(self.mapping.fd, self.nbytes, False, self.is_private)
+            self.mapping.fd, self.mapping = -1, again
+            self.buffer = self.root()
+
+    def _lie_at(self, mapping: MappedFile, segment_id: int, offset: int, nbytes: int, arena: Segment | None) -> None:
+        self.mapping = mapping
+        self.id = segment_id
+        self.offset = offset
+        self.nbytes = nbytes
+        self.arena = arena
+        self.is_owner = arena is None  # of the descriptor
+        self.is_arena = self.is_staging = False
+        self.is_private = arena is not None and arena.is_private
+        self.is_worker_writable = arena is not None and arena.is_worker_writable
+        self.generation = forks.count
+        self.buffer = self.root()
+
+    @classmethod
+    def create(cls, nbytes: int, *, is_worker_writable: bool = False) -> Segment:
+        """Allocate a new segment of at least ``nbytes`` bytes, filled with zeros.
+
+        ``is_worker_writable`` says how workers map it: what they only read they cannot damage.
+
+        Raises
+        ------
+        SharedMemoryError
+            If the memory, the file size limit or the number of descriptors does not suffice.
+        """
+        with deferred():  # between two calls of the system the descriptor has no owner
+            return cls._create(round_up(max(nbytes, 1), PAGE_NBYTES), is_worker_writable)
+
+    @classmethod
+    def create_arena(cls, nbytes: int, *, is_worker_writable: bool) -> Segment:
+        """Allocate a segment for :meth:`part`; the memory of its parts is reserved when they are made.
+
+        Raises
+        ------
+        SharedMemoryError
+        """
+        with deferred():
+            arena = cls._create(nbytes, is_worker_writable, is_reserved=False)
+        arena.is_arena = True
+        return arena
+
+    @classmethod
+    def _create(cls, nbytes: int, is_worker_writable: bool, *, is_reserved: bool = True) -> Segment:
+        free = available_nbytes() if nbytes > (1 << 24) else nbytes  # the check costs a file read: large ones only
+        try:
+            if nbytes > free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            fd = create_fd(nbytes, is_reserved=is_reserved)
+        except OSError as error:
+            raise _no_memory(nbytes, error) from error
+        try:
+            segment = cls(fd, nbytes, is_writable=True, segment_id=next(_segment_ids))
+        except SharedMemoryError:
+            os.close(fd)
+            raise
+        segment.is_worker_writable = is_worker_writable
+        return segment
+
+    def create_part(self, offset: int, nbytes: int) -> Segment:
+        """Reserve memory in this arena, and return the segment there, filled with zeros.
+
+        Raises
+        ------
+        SharedMemoryError
+        """
+        try:
+            os.posix_fallocate(self.fd, offset, nbytes)
+        except OSError as error:
+            raise _no_memory(nbytes, error) from error
+        return self.part(next(_segment_ids), offset, nbytes)
+
+    def part(self, segment_id: int, offset: int, nbytes: int) -> Segment:
+        """Return the segment that lies ``offset`` bytes from the start of this arena."""
+        assert self.mapping is not None
+        part = Segment.__new__(Segment)
+        part._lie_at(self.mapping, segment_id, offset, nbytes, self)
+        return part
+
+    @property
+    def fd(self) -> int:
+        """The descriptor to pass on; -1 where there is none."""
+        return self.mapping.fd if self.is_owner and self.mapping is not None else -1
+
+    def duplicate_fd(self) -> int:
+        """Return another descriptor of the memory, which is the caller's.
+
+        Raises
+        ------
+        SharedMemoryError
+            If this process is out of descriptors.
+        """
+        try:
+            return os.dup(self.fd)
+        except OSError as error:
+            raise _no_memory(self.nbytes, error) from error
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return an array of ``shape`` and ``dtype`` over the bytes from ``offset`` on (no copy)."""
+        dtype = np.dtype(dtype)
+        count = 1
+        for length in shape:
+            count *= length
+        return np.ndarray(shape, dtype, self.buffer, offset) if count else np.empty(shape, dtype)
+
+    def shared_view(self) -> Segment:
+        """Return a segment over the same memory for an inline rank; read-only where workers map it so."""
+        assert self.mapping is not None
+        twin = Segment.__new__(Segment)
+        twin._lie_at(self.mapping, self.id, self.offset, self.nbytes, self.arena)
+        twin.is_owner, twin.is_arena, twin.is_worker_writable = False, self.is_arena, self.is_worker_writable
+        twin.buffer = self.buffer.view()  # of this very array: what the rank keeps is seen as a view of this segment
+        twin.buffer.flags.writeable = self.is_worker_writable
+        return twin
+
+    def root(self) -> np.ndarray:
+        """Return a new ``uint8`` array over the whole segment that all arrays made from it refer to as their base."""
+        assert self.mapping is not None
+        return np.frombuffer(self.mapping, np.uint8, self.nbytes, self.offset)
+
+    def close_fd(self) -> None:
+        """Close the descriptor; the mapping stays. For a process that will not pass it on."""
+        if self.is_owner and self.mapping is not None:
+            self.mapping.close_fd()
+
+    def release(self) -> MappedFile | None:
+        """Let go of the mapping, which is alive, and with it its descriptor, as long as views are; return it."""
+        mapping, self.mapping = self.mapping, None
+        self.buffer = np.empty(0, np.uint8)
+        return mapping
+
+    def close(self) -> None:
+        """Close the descriptor and drop the mapping; its memory returns when the last view is gone."""
+        self.close_fd()
+        self.release()
+
+    def discard(self) -> None:
+        """Close, and where nobody can see it any more give the memory back at once, though workers still map it."""
+        with deferred():
+            self._discard()
+
+    def _discard(self) -> None:
+        mapping = self.release()
+        if mapping is None or not self.is_owner:
+            return
+        fd = mapping.take_fd()
+        if fd < 0:
+            return
+        try:
+            mapping.close()
+            if self.generation == forks.count:
+                punch(fd, 0, self.nbytes)
+        except (BufferError, OSError):  # views exist; or the file cannot: its memory returns with the last mapping
+            pass
+        finally:
+            orphans.close(fd)
+
+
+def _map(fd: int, nbytes: int, is_writable: bool, is_private: bool) -> MappedFile:
+    try:
+        return MappedFile(fd, nbytes, is_writable=is_writable, is_private=is_private)
+    except OSError as error:
+        limit = "open files (ulimit -n)" if error.errno == errno.EMFILE else "address space (ulimit -v)"
+        raise SharedMemoryError(
+            f"cannot map a shared segment of {nbytes} bytes: {os.strerror(error.errno or 0)}. Free some Data, or raise "
+            f"the limit of {limit}."
+        ) from error
+
+
+def _no_memory(nbytes: int, error: OSError) -> SharedMemoryError:
+    return SharedMemoryError(
+        f"cannot allocate a shared segment: got a size of {nbytes} bytes, {available_nbytes()} bytes are free "
+        f"({os.strerror(error.errno or 0)}). Free some Data (free_memory), use fewer rows per call, or raise "
+        "the limit (ulimit -n for descriptors, ulimit -f for sizes)."
+    )

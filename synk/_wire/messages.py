@@ -1,0 +1,446 @@
+"""What travels between master and workers: kinds, the layout of numbers in shared memory, and the message bodies.
+
+A repeated call is one doorbell of eight bytes down and one up for each rank; its numbers lie in the control segment,
+where each rank has two blocks of int64 in each lane, one written by the master and one by the worker. Everything that
+is new (a function, a plan, a segment) travels as the pickled body of the message that needs it first, as names, shapes
+and bounds: array bytes never do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, IntFlag
+from typing import Any
+
+import numpy as np
+
+from synk._pure.ops import Op, is_reducible
+
+VERSION = 1
+
+DOORBELL = struct.Struct("<BBHI")
+"""kind, flags, sequence (16 bits), value: the whole message of a repeated call, each way."""
+
+HAS_BODY = 1
+IS_COLLATERAL = 2
+"""Flag of an error reply: the rank failed only because another one did."""
+
+IS_UNRECEIVED = 4
+"""Flag of an error reply: the rank could not take in what the message brought."""
+
+IS_ASSEMBLED = 8
+"""Flag of a reply to a call: the rank's part of the large outputs is in its place."""
+
+NUM_LANES = 3
+"""How many calls can be under way at once: one that runs, one whose inputs are brought, one that waits."""
+
+LANE_SHIFT = 6
+"""Where in a doorbell's flags the lane of the call begins."""
+
+IS_ALONE = 16
+"""Flag of a message: no other is under way, so the rank need not remember what happened in other lanes."""
+
+SLOT_ALIGNMENT = 64
+DEVICE_DTYPES = frozenset(
+    (
+        "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+        "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
+    )
+)  # fmt: skip
+"""What NCCL can reduce between devices, if not directly then in another dtype."""
+
+LARGE_NBYTES = 1 << 18
+"""Outputs from this size on are reduced by the workers, each its own chunk; smaller ones by the master."""
+
+
+class Kind(IntEnum):
+    """Messages from the master to a worker."""
+
+    LOAD = 1  # functions, and objects that they refer to
+    CALL = 2  # value = plan
+    PUBLISH = 3  # the slots have grown: publish the outputs of the last call again
+    ASSEMBLE = 4  # value = segment: reduce or copy the large outputs of the last call into it
+    VARIABLE = 5  # an operation on shared variables
+    PING = 6
+    CLOSE = 7
+    GROUP = 8  # join NCCL
+    SUPPLY = 9  # segments of the next message, where they are more than one can bring
+    PREFETCH = 10  # value = plan: bring the inputs of the call that will follow in this lane; gets no answer
+
+
+class Status(IntEnum):
+    """Replies from a worker to the master."""
+
+    HELLO = 1
+    DONE = 2
+    ERROR = 3
+    INTERRUPTED = 4
+    UNPUBLISHED = 5  # outputs are there, but the slot is too small for them
+    PONG = 6
+    BYE = 7
+
+
+class Down(IntEnum):
+    """Positions in the block that the master writes for a rank.
+
+    INTERRUPT, COMMITTED and BROKEN belong to the rank, and only those of lane 0 count; the others belong to a call.
+    """
+
+    INTERRUPT = 0  # which messages a SIGINT is meant for, see interrupt_word; negative: none
+    PARTICIPATES = 1
+    LOW = 2  # the rank's rows, as positions in the selection
+    HIGH = 3
+    START = 4  # of the selection
+    STEP = 5
+    COUNT = 6
+    ROWS = 7  # weight of the rank in averages
+    LOCAL_START = 8  # of the rank's rows among those of its shard
+    LOCAL_STEP = 9
+    CALL = 10  # number of the call; rank 0's entry counts for all
+    COMMITTED = 11  # number of the last call whose assignments hold on this rank
+    GROUP = 12  # number of the NCCL group by which the devices reduce the call's large outputs; 0: through the host
+    BROKEN = 13  # number of the last NCCL group that is given up
+    RESULT = 14  # segment for the call's large outputs, 0: they are asked for later; rank 0's entry counts for all
+
+
+class Up(IntEnum):
+    """Positions in the block that a worker writes.
+
+    RSS, PHASE, OUTPUT_NBYTES and BROKEN belong to the rank, and only those of lane 0 count.
+    """
+
+    FUNCTION_NS = 0  # time in the user's function
+    WORKER_NS = 1  # time from doorbell to reply
+    RSS = 2  # resident bytes when they were last measured
+    PHASE = 3  # what the worker is doing: a Phase
+    OUTPUT_NBYTES = 4  # bytes of outputs that it has published since it started
+    BROKEN = 5  # number of the last NCCL group that this rank has given up
+    PUBLISHED = 6  # number of the last call whose outputs lay in the slot and looked as before; negative: did not
+    TRAITS = 7  # of a call on trial: what the function did, as Traits
+
+
+class Traits(IntFlag):
+    """What a function was seen to do in a call on trial."""
+
+    DRAWS = 1  # random numbers, from a generator of the process or one that it captured
+    CHANGES = 2  # other objects that it captured
+    COMMUNICATES = 4  # by ``synk.comm``
+
+
+class Phase(IntEnum):
+    """What a worker is doing; the value in ``Up.PHASE``."""
+
+    IDLE = 0
+    FUNCTION = 1
+    PUBLISHING = 2
+    REDUCING = 3
+    LOADING = 4
+
+
+BLOCK_LENGTH = 16
+
+
+def control_nbytes(world_size: int) -> int:
+    """Bytes of the control segment of ``world_size`` ranks."""
+    return NUM_LANES * world_size * 2 * BLOCK_LENGTH * 8
+
+
+def control_blocks(buffer: np.ndarray, world_size: int, lane: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return a lane's int64 arrays ``(down, up)``, each of shape ``(world_size, BLOCK_LENGTH)``."""
+    blocks = buffer[: control_nbytes(world_size)].view(np.int64).reshape(NUM_LANES, world_size, 2, BLOCK_LENGTH)
+    return blocks[lane, :, 0], blocks[lane, :, 1]
+
+
+def interrupt_word(first: int, last: int) -> int:
+    """Return what says that a SIGINT is meant for the messages ``first`` to ``last`` (16-bit numbers that wrap)."""
+    return first << 16 | last
+
+
+def is_interrupted(word: int, sequence: int) -> bool:
+    """Whether a SIGINT is meant for message ``sequence``.
+
+    Examples
+    --------
+    >>> [is_interrupted(interrupt_word(65535, 2), sequence) for sequence in (65534, 65535, 1, 3)]
+    [False, True, True, False]
+    """
+    if word < 0:
+        return False
+    first, last = word >> 16, word & 0xFFFF
+    return (sequence - first) & 0xFFFF <= (last - first) & 0xFFFF
+
+
+@dataclass(frozen=True)
+class Input:
+    """Where a worker finds one argument of a call.
+
+    Attributes
+    ----------
+    name : str
+        The parameter; empty for one passed by position.
+    kind : str
+        ``"rows"`` (scattered array), ``"whole"`` (broadcast array), ``"object"`` (entry of the call's pickle),
+        ``"shard"`` or ``"replica"`` (a shared variable, sharded or replicated), ``"closed over"`` (all rows of an
+        array of a sharded variable that the function closes over, for a serial call; ``name`` is the variable's id).
+    segment_id, offset : int
+        Where the array starts; for ``"object"`` ``offset`` is the position in the pickled tuple, and for shared
+        variables ``segment_id`` is the variable.
+    shape, dtype
+        Of the whole array, axis 0 being the rows.
+    is_minibatch : bool
+        Whether axis 0 is the rows of the batch, and not of the data set that the batch was chosen from.
+    """
+
+    name: str
+    kind: str
+    segment_id: int = 0
+    offset: int = 0
+    shape: tuple[int, ...] = ()
+    dtype: Any = None
+    is_minibatch: bool = False
+
+
+IN_SEGMENTS = ("rows", "whole", "closed over")
+"""The kinds of input that are arrays in a segment."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A call with everything that does not change when it is repeated.
+
+    Attributes
+    ----------
+    pickle_place : tuple (segment_id, offset, nbytes) or None
+        Where the pickle of the ``"object"`` arguments lies; ``buffers`` are its out-of-band buffers, likewise.
+    indices_place : tuple (segment_id, offset, count) or None
+        The selected rows as int64, where they are no range.
+    local_indices_place : tuple (segment_id, offset, count) or None
+        Likewise the rows of sharded variables, as positions in each rank's own shard.
+    order_place : tuple (segment_id, offset, count) or None
+        Likewise the rows of minibatch inputs, where the ranks' rows are not in the order of the batch.
+    is_trial : bool
+        Nothing shall be left of the call but its outputs.
+    is_apart : bool
+        Of a call on trial: the outputs are not combined, as with op None.
+    """
+
+    plan_id: int
+    function_id: int
+    inputs: tuple[Input, ...]
+    num_slices: int = 1
+    output_subset: tuple[Any, ...] | None = None
+    pickle_place: tuple[int, int, int] | None = None
+    buffers: tuple[tuple[int, int, int], ...] = ()
+    indices_place: tuple[int, int, int] | None = None
+    is_rowless: bool = False
+    local_indices_place: tuple[int, int, int] | None = None
+    order_place: tuple[int, int, int] | None = None
+    is_trial: bool = False
+    is_apart: bool = False
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Shape and dtype of one output of one rank; ``dtype`` None stands for an object that travels in the body."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def nbytes(self) -> int:
+        if self.dtype is None:
+            return 0
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count * int(self.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The structure of a function's result on one rank.
+
+    Attributes
+    ----------
+    skeleton
+        The result with leaf positions as leaves.
+    leaves : tuple of Leaf
+    assigned : tuple of (variable_id, shapes)
+        Shared variables that the call has assigned.
+    """
+
+    skeleton: Any
+    leaves: tuple[Leaf, ...]
+    assigned: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
+
+
+@dataclass(frozen=True)
+class Move:
+    """What a worker does with one large output at assembly.
+
+    Attributes
+    ----------
+    leaf : int
+        Position among the rank's leaves.
+    kind : str
+        ``"reduce"`` (this rank reduces elements ``start`` to ``stop`` of all ranks' values), ``"device"`` (likewise, by
+        NCCL) or ``"copy"`` (the whole value goes to ``offset``).
+    op : str
+    offset : int
+        Byte offset in the result segment of the output (``"reduce"``) or of this rank's part (``"copy"``).
+    start, stop : int
+    """
+
+    leaf: int
+    kind: str
+    op: str
+    offset: int
+    start: int = 0
+    stop: int = 0
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Have a rank copy the value of a variable into its buffer in shared memory."""
+
+    variable_id: int
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Have all ranks do a collective over a variable on their devices.
+
+    Attributes
+    ----------
+    kind : {"all_reduce", "broadcast", "all_gather"}
+        ``"broadcast"`` is from rank 0; ``"all_gather"`` concatenates values of one shape along axis 0.
+    op : str
+    """
+
+    variable_id: int
+    kind: str
+    op: str = ""
+
+
+@dataclass(frozen=True)
+class JoinOrder:
+    """Have a rank join the NCCL group ``number``; without an id it makes one."""
+
+    number: int
+    unique_id: bytes | None
+
+
+@dataclass
+class Extras:
+    """What a message brings besides its own content: segments (their descriptors ride along) and what to forget.
+
+    Attributes
+    ----------
+    segments : list of (segment_id, nbytes, is_writable, is_staging, is_arena)
+    parts : list of (segment_id, arena_id, offset, nbytes)
+        Segments that lie in arenas, which came before or come with this.
+    dropped_parcels : list of (number, globals)
+        With the globals that they brought: the address of the namespace, and the name.
+    content : the message's own body
+    exchange : (lane, segment_id, slot_nbytes) or None
+        New slots for outputs.
+    collective : (lane, segment_id) or None
+        Segment through which functions communicate, where it is new.
+    declarations : list of Declaration
+        Shared variables that are new or have changed from the master's side.
+    """
+
+    segments: list[tuple[int, int, bool, bool, bool]] = field(default_factory=list)
+    parts: list[tuple[int, int, int, int]] = field(default_factory=list)
+    dropped_segments: list[int] = field(default_factory=list)
+    dropped_plans: list[int] = field(default_factory=list)
+    dropped_functions: list[int] = field(default_factory=list)
+    dropped_parcels: list[tuple[int, list[tuple[tuple[int, int], Any]]]] = field(default_factory=list)
+    exchange: tuple[int, int, int] | None = None
+    collective: tuple[int, int] | None = None
+    declarations: list[Any] = field(default_factory=list)
+    dropped_variables: list[int] = field(default_factory=list)
+    content: Any = None
+
+
+@dataclass(frozen=True)
+class Reload:
+    """A module of the user's program whose code has changed: its source now, and before where that is known."""
+
+    module: str
+    file: str
+    before: str | None
+    source: str
+
+
+@dataclass(frozen=True)
+class LoadOrder:
+    """What a LOAD message says.
+
+    Attributes
+    ----------
+    reloads : list of Reload
+    parcels : list of (number, pickle)
+        See ``synk._master.parcels``.
+    sys_path : list of str
+        The master's.
+    prepare : int or None
+        The function to run in a worker that was started in the place of another.
+    """
+
+    reloads: list[Reload]
+    parcels: list[tuple[int, bytes]]
+    sys_path: list[str]
+    prepare: int | None = None
+
+
+def is_reduced_on_devices(leaf: Leaf, op: Op, has_group: bool) -> bool:
+    """Whether the devices reduce an output of all ranks among themselves."""
+    return has_group and leaf.nbytes >= LARGE_NBYTES and is_reducible(op) and leaf.dtype.name in DEVICE_DTYPES
+
+
+def is_in_slot(leaf: Leaf, op: Op, num_voters: int, has_group: bool) -> bool:
+    """Whether an output, or what other ranks need of it, lies in the rank's slot."""
+    if leaf.nbytes < LARGE_NBYTES:
+        return True
+    return is_reducible(op) and num_voters > 1 and not is_reduced_on_devices(leaf, op, has_group)
+
+
+def slot_offsets(leaves: Sequence[Leaf], ops: Sequence[Op], num_voters: int, has_group: bool) -> tuple[list[int], int]:
+    """Return the byte offset of each leaf in a rank's slot, and the bytes needed. Both sides compute the same.
+
+    Large outputs take room only where the ranks have to read one another's values: reduced ones with several voters.
+    Reduced outputs come first: they are of one size on all ranks, so each rank finds those of the others where its own
+    ones lie, whatever the sizes of the rest.
+    """
+    offsets = [0] * len(leaves)
+    offset = 0
+    for position in sorted(range(len(leaves)), key=lambda position: not is_reducible(ops[position])):
+        leaf = leaves[position]
+        offsets[position] = offset
+        if is_in_slot(leaf, ops[position], num_voters, has_group):
+            offset += -(-leaf.nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+    return offsets, offset
+
+
+def block_bounds(count: int, num_blocks: int) -> list[tuple[int, int]]:
+    """Split ``count`` elements into blocks of equal length, but for the last ones, as the devices divide them.
+
+    Examples
+    --------
+    >>> block_bounds(7, 3)
+    [(0, 3), (3, 6), (6, 7)]
+    """
+    length = -(-count // num_blocks)
+    return [(min(k * length, count), min((k + 1) * length, count)) for k in range(num_blocks)]
+
+
+def chunk_bounds(count: int, itemsize: int, num_chunks: int) -> list[tuple[int, int]]:
+    """Split ``count`` elements into ``num_chunks`` ranges whose edges lie on cache lines."""
+    step = max(SLOT_ALIGNMENT // itemsize, 1)
+    lines = -(-count // step)
+    edges = [min(-(-lines * k // num_chunks) * step, count) for k in range(num_chunks + 1)]
+    return list(itertools.pairwise(edges))

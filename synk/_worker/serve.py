@@ -1,0 +1,240 @@
+"""A worker's process: tied to its master's life, it receives a message, has the worker act on it, and replies.
+
+It ends when the master says so, and when the master ends.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+from typing import Any
+
+import numpy as np
+
+from synk._version import __version__
+from synk._wire.channel import Channel, poll_awake
+from synk._wire.descriptors import NONE, Descriptor
+from synk._wire.failures import pack_failure
+from synk._wire.lifeline import tie_to_pipe, tie_to_pulse
+from synk._wire.memory import Segment
+from synk._wire.messages import (
+    HAS_BODY,
+    IS_UNRECEIVED,
+    LANE_SHIFT,
+    Down,
+    Extras,
+    Kind,
+    Status,
+    control_nbytes,
+    is_interrupted,
+)
+from synk._worker import failpoints as _failpoints
+from synk._worker.rank import DeviceLost, Doorbell, Interrupted, Worker
+from synk.errors import SharedMemoryError
+
+
+class WorkerLoop:
+    """The life of a worker process around its :class:`Worker`: start, receive, reply, end."""
+
+    def __init__(self, sock: socket.socket, setup: dict[str, Any]) -> None:
+        self._setup = setup
+        fds = setup["fds"]
+        for fd in fds.values():
+            os.set_inheritable(fd, False)  # programs that a function starts must not hold our ends
+        self._channel = Channel(sock, Descriptor(fds["down"]), Descriptor(fds["up"]), bytes.fromhex(setup["token"]))
+        self._worker: Worker | None = None
+        self._master_fd: int = NONE
+        self._pulse: Descriptor | None = None
+        self._peeked: Doorbell | None = None  # taken from the pipe and not acted on yet
+        self._arriving = select.poll()
+        self._arriving.register(self._channel.read_fd, select.POLLIN)
+
+    def start(self) -> None:
+        """Tie this process to the master's life, take over the signals, say hello."""
+        setup = self._setup
+        tie_to_pipe(setup["fds"]["lifeline"])
+        self._pulse = tie_to_pulse(setup["fds"]["pulse"])
+        self._master_fd = Descriptor(os.pidfd_open(setup["master_pid"]))
+        if os.getppid() != setup["master_pid"]:
+            os._exit(1)  # the master ended before the descriptor was ours
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        signal.signal(signal.SIGINT, self._on_interrupt)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        _prefer_for_oom()
+        failpoint = _failpoints.arm(setup["failpoints"], setup["rank"])
+        failpoint("start.import")
+        control = Segment(setup["fds"]["control"], setup["control_nbytes"], is_writable=True, segment_id=0)
+        assert control.nbytes >= control_nbytes(setup["world_size"])
+        if setup["cpus"]:
+            os.sched_setaffinity(0, setup["cpus"])  # before the array library starts its threads
+        eventfds = [setup["fds"][f"event{rank}"] for rank in range(setup["world_size"])]
+        self._worker = Worker(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
+        self._worker.failpoint = failpoint
+        self._worker.peek = self._peek
+        self._worker.patience_s = setup["spin_s"]
+        control.close_fd()
+        failpoint("start.ready")
+        import platform
+
+        versions = {"python": platform.python_version(), "numpy": np.__version__, "synk": __version__}
+        hello = {"versions": versions, "device": self._worker.backend.describe()}
+        self._reply(Status.HELLO, 0, 0, pickle.dumps(hello, protocol=5))
+
+    def serve(self) -> None:
+        """Answer messages until the master says goodbye or is gone."""
+        worker = self._worker
+        assert worker is not None
+        channel = self._channel
+        pid = os.getpid()
+        waiting = select.poll()
+        waiting.register(channel.read_fd, select.POLLIN)
+        waiting.register(self._master_fd, select.POLLIN)
+        # Messages follow each other closely, and it can take 50 us and more to wake a process whose core sleeps.
+        spin_s = self._setup["spin_s"]
+        while True:
+            message, self._peeked = self._peeked, None
+            if message is None:
+                ready = [fd for fd, _ in poll_awake(waiting, spin_s) or waiting.poll()]
+                if channel.read_fd not in ready:
+                    os.killpg(0, signal.SIGKILL)  # only the master's pidfd is ready: it is gone
+                message = channel.answer()
+            if message is None:
+                os.killpg(0, signal.SIGKILL)
+                return
+            kind, flags, sequence, value = message
+            if kind == Kind.PREFETCH:
+                worker.prefetch(flags >> LANE_SHIFT, value)
+                continue
+            try:
+                extras = self._receive_extras(sequence) if flags & HAS_BODY else None
+            except SharedMemoryError as error:  # a limit of this process: the master sends all of it again
+                if kind == Kind.CALL:
+                    worker.lane = worker.lanes[flags >> LANE_SHIFT]
+                    worker.leave_call()
+                failure = pack_failure(error, worker.rank, worker.device)
+                self._reply(Status.ERROR, IS_UNRECEIVED, sequence, pickle.dumps(failure, protocol=5))
+                continue
+            try:
+                status, reply_flags, body = worker.handle(kind, flags, sequence, value, extras)
+            except DeviceLost as error:
+                sys.stderr.write(f"{error}\n")
+                _flush_output()
+                os._exit(1)  # nothing of the array library may touch the device any more
+            if os.getpid() != pid:  # the function has forked, and this is the child: it must not answer
+                os._exit(0)
+            if kind == Kind.CALL:
+                _flush_output()
+                worker.failpoint("call.before_reply")
+            elif kind == Kind.CLOSE:
+                worker.failpoint("close.received")
+                _flush_output()
+            self._reply(status, reply_flags, sequence, body)
+            if kind == Kind.CALL:
+                worker.failpoint("call.after_reply")
+            elif kind == Kind.CLOSE:
+                return
+            worker.tidy(kind, status)
+            del body, extras
+
+    def _peek(self) -> Doorbell | None:
+        """Return the next doorbell if it has arrived; it stays the next one."""
+        if self._peeked is None and self._arriving.poll(0):
+            self._peeked = self._channel.answer()
+        return self._peeked
+
+    def close(self) -> None:
+        """Release the connection; the end of the process follows."""
+        self._channel.close()
+        self._master_fd = NONE
+
+    def _receive_extras(self, sequence: int) -> Extras:
+        assert self._worker is not None
+        body, fds = self._channel.receive_body(sequence)
+        extras = pickle.loads(body)
+        assert isinstance(extras, Extras)
+        arriving = iter(list(zip(extras.segments, fds)))
+        for (segment_id, nbytes, is_writable, is_staging, is_arena), fd in arriving:
+            if segment_id in self._worker.segments:  # sent twice after an interrupt
+                os.close(fd)
+                continue
+            try:
+                segment = self._worker.map_segment(fd, segment_id, nbytes, is_writable, is_staging)
+            except SharedMemoryError:
+                for _, later in arriving:
+                    os.close(later)
+                os.close(fd)
+                raise
+            segment.is_arena = is_arena
+            self._worker.add_segment(segment)
+        return extras
+
+    def _reply(self, status: Status, flags: int, sequence: int, body: bytes | None) -> None:
+        channel = self._channel
+        if body is not None:
+            flags |= HAS_BODY
+            # The body first: whoever sees the doorbell can read it without waiting.
+            try:
+                channel.send_body(sequence, body)
+            except SharedMemoryError as error:  # a large one needs a descriptor; what says so is small
+                assert self._worker is not None
+                self._worker.executor.forget()
+                failure = pack_failure(error, self._worker.rank, self._worker.device)
+                status, flags = Status.ERROR, HAS_BODY
+                channel.send_body(sequence, pickle.dumps(failure, protocol=5))
+            if self._worker is not None and status != Status.HELLO:
+                self._worker.failpoint("call.after_header")
+        channel.ring(status, flags, sequence, 0)
+
+    def _on_interrupt(self, signum: int, frame: Any) -> None:
+        worker = self._worker
+        # A late signal, meant for a call that has ended, must not hit the next one.
+        if worker is None or not worker.is_interruptible:
+            return
+        if is_interrupted(int(worker.down[worker.rank, Down.INTERRUPT]), worker.sequence):
+            raise Interrupted
+
+
+def _prefer_for_oom() -> None:
+    """When memory runs out the kernel should take a worker, which comes back, not the user's session."""
+    try:
+        with open("/proc/self/oom_score_adj", "r+", encoding="ascii") as file:
+            score = int(file.read())
+            file.write(str(min(score + 300, 1000)))
+    except OSError:  # /proc is read-only in some containers: the kernel's own choice stands
+        pass
+
+
+def _flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BaseException:  # the user's function closed or replaced it: whatever it does must not end the worker
+            continue
+
+
+def main(sock: socket.socket, setup: dict[str, Any]) -> None:
+    """Run a worker; the bootstrap calls it when ``sys.path`` is set."""
+    import faulthandler
+
+    faulthandler.enable()
+    # Answers from C code too, whoever holds the interpreter: where() must explain a worker that is stuck.
+    faulthandler.register(signal.SIGUSR2, file=setup["fds"]["stacks"], all_threads=True)
+    for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, io.TextIOWrapper)
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")
+    loop = WorkerLoop(sock, setup)
+    loop.start()
+    # While only our own folders are searched, and while there are descriptors: an error report must need none.
+    import synk._worker.pickling  # noqa: F401
+
+    sys.path[:] = setup["sys_path"]
+    sys.argv[:] = setup["argv"]
+    np.seterr(**{kind: how for kind, how in setup["float_errors"].items() if how not in ("call", "log")})
+    loop.serve()
+    loop.close()

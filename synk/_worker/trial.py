@@ -1,0 +1,119 @@
+"""A call on trial, on its rank: a copy of the function runs, so that nothing is left of the run but its outputs.
+
+Shared variables keep their values because the master does not commit such a call. The rest is done here: what the
+function captured is copied, the process's generators of random numbers are put back, and what it prints is dropped.
+What it does outside of the process, and to modules that it imports, nobody can undo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import io
+import pickle
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from synk._wire.messages import Traits
+from synk.errors import SerializationError
+
+if TYPE_CHECKING:
+    from synk._worker.execute import LoadedFunction
+
+_GENERATORS = {("numpy", "Generator"), ("numpy", "RandomState"), ("random", "Random"), ("torch", "Generator")}
+_STATES = (
+    ("random", "getstate", "setstate"),
+    ("numpy.random", "get_state", "set_state"),
+    ("torch", "get_rng_state", "set_rng_state"),
+)
+
+
+class Trial:
+    """One run of a function on trial.
+
+    Attributes
+    ----------
+    function : LoadedFunction
+        The copy that is to be run.
+    traits : Traits
+        What the run did; known after ``running``.
+
+    Raises
+    ------
+    SerializationError
+        If what the function captured cannot be copied: its own objects must not be touched.
+    """
+
+    def __init__(self, function: LoadedFunction, *, is_apart: bool) -> None:
+        self.function = copy.copy(function)
+        if is_apart:
+            self.function.outputs = None
+        self.traits = Traits(0)
+        try:
+            self.function.fn = cloudpickle.loads(_Pickle(function.fn).data)
+        except Exception as error:
+            raise SerializationError(
+                f"cannot try {function.name!r}: what it captured cannot be copied on its rank ({type(error).__name__}: "
+                f"{error}), expected objects that can be pickled. Compare a call with f.serial(...) yourself."
+            ) from error
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Note what the body does to this process, and undo it."""
+        fn, states = self.function.fn, _states()
+        before = _Pickle(fn)
+        generators = [_Pickle(generator).data for generator in before.generators]
+        sink = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
+                yield
+            drawn = _states()
+            if any(_bytes(state) != _bytes(drawn[name]) for name, state in states.items()):
+                self.traits |= Traits.DRAWS
+            with contextlib.suppress(Exception):  # what it captured in the run need not be fit for pickling
+                if generators != [_Pickle(generator).data for generator in before.generators]:
+                    self.traits |= Traits.DRAWS
+                elif before.data != _Pickle(fn).data:
+                    self.traits |= Traits.CHANGES
+        finally:
+            self.function.fn = _nothing  # the copy is freed, whatever keeps the plan
+            for name, _, setter in _STATES:
+                if name in states:
+                    getattr(sys.modules[name], setter)(states[name])
+
+
+def _states() -> dict[str, Any]:
+    """Return the states of the process's own generators of random numbers, by module."""
+    return {name: getattr(sys.modules[name], getter)() for name, getter, _ in _STATES if name in sys.modules}
+
+
+def _bytes(state: Any) -> bytes:
+    return bytes(state.numpy()) if hasattr(state, "numpy") else pickle.dumps(state)  # torch pickles no two alike
+
+
+def _nothing() -> None:
+    pass
+
+
+class _Pickle(cloudpickle.Pickler):
+    """An object pickled, and the generators of random numbers that it holds."""
+
+    def __init__(self, value: Any) -> None:
+        file = io.BytesIO()
+        super().__init__(file, protocol=5)
+        self.generators: list[Any] = []
+        self.dump(value)
+        self.data = file.getvalue()
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if (kind.__module__.partition(".")[0], kind.__qualname__) in _GENERATORS:
+            self.generators.append(obj)
+        if isinstance(obj, ModuleType) and sys.modules.get(obj.__name__) is obj:
+            return importlib.import_module, (obj.__name__,)  # cloudpickle knows no subclasses, and synk is one here
+        return super().reducer_override(obj)

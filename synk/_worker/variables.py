@@ -1,0 +1,562 @@
+"""Shared variables on a worker, and what both sides know of their layout.
+
+A call is a transaction on them. An assignment is kept aside while the function runs; when it has returned, the new
+value goes into the variable's second buffer; and the buffers change places when the master has committed the call,
+which the worker sees with its next message. So a call that fails on any rank, in any way, changes no variable on any
+rank.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from synk._pure.arrays import as_plain_array
+from synk._pure.ops import Accumulator
+from synk._pure.trees import describe, flatten, unflatten
+from synk._wire.cell import cell
+from synk._wire.memory import Segment
+from synk._wire.messages import Down, Input
+from synk.backends import Backend
+
+_ALIGNMENT = 64
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a worker must know of one variable.
+
+    Attributes
+    ----------
+    skeleton : bytes
+        Pickle of the nesting of the value, with leaf positions as leaves.
+    segment_ids : tuple (int, int)
+        The rank's two buffers; 0 for one that does not exist yet.
+    shapes : tuple (Shapes, Shapes)
+        Of the leaves in either buffer.
+    front : int
+        Which buffer holds the value.
+    version : int
+        Rises with each change from the master's side.
+    content : int
+        Rises when the master has written this rank's value: copies of it elsewhere are out of date.
+    """
+
+    variable_id: int
+    name: str
+    skeleton: bytes
+    dtypes: tuple[Any, ...]
+    is_sharded: bool
+    segment_ids: tuple[int, int]
+    shapes: tuple[Shapes, Shapes]
+    front: int
+    version: int
+    content: int = 0
+
+
+def shapes_of(leaves: Sequence[Any]) -> Shapes:
+    return tuple(leaf.shape for leaf in leaves)
+
+
+def leaf_offsets(dtypes: Sequence[np.dtype], shapes: Shapes) -> tuple[list[int], int]:
+    """Return the byte offset of each leaf in a variable's buffer, and the buffer's size.
+
+    Leaves of one dtype lie side by side, so that a collective takes each dtype of a nested variable in one go.
+    """
+    offsets = [0] * len(dtypes)
+    offset = 0
+    for position in leaf_order(dtypes):
+        offsets[position] = offset
+        offset += -(-_count(shapes[position]) * dtypes[position].itemsize // _ALIGNMENT) * _ALIGNMENT
+    return offsets, offset
+
+
+def leaf_order(dtypes: Sequence[np.dtype]) -> list[int]:
+    """Return leaf positions grouped by dtype."""
+    return sorted(range(len(dtypes)), key=lambda position: (dtypes[position].str, position))
+
+
+def dtype_runs(dtypes: Sequence[np.dtype], shapes: Shapes) -> list[tuple[np.dtype, int, int]]:
+    """Return ``(dtype, start, stop)`` in bytes of each stretch of equal dtype in a variable's buffer."""
+    offsets, total = leaf_offsets(dtypes, shapes)
+    runs: list[tuple[np.dtype, int, int]] = []
+    order = leaf_order(dtypes)
+    for position, following in zip(order, [*order[1:], None]):
+        stop = total if following is None else offsets[following]
+        if runs and runs[-1][0] == dtypes[position]:
+            runs[-1] = (runs[-1][0], runs[-1][1], stop)
+        else:
+            runs.append((dtypes[position], offsets[position], stop))
+    return runs
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count
+
+
+def flatten_value(value: Any, expected: Any = None) -> tuple[list[Any], Any]:
+    """Flatten the value of a variable: lists of plain numbers are arrays, other containers a nesting of arrays.
+
+    ``expected`` is the structure of the variable, where it is known.
+    """
+    if expected == "leaf" and isinstance(value, (list, tuple)):
+        return [value], "leaf"
+    leaves, structure = flatten(value)
+    if isinstance(value, list) and leaves and all(type(leaf) in (bool, int, float, complex) for leaf in leaves):
+        return [value], "leaf"
+    return leaves, structure
+
+
+def check_value(
+    name: str,
+    leaves: Sequence[Any],
+    dtypes: Sequence[np.dtype],
+    shapes: Shapes,
+    *,
+    is_sharded: bool = False,
+    as_array: Callable[[Any, str], Any] = as_plain_array,
+) -> list[Any]:
+    """Return ``leaves`` as arrays fit for a variable: same number, axes and trailing shape, a dtype that casts safely.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the variable, what it got and what it expects.
+    """
+    arrays = []
+    for position, (leaf, dtype, shape) in enumerate(zip(leaves, dtypes, shapes)):
+        where = f"variable {name!r}" + (f" (leaf {position})" if len(dtypes) > 1 else "")
+        array = as_array(leaf, where)
+        # A Python number has no width of its own, only a kind: 1.5 fits a float32 variable and no integer one.
+        if not np.can_cast(array.dtype, dtype, "safe" if hasattr(leaf, "dtype") else "same_kind"):
+            raise TypeError(
+                f"cannot assign {where}: got dtype {array.dtype}, expected {dtype}. Convert it with "
+                f"astype({dtype.name!r})."
+            )
+        if array.ndim != len(shape):
+            raise ValueError(
+                f"cannot assign {where}: got {array.ndim} axes {array.shape}, expected {len(shape)} {shape}."
+            )
+        if array.shape[1:] != shape[1:]:
+            raise ValueError(
+                f"cannot assign {where}: got shape {array.shape}, expected (rows, {', '.join(map(str, shape[1:]))}): "
+                f"only "
+                "axis 0 can change."
+            )
+        arrays.append(array)
+    if is_sharded and len({array.shape[0] for array in arrays}) > 1:
+        raise ValueError(
+            f"cannot assign variable {name!r}: got axis-0 lengths {[array.shape[0] for array in arrays]}, expected one "
+            "length for all arrays of a sharded variable."
+        )
+    return arrays
+
+
+def value_as_array(variable: Any, dtype: Any, copy: bool | None) -> np.ndarray:
+    """Return ``variable.value`` as NumPy asks for it by ``__array__``."""
+    if variable._structure != "leaf":
+        raise TypeError(
+            f"cannot make an array of variable {variable.name!r}, which is {describe(variable._structure)}. "
+            "Take one of the arrays of its value."
+        )
+    return np.array(variable.value, dtype=dtype) if copy else np.asarray(variable.value, dtype=dtype)
+
+
+class Replica:
+    """One variable on one rank; what ``w`` is inside a function."""
+
+    # Without a dictionary a misspelt ``w.vlaue = ...`` is an error.
+    __slots__ = ("_declaration", "_front", "_shapes", "_store", "_structure", "_views")
+
+    def __init__(self, store: VariableStore) -> None:
+        self._store = store
+        self._declaration: Declaration | None = None
+        self._front = 0
+        self._shapes: list[Shapes] = [(), ()]
+        self._structure: Any = None
+        self._views: list[np.ndarray] | None = None
+
+    def declare(self, declaration: Declaration) -> None:
+        """Take in what the master says: new buffers, new shapes, or all of it."""
+        self._declaration = declaration
+        self._front = declaration.front
+        self._shapes = list(declaration.shapes)
+        self._views = None
+        _, self._structure = flatten(pickle.loads(declaration.skeleton))
+
+    @property
+    def _known(self) -> Declaration:
+        assert self._declaration is not None
+        return self._declaration
+
+    @property
+    def name(self) -> str:
+        return self._known.name
+
+    def _arrays(self, index: int) -> list[np.ndarray]:
+        declaration = self._known
+        segment = self._store.segments[declaration.segment_ids[index]]
+        offsets, _ = leaf_offsets(declaration.dtypes, self._shapes[index])
+        return [
+            segment.view(offset, shape, dtype)
+            for offset, shape, dtype in zip(offsets, self._shapes[index], declaration.dtypes)
+        ]
+
+    def leaves(self) -> list[np.ndarray]:
+        """The arrays of the value as this call sees it, read-only."""
+        current = self._store.assigned.get(self) or self._store.whole.get(self)
+        if current is not None:
+            return current
+        if self._views is None:
+            views = self._arrays(self._front)
+            for view in views:
+                view.flags.writeable = False
+            self._views = views
+        return self._views
+
+    @property
+    def value(self) -> Any:
+        """This rank's value: a read-only array (or nesting of arrays), a view of shared memory."""
+        leaves: list[Any] = list(self.leaves())
+        if self._store.to_framework is not None:
+            leaves = [self._store.as_framework(leaf) for leaf in leaves]
+        value = unflatten(self._structure, leaves)
+        is_flat_tuple = isinstance(self._structure, tuple) and self._structure[0] is tuple
+        if self._structure != "leaf" and not is_flat_tuple:
+            self._store.note_given(self, value, leaves)
+        return value
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self._store.check_direct(self)
+        self.assign(value)
+
+    def assign(self, value: Any) -> None:
+        """Keep ``value`` aside as the new one."""
+        leaves, structure = flatten_value(value, self._structure)
+        if structure != self._structure:
+            raise ValueError(
+                f"cannot assign variable {self.name!r}: got a value of structure {describe(structure)}, expected "
+                f"{describe(self._structure)}."
+            )
+        if self._store.from_framework is not None:
+            leaves = [self._store.from_framework(leaf) for leaf in leaves]
+        declaration = self._known
+        shapes = self._shapes[self._front]
+        as_array = self._store.backend.as_array
+        arrays = check_value(
+            self.name, leaves, declaration.dtypes, shapes, is_sharded=declaration.is_sharded, as_array=as_array
+        )
+        self._store.forget_given(self)
+        self._store.assigned[self] = [self._keep(array, dtype) for array, dtype in zip(arrays, declaration.dtypes)]
+
+    def _keep(self, array: Any, dtype: np.dtype) -> Any:
+        """Return an assigned array as it is kept until the call ends."""
+        array = np.asarray(array, dtype=dtype, order="C").view()  # ascontiguousarray would add an axis to 0-d
+        array.flags.writeable = False
+        return array
+
+    @property
+    def variable_id(self) -> int:
+        return self._known.variable_id
+
+    def store(self, pending: Sequence[Any]) -> bool:
+        """Write an assigned value into the second buffer; return False if that has no room."""
+        declaration = self._known
+        back = 1 - self._front
+        shapes = shapes_of(pending)
+        _, needed = leaf_offsets(declaration.dtypes, shapes)
+        segment = self._store.segments.get(declaration.segment_ids[back])
+        if segment is None or segment.nbytes < needed:
+            return False
+        self._shapes[back] = shapes
+        for target, source in zip(self._arrays(back), pending):
+            self._store.backend.to_host(source, target)
+        return True
+
+    def fetch(self) -> None:
+        """The value is in shared memory already."""
+
+    def flip(self) -> None:
+        self._front = 1 - self._front
+        self._views = None
+
+    def close(self) -> None:
+        """Let go of the shared memory, though functions may still refer to the variable."""
+        self._views = None
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return value_as_array(self, dtype, copy)
+
+    @property
+    def shape(self) -> Any:
+        shapes = [leaf.shape for leaf in self.leaves()]
+        return shapes[0] if self._structure == "leaf" else unflatten(self._structure, list(shapes))
+
+    @property
+    def dtype(self) -> Any:
+        dtypes = list(self._known.dtypes)
+        return dtypes[0] if self._structure == "leaf" else unflatten(self._structure, dtypes)
+
+    def __reduce__(self) -> Any:
+        return resolve_variable, (self.variable_id,)
+
+    def __repr__(self) -> str:
+        return f"<synk.Shared {self.name!r} on rank {self._store.rank}>"
+
+
+class VariableStore:
+    """All variables of one rank, and the assignments of the call under way.
+
+    An interrupt can come between any two steps of a call, so what the next call looks at changes in one step each:
+    what is assigned (``assigned``), and what was stored by which call (``_stored``).
+
+    Parameters
+    ----------
+    rank : int
+    segments : dict of int to Segment
+        The worker's own.
+    down : ndarray
+        The control block that the master writes, of lane 0.
+    backend : Backend
+    """
+
+    def __init__(self, rank: int, segments: dict[int, Segment], down: np.ndarray, backend: Backend) -> None:
+        self.rank = rank
+        self.segments = segments
+        self.backend = backend
+        self._down = down
+        self.call_down = down  # of the lane of the call under way
+        self._replicas: dict[int, Replica] = {}
+        self.assigned: dict[Replica, list[Any]] = {}
+        self.whole: dict[Replica, list[Any]] = {}  # what a serial call sees of sharded variables
+        self._stored: tuple[int, list[Replica]] = (-1, [])
+        # Containers that functions were given last, with what was in them; and variables of which one was changed.
+        self._given: dict[Replica, tuple[Any, list[Any]]] = {}
+        self._changed: set[Replica] = set()
+        self.is_sliced = False
+        self._is_updating = False
+        self._sums: list[list[Accumulator]] = []
+        self._structures: list[Any] = []
+        self.to_framework: Any = None
+        self.from_framework: Any = None
+
+    def get(self, variable_id: int) -> Replica:
+        """Return a variable, which a function may refer to before it is declared."""
+        replica = self._replicas.get(variable_id)
+        if replica is None:
+            replica = self._replicas[variable_id] = self._new_replica()
+        return replica
+
+    def _new_replica(self) -> Replica:
+        if not self.backend.is_device:
+            return Replica(self)
+        from synk._worker.device_variables import DeviceReplica
+
+        return DeviceReplica(self)
+
+    def declare(self, declarations: Sequence[Declaration]) -> None:
+        for declaration in declarations:
+            self.get(declaration.variable_id).declare(declaration)
+
+    def forget(self, variable_ids: Sequence[int]) -> None:
+        for variable_id in variable_ids:
+            replica = self._replicas.pop(variable_id, None)
+            if replica is not None:
+                replica.close()
+
+    def fetch(self, variable_id: int) -> None:
+        """Copy a value that lives on a device into its buffer in shared memory."""
+        with self.backend.running():
+            self.get(variable_id).fetch()
+            self.backend.synchronize()
+
+    def close(self) -> None:
+        """Let go of the shared memory of all variables, which functions' closures may outlive."""
+        self.abandon()
+        for replica in self._replicas.values():
+            replica.close()
+
+    def exchange(self, variable_id: int, kind: str, op: str, collectives: Any) -> None:
+        """Do this rank's part of a collective over values on devices; it holds when the master commits it."""
+        replica: Any = self.get(variable_id)
+        with self.backend.running():
+            replica.store_on_device(replica.exchange(kind, op, collectives))
+            self.backend.synchronize()
+        self._stored = (int(self._down[0, Down.CALL]), [replica])
+
+    # -- one call -----------------------------------------------------------------------------------------------------
+
+    def resolve(self) -> None:
+        """Settle the call before: its assignments hold if the master committed it, and never happened otherwise."""
+        call, replicas = self._stored
+        if replicas and int(self._down[self.rank, Down.COMMITTED]) == call:
+            for replica in replicas:
+                replica.flip()
+        self._stored = (-1, [])
+        self.abandon()
+
+    def begin(self, function: Any, is_sliced: bool, down: np.ndarray) -> None:
+        """Prepare for a call of ``function``, whose numbers are in ``down``."""
+        self.call_down = down
+        self.is_sliced = is_sliced
+        self._updates = [update if isinstance(update, tuple) else (update, "avg") for update in function.updates]
+        self._is_updating = bool(self._updates)
+        self._sums, self._structures = [], []
+        self.to_framework, self.from_framework = function.to_framework, function.from_framework
+        self.abandon()
+
+    def show(self, whole: dict[int, list[np.ndarray]]) -> None:
+        """Have the call under way, a serial one, see all rows of sharded variables, and not just this rank's."""
+        self.whole = {self.get(key): [self.backend.from_host(leaf) for leaf in leaves] for key, leaves in whole.items()}
+
+    def abandon(self) -> None:
+        """Drop what the call under way has assigned, and what it alone sees."""
+        self.assigned = {}
+        self.whole = {}
+        self._given, self._changed = {}, set()
+
+    def note_given(self, replica: Replica, value: Any, leaves: list[Any]) -> None:
+        """A function was given the containers of ``value``, which it must not change."""
+        self._look_at(replica)
+        self._given[replica] = (value, leaves)
+
+    def forget_given(self, replica: Replica) -> None:
+        """The variable is being assigned: whatever became of the old value does not count."""
+        self._given.pop(replica, None)
+        self._changed.discard(replica)
+
+    def _look_at(self, replica: Replica) -> None:
+        given, leaves = self._given.get(replica, (None, []))
+        if given is not None:
+            found, structure = flatten(given)
+            if structure != replica._structure or any(leaf is not old for leaf, old in zip(found, leaves)):
+                self._changed.add(replica)
+
+    def check_given(self) -> None:
+        """Refuse a change of a container that would be lost: ``w.value["b"] = z`` without an assignment after it.
+
+        The containers are ordinary ones, for libraries know these by their exact class.
+        """
+        for replica in self._given:
+            self._look_at(replica)
+        for replica in self._changed:
+            raise ValueError(
+                f"cannot change the value of variable {replica.name!r} in place: the function has changed a container "
+                "that it read, and the change would be lost. Assign the whole value (w.value = ...), or change a copy."
+            )
+
+    def check_direct(self, replica: Replica) -> None:
+        """Refuse a direct assignment where it has no meaning."""
+        if self._is_updating:
+            raise ValueError(
+                f"cannot assign variable {replica.name!r} in a function with updates=: return its new value, as in "
+                "return outputs, (new_value,), and list it in updates."
+            )
+        if self.is_sliced:
+            raise ValueError(
+                f"cannot assign variable {replica.name!r} with num_slices above 1: the slices would see each other's "
+                "values. Use updates=, or num_slices=1."
+            )
+
+    def take_updates(self, function: Any, result: Any, num_rows: int) -> Any:
+        """Split ``(outputs, new_values)``, take in the new values of one slice, and return the outputs."""
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(
+                f"cannot update the variables of {function.name!r}: got a result of type {type(result).__name__}, "
+                f"expected "
+                "(outputs, new_values) because of updates=."
+            )
+        outputs, values = result
+        if len(self._updates) == 1 and not (isinstance(values, (tuple, list)) and len(values) == 1):
+            values = (values,)
+        if not isinstance(values, (tuple, list)) or len(values) != len(self._updates):
+            raise ValueError(
+                f"cannot update the variables of {function.name!r}: got "
+                f"{len(values) if isinstance(values, (tuple, list)) else 1} new values, expected one for each of the "
+                f"{len(self._updates)} updates."
+            )
+        is_first = not self._sums
+        for position, ((replica, op), value) in enumerate(zip(self._updates, values)):
+            leaves, structure = flatten(value)
+            if is_first:
+                what = f"the update of {replica.name!r}"
+                self._sums.append(
+                    [Accumulator(op, what, self.backend.xp, is_single=not self.is_sliced) for _ in leaves]
+                )
+                self._structures.append(structure)
+            elif structure != self._structures[position]:
+                raise ValueError(
+                    f"cannot accumulate the update of {replica.name!r} over slices: got structure "
+                    f"{describe(structure)}, expected {describe(self._structures[position])} as in the first slice."
+                )
+            for accumulator, leaf in zip(self._sums[position], leaves):
+                array = self.backend.as_array(self._from_user(leaf), f"the update of {replica.name!r}")
+                accumulator.add(array, num_rows)
+        return outputs
+
+    def _from_user(self, leaf: Any) -> Any:
+        return leaf if self.from_framework is None else self.from_framework(leaf)
+
+    def finish_updates(self) -> None:
+        """Assign the accumulated new values."""
+        from_framework, self.from_framework = self.from_framework, None  # they are host arrays by now
+        for (replica, _), sums, structure in zip(self._updates, self._sums, self._structures):
+            replica.assign(unflatten(structure, [accumulator.result() for accumulator in sums]))
+        self.from_framework = from_framework
+        self._sums, self._structures = [], []
+
+    def assignments(self) -> tuple[tuple[int, Shapes], ...]:
+        """What the call has assigned: variables and their new shapes."""
+        return tuple((replica.variable_id, shapes_of(pending)) for replica, pending in self.assigned.items())
+
+    def store(self) -> bool:
+        """Write all assignments of the call under way into second buffers; return False if one has no room."""
+        has_room = [replica.store(pending) for replica, pending in self.assigned.items()]
+        if False in has_room:
+            return False
+        self._stored = (int(self.call_down[0, Down.CALL]), list(self.assigned))
+        self.abandon()
+        return True
+
+    def argument(self, item: Input, local_indices: np.ndarray | None, low: int, high: int, offset: int) -> Any:
+        """Return a variable passed as an argument: whole, or the rows ``low`` to ``high`` of the call's selection.
+
+        ``offset`` is the position of the rank's first row in the selection.
+        """
+        replica = self._replicas[item.segment_id]
+        leaves: list[Any] = list(replica.leaves())
+        if item.kind == "shard":
+            numbers = self.call_down[self.rank]
+            if local_indices is not None:
+                leaves = [self.backend.take(leaf, local_indices[low:high]) for leaf in leaves]
+            else:
+                step = int(numbers[Down.LOCAL_STEP])
+                start = int(numbers[Down.LOCAL_START]) + (low - offset) * step
+                stop = start + (high - low) * step
+                leaves = [
+                    leaf[start : stop if stop >= 0 else None : step] if high > low else leaf[:0] for leaf in leaves
+                ]
+        if self.to_framework is not None:
+            leaves = [self.as_framework(leaf) for leaf in leaves]
+        return unflatten(replica._structure, leaves)
+
+    def as_framework(self, leaf: Any) -> Any:
+        """Return an array of a value as a tensor. On the host a copy: a tensor can be written into, a value cannot."""
+        return self.to_framework(leaf.copy() if isinstance(leaf, np.ndarray) else leaf)
+
+
+def resolve_variable(variable_id: int) -> Replica:
+    """Return this worker's replica; what a pickled ``Shared`` becomes."""
+    if cell.worker is None:
+        raise pickle.UnpicklingError("a shared variable has meaning only on a worker of its runtime")
+    return cell.worker.variables.get(variable_id)
