@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from synk._worker.variables import check_value, dtype_runs, leaf_offsets, leaf_order
+from synk._wire.variables import check_value, dtype_runs, leaf_offsets, leaf_order
 
 DTYPES = [np.dtype(name) for name in ("f2", "f4", "f8", "i1", "i8", "c16", "?", "S3", "U2", "i4,f8", "M8[s]")]
 

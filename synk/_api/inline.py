@@ -6,10 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from synk._master.known import Reply
 from synk._pure.interrupts import deferred
 from synk._wire.memory import Segment
-from synk._wire.messages import HAS_BODY, Extras, Kind
+from synk._wire.messages import HAS_BODY, Extras, Kind, Reply
 from synk._worker import failpoints as _failpoints
 from synk._worker.rank import Worker
 from synk.errors import SharedMemoryError

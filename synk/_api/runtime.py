@@ -28,6 +28,7 @@ import synk._master.collectives as collectives  # finds the bound submodule wher
 from synk._api.data import Data
 from synk._api.shared import Shared, check_owner
 from synk._master.device_values import refresh, restore
+from synk._master.failures import rebuild
 from synk._master.known import Link
 from synk._master.lanes import Lanes
 from synk._master.nccl_group import Group
@@ -43,7 +44,6 @@ from synk._pure.limits import check_timeout, lock_s
 from synk._pure.read_only import read_only
 from synk._wire.arenas import Arenas
 from synk._wire.cell import cell, refuse_inside_worker
-from synk._wire.failures import rebuild
 from synk._wire.memory import Segment
 from synk._wire.messages import Down, Extras, Kind, Layout, LoadOrder, Reload, Status
 from synk._wire.orphans import orphans

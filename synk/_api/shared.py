@@ -21,7 +21,7 @@ from synk._pure.shards import shard_bounds
 from synk._pure.trees import describe, skeleton_of, unflatten
 from synk._wire.memory import Segment
 from synk._wire.messages import Input
-from synk._worker.variables import (
+from synk._wire.variables import (
     Declaration,
     Shapes,
     check_value,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.ops import UFUNCS, accumulator_dtype, concatenate, is_reducible, match_ops, reduce_into
+from synk._pure.ops import UFUNCS, accumulator_dtype, concatenate, is_reducible, match_ops, reduce_into, wanted_leaves
 from synk._pure.trees import flatten, unflatten
 from synk._wire.memory import Segment
 from synk._wire.messages import (
@@ -23,7 +23,6 @@ from synk._wire.messages import (
     is_reduced_on_devices,
     slot_offsets,
 )
-from synk._worker.execute import wanted_leaves
 from synk.errors import CollectiveMismatch
 
 _numbers = itertools.count(1)

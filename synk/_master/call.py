@@ -32,7 +32,7 @@ from synk._master.arguments import (
 )
 from synk._master.assembly import Assembly
 from synk._master.device_values import check_not_lost
-from synk._master.known import ASSEMBLED, DONE, Reply
+from synk._master.failures import raise_failures
 from synk._master.lanes import Lane
 from synk._master.plans import CachedPlan, Call, CallOptions, Places, PlanCache, RepeatedCall
 from synk._master.results import Lease
@@ -42,9 +42,22 @@ from synk._pure.interrupts import is_from_handler
 from synk._pure.ops import each_op, match_ops
 from synk._pure.shards import Assignment, Selection, shard_bounds
 from synk._pure.trees import flatten, leaves_of
-from synk._wire.failures import raise_failures
 from synk._wire.memory import Segment
-from synk._wire.messages import BLOCK_LENGTH, IS_ASSEMBLED, Down, Kind, Layout, Plan, Status, Traits, Up, slot_offsets
+from synk._wire.messages import (
+    ASSEMBLED,
+    BLOCK_LENGTH,
+    DONE,
+    IS_ASSEMBLED,
+    Down,
+    Kind,
+    Layout,
+    Plan,
+    Reply,
+    Status,
+    Traits,
+    Up,
+    slot_offsets,
+)
 from synk.errors import (
     CallCancelled,
     CallTimeout,

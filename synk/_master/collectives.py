@@ -15,16 +15,16 @@ import numpy as np
 
 from synk._api.data import Data
 from synk._master import device_values as _device_values
+from synk._master.failures import raise_failures
 from synk._pure.arrays import copy_into
 from synk._pure.ops import REDUCE_OPS, check_op
 from synk._pure.read_only import ordinary
 from synk._pure.shards import Selection, select_rows, shard_bounds
 from synk._pure.trees import unflatten
-from synk._wire.failures import raise_failures
 from synk._wire.memory import Segment
 from synk._wire.messages import LARGE_NBYTES, Kind, chunk_bounds
 from synk._wire.steps import Copy, Reduce, Step, run_steps
-from synk._worker.variables import Shapes, dtype_runs, flatten_value, leaf_offsets, shapes_of
+from synk._wire.variables import Shapes, dtype_runs, flatten_value, leaf_offsets, shapes_of
 
 if TYPE_CHECKING:
     from synk._api.runtime import Runtime

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from synk._wire.failures import raise_failures
+from synk._master.failures import raise_failures
 from synk._wire.messages import DEVICE_DTYPES, Down, Exchange, Fetch, Kind, Layout
-from synk._worker.variables import Shapes
+from synk._wire.variables import Shapes
 from synk.errors import WorkerDied
 
 if TYPE_CHECKING:

@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from synk._wire.memory import Segment
-from synk._wire.messages import IS_ASSEMBLED, Extras, Status
+from synk._wire.messages import Extras
 
 if TYPE_CHECKING:
     from synk._master.lanes import Lane
-
-
-@dataclass(frozen=True)
-class Reply:
-    """A worker's answer; ``body`` is still pickled."""
-
-    status: Status
-    flags: int
-    body: bytes
-
-
-DONE = Reply(Status.DONE, 0, b"")
-"""What a rank answers to a repeated call that went well."""
-
-ASSEMBLED = Reply(Status.DONE, IS_ASSEMBLED, b"")
-"""Likewise where the outputs are large."""
 
 
 class Link:

@@ -40,7 +40,7 @@ from synk._master.watch import (
 )
 from synk._pure.interrupts import deferred, is_from_handler
 from synk._wire.messages import Reload
-from synk._worker.received import Absent, Found, fill_function, make_cell
+from synk._wire.parcels import Absent, Found, fill_function, make_cell
 
 _ATOMIC = (
     type(None), types.CodeType, types.ModuleType, types.BuiltinFunctionType, np.dtype, np.generic, Shared,

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from synk._api.shared import Shared
 from synk._master.call import Callee, CallOptions, Launched, abandon, collecting, launch
-from synk._master.known import Reply
 from synk._pure.interrupts import is_from_handler, num_cancels
 from synk._pure.limits import as_seconds
 from synk._wire.memory import Segment
-from synk._wire.messages import NUM_LANES
+from synk._wire.messages import NUM_LANES, Reply
 from synk.errors import CallCancelled, CallTimeout, ClosedError, WorkerDied
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from synk._api.inline import InlineProcess
-from synk._master.known import ASSEMBLED, DONE, Link, Reply
+from synk._master.failures import raise_failures
+from synk._master.known import Link
 from synk._master.output import report
 from synk._master.process import WorkerProcess
 from synk._master.recovery import Crew, stderr_tails
@@ -30,9 +31,10 @@ from synk._pure.interrupts import deferred, plain_interrupts
 from synk._pure.limits import poll_ms
 from synk._version import __version__
 from synk._wire.channel import MAX_FDS, ProtocolError
-from synk._wire.failures import raise_failures
 from synk._wire.memory import Segment
 from synk._wire.messages import (
+    ASSEMBLED,
+    DONE,
     HAS_BODY,
     IS_ALONE,
     IS_ASSEMBLED,
@@ -41,6 +43,7 @@ from synk._wire.messages import (
     Down,
     Extras,
     Kind,
+    Reply,
     Status,
     interrupt_word,
 )

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from synk._pure.trees import flatten
+
 Op = str | Callable[[Any, Any], Any] | None
 
 REDUCE_OPS = ("avg", "sum", "prod", "min", "max")
@@ -302,3 +304,29 @@ def _mismatch(what: str, path: str, outputs: Any, got: str) -> str:
         f"cannot match the outputs of {what}: its result{path} is {got}, but outputs{path} is {outputs!r}. "
         "Give one op for all, or a structure of ops like that of the result."
     )
+
+
+def wanted_leaves(skeleton: Any, subset: tuple[Any, ...] | None, name: str) -> set[int] | None:
+    """Return the leaf positions under the top-level positions or keys of ``subset``; None for all.
+
+    Raises
+    ------
+    IndexError, KeyError
+        If the result has no such position or key.
+    """
+    if subset is None:
+        return None
+    wanted: set[int] = set()
+    for key in subset:
+        if isinstance(skeleton, dict):
+            if key not in skeleton:
+                raise KeyError(f"cannot select output {key!r} of {name!r}: expected one of {sorted(skeleton)}.")
+        elif not isinstance(skeleton, (tuple, list)):
+            raise IndexError(f"cannot select output {key!r} of {name!r}: it returns one value, and no tuple or dict.")
+        elif not isinstance(key, int) or not -len(skeleton) <= key < len(skeleton):
+            raise IndexError(
+                f"cannot select output {key!r} of {name!r}: expected an integer from {-len(skeleton)} to "
+                f"{len(skeleton) - 1}, for it returns {len(skeleton)} outputs."
+            )
+        wanted.update(flatten(skeleton[key])[0])
+    return wanted

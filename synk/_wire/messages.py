@@ -444,3 +444,20 @@ def chunk_bounds(count: int, itemsize: int, num_chunks: int) -> list[tuple[int, 
     lines = -(-count // step)
     edges = [min(-(-lines * k // num_chunks) * step, count) for k in range(num_chunks + 1)]
     return list(itertools.pairwise(edges))
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A worker's answer; ``body`` is still pickled."""
+
+    status: Status
+    flags: int
+    body: bytes
+
+
+DONE = Reply(Status.DONE, 0, b"")
+"""What a rank answers to a repeated call that went well."""
+
+
+ASSEMBLED = Reply(Status.DONE, IS_ASSEMBLED, b"")
+"""Likewise where the outputs are large."""

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from synk._wire.messages import Down
+from synk._wire.variables import Declaration, shapes_of
 from synk._worker.device_collectives import DeviceCollectives
-from synk._worker.variables import Declaration, Replica, VariableStore, shapes_of
+from synk._worker.variables import Replica, VariableStore
 
 
 class DeviceReplica(Replica):

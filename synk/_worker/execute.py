@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from synk._pure.ops import Accumulator, Op, check_op, is_reducible, match_ops, reduce_into
+from synk._pure.ops import Accumulator, Op, check_op, is_reducible, match_ops, reduce_into, wanted_leaves
 from synk._pure.shards import shard_bounds
 from synk._pure.trees import flatten, skeleton_of, unflatten
 from synk._wire.memory import Segment
@@ -698,29 +698,3 @@ def _kind_of(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"an array of dtype {value.dtype}, which holds Python objects"
     return "an int of more than 64 bits" if isinstance(value, int) else type(value).__name__
-
-
-def wanted_leaves(skeleton: Any, subset: tuple[Any, ...] | None, name: str) -> set[int] | None:
-    """Return the leaf positions under the top-level positions or keys of ``subset``; None for all.
-
-    Raises
-    ------
-    IndexError, KeyError
-        If the result has no such position or key.
-    """
-    if subset is None:
-        return None
-    wanted: set[int] = set()
-    for key in subset:
-        if isinstance(skeleton, dict):
-            if key not in skeleton:
-                raise KeyError(f"cannot select output {key!r} of {name!r}: expected one of {sorted(skeleton)}.")
-        elif not isinstance(skeleton, (tuple, list)):
-            raise IndexError(f"cannot select output {key!r} of {name!r}: it returns one value, and no tuple or dict.")
-        elif not isinstance(key, int) or not -len(skeleton) <= key < len(skeleton):
-            raise IndexError(
-                f"cannot select output {key!r} of {name!r}: expected an integer from {-len(skeleton)} to "
-                f"{len(skeleton) - 1}, for it returns {len(skeleton)} outputs."
-            )
-        wanted.update(flatten(skeleton[key])[0])
-    return wanted

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from synk._wire.cell import cell
-from synk._wire.failures import Failure, pack_failure
+from synk._wire.failures import Failure
 from synk._wire.memory import Fence, Segment
 from synk._wire.messages import (
     HAS_BODY,
@@ -43,6 +43,7 @@ from synk._wire.steps import run_steps
 from synk._worker import failpoints as _failpoints
 from synk._worker.comm import HostCollectives
 from synk._worker.execute import Executor, LoadedFunction, PreparedPlan
+from synk._worker.failures import pack_failure
 from synk._worker.pages import give_back, is_written
 from synk._worker.received import Received
 from synk._worker.variables import VariableStore

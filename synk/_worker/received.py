@@ -8,51 +8,16 @@ from __future__ import annotations
 import ast
 import contextlib
 import gc
-import importlib
 import io
 import pickle
 import sys
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from synk._wire.messages import LoadOrder, Reload
-
-
-class Found(NamedTuple):
-    """An object of a module that workers import themselves: the module's name, and steps of a kind and a key."""
-
-    module: str
-    steps: tuple[tuple[str, Any], ...]
-
-    def find(self) -> Any:
-        found: Any = importlib.import_module(self.module)
-        for kind, key in self.steps:
-            if kind == "attribute":
-                found = getattr(found, key)
-            elif kind == "closure":
-                found = found.__closure__[key]
-            else:
-                found = found.cell_contents if kind == "cell" else found[key]
-        return found
-
-
-class Absent:
-    """In a parcel: the value of a name that does not exist any more."""
-
-
-def make_cell() -> types.CellType:
-    """Return an empty cell."""
-    return types.CellType()
-
-
-def fill_function(function: types.FunctionType, state: tuple[Any, Any, Any]) -> None:
-    """Set the cells that came with a function, and the rest of it by cloudpickle's own ``setter``."""
-    filled, setter, rest = state
-    for cell, value in filled:
-        cell.cell_contents = value
-    setter(function, rest)
+from synk._wire.parcels import Absent, Found
 
 
 class _Unpickler(pickle.Unpickler):

@@ -9,166 +9,26 @@ rank.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from synk._pure.arrays import as_plain_array
 from synk._pure.ops import Accumulator
 from synk._pure.trees import describe, flatten, unflatten
-from synk._wire.cell import cell
 from synk._wire.memory import Segment
 from synk._wire.messages import Down, Input
+from synk._wire.variables import (
+    Declaration,
+    Shapes,
+    check_value,
+    flatten_value,
+    leaf_offsets,
+    resolve_variable,
+    shapes_of,
+    value_as_array,
+)
 from synk.backends import Backend
-
-_ALIGNMENT = 64
-
-Shapes = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class Declaration:
-    """What a worker must know of one variable.
-
-    Attributes
-    ----------
-    skeleton : bytes
-        Pickle of the nesting of the value, with leaf positions as leaves.
-    segment_ids : tuple (int, int)
-        The rank's two buffers; 0 for one that does not exist yet.
-    shapes : tuple (Shapes, Shapes)
-        Of the leaves in either buffer.
-    front : int
-        Which buffer holds the value.
-    version : int
-        Rises with each change from the master's side.
-    content : int
-        Rises when the master has written this rank's value: copies of it elsewhere are out of date.
-    """
-
-    variable_id: int
-    name: str
-    skeleton: bytes
-    dtypes: tuple[Any, ...]
-    is_sharded: bool
-    segment_ids: tuple[int, int]
-    shapes: tuple[Shapes, Shapes]
-    front: int
-    version: int
-    content: int = 0
-
-
-def shapes_of(leaves: Sequence[Any]) -> Shapes:
-    return tuple(leaf.shape for leaf in leaves)
-
-
-def leaf_offsets(dtypes: Sequence[np.dtype], shapes: Shapes) -> tuple[list[int], int]:
-    """Return the byte offset of each leaf in a variable's buffer, and the buffer's size.
-
-    Leaves of one dtype lie side by side, so that a collective takes each dtype of a nested variable in one go.
-    """
-    offsets = [0] * len(dtypes)
-    offset = 0
-    for position in leaf_order(dtypes):
-        offsets[position] = offset
-        offset += -(-_count(shapes[position]) * dtypes[position].itemsize // _ALIGNMENT) * _ALIGNMENT
-    return offsets, offset
-
-
-def leaf_order(dtypes: Sequence[np.dtype]) -> list[int]:
-    """Return leaf positions grouped by dtype."""
-    return sorted(range(len(dtypes)), key=lambda position: (dtypes[position].str, position))
-
-
-def dtype_runs(dtypes: Sequence[np.dtype], shapes: Shapes) -> list[tuple[np.dtype, int, int]]:
-    """Return ``(dtype, start, stop)`` in bytes of each stretch of equal dtype in a variable's buffer."""
-    offsets, total = leaf_offsets(dtypes, shapes)
-    runs: list[tuple[np.dtype, int, int]] = []
-    order = leaf_order(dtypes)
-    for position, following in zip(order, [*order[1:], None]):
-        stop = total if following is None else offsets[following]
-        if runs and runs[-1][0] == dtypes[position]:
-            runs[-1] = (runs[-1][0], runs[-1][1], stop)
-        else:
-            runs.append((dtypes[position], offsets[position], stop))
-    return runs
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
-
-
-def flatten_value(value: Any, expected: Any = None) -> tuple[list[Any], Any]:
-    """Flatten the value of a variable: lists of plain numbers are arrays, other containers a nesting of arrays.
-
-    ``expected`` is the structure of the variable, where it is known.
-    """
-    if expected == "leaf" and isinstance(value, (list, tuple)):
-        return [value], "leaf"
-    leaves, structure = flatten(value)
-    if isinstance(value, list) and leaves and all(type(leaf) in (bool, int, float, complex) for leaf in leaves):
-        return [value], "leaf"
-    return leaves, structure
-
-
-def check_value(
-    name: str,
-    leaves: Sequence[Any],
-    dtypes: Sequence[np.dtype],
-    shapes: Shapes,
-    *,
-    is_sharded: bool = False,
-    as_array: Callable[[Any, str], Any] = as_plain_array,
-) -> list[Any]:
-    """Return ``leaves`` as arrays fit for a variable: same number, axes and trailing shape, a dtype that casts safely.
-
-    Raises
-    ------
-    ValueError, TypeError
-        Naming the variable, what it got and what it expects.
-    """
-    arrays = []
-    for position, (leaf, dtype, shape) in enumerate(zip(leaves, dtypes, shapes)):
-        where = f"variable {name!r}" + (f" (leaf {position})" if len(dtypes) > 1 else "")
-        array = as_array(leaf, where)
-        # A Python number has no width of its own, only a kind: 1.5 fits a float32 variable and no integer one.
-        if not np.can_cast(array.dtype, dtype, "safe" if hasattr(leaf, "dtype") else "same_kind"):
-            raise TypeError(
-                f"cannot assign {where}: got dtype {array.dtype}, expected {dtype}. Convert it with "
-                f"astype({dtype.name!r})."
-            )
-        if array.ndim != len(shape):
-            raise ValueError(
-                f"cannot assign {where}: got {array.ndim} axes {array.shape}, expected {len(shape)} {shape}."
-            )
-        if array.shape[1:] != shape[1:]:
-            raise ValueError(
-                f"cannot assign {where}: got shape {array.shape}, expected (rows, {', '.join(map(str, shape[1:]))}): "
-                f"only "
-                "axis 0 can change."
-            )
-        arrays.append(array)
-    if is_sharded and len({array.shape[0] for array in arrays}) > 1:
-        raise ValueError(
-            f"cannot assign variable {name!r}: got axis-0 lengths {[array.shape[0] for array in arrays]}, expected one "
-            "length for all arrays of a sharded variable."
-        )
-    return arrays
-
-
-def value_as_array(variable: Any, dtype: Any, copy: bool | None) -> np.ndarray:
-    """Return ``variable.value`` as NumPy asks for it by ``__array__``."""
-    if variable._structure != "leaf":
-        raise TypeError(
-            f"cannot make an array of variable {variable.name!r}, which is {describe(variable._structure)}. "
-            "Take one of the arrays of its value."
-        )
-    return np.array(variable.value, dtype=dtype) if copy else np.asarray(variable.value, dtype=dtype)
 
 
 class Replica:
@@ -553,10 +413,3 @@ class VariableStore:
     def as_framework(self, leaf: Any) -> Any:
         """Return an array of a value as a tensor. On the host a copy: a tensor can be written into, a value cannot."""
         return self.to_framework(leaf.copy() if isinstance(leaf, np.ndarray) else leaf)
-
-
-def resolve_variable(variable_id: int) -> Replica:
-    """Return this worker's replica; what a pickled ``Shared`` becomes."""
-    if cell.worker is None:
-        raise pickle.UnpicklingError("a shared variable has meaning only on a worker of its runtime")
-    return cell.worker.variables.get(variable_id)

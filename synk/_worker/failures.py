@@ -1,0 +1,96 @@
+"""How an exception of a rank gets ready to travel to the master."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import traceback
+from typing import Any
+
+from synk._wire.failures import Failure
+from synk.errors import add_note
+
+TEXT_CAP = 20_000
+
+
+PICKLE_CAP = 1 << 20
+
+
+_READ_ONLY = "is read-only"
+
+
+_WORKER_FOLDER = os.path.dirname(os.path.abspath(__file__))
+
+
+class _CappedFile(io.RawIOBase):
+    """A file that refuses to grow beyond ``PICKLE_CAP``, so that a huge payload is never copied."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.nbytes = 0
+
+    def write(self, data: Any) -> int:
+        nbytes = memoryview(data).nbytes
+        self.nbytes += nbytes
+        if self.nbytes > PICKLE_CAP:
+            raise ValueError(f"more than {PICKLE_CAP} bytes")
+        self.parts.append(bytes(data))
+        return nbytes
+
+
+def _message(error: BaseException) -> str:
+    """Return ``str(error)``, cut; never the text of a huge argument and never an exception."""
+    try:
+        nbytes = sum(len(argument) for argument in error.args if isinstance(argument, (bytes, bytearray, str)))
+        if nbytes > PICKLE_CAP:
+            return f"<arguments of {nbytes} bytes>"
+        text = str(error)
+    except BaseException as inner:
+        return f"<its text could not be made: {type(inner).__name__}>"
+    return text if len(text) <= TEXT_CAP else f"{text[:TEXT_CAP]}... ({len(text)} characters)"
+
+
+def _format(error: BaseException, depth: int = 0) -> str:
+    """Format an exception and its chain like the interpreter does, without calling anything of it but ``str``."""
+    text = ""
+    cause = error.__cause__
+    context = None if error.__suppress_context__ else error.__context__
+    if cause is not None and depth < 5:
+        text = _format(cause, depth + 1) + "\nThe above exception was the direct cause of the following exception:\n\n"
+    elif context is not None and depth < 5:
+        text = _format(context, depth + 1) + "\nDuring handling of the above exception, another exception occurred:\n\n"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if os.path.dirname(frame.filename) != _WORKER_FOLDER]
+    lines = traceback.StackSummary.from_list(own or frames).format()
+    if len(lines) > 60:
+        lines = [*lines[:30], f"  ... {len(lines) - 60} more frames ...\n", *lines[-30:]]
+    return f"{text}Traceback (most recent call last):\n{''.join(lines)}{type(error).__qualname__}: {_message(error)}\n"
+
+
+def _pickle(error: BaseException) -> tuple[bytes | None, str]:
+    """Return the exception pickled, or None where it is not fit to be raised in the master, and why."""
+    if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
+        return None, ""
+    from synk._worker.pickling import HostPickler
+
+    file = _CappedFile()
+    try:
+        HostPickler(file, protocol=5).dump(error)
+        data = b"".join(file.parts)
+        # What cannot be loaded again must fail here, not in the user's session.
+        loaded = pickle.loads(data)
+        return (data, "") if type(loaded) is type(error) else (None, f"it is loaded as {type(loaded).__name__}")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as inner:  # __reduce__ is the user's code and may raise anything, SystemExit included
+        return None, f"{type(inner).__name__}: {_message(inner)[:500]}"
+
+
+def pack_failure(error: BaseException, rank: int, device: str, *, is_collateral: bool = False) -> Failure:
+    """Return ``error`` in transferable form."""
+    message = _message(error)
+    if isinstance(error, ValueError) and _READ_ONLY in message:
+        add_note(error, "Inputs and shared variables are read-only inside a function: copy (x = x.copy()) or assign.")
+    text = _format(error)[-TEXT_CAP:]
+    return Failure(rank, device, type(error).__qualname__, message, text, *_pickle(error), is_collateral)
