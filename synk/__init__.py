@@ -3,7 +3,7 @@
 from synk import errors
 from synk._api.current import close, current, fork
 from synk._api.data import Data
-from synk._api.function import Function, distribute, function, wrap
+from synk._api.function import Function, function
 from synk._api.runtime import Runtime
 from synk._api.shared import Shared
 from synk._api.verbs import (
@@ -11,6 +11,7 @@ from synk._api.verbs import (
     all_reduce,
     broadcast,
     data,
+    distribute,
     gather,
     get_lengths,
     get_shapes,
@@ -22,10 +23,11 @@ from synk._api.verbs import (
     set_value,
     shared,
 )
-from synk._master.program import freeze_support
+from synk._api.wrap import wrap
 from synk._master.queue import PendingCall
 from synk._version import __version__
 from synk._worker.comm import comm
+from synk._worker.program import freeze_support
 
 __all__ = [
     "Data",

@@ -387,7 +387,7 @@ def calls() -> Protocol:
         answers = [block("Channel.answer", read(f"pipe up[{k}]", name="read pipe")) for k in range(2)]
         return [*answers, *(expect(f"results[{k}]", call) for k in range(2))]
 
-    commit = block("Runtime.commit", store("COMMITTED", 1), note("call _finish_commit"))
+    commit = block("Variables.commit", store("COMMITTED", 1), note("call finish_commit"))
     master = _program(launch(1), *collected(1), commit, launch(2), *collected(2))
     return Protocol((rank(0), rank(1), master), {})
 

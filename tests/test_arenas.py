@@ -115,7 +115,7 @@ def test_memory_comes_back_and_new_values_begin_with_zeros(runtime: Fork) -> Non
     total = rt.function(lambda x: x.sum(), outputs="sum")
 
     def blocks() -> int:
-        arenas = [arena for arenas in rt.arenas._by_kind.values() for arena in arenas]
+        arenas = [arena for arenas in rt._session.memory.arenas._by_kind.values() for arena in arenas]
         return sum(os.fstat(arena.segment.fd).st_blocks for arena in arenas)
 
     data = [rt.data(np.full(5000, 3.0)) for _ in range(400)]
@@ -124,7 +124,7 @@ def test_memory_comes_back_and_new_values_begin_with_zeros(runtime: Fork) -> Non
     held = sum(descriptors().values())
     del data
     gc.collect()
-    rt.reclaim()
+    rt._session.reclaim()
     assert blocks() == 0
     assert sum(descriptors().values()) < held
     for _ in range(3):

@@ -253,21 +253,21 @@ def test_writers_wait_for_submitted_calls_that_read(shared_runtimes: Any, tmp_pa
         return x.sum()
 
     d = rt.data(np.ones(4))
-    release = rt.queue.release
+    release = rt._session.queue.release
 
     def opened(segment: Any) -> None:
-        assert rt.queue.reads(segment)
+        assert rt._session.queue.reads(segment)
         open(gate, "w").close()
         release(segment)
-        assert not rt.queue.reads(segment)
+        assert not rt._session.queue.reads(segment)
 
     pending = rt.function(read, outputs="sum", bcast_inputs="path").submit(d, gate)
     np.testing.assert_array_equal(d + 1, np.full(4, 2.0))  # readers do not wait
-    rt.queue.release = opened
+    rt._session.queue.release = opened
     try:
         write(d)
     finally:
-        del rt.queue.release
+        del rt._session.queue.release
         open(gate, "w").close()
     assert pending.result() == 4
     assert d.sum() != 4

@@ -323,9 +323,9 @@ def test_nccl_that_cannot_start_again_is_not_waited_for(gpu: Any, monkeypatch: p
     rt = gpu(2)
     f = rt.function(lambda x: x[:1].repeat(LARGE * 4) + 1, outputs="sum")
     assert (f(np.arange(2.0)) == 3.0).all()
-    for environment in rt.team._placement.environments:
+    for environment in rt._session.team._placement.environments:
         environment["SYNK_FAKE_NCCL"] = "refuse"
-    for link in rt.team.links:
+    for link in rt._session.team.links:
         os.kill(link.process.pid, signal.SIGKILL)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deaths that were seen between two calls
@@ -435,7 +435,7 @@ def test_a_death_while_the_others_are_in_nccl(gpu: Any) -> None:
     assert time.monotonic() - started < 10
     got = rt.function(lambda x: np.full(LARGE * 4, 1.0), outputs="sum")(np.ones(3))
     assert (got == 3.0).all()
-    assert rt.group.is_usable(rt.team)
+    assert rt._session.group.is_usable(rt._session.team)
 
 
 def test_a_rank_that_fails_before_a_reduction_frees_the_others(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -531,12 +531,12 @@ def test_variables_are_on_the_device_until_they_are_read(gpus: Gpus, count: int)
     scale = scaler(rt, w)
     scale(np.ones(3))
     scale(np.ones(3))
-    assert w.is_stale == [True] * 3
+    assert w._variable.is_stale == [True] * 3
     np.testing.assert_array_equal(rt.gather(w), start * np.array([[1], [4], [9]]))
-    assert w.is_stale == [False] * 3
+    assert w._variable.is_stale == [False] * 3
     scale(np.ones(3))
     rt.all_reduce(w, "sum")
-    assert w.is_stale == [gpus.has_nccl] * 3
+    assert w._variable.is_stale == [gpus.has_nccl] * 3
     np.testing.assert_array_equal(rt.gather(w), np.stack([start * 36] * 3))
     scale(np.ones(3))
     rt.broadcast(w)

@@ -34,8 +34,8 @@ from weak_memory import (
     without,
 )
 
-from synk._api import runtime
 from synk._master import call as _calls
+from synk._master import variable
 from synk._master import workers as _team
 from synk._wire import channel as _channel
 from synk._wire.messages import Down, Up
@@ -169,7 +169,7 @@ MODULES = {
     "VariableStore": _variables,
     "Team": _team,
     "Channel": _channel,
-    "Runtime": runtime,
+    "Variables": variable,
     "launch": _calls,
     "_send": _calls,
 }

@@ -304,13 +304,13 @@ class Sequences(RuleBasedStateMachine):
     @invariant()
     def no_rank_writes_into_what_another_one_reads(self) -> None:
         for variable in self.variables:
-            shared = variable.shared
-            firsts = [pair[front] for pair, front in zip(shared.buffers, shared.front, strict=True)]
-            seconds = [pair[1 - front] for pair, front in zip(shared.buffers, shared.front, strict=True)]
+            held = variable.shared._variable
+            firsts = [pair[front] for pair, front in zip(held.buffers, held.front, strict=True)]
+            seconds = [pair[1 - front] for pair, front in zip(held.buffers, held.front, strict=True)]
             for rank, second in enumerate(seconds):
                 others = [*firsts, *(each for other, each in enumerate(seconds) if other != rank)]
                 assert second is None or all(second is not other for other in others)
-            assert len(shared._all_segments()) <= 2 * self.runtime.world_size
+            assert len(held._all_segments()) <= 2 * self.runtime.world_size
 
     @invariant()
     def all_ranks_hold_what_numpy_says(self) -> None:

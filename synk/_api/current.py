@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from synk._api.runtime import Runtime
+from synk._master.session import current_session
 from synk._pure.interrupts import deferred
 from synk._wire.cell import cell, refuse_inside_worker
-from synk.errors import ClosedError, NotForkedError, SynkError
+from synk.errors import SynkError
 
 
 def current() -> Runtime:
@@ -22,11 +22,7 @@ def current() -> Runtime:
     ClosedError
         If it was closed.
     """
-    refuse_inside_worker("use the runtime")
-    if cell.runtime is None:
-        if cell.last_runtime is not None:
-            raise ClosedError("the runtime is closed. Call synk.fork() again.") from cell.last_runtime.cause
-        raise NotForkedError("there is no runtime yet. Call synk.fork() first.")
+    current_session()
     runtime: Runtime = cell.runtime
     return runtime
 
@@ -88,14 +84,14 @@ def fork(
     refuse_inside_worker("fork")
     if cell.runtime is not None and cell.runtime.is_closed:  # by a fault: what it still holds is let go of
         cell.runtime.close()
-    if cell.runtime is not None and cell.runtime._pid == os.getpid():
+    if cell.runtime is not None and cell.session.is_own_process:
         raise SynkError(
             f"cannot fork: {cell.runtime!r} is already running. Call synk.close() first, or make a second one with "
             "synk.Runtime(...)."
         )
     try:
         with deferred():  # a runtime that nobody can name could not be closed
-            cell.runtime = cell.last_runtime = Runtime(
+            runtime = Runtime(
                 num_workers,
                 backend=backend,
                 devices=devices,
@@ -105,6 +101,7 @@ def fork(
                 on_restart=on_restart,
                 _failpoints=_failpoints,
             )
+            cell.runtime, cell.session, cell.last_session = runtime, runtime._session, runtime._session
     except BaseException:  # Ctrl-C, or what another signal handler raises, comes when it has started
         close()
         raise

@@ -10,33 +10,19 @@ import numbers
 import operator
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from synk._api.array_like import ArrayLike
+from synk._master.arguments import Contents
+from synk._master.session import Session
 from synk._pure.arrays import as_plain_array, check_shareable
 from synk._pure.interrupts import deferred
+from synk._wire.cell import refuse_inside_worker
 from synk._wire.memory import Segment
 from synk.errors import ClosedError
-
-if TYPE_CHECKING:
-    from synk._api.runtime import Runtime
-
-
-class Contents(NamedTuple):
-    """What a ``Data`` holds at one moment.
-
-    Replaced as a whole, so that whoever has taken it has the memory and the rows of one moment.
-    """
-
-    segment: Segment | None
-    array: np.ndarray
-
-    @property
-    def segment_id(self) -> int:
-        return self.segment.id if self.segment is not None else 0
 
 
 class Data(ArrayLike):
@@ -69,9 +55,11 @@ class Data(ArrayLike):
     name : str or None
     """
 
+    _synk_data = True
+
     def __init__(
         self,
-        runtime: Runtime,
+        session: Session,
         value: Any = None,
         *,
         dtype: npt.DTypeLike | None = None,
@@ -82,7 +70,7 @@ class Data(ArrayLike):
         oversize: float = 1.0,
         name: str | None = None,
     ) -> None:
-        self._runtime = runtime
+        self._session = session
         # Held by whoever replaces the contents, and never while waiting for the runtime: a call that converts its
         # arguments may come here.
         self._writing = threading.RLock()
@@ -120,11 +108,11 @@ class Data(ArrayLike):
     @property
     def data(self) -> np.ndarray:
         """The array, a view of the shared memory; shape as ``shape``."""
-        self._runtime.check_open(f"use {self._label}")
+        self._session.check_open(f"use {self._label}")
         return self._await_readers().array
 
     def _operand(self) -> np.ndarray:
-        self._runtime.check_open(f"use {self._label}")
+        self._session.check_open(f"use {self._label}")
         return self._contents.array
 
     @property
@@ -212,7 +200,7 @@ class Data(ArrayLike):
         SharedMemoryError
             If the memory does not suffice; the old contents stay.
         """
-        self._runtime.check_open(f"set {self._label}")
+        self._session.check_open(f"set {self._label}")
         array = as_plain_array(value, self._label)
         if array.ndim != self._ndim:
             raise ValueError(f"cannot set {self._label}: got {array.ndim} axes, expected {self._ndim}.")
@@ -238,7 +226,7 @@ class Data(ArrayLike):
 
     def set_shape(self, shape: Sequence[int] | int, *, oversize: float = 1.0) -> None:
         """Change the shape; rows are kept where only axis 0 changes, otherwise the contents are undefined."""
-        self._runtime.check_open(f"resize {self._label}")
+        self._session.check_open(f"resize {self._label}")
         shape = (shape,) if isinstance(shape, (int, np.integer)) else shape
         shape = tuple(operator.index(length) for length in shape)
         if len(shape) != self._ndim:
@@ -257,7 +245,7 @@ class Data(ArrayLike):
         ValueError
             If it has no axes.
         """
-        self._runtime.check_open(f"free {self._label}")
+        self._session.check_open(f"free {self._label}")
         if self._ndim == 0:
             raise ValueError(f"cannot free {self._label}: it has no axes, so it cannot get a length of 0. Use del.")
         with self._writing:
@@ -282,14 +270,14 @@ class Data(ArrayLike):
 
         def overwrite() -> None:
             nonlocal is_done
-            if segment is not None and not self._runtime.queue.reads(segment):
+            if segment is not None and not self._session.queue.reads(segment):
                 contents = self._placed(segment, value.shape)
                 np.copyto(contents.array, value, casting="unsafe")
                 self._contents = contents
                 is_done = True
 
         if segment is not None and self._nbytes_of(value.shape) <= segment.nbytes:
-            self._runtime.if_free(overwrite)
+            self._session.if_free(overwrite)
         return is_done
 
     def _nbytes_of(self, shape: tuple[int, ...]) -> int:
@@ -303,40 +291,49 @@ class Data(ArrayLike):
 
     def _allocated(self, shape: tuple[int, ...], oversize: float) -> Contents:
         nbytes = self._nbytes_of(shape)
-        return self._placed(self._runtime.arenas.create(int(nbytes * oversize)) if nbytes else None, shape)
+        return self._placed(self._session.memory.arenas.create(int(nbytes * oversize)) if nbytes else None, shape)
 
     def _replace(self, contents: Contents) -> None:
         """Put other contents in place of the old ones, whose memory goes when no call reads it any more."""
         with deferred():
             old, self._contents = self._contents, contents
             if old.segment is not None:
-                self._runtime.release(old.segment)
+                self._session.release(old.segment)
 
     def _await_readers(self) -> Contents:
         """Wait for submitted calls that read this: they must see it as it was. Return what may be written to."""
         while True:
             contents = self._contents
             if contents.segment is not None:
-                self._runtime.queue.release(contents.segment)
+                self._session.queue.release(contents.segment)
             if self._contents is contents:
                 return contents
 
+    def _check_owner(self, session: Session, what: str) -> None:
+        """Raise where this belongs to another runtime."""
+        if self._session is not session:
+            if self._session.is_closed:
+                raise ClosedError(f"cannot pass {what}: its runtime was closed. Make it again with synk.data(...).")
+            raise ValueError(
+                f"cannot pass {what}: it belongs to another runtime. Make it with this runtime's data(...)."
+            )
+
     def __del__(self) -> None:
         # Finalizers run anywhere, also in the middle of a call: the segment is only queued.
-        runtime = getattr(self, "_runtime", None)
+        session = getattr(self, "_session", None)
         contents = getattr(self, "_contents", None)
-        if runtime is not None and contents is not None and contents.segment is not None and not runtime.is_closed:
-            runtime._released.append(contents.segment)
+        if session is not None and contents is not None and contents.segment is not None and not session.is_closed:
+            session.memory.released.append(contents.segment)
+
+
+def make_data(session: Session, value: Any = None, **options: Any) -> Data:
+    """Make a :class:`Data` of a runtime that is open."""
+    refuse_inside_worker("make Data")
+    session.check_open("make Data")
+    session.reclaim()
+    return Data(session, value, **options)
 
 
 def _check_oversize(oversize: Any, label: str) -> None:
     if not isinstance(oversize, numbers.Real) or not 1.0 <= float(oversize) <= 2.0:
         raise ValueError(f"cannot resize {label}: got oversize={oversize!r}, expected 1.0 to 2.0.")
-
-
-def check_same_runtime(data: Data, runtime: Runtime, what: str) -> None:
-    """Raise where ``data`` belongs to another runtime."""
-    if data._runtime is not runtime:
-        if data._runtime.is_closed:
-            raise ClosedError(f"cannot pass {what}: its runtime was closed. Make it again with synk.data(...).")
-        raise ValueError(f"cannot pass {what}: it belongs to another runtime. Make it with this runtime's data(...).")

@@ -16,22 +16,22 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from synk._api.current import current, fork
-from synk._api.data import Data
-from synk._api.runtime import Runtime
-from synk._api.shared import Shared, check_owner, pickled
+from synk._api.data import Data, make_data
+from synk._api.shared import Shared
 from synk._api.verify import Report, Tolerance, verify
 from synk._master.arguments import Signature
 from synk._master.call import CallOptions, run_call
 from synk._master.plans import PlanCache
 from synk._master.queue import PendingCall
 from synk._master.row_shapes import RowShapes
+from synk._master.session import Session, current_session
+from synk._master.variable import Variable, check_owner, pickled
 from synk._master.watch import Part, Watch, is_users_module, watch
 from synk._pure.interrupts import deferred, is_from_handler
 from synk._pure.limits import check_timeout
 from synk._pure.ops import REDUCE_OPS, check_outputs
-from synk._wire.cell import cell, refuse_inside_worker
-from synk.errors import ClosedError, SerializationError, SynkError, WorkerDied
+from synk._wire.cell import refuse_inside_worker
+from synk.errors import SerializationError, WorkerDied
 
 FRAMEWORKS = (None, "torch", "jax")
 
@@ -87,7 +87,7 @@ class Function:
         name: str | None = None,
         retry: int = 0,
         per_rank: bool = False,
-        runtime: Runtime | None = None,
+        session: Session | None = None,
     ) -> None:
         if not callable(fn):
             raise TypeError(f"cannot build a function: got {type(fn).__name__}, expected a callable.")
@@ -108,8 +108,8 @@ class Function:
         if not isinstance(per_rank, bool):
             raise TypeError(f"cannot build {self.name!r}: got per_rank={per_rank!r}, expected True or False.")
         self.per_rank = per_rank
-        self._fixed_runtime = runtime
-        self._runtime: Runtime | None = None
+        self._fixed_session = session
+        self._session: Session | None = None
         self.row_shapes = RowShapes(self.name)
         self.plans = PlanCache()
         self.is_stale = False
@@ -279,62 +279,62 @@ class Function:
                 "run again. Call it, or build it without retry."
             )
         function = self._renewed()
-        runtime = function._bound_runtime()
+        session = function._bound_session()
         options = CallOptions(
             batch, shard_batch, _check_slices(num_slices), _subset(output_subset), check_timeout(timeout)
         )
-        with runtime.entered(f"submit {self.name!r}"):
-            return runtime.queue.submit(function, args, kwargs, options, runtime.deadline(options.timeout))
+        with session.entered(f"submit {self.name!r}"):
+            return session.queue.submit(function, args, kwargs, options, session.deadline(options.timeout))
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         if self._watch is not None and not self._watch.is_current() and (renewed := self._renewed()) is not self:
             return renewed._run(args, kwargs, options)
-        runtime = self._bound_runtime()
-        deadline = runtime.deadline(options.timeout)
+        session = self._bound_session()
+        deadline = session.deadline(options.timeout)
         for attempts_left in range(self._retry, -1, -1):
-            with runtime.entered(self._verb):
-                runtime.begin(self._verb, deadline)
+            with session.entered(self._verb):
+                session.begin(self._verb, deadline)
                 try:
-                    return run_call(runtime, self, args, kwargs, options, deadline)
+                    return run_call(session, self, args, kwargs, options, deadline)
                 except WorkerDied:
                     if not attempts_left:
                         raise
         raise AssertionError("the last attempt returns or raises")
 
-    def load(self, runtime: Runtime, deadline: float | None) -> None:
-        """See that the workers of ``runtime`` have this function."""
-        if self._runtime is not runtime or self.is_stale:
-            distribute_functions(runtime, [self], deadline=deadline)
+    def load(self, session: Session, deadline: float | None) -> None:
+        """See that the workers have this function."""
+        if self._session is not session or self.is_stale:
+            distribute_functions(session, [self], deadline=deadline)
         else:
-            runtime.ensure_loaded(deadline)
+            session.functions.ensure_loaded(deadline)
 
-    def _bound_runtime(self) -> Runtime:
-        """Return the runtime to use: the one the function was made with, else the current one."""
-        if self._fixed_runtime is not None:
-            return self._fixed_runtime
+    def _bound_session(self) -> Session:
+        """Return that of the runtime to use: the one the function was made with, else the current one."""
+        if self._fixed_session is not None:
+            return self._fixed_session
         refuse_inside_worker(f"call {self.name!r}")
-        if self._runtime is not None and not self._runtime.is_closed:
-            return self._runtime
-        return current()
+        if self._session is not None and not self._session.is_closed:
+            return self._session
+        return current_session()
 
     def build_inputs(self, *arrays: Any, minibatch: bool = False) -> tuple[Data, ...]:
         """Return one :class:`synk.Data` per array, for the parameters in order."""
-        runtime = self._bound_runtime()
-        return tuple(runtime.data(array, minibatch=minibatch) for array in arrays)
+        session = self._bound_session()
+        return tuple(make_data(session, array, minibatch=minibatch) for array in arrays)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
-    def _bind_to(self, runtime: Runtime, watch: Watch, variables: set[Shared]) -> None:
-        is_new = self._runtime is not runtime
-        if self._runtime is not None and is_new:
+    def _bind_to(self, session: Session, watch: Watch, variables: set[Variable]) -> None:
+        is_new = self._session is not session
+        if self._session is not None and is_new:
             self.plans = PlanCache()
-        self._runtime = runtime
+        self._session = session
         self._watch, self.is_stale = watch, False
         self.variables = variables
-        runtime.bound.add(self)
+        session.functions.bound.add(self)
         _waiting.discard(self)
         if is_new:
-            dropped = weakref.finalize(self, runtime._dropped_functions.append, (self.id, self.plans))
+            dropped = weakref.finalize(self, session.functions.dropped.append, (self.id, self.plans))
             dropped.atexit = False  # the user's own exit handlers may still call it
 
     def forget_sent(self) -> None:
@@ -374,7 +374,7 @@ class Function:
         Compares the elements of arrays, lists and sets, keys of dicts and attributes, at any depth. What a new
         definition of the function, or ``Runtime.restart``, would send.
         """
-        return self._runtime is not None and self._runtime.book.is_changed_inside(self.id)
+        return self._session is not None and self._session.functions.book.is_changed_inside(self.id)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         # As a decorator on a method: the instance becomes a broadcast argument, which is rarely meant.
@@ -481,7 +481,7 @@ class _Nowhere:
         return memoryview(data).nbytes
 
 
-def _variables_in(value: Any) -> set[Shared]:
+def _variables_in(value: Any) -> set[Variable]:
     """Return the shared variables that ``value`` refers to; raise what its pickling raises."""
     outer, pickled.met = pickled.met, set()
     try:
@@ -491,7 +491,7 @@ def _variables_in(value: Any) -> set[Shared]:
         pickled.met = outer
 
 
-def _check_picklable(function: Function) -> set[Shared]:
+def _check_picklable(function: Function) -> set[Variable]:
     """Return the variables that a function refers to; raise SerializationError if it cannot be sent."""
     try:
         return _variables_in(function.options)
@@ -523,47 +523,49 @@ def _find_culprit(fn: Any) -> str:
     return ""
 
 
-def distribute_functions(runtime: Runtime, only: Sequence[Function] | None = None, *, deadline: float | None) -> None:
-    """Pickle the functions that ``runtime`` does not have yet, together, and load them on all workers."""
+def distribute_functions(session: Session, only: Sequence[Function] | None = None, *, deadline: float | None) -> None:
+    """Pickle the functions that the workers do not have yet, together, and load them on all workers."""
     with _waiting_lock:
         candidates = list(_waiting if only is None else only)
     functions = [
-        f for f in candidates if f._fixed_runtime in (None, runtime) and (f._runtime is not runtime or f.is_stale)
+        f for f in candidates if f._fixed_session in (None, session) and (f._session is not session or f.is_stale)
     ]
     functions.sort(key=lambda function: function.id)
-    runtime.ensure_loaded(deadline)
+    session.functions.ensure_loaded(deadline)
     if not functions:
         return
     names = ", ".join(repr(function.name) for function in functions)
     watches = [function._look() for function in functions]
     variables = [_variables_of(function, watched) for function, watched in zip(functions, watches)]
     for variable in set().union(*variables):
-        check_owner(variable, runtime, names)
+        check_owner(variable, session.variables, names)
     orders = [(f.id, f._fn, f.options, watched) for f, watched in zip(functions, watches)]
     for function in functions:
-        if function._runtime is runtime and not runtime.book.has(function.id, function._fn):
-            function.plans.drop_all(runtime)  # workers plan with the function that they have
-    sent = runtime.bring(orders, names, deadline)
+        if function._session is session and not session.functions.book.has(function.id, function._fn):
+            function.plans.drop_all(session.team)  # workers plan with the function that they have
+    sent = session.functions.bring(orders, names, deadline)
     for function, watched, own in zip(functions, watches, variables):
         with deferred():  # what is on the workers must be dropped there some day
-            function._bind_to(runtime, watched, own)
+            function._bind_to(session, watched, own)
     if len(functions) == 1:
-        functions[0]._changes.note(sent, runtime.counters["calls"])
+        functions[0]._changes.note(sent, session.counters["calls"])
 
 
-def _variables_of(function: Function, watched: Watch) -> set[Shared]:
+def _variables_of(function: Function, watched: Watch) -> set[Variable]:
     """Return the shared variables that a function refers to now, in its own modules too."""
-    return _check_picklable(function) | {part.value for part in watched.parts if isinstance(part.value, Shared)}
+    return _check_picklable(function) | {
+        part.value._variable for part in watched.parts if isinstance(part.value, Shared)
+    }
 
 
-def build_function(fn: Any, options: dict[str, Any], runtime: Runtime | None) -> Any:
+def build_function(fn: Any, options: dict[str, Any], session: Session | None) -> Any:
     """Return a Function, or a decorator where ``fn`` is None.
 
     Also on a worker, which imports modules whose functions are decorated; only a call is refused there.
     """
     if fn is None:
-        return lambda target: Function(target, runtime=runtime, **options)
-    return Function(fn, runtime=runtime, **options)
+        return lambda target: Function(target, session=session, **options)
+    return Function(fn, session=session, **options)
 
 
 def function(
@@ -648,76 +650,3 @@ def function(
         "per_rank": per_rank,
     }
     return build_function(fn, options, None)
-
-
-def distribute() -> None:
-    """Send all functions that are not yet on the workers of the current runtime, in one go.
-
-    Optional: the first call of a function does it. A program that builds many functions saves round trips, and
-    functions that are pickled together keep what they share in common.
-
-    Raises
-    ------
-    SerializationError
-        If one cannot be pickled, or cannot be loaded on the workers; it is then on no rank.
-    """
-    current().distribute()
-
-
-def wrap(
-    fn: Callable[..., Any] | None = None,
-    *,
-    bcast_inputs: str | Sequence[str] = (),
-    outputs: Any = "avg",
-    updates: Any = (),
-    framework: str | None = None,
-    name: str | None = None,
-    retry: int = 0,
-    per_rank: bool = False,
-) -> Any:
-    """Make one function of an existing program parallel, without any other change.
-
-    As :func:`function`, but forks at the first call where no runtime is there. The workers end with the program.
-
-    Examples
-    --------
-    >>> import numpy as np, synk
-    >>> mean_square = synk.wrap(lambda x: (x**2).mean())
-    >>> mean_square(np.array([1.0, 3.0]))
-    np.float64(5.0)
-    >>> synk.close()
-    """
-    options = {
-        "bcast_inputs": bcast_inputs,
-        "outputs": outputs,
-        "updates": updates,
-        "framework": framework,
-        "name": name,
-        "retry": retry,
-        "per_rank": per_rank,
-    }
-    if fn is None:
-        return lambda target: WrappedFunction(target, **options)
-    return WrappedFunction(fn, **options)
-
-
-class WrappedFunction(Function):
-    """A function that brings its own runtime where there is none; made by :func:`synk.wrap`."""
-
-    def _bound_runtime(self) -> Runtime:
-        refuse_inside_worker(f"call {self.name!r}")
-        if cell.runtime is None and (self._runtime is None or self._runtime.is_closed):
-            fork()
-        return super()._bound_runtime()
-
-
-__all__ = [
-    "ClosedError",
-    "Function",
-    "SynkError",
-    "WrappedFunction",
-    "build_function",
-    "distribute",
-    "function",
-    "wrap",
-]

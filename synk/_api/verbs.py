@@ -15,6 +15,7 @@ from synk._api.data import Data
 from synk._api.shared import Shared
 from synk._master.placement import has_cupy
 from synk._master.profile import Profile
+from synk._version import __version__
 from synk._wire.cell import cell
 from synk.backends._report import gpu_lines
 
@@ -220,10 +221,8 @@ def profile() -> Profile:
 
 def info() -> str:
     """Return a description of synk, this machine, and the current runtime."""
-    import synk
-
     lines = [
-        f"synk {synk.__version__}, Python {platform.python_version()}, numpy {np.__version__}, {platform.platform()}",
+        f"synk {__version__}, Python {platform.python_version()}, numpy {np.__version__}, {platform.platform()}",
         f"CPU: {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable",
         *gpu_lines(has_cupy=has_cupy()),
     ]
@@ -232,3 +231,17 @@ def info() -> str:
     else:
         lines.append("runtime: none (synk.fork() starts one)")
     return "\n".join(lines)
+
+
+def distribute() -> None:
+    """Send all functions that are not yet on the workers of the current runtime, in one go.
+
+    Optional: the first call of a function does it. A program that builds many functions saves round trips, and
+    functions that are pickled together keep what they share in common.
+
+    Raises
+    ------
+    SerializationError
+        If one cannot be pickled, or cannot be loaded on the workers; it is then on no rank.
+    """
+    current().distribute()

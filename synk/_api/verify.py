@@ -14,7 +14,7 @@ from synk._pure.trees import flatten
 from synk._wire.messages import Traits
 
 if TYPE_CHECKING:
-    from synk._api.shared import Shared
+    from synk._master.variable import Variable
 
 Try = Callable[[CallOptions], Tried]
 
@@ -206,8 +206,8 @@ def _compare(
 
 
 def _compare_variables(
-    assigned: dict[Shared, list[list[np.ndarray]]],
-    serial: dict[Shared, list[list[np.ndarray]]],
+    assigned: dict[Variable, list[list[np.ndarray]]],
+    serial: dict[Variable, list[list[np.ndarray]]],
     tolerance: Tolerance,
     reason: str,
 ) -> list[VerifiedOutput]:

@@ -9,25 +9,43 @@ import inspect
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
 
-from synk._api.data import Contents, Data, check_same_runtime
+from synk._master.session import Session
+from synk._master.variable import Variable, check_owner, is_shared
 from synk._pure.arrays import as_plain_array, check_shareable
 from synk._pure.interrupts import is_from_handler
 from synk._pure.read_only import ReadOnlyArray
 from synk._pure.shards import Assignment, Selection, assign_local, assign_owned, bounds_of, select_common
+from synk._wire.memory import Segment
 from synk._wire.messages import Input
 from synk.errors import SerializationError
-
-if TYPE_CHECKING:
-    from synk._api.shared import Shared
 
 _ALIGNMENT = 64
 _PAGE = 4096
 _PLAIN_TYPES = (int, float, complex, bool, str, bytes, type(None))
+
+
+class Contents(NamedTuple):
+    """What a ``Data`` holds at one moment.
+
+    Replaced as a whole, so that whoever has taken it has the memory and the rows of one moment.
+    """
+
+    segment: Segment | None
+    array: np.ndarray
+
+    @property
+    def segment_id(self) -> int:
+        return self.segment.id if self.segment is not None else 0
+
+
+def is_data(value: Any) -> bool:
+    """Whether ``value`` is a :class:`synk.Data`."""
+    return hasattr(type(value), "_synk_data")
 
 
 @dataclass
@@ -44,7 +62,7 @@ class Argument:
         As ``Input.kind``.
     array : ndarray or None
         What must be staged (``rows`` and ``whole`` that are no ``Data``).
-    data : Data or None
+    data : synk.Data or None
     contents : Contents or None
         Of ``data`` when the argument was bound. Another thread may replace them at any time, so the whole call goes by
         these.
@@ -56,7 +74,7 @@ class Argument:
     keyword: str
     kind: str
     array: np.ndarray | None = None
-    data: Data | None = None
+    data: Any = None
     contents: Contents | None = None
     value: Any = None
     dtype: Any = None
@@ -68,11 +86,11 @@ class Argument:
             array = self.contents.array
             return (self.kind, self.contents.segment_id, array.shape, array.dtype, array.dtype.type, self.is_minibatch)
         if self.kind == "closed over":
-            return (self.kind, self.value._id, self.array.shape)  # type: ignore[union-attr]
+            return (self.kind, self.value.id, self.array.shape)  # type: ignore[union-attr]
         if self.array is not None:  # the type as well: NumPy calls np.record equal to a plain record
             return (self.kind, self.array.shape, self.dtype, self.dtype.type)
         if self.kind in ("shard", "replica"):
-            return (self.kind, self.value.plan_key)
+            return (self.kind, self.value.id)
         return self.kind
 
     @property
@@ -83,7 +101,7 @@ class Argument:
     @property
     def num_rows(self) -> int:
         if self.kind == "shard":
-            return int(self.value.num_rows)
+            return sum(self.value.lengths)
         return len(self.contents.array if self.contents is not None else self.array)  # type: ignore[arg-type]
 
 
@@ -183,7 +201,7 @@ class Signature:
 
 
 def check_argument(
-    label: str, keyword: str, is_broadcast: bool, value: Any, function_name: str, runtime: Any
+    label: str, keyword: str, is_broadcast: bool, value: Any, function_name: str, session: Session
 ) -> Argument:
     """Classify one argument.
 
@@ -194,14 +212,13 @@ def check_argument(
     ClosedError, ValueError
         If it is a ``Data`` or ``Shared`` of another runtime.
     """
-    if isinstance(value, Data):
-        what = f"{label} of {function_name!r}"
-        check_same_runtime(value, runtime, what)
+    if is_data(value):
+        value._check_owner(session, f"{label} of {function_name!r}")
         if not is_broadcast and value.ndim == 0:
             raise TypeError(_no_rows(label, function_name, "a Data with no axes"))
         return Argument(label, keyword, "whole" if is_broadcast else "rows", data=value, contents=value._contents)
-    if hasattr(value, "_synk_shared"):
-        return value._as_argument(label, keyword, is_broadcast, function_name, runtime)
+    if is_shared(value):
+        return _check_shared(label, keyword, is_broadcast, value._variable, function_name, session)
     if isinstance(value, ReadOnlyArray):
         value = value.view(np.ndarray)
     if is_broadcast:
@@ -212,6 +229,17 @@ def check_argument(
     if array.ndim == 0:
         raise TypeError(_no_rows(label, function_name, f"a single value ({type(value).__name__})"))
     return Argument(label, keyword, "rows", array=array, dtype=check_shareable(array.dtype, label))
+
+
+def _check_shared(
+    label: str, keyword: str, is_broadcast: bool, variable: Variable, function_name: str, session: Session
+) -> Argument:
+    check_owner(variable, session.variables, f"{label} of {function_name!r}")
+    if is_broadcast == variable.is_sharded:
+        is_kind = "sharded" if variable.is_sharded else "replicated"
+        hint = "take it out of bcast_inputs" if variable.is_sharded else f"add {label!r} to bcast_inputs"
+        raise ValueError(f"cannot pass {label} of {function_name!r}: variable {variable.name!r} is {is_kind}; {hint}.")
+    return Argument(label, keyword, "shard" if variable.is_sharded else "replica", value=variable)
 
 
 def _no_rows(label: str, function_name: str, got: str) -> str:
@@ -233,7 +261,7 @@ def select(arguments: Sequence[Argument], batch: Any, function_name: str) -> Sel
     return select_common(batch, whole, mini, repr(function_name))
 
 
-def own_rows(variables: Sequence[Shared], world_size: int, function_name: str) -> tuple[list[tuple[int, int]], str]:
+def own_rows(variables: Sequence[Variable], world_size: int, function_name: str) -> tuple[list[tuple[int, int]], str]:
     """Return the bounds of each rank's rows where the sharded ``variables`` of a function are all that has rows.
 
     Returns
@@ -352,12 +380,12 @@ def input_of(argument: Argument, segment_id: int, offset: int) -> Input:
     if argument.kind == "object":
         return Input(argument.keyword, "object", 0, offset)
     if argument.kind in ("shard", "replica"):
-        return argument.value.as_input(argument.keyword, argument.kind)
+        return Input(argument.keyword, argument.kind, argument.value.id)
     if argument.contents is not None:
         array, segment_id = argument.contents.array, argument.contents.segment_id
         return Input(argument.keyword, argument.kind, segment_id, 0, array.shape, array.dtype, argument.is_minibatch)
     assert argument.array is not None
     if argument.kind == "closed over":
-        name = str(argument.value._id)
+        name = str(argument.value.id)
         return Input(name, argument.kind, segment_id, offset, argument.array.shape, argument.dtype)
     return Input(argument.keyword, argument.kind, segment_id, offset, argument.array.shape, argument.dtype)

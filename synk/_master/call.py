@@ -13,11 +13,11 @@ import time
 import warnings
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-import synk._master.collectives as collectives  # finds the bound submodule where a worker has not run the package yet
+from synk._master import collectives
 from synk._master.arguments import (
     Argument,
     Signature,
@@ -37,6 +37,9 @@ from synk._master.lanes import Lane
 from synk._master.plans import CachedPlan, Call, CallOptions, Places, PlanCache, RepeatedCall
 from synk._master.results import Lease
 from synk._master.row_shapes import RowShapes, tell
+from synk._master.session import Session
+from synk._master.variable import Variable
+from synk._master.workers import Flight
 from synk._pure.arrays import copy_into
 from synk._pure.interrupts import is_from_handler
 from synk._pure.ops import each_op, match_ops
@@ -68,11 +71,6 @@ from synk.errors import (
     WorkerDied,
 )
 
-if TYPE_CHECKING:
-    from synk._api.runtime import Runtime
-    from synk._api.shared import Shared
-    from synk._master.workers import Flight
-
 _even_bounds = functools.lru_cache(maxsize=256)(shard_bounds)
 
 _plan_ids = itertools.count(1)
@@ -91,10 +89,10 @@ class Callee(Protocol):
     per_rank: bool
     row_shapes: RowShapes
     plans: PlanCache
-    variables: set[Shared]
+    variables: set[Variable]
     is_stale: bool
 
-    def load(self, runtime: Runtime, deadline: float | None) -> None:
+    def load(self, session: Session, deadline: float | None) -> None:
         """See that the workers have it."""
 
 
@@ -127,7 +125,7 @@ class Tried:
     ranks, rows : list of int
         Who ran, and the rows of each.
     traits : Traits
-    assigned : dict of Shared to list of lists of ndarray
+    assigned : dict of Variable to list of lists of ndarray
         New values of variables by rank that ran, each as its arrays. None of them holds.
     """
 
@@ -136,11 +134,11 @@ class Tried:
     ranks: list[int]
     rows: list[int]
     traits: Traits
-    assigned: dict[Shared, list[list[np.ndarray]]]
+    assigned: dict[Variable, list[list[np.ndarray]]]
 
 
 def run_call(
-    runtime: Runtime,
+    session: Session,
     function: Callee,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -148,15 +146,15 @@ def run_call(
     deadline: float | None,
 ) -> Any:
     """Run one call and return its result."""
-    launched = launch(runtime, function, args, kwargs, options, deadline, runtime.lanes.first)
-    result = collect(runtime, launched)
+    launched = launch(session, function, args, kwargs, options, deadline, session.lanes.first)
+    result = collect(session, launched)
     if function.row_shapes.wants_trial:
-        _try_shorter(runtime, launched)
+        _try_shorter(session, launched)
     return result
 
 
 def launch(
-    runtime: Runtime,
+    session: Session,
     function: Callee,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -168,38 +166,38 @@ def launch(
 ) -> Launched:
     """Send a call in ``lane``, which no call under way uses; with ``is_alone``, as soon as none is under way."""
     started = time.monotonic_ns()
-    counters = runtime.counters
+    counters = session.counters
     staged, pickled = counters["bytes_staged"], counters["bytes_pickled"]
     repeat = function.plans.repeats.get(lane.index) if options.is_plain and not kwargs else None
-    if repeat is not None and repeat.stage(runtime, args):
+    if repeat is not None and repeat.stage(session.counters, args):
         call, cached = repeat.call, repeat.cached
-        _load(runtime, function, call, deadline)
+        _load(session, function, call, deadline)
     else:
-        call, cached = _prepare(runtime, function, args, kwargs, options, deadline, lane)
+        call, cached = _prepare(session, function, args, kwargs, options, deadline, lane)
     staged, pickled = counters["bytes_staged"] - staged, counters["bytes_pickled"] - pickled
     counters["calls"] += 1
-    number = next(runtime.numbers)
-    if is_alone and runtime.queue.calls:
+    number = next(session.numbers)
+    if is_alone and session.queue.calls:
         lane.down[0, Down.CALL] = number
-        if runtime.has_devices:
-            runtime.team.prefetch(call.ranks, cached.plan.plan_id, lane.index)
-        runtime.resume(f"submit {function.name!r}", deadline)
-        _load(runtime, function, call, deadline)
-    launched = _send(runtime, function, call, cached, number, deadline)
+        if session.has_devices:
+            session.team.prefetch(call.ranks, cached.plan.plan_id, lane.index)
+        session.resume(f"submit {function.name!r}", deadline)
+        _load(session, function, call, deadline)
+    launched = _send(session, function, call, cached, number, deadline)
     launched.started_ns, launched.staged_nbytes, launched.pickled_nbytes = started, staged, pickled
     return launched
 
 
 def _send(
-    runtime: Runtime, function: Callee, call: Call, cached: CachedPlan, number: int, deadline: float | None
+    session: Session, function: Callee, call: Call, cached: CachedPlan, number: int, deadline: float | None
 ) -> Launched:
     """Send call ``number``, whose arguments and bounds are in place."""
-    team, lane, plan_id, name = runtime.team, cached.lane, cached.plan.plan_id, repr(function.name)
+    team, lane, plan_id, name = session.team, cached.lane, cached.plan.plan_id, repr(function.name)
     lease = None
     try:
-        call.has_group = runtime.group.announce(team, lane, len(call.ranks))
+        call.has_group = session.group.announce(team, lane, len(call.ranks))
         contents = {rank: cached.plan for rank in call.ranks if plan_id not in team.links[rank].plans}
-        lease = _lease(runtime, cached, call)
+        lease = _lease(session, cached, call)
         segments = cached.segments if lease is None else [*cached.segments, lease.segment]
         cached.is_agreed = False  # until the call has ended well: a worker may tell of a layout that is not taken in
         for rank in contents:
@@ -208,43 +206,43 @@ def _send(
         lane.down[0, Down.RESULT] = 0 if lease is None else lease.segment.id
         flight = team.launch(Kind.CALL, call.ranks, plan_id, contents, segments, deadline, "call", name, lane.index)
     except BaseException as error:
-        _forget(runtime, function, cached, lease, error)
+        _forget(session, function, cached, lease, error)
         raise
     return Launched(function, call, cached, number, flight, lease, deadline)
 
 
-def collect(runtime: Runtime, launched: Launched) -> Any:
+def collect(session: Session, launched: Launched) -> Any:
     """Wait for the replies to a call and return its result."""
-    steps = collecting(runtime, launched)
+    steps = collecting(session, launched)
     try:
         flight = next(steps)
         while True:
-            flight = steps.send(runtime.team.finish(flight))
+            flight = steps.send(session.team.finish(flight))
     except BaseException as error:
         if isinstance(error, StopIteration) and not is_from_handler(error):
             return error.value
         steps.close()
-        abandon(runtime, launched, error)
+        abandon(session, launched, error)
         raise
 
 
-def abandon(runtime: Runtime, launched: Launched, error: BaseException) -> None:
+def abandon(session: Session, launched: Launched, error: BaseException) -> None:
     """Clean up after a call that did not end well."""
-    _forget(runtime, launched.function, launched.cached, launched.lease, error)
+    _forget(session, launched.function, launched.cached, launched.lease, error)
 
 
-def _forget(runtime: Runtime, function: Callee, cached: CachedPlan, lease: Lease | None, error: BaseException) -> None:
+def _forget(session: Session, function: Callee, cached: CachedPlan, lease: Lease | None, error: BaseException) -> None:
     """Forget the plan of a call that did not end well, and take its buffer back."""
-    function.plans.discard(cached, runtime)
+    function.plans.discard(cached, session.team)
     if lease is not None:
-        runtime.results.give_back(lease)
+        session.memory.results.give_back(lease)
     is_known = not isinstance(error, Exception) or isinstance(error, SynkError)
-    if runtime.is_closed and not is_known and not is_from_handler(error):
+    if session.is_closed and not is_known and not is_from_handler(error):
         raise ClosedError("the call was ended: the runtime was closed by another thread.") from error
 
 
 def _prepare(
-    runtime: Runtime,
+    session: Session,
     function: Callee,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -253,10 +251,10 @@ def _prepare(
     lane: Lane,
 ) -> tuple[Call, CachedPlan]:
     """Check, plan and stage a call; return it with its plan."""
-    call = _bind(runtime, function, args, kwargs, options, deadline)
-    _load(runtime, function, call, deadline)
-    cached = _plan(runtime, function, call, options, lane)
-    _stage(runtime, cached, call)
+    call = _bind(session, function, args, kwargs, options, deadline)
+    _load(session, function, call, deadline)
+    cached = _plan(session, function, call, options, lane)
+    _stage(session, cached, call)
     _write_numbers(lane, call)
     if options.is_plain and not kwargs and RepeatedCall.fits(call):
         function.plans.repeats[lane.index] = RepeatedCall(cached, call)
@@ -265,13 +263,13 @@ def _prepare(
     return call, cached
 
 
-def _load(runtime: Runtime, function: Callee, call: Call, deadline: float | None) -> None:
+def _load(session: Session, function: Callee, call: Call, deadline: float | None) -> None:
     """See that all workers live, have the function, and hold the values that it reads."""
-    function.load(runtime, deadline)
-    while runtime.team.has_dead:  # one that died after it had loaded the function
-        runtime.resume(f"call {function.name!r}", deadline)
-        function.load(runtime, deadline)
-    if runtime.has_devices:  # a value there ends with its worker
+    function.load(session, deadline)
+    while session.team.has_dead:  # one that died after it had loaded the function
+        session.resume(f"call {function.name!r}", deadline)
+        function.load(session, deadline)
+    if session.has_devices:  # a value there ends with its worker
         used = [argument.value for argument in call.arguments if argument.kind in ("shard", "replica")]
         check_not_lost([*function.variables, *used], None, f"call {function.name!r}")
 
@@ -280,7 +278,7 @@ def _load(runtime: Runtime, function: Callee, call: Call, deadline: float | None
 
 
 def _bind(
-    runtime: Runtime,
+    session: Session,
     function: Callee,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -290,20 +288,20 @@ def _bind(
     """Check the arguments and decide which rank works on which rows. Nothing is sent before this is done."""
     name = function.name
     arguments = [
-        check_argument(label, keyword, is_broadcast, value, name, runtime)
+        check_argument(label, keyword, is_broadcast, value, name, session)
         for label, keyword, is_broadcast, value in function.signature.bind(args, kwargs)
     ]
     if options.is_serial:
-        _bring_together(runtime, function, arguments, deadline)
-    call = _divide(runtime, function, arguments, options, deadline)
+        _bring_together(session, function, arguments, deadline)
+    call = _divide(session, function, arguments, options, deadline)
     values = [argument for argument in arguments if argument.kind == "object"]
     if values:
         call.objects = pickle_objects([a.value for a in values], [a.label for a in values], name)
-        runtime.counters["bytes_pickled"] += len(call.objects[0])
+        session.counters["bytes_pickled"] += len(call.objects[0])
     return call
 
 
-def _bring_together(runtime: Runtime, function: Callee, arguments: list[Argument], deadline: float | None) -> None:
+def _bring_together(session: Session, function: Callee, arguments: list[Argument], deadline: float | None) -> None:
     """Give a serial call all rows of the sharded variables, for one rank cannot read another's shard."""
     for argument in arguments:
         if argument.kind != "shard":
@@ -313,21 +311,21 @@ def _bring_together(runtime: Runtime, function: Callee, arguments: list[Argument
                 f"cannot call {function.name!r} serially: {argument.label} is a nested sharded variable, whose rows "
                 "would have to be passed as several inputs. Call it in parallel, or share its arrays one by one."
             )
-        argument.kind, argument.array = "rows", collectives.gather(runtime, argument.value, 0)
+        argument.kind, argument.array = "rows", collectives.gather(session, argument.value, 0)
         argument.dtype = argument.array.dtype
-    for variable in _closed_over_shards(runtime, function, deadline):
-        for leaf in flatten(collectives.gather(runtime, variable, 0))[0]:
+    for variable in _closed_over_shards(session, function, deadline):
+        for leaf in flatten(collectives.gather(session, variable, 0))[0]:
             arguments.append(Argument(variable.name, "", "closed over", array=leaf, value=variable, dtype=leaf.dtype))
 
 
 def _divide(
-    runtime: Runtime, function: Callee, arguments: list[Argument], options: CallOptions, deadline: float | None
+    session: Session, function: Callee, arguments: list[Argument], options: CallOptions, deadline: float | None
 ) -> Call:
     """Decide which rows a call works on, which ranks run it, and on which of the rows each."""
-    name, world_size = function.name, runtime.world_size
+    name, world_size = function.name, session.world_size
     shards = [argument for argument in arguments if argument.kind == "shard"]
     owned: Assignment | None = None
-    sources: Sequence[Shared] = ()
+    sources: Sequence[Variable] = ()
     unequal = ""
     selection: Selection | None
     if shards:
@@ -341,7 +339,7 @@ def _divide(
             bounds = _even_bounds(selection.count, 1 if options.is_serial else world_size)
         else:
             if not function.per_rank:
-                sources = _closed_over_shards(runtime, function, deadline)
+                sources = _closed_over_shards(session, function, deadline)
                 if not sources:
                     _check_rowless(function.outputs, name)
             bounds, unequal = own_rows(sources, world_size, name)
@@ -360,13 +358,13 @@ def _divide(
     return Call(arguments, selection, bounds, ranks, rows, None, options, owned, sources, unequal)
 
 
-def _closed_over_shards(runtime: Runtime, function: Callee, deadline: float | None) -> list[Shared]:
+def _closed_over_shards(session: Session, function: Callee, deadline: float | None) -> list[Variable]:
     """Return the sharded variables that a function closes over, which is known when it has been sent."""
-    function.load(runtime, deadline)
-    return sorted((v for v in function.variables if v.is_sharded), key=lambda variable: variable._id)
+    function.load(session, deadline)
+    return sorted((v for v in function.variables if v.is_sharded), key=lambda variable: variable.id)
 
 
-def _check_no_rows(outputs: Any, name: str, sources: Sequence[Shared]) -> None:
+def _check_no_rows(outputs: Any, name: str, sources: Sequence[Variable]) -> None:
     """With no rows at all only sums and gathers have a value."""
     step = "Build it with per_rank=True if it fills sharded variables that are empty" if sources else "Check the batch"
     for op in each_op(outputs):
@@ -391,7 +389,7 @@ def _check_rowless(outputs: Any, name: str) -> None:
 # -- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def _plan(runtime: Runtime, function: Callee, call: Call, options: CallOptions, lane: Lane) -> CachedPlan:
+def _plan(session: Session, function: Callee, call: Call, options: CallOptions, lane: Lane) -> CachedPlan:
     """Return the plan for this call's signature, from the cache where it was seen before."""
     plans = function.plans
     index_arrays = call.index_arrays
@@ -430,7 +428,7 @@ def _plan(runtime: Runtime, function: Callee, call: Call, options: CallOptions, 
     pickle_at = reserve(capacity) if capacity else 0
     buffers_at = [reserve(size) for size in buffer_sizes]
     indices_at = [reserve(indices.nbytes) if indices is not None else 0 for indices in index_arrays]
-    staging = lane.reserve_staging(offset, runtime)
+    staging = session.grow_staging(lane, offset)
     key = (*key[:-1], staging.id)
     staged: list[np.ndarray] = []
     inputs = []
@@ -471,11 +469,11 @@ def _plan(runtime: Runtime, function: Callee, call: Call, options: CallOptions, 
         ],
     )
     cached = CachedPlan(plan, lane, segments, staged, places)
-    plans.put(key, cached, runtime)
+    plans.put(key, cached, session.team)
     return cached
 
 
-def _stage(runtime: Runtime, cached: CachedPlan, call: Call) -> None:
+def _stage(session: Session, cached: CachedPlan, call: Call) -> None:
     """Copy plain arrays, pickles and indices into shared memory: the one copy that the master makes."""
     nbytes = 0
     arrays = (argument.array for argument in call.arguments if argument.array is not None)
@@ -493,7 +491,7 @@ def _stage(runtime: Runtime, cached: CachedPlan, call: Call) -> None:
         if place is not None:
             place[...] = indices
             nbytes += place.nbytes
-    runtime.counters["bytes_staged"] += nbytes
+    session.counters["bytes_staged"] += nbytes
 
 
 def _write_numbers(lane: Lane, call: Call) -> None:
@@ -527,7 +525,7 @@ assert max(Down) < BLOCK_LENGTH
 # -- replies ----------------------------------------------------------------------------------------------------------
 
 
-def collecting(runtime: Runtime, launched: Launched) -> Generator[Flight, dict[int, Reply], Any]:
+def collecting(session: Session, launched: Launched) -> Generator[Flight, dict[int, Reply], Any]:
     """Turn replies into the result: errors first, then agreement, then the large outputs, then the values.
 
     A generator: it yields each message whose replies it needs, is sent these, and returns the result.
@@ -538,21 +536,21 @@ def collecting(runtime: Runtime, launched: Launched) -> Generator[Flight, dict[i
     replies = yield launched.flight
     is_plain = all(reply is DONE or reply is ASSEMBLED for reply in replies.values())
     if not is_plain:
-        raise_failures(replies, runtime.world_size, name)
+        raise_failures(replies, session.world_size, name)
     objects = None if is_plain else _take_layouts(name, cached, call.ranks, replies)
     layouts = [cached.layouts[rank] for rank in call.ranks]
     for rank, layout in zip(call.ranks, layouts):
         for variable_id, shapes in layout.assigned:  # what later messages of this call declare must say so
-            runtime.variable(variable_id).note_back(rank, shapes)
+            session.variables[variable_id].note_back(rank, shapes)
     if not is_plain and any(reply.status == Status.UNPUBLISHED for reply in replies.values()):
         waiting = [rank for rank in call.ranks if replies[rank].status == Status.UNPUBLISHED]
-        raise_failures((yield _republish(runtime, launched, layouts, waiting)), runtime.world_size, name)
+        raise_failures((yield _republish(session, launched, layouts, waiting)), session.world_size, name)
     assembly = cached.assembly
     is_new = assembly is None or not assembly.fits(call.ranks, layouts, lane.exchange, call.has_group)
     if assembly is None or is_new:
         assembly = cached.assembly = Assembly(
             name, outputs, cached.plan.output_subset, call.ranks, layouts,
-            lane.exchange, lane.slot_nbytes, runtime.world_size, call.has_group,
+            lane.exchange, lane.slot_nbytes, session.world_size, call.has_group,
         )  # fmt: skip
         cached.output_nbytes = sum(leaf.nbytes for layout in layouts for leaf in layout.leaves)
         lease = None
@@ -561,28 +559,28 @@ def collecting(runtime: Runtime, launched: Launched) -> Generator[Flight, dict[i
     root = None
     if assembly.result_nbytes:
         waiting = [rank for rank in call.ranks if not replies[rank].flags & IS_ASSEMBLED]
-        lease = lease or runtime.lease_result(assembly.result_nbytes)
+        lease = lease or session.memory.lease_result(assembly.result_nbytes)
         if waiting:
             try:
-                assembled = yield _assemble_large(runtime, launched, assembly, waiting, lease)
-                raise_failures(assembled, runtime.world_size, name)
+                assembled = yield _assemble_large(session, launched, assembly, waiting, lease)
+                raise_failures(assembled, session.world_size, name)
             except BaseException:
-                runtime.results.give_back(lease)  # the exception may be kept, and this frame with it
+                session.memory.results.give_back(lease)  # the exception may be kept, and this frame with it
                 raise
             for rank in waiting:
-                runtime.team.links[rank].assemblies[cached.plan.plan_id] = assembly.number
+                session.team.links[rank].assemblies[cached.plan.plan_id] = assembly.number
         root = lease.deliver()
     result = assembly.build(call.rows, objects, root, call.owned.order if call.owned is not None else None)
     if call.options.is_trial:
         cached.is_agreed = True
-        return _tried(runtime, launched, assembly, layouts, result)
+        return _tried(session, launched, assembly, layouts, result)
     if assembly.has_assignments:
         if call.options.is_serial:
-            _check_serial_assignments(runtime, layouts[0], name)
-        runtime.commit(call.ranks, layouts, launched.number)
+            _check_serial_assignments(session, layouts[0], name)
+        session.variables.commit(call.ranks, layouts, launched.number)
     cached.is_agreed = True
     up_words = lane.up_words
-    record = runtime.profile.record(name)
+    record = session.profile.record(name)
     record.num_calls += 1
     record.function_ns += max([up_words[rank][Up.FUNCTION_NS] for rank in call.ranks])
     record.output_nbytes += cached.output_nbytes
@@ -608,7 +606,7 @@ def _look_at_shapes(launched: Launched, assembly: Assembly) -> None:
     tell(function.row_shapes.look(assembly.ops, leaves, call.rows, call.options.num_slices, others))
 
 
-def _try_shorter(runtime: Runtime, launched: Launched) -> None:
+def _try_shorter(session: Session, launched: Launched) -> None:
     """Have one rank run a function again, on trial and without its last row, and see whether the outputs are shorter.
 
     Once in the life of a function, after a call whose outputs were as long as a rank's rows; and only where it costs
@@ -620,7 +618,7 @@ def _try_shorter(runtime: Runtime, launched: Launched) -> None:
     rank = call.ranks[0]
     low, high = call.bounds[rank]
     function_ns = lane.up_words[rank][Up.FUNCTION_NS]
-    is_cheap = function_ns < _TRIAL_NS and runtime.sent_nbytes(function.id) < _TRIAL_NBYTES
+    is_cheap = function_ns < _TRIAL_NS and session.functions.sent_nbytes(function.id) < _TRIAL_NBYTES
     if launched.deadline is not None:  # the time limit is the call's: it must not end a worker here
         is_cheap = is_cheap and time.monotonic() + 10 * (function_ns * 1e-9 + 0.1) < launched.deadline
     is_repeated = not call.arguments and not call.sources
@@ -629,16 +627,16 @@ def _try_shorter(runtime: Runtime, launched: Launched) -> None:
     bounds = [(low, high - 1) if each == rank else pair for each, pair in enumerate(call.bounds)]
     options = replace(call.options, num_slices=1, is_trial=True, is_apart=True)
     try:
-        arguments = [*call.arguments, *_shorter_variables(runtime, call, rank)]
+        arguments = [*call.arguments, *_shorter_variables(session, call, rank)]
         shorter = replace(
             call, arguments=arguments, bounds=bounds, ranks=[rank], rows=[high - low - 1], options=options
         )
-        cached = _plan(runtime, function, shorter, options, lane)
-        _stage(runtime, cached, shorter)
+        cached = _plan(session, function, shorter, options, lane)
+        _stage(session, cached, shorter)
         _write_numbers(lane, shorter)
-        number = next(runtime.numbers)
-        tried = collect(runtime, _send(runtime, function, shorter, cached, number, launched.deadline))
-        function.plans.discard(cached, runtime)
+        number = next(session.numbers)
+        tried = collect(session, _send(session, function, shorter, cached, number, launched.deadline))
+        function.plans.discard(cached, session.team)
     except Exception as error:
         if is_from_handler(error):
             raise
@@ -656,21 +654,21 @@ def _try_shorter(runtime: Runtime, launched: Launched) -> None:
     tell(shapes.convict(follow, assembly.ops, high - low))
 
 
-def _shorter_variables(runtime: Runtime, call: Call, rank: int) -> list[Argument]:
+def _shorter_variables(session: Session, call: Call, rank: int) -> list[Argument]:
     """Return the shards of ``rank`` without their last row as inputs, where they are the rows of the call."""
     return [
         Argument("", "", "closed over", array=leaf[:-1], value=variable, dtype=leaf.dtype)
         for variable in call.sources
-        for leaf in flatten(collectives.get_value(runtime, variable, rank))[0]
+        for leaf in flatten(collectives.get_value(session, variable, rank))[0]
     ]
 
 
-def _tried(runtime: Runtime, launched: Launched, assembly: Assembly, layouts: list[Layout], result: Any) -> Tried:
+def _tried(session: Session, launched: Launched, assembly: Assembly, layouts: list[Layout], result: Any) -> Tried:
     """Return what a call on trial showed; its assignments are not committed, so they never happened."""
     call, up_words = launched.call, launched.cached.lane.up_words
     assigned = {}
-    for variable_id, _ in () if runtime.has_devices else layouts[0].assigned:
-        variable = runtime.variable(variable_id)
+    for variable_id, _ in () if session.has_devices else layouts[0].assigned:
+        variable = session.variables[variable_id]
         assigned[variable] = [[leaf.copy() for leaf in variable.assigned_leaves(rank)] for rank in call.ranks]
     traits = functools.reduce(operator.or_, [up_words[rank][Up.TRAITS] for rank in call.ranks])
     return Tried(
@@ -678,9 +676,9 @@ def _tried(runtime: Runtime, launched: Launched, assembly: Assembly, layouts: li
     )
 
 
-def _check_serial_assignments(runtime: Runtime, layout: Layout, name: str) -> None:
+def _check_serial_assignments(session: Session, layout: Layout, name: str) -> None:
     for variable_id, _ in layout.assigned:
-        variable = runtime.variable(variable_id)
+        variable = session.variables[variable_id]
         if variable.is_sharded:
             raise ValueError(
                 f"cannot assign variable {variable.name!r} in a serial call of {name!r}: it is sharded, expected a "
@@ -716,7 +714,7 @@ def _unpickle(data: bytes, name: str, rank: int, what: str) -> Any:
 
 
 def _ask(
-    runtime: Runtime,
+    session: Session,
     launched: Launched,
     kind: Kind,
     ranks: list[int],
@@ -732,10 +730,10 @@ def _ask(
             "under way was ended. Submit it again."
         )
     name, lane = repr(launched.function.name), launched.cached.lane.index
-    return runtime.team.launch(kind, ranks, value, contents, segments, launched.deadline, phase, name, lane)
+    return session.team.launch(kind, ranks, value, contents, segments, launched.deadline, phase, name, lane)
 
 
-def _republish(runtime: Runtime, launched: Launched, layouts: list[Layout], waiting: list[int]) -> Flight:
+def _republish(session: Session, launched: Launched, layouts: list[Layout], waiting: list[int]) -> Flight:
     """Make room for the outputs and new values of shared variables; the ranks ``waiting`` for it publish again."""
     call, lane = launched.call, launched.cached.lane
     function, ranks = launched.function, call.ranks
@@ -743,7 +741,7 @@ def _republish(runtime: Runtime, launched: Launched, layouts: list[Layout], wait
         if rank not in waiting:
             continue
         for variable_id, shapes in layout.assigned:
-            runtime.variable(variable_id).reserve(rank, shapes)
+            session.variables[variable_id].reserve(rank, shapes)
     needed = 0
     for layout in layouts:
         leaves, _ = flatten(layout.skeleton)
@@ -751,11 +749,11 @@ def _republish(runtime: Runtime, launched: Launched, layouts: list[Layout], wait
         ops = match_ops(outputs, layout.skeleton, len(leaves), repr(function.name))
         needed = max(needed, slot_offsets(layout.leaves, ops, len(ranks), call.has_group)[1])
     if needed > lane.slot_nbytes:
-        lane.grow_exchange(needed, [rank for rank in ranks if rank not in waiting], runtime)
-    return _ask(runtime, launched, Kind.PUBLISH, waiting, 0, {}, [], "publish")
+        session.grow_exchange(lane, needed, [rank for rank in ranks if rank not in waiting])
+    return _ask(session, launched, Kind.PUBLISH, waiting, 0, {}, [], "publish")
 
 
-def _lease(runtime: Runtime, cached: CachedPlan, call: Call) -> Lease | None:
+def _lease(session: Session, cached: CachedPlan, call: Call) -> Lease | None:
     """Lease a buffer for the large outputs of a call, where all ranks know their parts from an earlier one.
 
     They fill it without being asked once all of their outputs are there, if those look as before. No call needs it.
@@ -763,7 +761,7 @@ def _lease(runtime: Runtime, cached: CachedPlan, call: Call) -> Lease | None:
     assembly = cached.assembly
     if assembly is None or not assembly.result_nbytes or call.has_group:
         return None
-    links = runtime.team.links
+    links = session.team.links
     plan_id = cached.plan.plan_id
     if any(links[rank].assemblies.get(plan_id) != assembly.number for rank in call.ranks):
         return None
@@ -771,13 +769,13 @@ def _lease(runtime: Runtime, cached: CachedPlan, call: Call) -> Lease | None:
     if not assembly.fits(call.ranks, layouts, cached.lane.exchange, False):
         return None
     try:
-        return runtime.lease_result(assembly.result_nbytes)
+        return session.memory.lease_result(assembly.result_nbytes)
     except SharedMemoryError:  # if the outputs need it after all, the call says so
         return None
 
 
-def _assemble_large(runtime: Runtime, launched: Launched, assembly: Assembly, ranks: list[int], lease: Lease) -> Flight:
+def _assemble_large(session: Session, launched: Launched, assembly: Assembly, ranks: list[int], lease: Lease) -> Flight:
     """Have ``ranks`` bring their parts of the large outputs into a leased buffer."""
-    links, plan_id = runtime.team.links, launched.cached.plan.plan_id
+    links, plan_id = session.team.links, launched.cached.plan.plan_id
     contents = {rank: assembly.moves[rank] for rank in ranks if links[rank].assemblies.get(plan_id) != assembly.number}
-    return _ask(runtime, launched, Kind.ASSEMBLE, ranks, lease.segment.id, contents, [lease.segment], "reduce")
+    return _ask(session, launched, Kind.ASSEMBLE, ranks, lease.segment.id, contents, [lease.segment], "reduce")

@@ -9,13 +9,14 @@ variables' second buffers and take effect together, so that a failure in the mid
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from synk._api.data import Data
-from synk._master import device_values as _device_values
+from synk._master.arguments import is_data
 from synk._master.failures import raise_failures
+from synk._master.session import Session
+from synk._master.variable import Variable
 from synk._pure.arrays import copy_into
 from synk._pure.ops import REDUCE_OPS, check_op
 from synk._pure.read_only import ordinary
@@ -26,23 +27,18 @@ from synk._wire.messages import LARGE_NBYTES, Kind, chunk_bounds
 from synk._wire.steps import Copy, Reduce, Step, run_steps
 from synk._wire.variables import Shapes, dtype_runs, flatten_value, leaf_offsets, shapes_of
 
-if TYPE_CHECKING:
-    from synk._api.runtime import Runtime
-    from synk._api.shared import Shared
-
-
 _MASTER_NBYTES = 8 << 20
 """Where no more than this is read, the master is done before the workers have answered; benchmarks/collectives.py."""
 
 
-def pair(variables: Any, listed: Sequence[Shared], values: Any) -> list[tuple[Shared, Any]]:
+def pair(variables: Any, listed: Sequence[Variable], values: Any) -> list[tuple[Variable, Any]]:
     """Return each variable with its value: one of each, or a sequence of values of equal length.
 
     All values are checked here, so that a collective over several variables moves all of them or none.
     """
     if values is None:
         return [(variable, None) for variable in listed]
-    if variables is listed[0]:
+    if not isinstance(variables, (list, tuple)):
         pairs = [(listed[0], values)]
     elif not isinstance(values, (list, tuple)) or len(values) != len(listed):
         raise ValueError(
@@ -51,24 +47,24 @@ def pair(variables: Any, listed: Sequence[Shared], values: Any) -> list[tuple[Sh
     else:
         pairs = list(zip(listed, values))
     for variable, value in pairs:
-        variable.check(value.data if isinstance(value, Data) else value)
+        variable.check(value.data if is_data(value) else value)
     return pairs
 
 
-def _do(runtime: Runtime, variable: Shared, steps: dict[int, list[Step]], extra: Sequence[Segment] = ()) -> None:
+def _do(session: Session, variable: Variable, steps: dict[int, list[Step]], extra: Sequence[Segment] = ()) -> None:
     """Carry out the steps of each rank: here where they are small, else there."""
-    segments = [segment for rank in range(runtime.world_size) for segment in variable.segments(rank)] + list(extra)
+    segments = [segment for rank in range(session.world_size) for segment in variable.segments(rank)] + list(extra)
     nbytes = sum(_step_nbytes(step) for own in steps.values() for step in own)
-    if nbytes <= _MASTER_NBYTES or runtime.world_size == 1:
+    if nbytes <= _MASTER_NBYTES or session.world_size == 1:
         by_id = {segment.id: segment for segment in segments}
         for own in steps.values():
             run_steps(own, by_id)
         return
     ranks = [rank for rank, own in steps.items() if own]
-    replies = runtime.team.exchange(
-        Kind.VARIABLE, ranks, 0, steps, segments, runtime.deadline(None), "collective", f"variable {variable.name!r}"
+    replies = session.team.exchange(
+        Kind.VARIABLE, ranks, 0, steps, segments, session.deadline(None), "collective", f"variable {variable.name!r}"
     )
-    raise_failures(replies, runtime.world_size, variable.name)
+    raise_failures(replies, session.world_size, variable.name)
 
 
 def _step_nbytes(step: Step) -> int:
@@ -76,47 +72,44 @@ def _step_nbytes(step: Step) -> int:
     return step.count * step.dtype.itemsize * len(step.sources) if isinstance(step, Reduce) else step.nbytes
 
 
-def _own_bytes(variable: Shared, rank: int) -> int:
-    _, total = leaf_offsets(variable._dtypes, variable.shapes[rank][variable.front[rank]])
-    return total
-
-
-def _front(variable: Shared, rank: int) -> int:
+def _front(variable: Variable, rank: int) -> int:
     segment = variable.buffers[rank][variable.front[rank]]
     assert segment is not None
     return segment.id
 
 
-def broadcast(runtime: Runtime, variable: Shared, value: Any = None) -> None:
+def broadcast(session: Session, variable: Variable, value: Any = None) -> None:
     """Give every rank the value of rank 0, or ``value``."""
     if value is not None:
         arrays = variable.check(value)
         for target, source in zip(variable.back(0, shapes_of(arrays)), arrays):
             copy_into(target, source)
     else:
-        if _device_values.exchange(runtime, variable, "broadcast", variable.shapes[0][variable.front[0]]):
+        if session.device_values.exchange(
+            variable, session.deadline(None), "broadcast", variable.shapes[0][variable.front[0]]
+        ):
             return
-        _device_values.refresh(runtime, variable, [0])
+        session.device_values.refresh(variable, session.deadline(None), [0])
     variable.unite(is_new=value is not None)
 
 
-def set_value(runtime: Runtime, variable: Shared, value: Any, rank: int | None, batch: Any) -> None:
+def set_value(session: Session, variable: Variable, value: Any, rank: int | None, batch: Any) -> None:
     """Set the value of ``rank``, or of all ranks; ``batch`` picks rows of ``value``."""
     if batch is not None:
         value = _map_rows(variable, value, batch)
     if rank is not None:
-        _check_rank(runtime, rank)
+        _check_rank(session, rank)
     arrays = variable.check(value, rank or 0)
     if rank is None:
-        broadcast(runtime, variable, value)
+        broadcast(session, variable, value)
         return
     for target, source in zip(variable.back(rank, shapes_of(arrays)), arrays):
         copy_into(target, source)
     variable.flip([rank])
 
 
-def _map_rows(variable: Shared, value: Any, batch: Any) -> Any:
-    leaves, structure = flatten_value(ordinary(value), variable._structure)
+def _map_rows(variable: Variable, value: Any, batch: Any) -> Any:
+    leaves, structure = flatten_value(ordinary(value), variable.structure)
     arrays = [np.asarray(leaf) for leaf in leaves]
     if any(array.ndim == 0 for array in arrays):
         raise ValueError(f"cannot select rows for variable {variable.name!r}: got a value without rows.")
@@ -124,15 +117,15 @@ def _map_rows(variable: Shared, value: Any, batch: Any) -> Any:
     return unflatten(structure, [array[at] for array, at in zip(arrays, rows)])
 
 
-def _check_rank(runtime: Runtime, rank: int) -> None:
-    if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)) or not 0 <= rank < runtime.world_size:
-        raise ValueError(f"cannot use rank {rank!r}: expected 0 to {runtime.world_size - 1}.")
+def _check_rank(session: Session, rank: int) -> None:
+    if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)) or not 0 <= rank < session.world_size:
+        raise ValueError(f"cannot use rank {rank!r}: expected 0 to {session.world_size - 1}.")
 
 
-def get_value(runtime: Runtime, variable: Shared, rank: int) -> Any:
+def get_value(session: Session, variable: Variable, rank: int) -> Any:
     """Return a copy of the value of ``rank``."""
-    _check_rank(runtime, rank)
-    _device_values.refresh(runtime, variable, [rank])
+    _check_rank(session, rank)
+    session.device_values.refresh(variable, session.deadline(None), [rank])
     return variable.build([_copy(leaf) for leaf in variable.leaves(rank)])
 
 
@@ -142,9 +135,9 @@ def _copy(leaf: np.ndarray) -> np.ndarray:
     return out
 
 
-def check_scatter(variable: Shared, value: Any, batch: Any) -> tuple[list[np.ndarray], Selection]:
+def check_scatter(variable: Variable, value: Any, batch: Any) -> tuple[list[np.ndarray], Selection]:
     """Return the arrays to scatter and the rows that ``batch`` picks of them."""
-    arrays = variable.check(value.data if isinstance(value, Data) else value)
+    arrays = variable.check(value.data if is_data(value) else value)
     if any(array.ndim == 0 for array in arrays) or len({len(array) for array in arrays}) > 1:
         raise ValueError(
             f"cannot scatter to variable {variable.name!r}: got shapes {[array.shape for array in arrays]}, "
@@ -153,28 +146,28 @@ def check_scatter(variable: Shared, value: Any, batch: Any) -> tuple[list[np.nda
     return arrays, select_rows(batch, len(arrays[0]), f"the value of {variable.name!r}")
 
 
-def scatter(runtime: Runtime, variable: Shared, arrays: Sequence[np.ndarray], selection: Selection) -> None:
+def scatter(session: Session, variable: Variable, arrays: Sequence[np.ndarray], selection: Selection) -> None:
     """Give each rank its part of the selected rows of ``arrays``."""
     is_range = selection.indices is None and selection.step == 1
     rows = None if is_range else selection.positions()
-    for rank, (low, high) in enumerate(shard_bounds(selection.count, runtime.world_size)):
+    for rank, (low, high) in enumerate(shard_bounds(selection.count, session.world_size)):
         shapes = tuple((high - low, *array.shape[1:]) for array in arrays)
         for target, source in zip(variable.back(rank, shapes), arrays):
             if rows is None:
                 copy_into(target, source[selection.start + low : selection.start + high])
             elif high > low:
                 np.take(source, rows[low:high], axis=0, out=target, mode="clip")  # the range was checked
-    variable.flip(range(runtime.world_size))
+    variable.flip(range(session.world_size))
 
 
-def gather(runtime: Runtime, variable: Shared, nd_up: int) -> Any:
+def gather(session: Session, variable: Variable, nd_up: int) -> Any:
     """Return the values of all ranks: concatenated along axis 0 (``nd_up=0``), or stacked on a new one (1)."""
     if nd_up not in (0, 1):
         raise ValueError(f"cannot gather variable {variable.name!r}: got nd_up={nd_up!r}, expected 0 or 1.")
-    _device_values.refresh(runtime, variable)
+    session.device_values.refresh(variable, session.deadline(None))
     results = []
-    for leaf in range(len(variable._dtypes)):
-        parts = [variable.leaves(rank)[leaf] for rank in range(runtime.world_size)]
+    for leaf in range(len(variable.dtypes)):
+        parts = [variable.leaves(rank)[leaf] for rank in range(session.world_size)]
         if nd_up == 1 and len({part.shape for part in parts}) > 1:
             raise ValueError(
                 f"cannot stack variable {variable.name!r}: got shapes {[part.shape for part in parts]}, expected "
@@ -183,7 +176,7 @@ def gather(runtime: Runtime, variable: Shared, nd_up: int) -> Any:
         if nd_up == 0 and parts[0].ndim == 0:
             raise ValueError(f"cannot concatenate variable {variable.name!r}: it has no axis 0. Use nd_up=1.")
         count = len(parts) if nd_up == 1 else sum(len(part) for part in parts)
-        out = np.empty((count, *(parts[0].shape if nd_up == 1 else parts[0].shape[1:])), variable._dtypes[leaf])
+        out = np.empty((count, *(parts[0].shape if nd_up == 1 else parts[0].shape[1:])), variable.dtypes[leaf])
         start = 0
         for part in parts:
             length = 1 if nd_up == 1 else len(part)
@@ -193,47 +186,47 @@ def gather(runtime: Runtime, variable: Shared, nd_up: int) -> Any:
     return variable.build(results)
 
 
-def check_rows(variable: Shared) -> None:
+def check_rows(variable: Variable) -> None:
     """Raise where a variable has no axis 0."""
     if any(not shape for shape in variable.shapes[0][variable.front[0]]):
         raise ValueError(f"cannot concatenate variable {variable.name!r}: it has no axis 0.")
 
 
-def all_gather(runtime: Runtime, variable: Shared) -> None:
+def all_gather(session: Session, variable: Variable) -> None:
     """Make every rank's value the concatenation of the values of all ranks, along axis 0."""
-    world_size = runtime.world_size
+    world_size = session.world_size
     fronts = [variable.shapes[rank][variable.front[rank]] for rank in range(world_size)]
     shapes: Shapes = tuple(
         (sum(front[leaf][0] for front in fronts), *fronts[0][leaf][1:]) for leaf in range(len(fronts[0]))
     )
-    if _device_values.exchange(runtime, variable, "all_gather", shapes):
+    if session.device_values.exchange(variable, session.deadline(None), "all_gather", shapes):
         return
-    _device_values.refresh(runtime, variable)
-    source_offsets = [leaf_offsets(variable._dtypes, front)[0] for front in fronts]
-    target_offsets, _ = leaf_offsets(variable._dtypes, shapes)
+    session.device_values.refresh(variable, session.deadline(None))
+    source_offsets = [leaf_offsets(variable.dtypes, front)[0] for front in fronts]
+    target_offsets, _ = leaf_offsets(variable.dtypes, shapes)
     variable.back(0, shapes)
     target_id = variable.reserve(0, shapes).id
     steps: dict[int, list[Step]] = {rank: [] for rank in range(world_size)}
-    for leaf, dtype in enumerate(variable._dtypes):
+    for leaf, dtype in enumerate(variable.dtypes):
         at = target_offsets[leaf]
         for rank in range(world_size):
             nbytes = int(np.prod(fronts[rank][leaf], dtype=np.int64)) * dtype.itemsize
             steps[rank].append(Copy((_front(variable, rank), source_offsets[rank][leaf]), (target_id, at), nbytes))
             at += nbytes
-    _do(runtime, variable, steps)
+    _do(session, variable, steps)
     variable.unite(is_new=True)
 
 
-def check_reduction(runtime: Runtime, variable: Shared, op: str) -> Shapes:
+def check_reduction(session: Session, variable: Variable, op: str) -> Shapes:
     """Return the common shapes of all ranks."""
     if op not in REDUCE_OPS:
         raise ValueError(
             f"cannot reduce variable {variable.name!r}: got op {op!r}, expected one of "
             f"{', '.join(map(repr, REDUCE_OPS))}."
         )
-    for dtype in variable._dtypes:
+    for dtype in variable.dtypes:
         check_op(op, dtype, f"variable {variable.name!r}")
-    fronts = [variable.shapes[rank][variable.front[rank]] for rank in range(runtime.world_size)]
+    fronts = [variable.shapes[rank][variable.front[rank]] for rank in range(session.world_size)]
     if len(set(fronts)) > 1:
         raise ValueError(
             f"cannot reduce variable {variable.name!r}: got shapes {shapes(variable)}, expected the same on all ranks."
@@ -242,13 +235,13 @@ def check_reduction(runtime: Runtime, variable: Shared, op: str) -> Shapes:
 
 
 def _reduce_steps(
-    runtime: Runtime, variable: Shared, op: str, common: Shapes, target: Segment
+    session: Session, variable: Variable, op: str, common: Shapes, target: Segment
 ) -> dict[int, list[Step]]:
     """Divide the elements among the ranks: each reduces its part of all values."""
-    world_size = runtime.world_size
+    world_size = session.world_size
     sources = [_front(variable, rank) for rank in range(world_size)]
     steps: dict[int, list[Step]] = {rank: [] for rank in range(world_size)}
-    for dtype, start, stop in dtype_runs(variable._dtypes, common):
+    for dtype, start, stop in dtype_runs(variable.dtypes, common):
         bounds = chunk_bounds((stop - start) // dtype.itemsize, dtype.itemsize, world_size)
         for rank, (low, high) in enumerate(bounds):
             if high > low:
@@ -257,42 +250,42 @@ def _reduce_steps(
     return steps
 
 
-def all_reduce(runtime: Runtime, variable: Shared, op: str) -> None:
+def all_reduce(session: Session, variable: Variable, op: str) -> None:
     """Reduce the values of all ranks into every rank."""
-    common = check_reduction(runtime, variable, op)
-    if _device_values.exchange(runtime, variable, "all_reduce", common, op):
+    common = check_reduction(session, variable, op)
+    if session.device_values.exchange(variable, session.deadline(None), "all_reduce", common, op):
         return
-    _device_values.refresh(runtime, variable)
+    session.device_values.refresh(variable, session.deadline(None))
     variable.back(0, common)
     target = variable.reserve(0, common)
-    _do(runtime, variable, _reduce_steps(runtime, variable, op, common, target))
+    _do(session, variable, _reduce_steps(session, variable, op, common, target))
     variable.unite(is_new=True)
 
 
-def reduce(runtime: Runtime, variable: Shared, op: str, in_place: bool) -> Any:
+def reduce(session: Session, variable: Variable, op: str, in_place: bool) -> Any:
     """Reduce the values of all ranks into rank 0's, or into new arrays for the caller."""
-    common = check_reduction(runtime, variable, op)
-    _device_values.refresh(runtime, variable)
+    common = check_reduction(session, variable, op)
+    session.device_values.refresh(variable, session.deadline(None))
     if in_place:
         variable.back(0, common)
         target = variable.reserve(0, common)
-        _do(runtime, variable, _reduce_steps(runtime, variable, op, common, target))
+        _do(session, variable, _reduce_steps(session, variable, op, common, target))
         variable.flip([0])
         return None
-    offsets, nbytes = leaf_offsets(variable._dtypes, common)
-    lease = runtime.lease_result(max(nbytes, 1))
+    offsets, nbytes = leaf_offsets(variable.dtypes, common)
+    lease = session.memory.lease_result(max(nbytes, 1))
     segment = lease.segment
-    _do(runtime, variable, _reduce_steps(runtime, variable, op, common, segment), [segment])
+    _do(session, variable, _reduce_steps(session, variable, op, common, segment), [segment])
     root = lease.deliver()
     arrays = []
-    for at, shape, dtype in zip(offsets, common, variable._dtypes):
+    for at, shape, dtype in zip(offsets, common, variable.dtypes):
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         view = root[at : at + size].view(dtype).reshape(shape)
         arrays.append(view if size >= LARGE_NBYTES else view.copy())
     return variable.build(arrays)
 
 
-def shapes(variable: Shared) -> list[Any]:
+def shapes(variable: Variable) -> list[Any]:
     """Return the shape on each rank (a nesting of shapes for a nested variable)."""
     fronts = [pairs[front] for pairs, front in zip(variable.shapes, variable.front)]
-    return [shape[0] if variable._structure == "leaf" else variable.build(shape) for shape in fronts]
+    return [shape[0] if variable.structure == "leaf" else variable.build(shape) for shape in fronts]

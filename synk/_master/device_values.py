@@ -7,103 +7,119 @@ others if they all hold the same, a shard or a value of its own cannot.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from synk._master.failures import raise_failures
+from synk._master.lanes import Lanes
+from synk._master.nccl_group import Group
+from synk._master.variable import Variable, Variables
+from synk._master.workers import Team
 from synk._wire.messages import DEVICE_DTYPES, Down, Exchange, Fetch, Kind, Layout
 from synk._wire.variables import Shapes
 from synk.errors import WorkerDied
 
-if TYPE_CHECKING:
-    from synk._api.runtime import Runtime
-    from synk._api.shared import Shared
 
-
-def refresh(runtime: Runtime, variable: Shared, ranks: Sequence[int] | range | None = None) -> None:
-    """Have values that lie on devices copied into shared memory, where what follows reads them."""
-    wanted = range(runtime.world_size) if ranks is None else ranks
-    stale = [rank for rank in wanted if variable.is_stale[rank]]
-    if not stale:
-        return
-    check_not_lost([variable], stale, f"read variable {variable.name!r}")
-    segments = [variable.reserve_front(rank) for rank in stale]
-    contents = dict.fromkeys(stale, Fetch(variable._id))
-    replies = runtime.team.exchange(
-        Kind.VARIABLE, stale, 0, contents, segments, runtime.deadline(None), "read", f"variable {variable.name!r}"
-    )
-    raise_failures(replies, runtime.world_size, variable.name)
-    for rank in stale:
-        variable.is_stale[rank] = False
-
-
-def exchange(runtime: Runtime, variable: Shared, kind: str, shapes: Shapes, op: str = "") -> bool:
-    """Do a collective by NCCL, if the values lie on the devices; return whether that was so.
+class DeviceValues:
+    """What the master does about values on devices.
 
     Parameters
     ----------
-    kind : str
-        As in ``Exchange``.
-    shapes : Shapes
-        Of the result on every rank.
+    team : Team
+    lanes : Lanes
+    group : Group
+    variables : Variables
+    numbers : iterator of int
+        Of calls and of collectives.
     """
-    if not any(variable.is_stale) or not runtime.group.is_usable(runtime.team):
-        return False
-    fronts = [pairs[front] for pairs, front in zip(variable.shapes, variable.front)]
-    if len(set(fronts)) > 1 or any(dtype.name not in DEVICE_DTYPES for dtype in variable._dtypes):
-        return False
-    check_not_lost([variable], [0] if kind == "broadcast" else None, f"{kind} variable {variable.name!r}")
-    ranks = list(range(runtime.world_size))
-    number = next(runtime.numbers)
-    runtime.lanes.first.down[0, Down.CALL] = number
-    replies = runtime.team.exchange(
-        Kind.VARIABLE,
-        ranks,
-        0,
-        dict.fromkeys(ranks, Exchange(variable._id, kind, op)),
-        [segment for rank in ranks for segment in variable.segments(rank)],
-        runtime.deadline(None),
-        "collective",
-        f"variable {variable.name!r}",
-    )
-    raise_failures(replies, runtime.world_size, variable.name)
-    runtime.commit(ranks, [Layout(None, (), ((variable._id, shapes),))] * len(ranks), number)
-    return True
+
+    def __init__(self, team: Team, lanes: Lanes, group: Group, variables: Variables, numbers: Iterator[int]) -> None:
+        self._team = team
+        self._lanes = lanes
+        self._group = group
+        self._variables = variables
+        self._numbers = numbers
+
+    def refresh(self, variable: Variable, deadline: float | None, ranks: Sequence[int] | range | None = None) -> None:
+        """Have values that lie on devices copied into shared memory, where what follows reads them."""
+        wanted = range(self._team.world_size) if ranks is None else ranks
+        stale = [rank for rank in wanted if variable.is_stale[rank]]
+        if not stale:
+            return
+        check_not_lost([variable], stale, f"read variable {variable.name!r}")
+        segments = [variable.reserve_front(rank) for rank in stale]
+        contents = dict.fromkeys(stale, Fetch(variable.id))
+        replies = self._team.exchange(
+            Kind.VARIABLE, stale, 0, contents, segments, deadline, "read", f"variable {variable.name!r}"
+        )
+        raise_failures(replies, self._team.world_size, variable.name)
+        for rank in stale:
+            variable.is_stale[rank] = False
+
+    def exchange(self, variable: Variable, deadline: float | None, kind: str, shapes: Shapes, op: str = "") -> bool:
+        """Do a collective by NCCL, if the values lie on the devices; return whether that was so.
+
+        Parameters
+        ----------
+        kind : str
+            As in ``Exchange``.
+        shapes : Shapes
+            Of the result on every rank.
+        """
+        if not any(variable.is_stale) or not self._group.is_usable(self._team):
+            return False
+        fronts = [pairs[front] for pairs, front in zip(variable.shapes, variable.front)]
+        if len(set(fronts)) > 1 or any(dtype.name not in DEVICE_DTYPES for dtype in variable.dtypes):
+            return False
+        check_not_lost([variable], [0] if kind == "broadcast" else None, f"{kind} variable {variable.name!r}")
+        ranks = list(range(self._team.world_size))
+        number = next(self._numbers)
+        self._lanes.first.down[0, Down.CALL] = number
+        replies = self._team.exchange(
+            Kind.VARIABLE,
+            ranks,
+            0,
+            dict.fromkeys(ranks, Exchange(variable.id, kind, op)),
+            [segment for rank in ranks for segment in variable.segments(rank)],
+            deadline,
+            "collective",
+            f"variable {variable.name!r}",
+        )
+        raise_failures(replies, self._team.world_size, variable.name)
+        self._variables.commit(ranks, [Layout(None, (), ((variable.id, shapes),))] * len(ranks), number)
+        return True
+
+    def restore(self, ranks: Sequence[int], deadline: float | None) -> None:
+        """Give ``ranks``, which were started anew, the values of their variables as far as they can be had."""
+        for variable in self._variables.living():
+            gone = [rank for rank in ranks if variable.is_stale[rank]]
+            if not gone:
+                continue
+            survivors = [rank for rank in range(self._team.world_size) if rank not in gone]
+            if not variable.is_sharded and survivors and self._is_alike(variable, survivors, deadline):
+                values = variable.leaves(survivors[0])
+                for rank in gone:
+                    for target, value in zip(variable.back(rank, tuple(value.shape for value in values)), values):
+                        np.copyto(target, value)
+                variable.flip(gone)
+            else:
+                variable.lost.update(gone)
+
+    def _is_alike(self, variable: Variable, ranks: Sequence[int], deadline: float | None) -> bool:
+        """Whether all of ``ranks`` hold the same value, bit for bit."""
+        if variable.lost.intersection(ranks):
+            return False
+        self.refresh(variable, deadline, ranks)
+        first = variable.leaves(ranks[0])
+        return all(
+            mine.shape == other.shape and mine.tobytes() == other.tobytes()
+            for rank in ranks[1:]
+            for mine, other in zip(first, variable.leaves(rank))
+        )
 
 
-def restore(runtime: Runtime, variables: Iterable[Shared], ranks: Sequence[int]) -> None:
-    """Give ``ranks``, which were started anew, the values of their variables as far as they can be had."""
-    for variable in variables:
-        gone = [rank for rank in ranks if variable.is_stale[rank]]
-        if not gone:
-            continue
-        survivors = [rank for rank in range(runtime.world_size) if rank not in gone]
-        if not variable.is_sharded and survivors and _is_alike(runtime, variable, survivors):
-            values = variable.leaves(survivors[0])
-            for rank in gone:
-                for target, value in zip(variable.back(rank, tuple(value.shape for value in values)), values):
-                    np.copyto(target, value)
-            variable.flip(gone)
-        else:
-            variable.lost.update(gone)
-
-
-def _is_alike(runtime: Runtime, variable: Shared, ranks: Sequence[int]) -> bool:
-    """Whether all of ``ranks`` hold the same value, bit for bit."""
-    if variable.lost.intersection(ranks):
-        return False
-    refresh(runtime, variable, ranks)
-    first = variable.leaves(ranks[0])
-    return all(
-        mine.shape == other.shape and mine.tobytes() == other.tobytes()
-        for rank in ranks[1:]
-        for mine, other in zip(first, variable.leaves(rank))
-    )
-
-
-def check_not_lost(variables: Iterable[Shared], ranks: Iterable[int] | None, verb: str) -> None:
+def check_not_lost(variables: Iterable[Variable], ranks: Iterable[int] | None, verb: str) -> None:
     """Raise where a value is needed (of ``ranks``, or of any) that was lost with its worker.
 
     Raises

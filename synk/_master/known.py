@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from synk._wire.memory import Segment
 from synk._wire.messages import Extras
-
-if TYPE_CHECKING:
-    from synk._master.lanes import Lane
 
 
 class Link:
@@ -89,7 +86,7 @@ class Link:
         return list({each.id: each for each in (*arenas, *segments) if each.id not in self.segments}.values())
 
     def extras(
-        self, content: Any, needed: Sequence[Segment], lane: Lane, news: Sequence[Any]
+        self, content: Any, needed: Sequence[Segment], lane: Any, news: Sequence[Any]
     ) -> tuple[Extras | None, list[Segment]]:
         """Return the body of a message (None if it needs none) and the segments that it brings.
 

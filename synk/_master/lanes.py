@@ -7,18 +7,15 @@ be written and its outputs wait while another runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from synk._master.workers import Team
 from synk._pure.interrupts import deferred
 from synk._wire.memory import PAGE_NBYTES, Segment, round_up
 from synk._wire.messages import NUM_LANES
 from synk.communicators._shm import required_nbytes, reset, set_abort
-
-if TYPE_CHECKING:
-    from synk._api.runtime import Runtime
-    from synk._master.workers import Team
 
 _SLOT_NBYTES = 1 << 19
 _COLLECTIVE_SLOT_NBYTES = 1 << 22
@@ -67,33 +64,25 @@ class Lane:
         self.down, self.up = team.blocks(index)
         self.up_words = [memoryview(row) for row in self.up]
 
-    def reserve_staging(self, nbytes: int, runtime: Runtime) -> Segment:
-        """Return the staging segment, grown to at least ``nbytes`` bytes."""
-        if self.staging is None or self.staging.nbytes < nbytes:
-            with deferred():
-                old, self.staging = self.staging, Segment.create(max(int(nbytes * 1.25), 1 << 16))
-                self.staging.is_staging = True
-                if old is not None:
-                    runtime.forget_segment(old)
-                    for function in list(runtime.bound):  # their views of the old one would keep its memory
-                        function.plans.drop_staging(old.id, runtime)
-        return self.staging
+    def replace_staging(self, nbytes: int) -> Segment | None:
+        """Take a larger staging segment, and return the old one."""
+        old, self.staging = self.staging, Segment.create(max(int(nbytes * 1.25), 1 << 16))
+        self.staging.is_staging = True
+        return old
 
-    def grow_exchange(self, slot_nbytes: int, published: Sequence[int], runtime: Runtime) -> None:
-        """Make room for ``slot_nbytes`` bytes of outputs per rank; what ``published`` ranks wrote is carried over."""
+    def replace_exchange(self, slot_nbytes: int, published: Sequence[int]) -> Segment:
+        """Take larger slots, with what ``published`` ranks wrote carried over, and return the old ones."""
+        world_size = len(self.up)
         slot_nbytes = round_up(max(slot_nbytes, int(self.slot_nbytes * 1.25)), PAGE_NBYTES)
-        larger = Segment.create(runtime.world_size * slot_nbytes, is_worker_writable=True)
+        larger = Segment.create(world_size * slot_nbytes, is_worker_writable=True)
         for rank in published:
             start = rank * self.slot_nbytes
             slot = self.exchange.buffer[start : start + self.slot_nbytes]
             larger.buffer[rank * slot_nbytes : rank * slot_nbytes + self.slot_nbytes] = slot
         with deferred():
-            old = self.exchange
-            self.exchange, self.slot_nbytes = larger, slot_nbytes
+            old, self.exchange, self.slot_nbytes = self.exchange, larger, slot_nbytes
             self.ids = (larger.id, self.ids[1])
-            runtime.forget_segment(old)
-            for function in list(runtime.bound):
-                function.plans.drop_assemblies(self)
+        return old
 
     def connect(self, team: Team) -> None:
         """Make the segment through which functions communicate, where there is none yet."""

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import numpy as np
 
-from synk._api.shared import Shared, pickled
+from synk._master.variable import Variable, is_shared, pickled
 from synk._master.watch import (
     MAX_KEYS,
     MISSING,
@@ -43,7 +43,7 @@ from synk._wire.messages import Reload
 from synk._wire.parcels import Absent, Found, fill_function, make_cell
 
 _ATOMIC = (
-    type(None), types.CodeType, types.ModuleType, types.BuiltinFunctionType, np.dtype, np.generic, Shared,
+    type(None), types.CodeType, types.ModuleType, types.BuiltinFunctionType, np.dtype, np.generic,
 )  # fmt: skip
 _NUMBERS = (bool, int, float, complex, str, bytes)
 
@@ -168,7 +168,7 @@ class Parcel:
         self.tells: list[tuple[Known, Any]] = []
         self.bound: set[Known] = set()
         self.objects: list[Known] = []
-        self.variables: set[Shared] = set()
+        self.variables: set[Variable] = set()
 
 
 class _Entry(NamedTuple):
@@ -215,7 +215,7 @@ class _Pickler(cloudpickle.Pickler):
         self._passing[id(state)] = state
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, _ATOMIC):
+        if isinstance(obj, _ATOMIC) or is_shared(obj):
             return super().reducer_override(obj)
         if isinstance(obj, types.CellType) and id(obj) in self._cells:
             self._meet(obj)

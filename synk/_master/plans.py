@@ -9,23 +9,21 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from synk._master.arguments import Argument
 from synk._master.assembly import Assembly
 from synk._master.lanes import Lane
+from synk._master.variable import Variable
+from synk._master.workers import Team
 from synk._pure.arrays import copy_into
 from synk._pure.interrupts import deferred
 from synk._pure.read_only import ReadOnlyArray
 from synk._pure.shards import Assignment, Selection
 from synk._wire.memory import Segment
 from synk._wire.messages import Down, Layout, Plan
-
-if TYPE_CHECKING:
-    from synk._api.runtime import Runtime
-    from synk._api.shared import Shared
 
 _MAX_PLANS = 64
 _ARRAYS = (np.ndarray, ReadOnlyArray)
@@ -72,20 +70,20 @@ class PlanCache:
         self._plans.move_to_end(key)
         return cached
 
-    def put(self, key: Any, cached: CachedPlan, runtime: Runtime) -> None:
+    def put(self, key: Any, cached: CachedPlan, team: Team) -> None:
         with deferred():  # a plan that is lost here would stay with the workers
             broken = self._plans.pop(key, None)
             if broken is not None:
-                runtime.drop_plan(broken.plan.plan_id)
+                team.drop_plan(broken.plan.plan_id)
             self._plans[key] = cached
             while len(self._plans) > _MAX_PLANS:
                 _, old = self._plans.popitem(last=False)
-                runtime.drop_plan(old.plan.plan_id)
+                team.drop_plan(old.plan.plan_id)
 
-    def drop_staging(self, segment_id: int, runtime: Runtime) -> None:
+    def drop_staging(self, segment_id: int, team: Team) -> None:
         """Forget the plans that use a staging segment which has been replaced: nobody finds them any more."""
         for key in [key for key in self._plans if key[-1] == segment_id]:
-            runtime.drop_plan(self._plans.pop(key).plan.plan_id)
+            team.drop_plan(self._plans.pop(key).plan.plan_id)
         self.repeats.clear()
 
     def drop_assemblies(self, lane: Lane) -> None:
@@ -94,10 +92,10 @@ class PlanCache:
             if cached.lane is lane:
                 cached.assembly = None
 
-    def drop_all(self, runtime: Runtime) -> None:
+    def drop_all(self, team: Team) -> None:
         """Forget everything, here and on the workers: the function is gone."""
         for cached in self._plans.values():
-            runtime.drop_plan(cached.plan.plan_id)
+            team.drop_plan(cached.plan.plan_id)
         self.repeats.clear()
         self._plans.clear()
 
@@ -106,12 +104,12 @@ class PlanCache:
         self.repeats.clear()
         self._plans.clear()
 
-    def discard(self, cached: CachedPlan, runtime: Runtime) -> None:
+    def discard(self, cached: CachedPlan, team: Team) -> None:
         """Forget one plan, here and on the workers."""
         with deferred():
             self.repeats.pop(cached.lane.index, None)
             self._plans = OrderedDict((key, value) for key, value in self._plans.items() if value is not cached)
-            runtime.drop_plan(cached.plan.plan_id)
+            team.drop_plan(cached.plan.plan_id)
 
 
 @dataclass
@@ -152,7 +150,7 @@ class Call:
     objects: tuple[bytes, list[memoryview]] | None
     options: CallOptions
     owned: Assignment | None = None
-    sources: Sequence[Shared] = ()  # sharded variables whose rows are those of the call, as no argument has any
+    sources: Sequence[Variable] = ()  # sharded variables whose rows are those of the call, as no argument has any
     unequal: str = ""  # why their rows are no weights of an average
     has_group: bool = False  # whether its large outputs are reduced by NCCL
 
@@ -197,7 +195,7 @@ class RepeatedCall:
             for a in call.arguments
         )
 
-    def stage(self, runtime: Runtime, args: tuple[Any, ...]) -> bool:
+    def stage(self, counters: dict[str, int], args: tuple[Any, ...]) -> bool:
         """Bring the arguments of a new call into place; return False where it is another kind of call."""
         lane = self.cached.lane
         is_known = self.cached.is_agreed and lane.staging is self._staging
@@ -215,7 +213,7 @@ class RepeatedCall:
         for value, (_, _, target) in zip(args, self._arguments):
             if target is not None:
                 copy_into(target, value)
-                runtime.counters["bytes_staged"] += target.nbytes
+                counters["bytes_staged"] += target.nbytes
         if lane.last_numbers is not self._numbers:  # a call with other bounds came between
             lane.last_numbers = None  # until all of them are written
             lane.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1] = self._block

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-import synk
 from synk._master.output import Output
 from synk._master.program import command, search_path, write_setup
 from synk._pure.interrupts import deferred
@@ -275,7 +274,7 @@ def setup_message(
     world_size: int, backend: str, device: str, cpus: Sequence[int], failpoints: Sequence[Any]
 ) -> dict[str, Any]:
     """Return what a worker must know before it can unpickle anything."""
-    home = os.path.dirname(os.path.dirname(os.path.abspath(synk.__file__)))
+    home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     path = search_path()
     absolute = [entry for entry in path if os.path.isabs(entry)]
     return {

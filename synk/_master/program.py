@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any
 from synk._wire.cell import cell
 from synk._wire.descriptors import Descriptor
 from synk._wire.memory import create_fd
+from synk._wire.program import WORKER_ARGUMENT, is_frozen
 from synk.errors import StartupError
 
 # The bootstrap may import nothing before the path is the master's: a pickle.py in the current directory must not run.
@@ -33,10 +33,6 @@ sock = socket.socket(fileno=setup["fds"]["socket"])
 sys.path[:] = setup["import_path"]
 spec = importlib.util.find_spec("synk")
 package = importlib.util.module_from_spec(spec)
-class Package(type(sys)):
-    def __setattr__(self, name, value):  # an import would put the module where the package puts the verb
-        if name not in ("data", "function", "shared"): super().__setattr__(name, value)
-package.__class__ = Package
 def complete(name):
     if name.startswith("_") and name != "__version__": raise AttributeError(name)
     from synk._wire.cell import cell
@@ -55,17 +51,16 @@ from synk._worker.serve import main
 main(sock, setup)
 """
 
-_WORKER_ARGUMENT = "--synk-worker"
 _PYTHON_NAME = re.compile(r"(python|pypy)\d*(\.\d+)*[a-z]*")
 
 
 def check_program() -> None:
     """Raise StartupError where no worker can be started.
 
-    A frozen program ends here unless it calls :func:`freeze_support`: each worker is a copy of it, which would start
+    A frozen program ends here unless it calls ``synk.freeze_support``: each worker is a copy of it, which would start
     workers of its own.
     """
-    if not _is_frozen():
+    if not is_frozen():
         _interpreter()
     elif not cell.has_freeze_support:
         raise StartupError(
@@ -77,8 +72,8 @@ def check_program() -> None:
 def command(setup_fd: int, rank: int) -> list[str]:
     """Return the command that starts the worker whose first message lies in ``setup_fd``."""
     name = f"synk-worker-{rank}"  # for whoever looks at the list of processes
-    if _is_frozen():
-        return [sys.executable, _WORKER_ARGUMENT, str(setup_fd), name]
+    if is_frozen():
+        return [sys.executable, WORKER_ARGUMENT, str(setup_fd), name]
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     if sys.version_info >= (3, 11) and "-P" not in flags and "-I" not in flags:
         flags.append("-P")
@@ -98,10 +93,6 @@ def write_setup(setup: dict[str, Any]) -> Descriptor:
 def search_path() -> list[str]:
     """Return the entries of ``sys.path`` that imports heed: Python passes over whatever is not a string."""
     return [entry for entry in sys.path if isinstance(entry, str)]
-
-
-def _is_frozen() -> bool:
-    return bool(getattr(sys, "frozen", False))
 
 
 def _interpreter() -> str:
@@ -130,28 +121,3 @@ def _candidates() -> Iterator[str]:
         pass
     for prefix in (sys.exec_prefix, sys.base_exec_prefix):
         yield os.path.join(prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}")
-
-
-def freeze_support() -> None:
-    """Let a frozen program (PyInstaller, cx_Freeze, ...) use workers; call it first thing in the main program.
-
-    A frozen program has no interpreter to start, so each worker is a copy of the program, which becomes a worker in
-    this call and never returns from it. In the program itself, and where nothing is frozen, it returns at once.
-
-    Examples
-    --------
-    >>> import synk
-    >>> synk.freeze_support()
-    """
-    if not _is_frozen():
-        return
-    if sys.argv[1:2] != [_WORKER_ARGUMENT]:
-        cell.has_freeze_support = True
-        return
-    with open(int(sys.argv[2]), "rb") as file:
-        setup = json.load(file)
-    sys.path[:] = setup["import_path"]
-    from synk._worker.serve import main
-
-    main(socket.socket(fileno=setup["fds"]["socket"]), setup)
-    sys.exit()

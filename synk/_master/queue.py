@@ -10,19 +10,17 @@ import logging
 import time
 from collections import deque
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from synk._api.shared import Shared
 from synk._master.call import Callee, CallOptions, Launched, abandon, collecting, launch
+from synk._master.session import Session
+from synk._master.variable import is_shared
+from synk._master.workers import Flight
 from synk._pure.interrupts import is_from_handler, num_cancels
 from synk._pure.limits import as_seconds
 from synk._wire.memory import Segment
 from synk._wire.messages import NUM_LANES, Reply
 from synk.errors import CallCancelled, CallTimeout, ClosedError, WorkerDied
-
-if TYPE_CHECKING:
-    from synk._api.runtime import Runtime
-    from synk._master.workers import Flight
 
 Steps = Generator["Flight", dict[int, Reply], Any]
 
@@ -118,8 +116,8 @@ class Queue:
         Oldest first.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self.calls: deque[PendingCall] = deque()
 
     def submit(
@@ -131,42 +129,42 @@ class Queue:
         deadline: float | None,
     ) -> PendingCall:
         """Send a call and return at once, or as soon as fewer than ``NUM_LANES`` are under way. The runtime is held."""
-        runtime, verb = self._runtime, f"submit {function.name!r}"
+        session, verb = self._session, f"submit {function.name!r}"
         # What rows a rank has of a sharded variable can depend on what the calls before assign.
-        has_variables = any(isinstance(value, Shared) for value in (*args, *kwargs.values())) or any(
+        has_variables = any(is_shared(value) for value in (*args, *kwargs.values())) or any(
             variable.is_sharded for variable in function.variables
         )
         if has_variables or not self._can_join(function):
-            runtime.begin(verb, deadline)
+            session.begin(verb, deadline)
         is_alone = has_variables or bool(function.variables) or (bool(self.calls) and self.calls[-1]._is_alone)
         while len(self.calls) >= NUM_LANES:
             self._collect_oldest(verb, deadline)
         newest = self.calls[-1]._launched if self.calls else None
-        lane = runtime.lanes.first if newest is None else runtime.lanes.after(newest.cached.lane)
+        lane = session.lanes.first if newest is None else session.lanes.after(newest.cached.lane)
         pending = PendingCall(self, function.name)
         try:
-            launched = launch(runtime, function, args, kwargs, options, deadline, lane, is_alone=is_alone)
+            launched = launch(session, function, args, kwargs, options, deadline, lane, is_alone=is_alone)
         except BaseException as error:
             self._end_lost(error)
             raise
         # The rest is up to synk, and its messages wait behind the calls that come after this one.
         launched.deadline = None
         # Some variables are known only when the function has been sent.
-        pending._begin(launched, collecting(runtime, launched), has_variables or bool(function.variables))
+        pending._begin(launched, collecting(session, launched), has_variables or bool(function.variables))
         self.calls.append(pending)
-        if runtime.team.is_inline:  # it has run already
+        if session.team.is_inline:  # it has run already
             self._collect_oldest(verb, None)
         return pending
 
     def _can_join(self, function: Callee) -> bool:
         """Whether a call can be sent behind those under way: nothing else is to be done before it."""
-        runtime, team = self._runtime, self._runtime.team
+        session, team = self._session, self._session.team
         return (
             bool(self.calls)
             and not team.is_inline
-            and function in runtime.bound
+            and function in session.functions.bound
             and not function.is_stale
-            and not runtime.has_dropped
+            and not session.has_dropped
             and not team.has_dead
             and len(team.flights) == len(self.calls)  # else one of them has no owner: an interrupt came
         )
@@ -191,20 +189,20 @@ class Queue:
         ------
         TimeoutError
         """
-        runtime, verb = self._runtime, f"wait for {pending.name!r}"
+        session, verb = self._session, f"wait for {pending.name!r}"
         if timeout is None:
-            with runtime.entered(verb):
+            with session.entered(verb):
                 self._wait(pending, None)
             return
-        runtime.entered(verb)  # only what it checks
+        session.entered(verb)  # only what it checks
         seconds = max(as_seconds(timeout), 0.0)
         until = time.monotonic() + seconds
-        runtime.if_free(lambda: self._wait(pending, until), seconds)
+        session.if_free(lambda: self._wait(pending, until), seconds)
         if pending._launched is not None:
             raise TimeoutError(f"{pending.name!r} has not ended within {seconds:g} s; it goes on.")
 
     def _wait(self, pending: PendingCall, until: float | None) -> None:
-        self._runtime.team.num_cancels = num_cancels()
+        self._session.team.num_cancels = num_cancels()
         while pending._launched is not None and self.calls:
             if not self._step_oldest(until):
                 return
@@ -213,17 +211,17 @@ class Queue:
 
     def look(self) -> None:
         """Take in what has ended, without waiting for anything."""
-        self._runtime.check_process("look at a call")
-        self._runtime.if_free(self._look)
+        self._session.check_process("look at a call")
+        self._session.if_free(self._look)
 
     def _look(self) -> None:
         if not self.calls:
             return
-        if self._runtime.is_closed:  # by itself: workers died too often
+        if self._session.is_closed:  # by itself: workers died too often
             self.close()
             return
         try:
-            self._runtime.team.pump()
+            self._session.team.pump()
         except BaseException as error:
             self._end_lost(error)
             if _is_foreign(error):
@@ -233,9 +231,9 @@ class Queue:
 
     def release(self, segment: Segment) -> None:
         """Wait for the calls that read ``segment``, which is about to be changed."""
-        if not self.reads(segment) or self._runtime.is_mine():
+        if not self.reads(segment) or self._session.is_mine():
             return
-        with self._runtime.entered("change Data"):
+        with self._session.entered("change Data"):
             while self.reads(segment):
                 self._step_oldest(None)
 
@@ -263,7 +261,7 @@ class Queue:
         """Wait for what the oldest call waits for, and go on with it; return False if it was not there at ``until``."""
         if not self.calls:  # closed meanwhile
             return True
-        pending, runtime = self.calls[0], self._runtime
+        pending, session = self.calls[0], self._session
         launched, steps, flight = pending._launched, pending._steps, pending._flight
         if launched is None or steps is None or flight is None or pending._is_stepping or flight.is_lost:
             if launched is not None:  # an interrupt has broken this off
@@ -271,10 +269,10 @@ class Queue:
             self.calls.popleft()
             return True
         try:
-            if not runtime.team.wait_for(flight, until):
+            if not session.team.wait_for(flight, until):
                 return False
             pending._is_stepping = True
-            pending._flight = steps.send(runtime.team.finish(flight))
+            pending._flight = steps.send(session.team.finish(flight))
             pending._is_stepping = False
         except BaseException as error:
             if isinstance(error, StopIteration) and not is_from_handler(error):
@@ -297,7 +295,7 @@ class Queue:
         steps.close()
         outcome = _outcome(pending, error)
         try:
-            abandon(self._runtime, launched, error)
+            abandon(self._session, launched, error)
         except ClosedError as closed:  # by another thread: what it broke inside says nothing to the user
             outcome = closed
         if pending._launched is not None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from synk._api.inline import InlineProcess
 from synk._master.known import Link
+from synk._master.placement import Placement
 from synk._master.process import WorkerProcess, setup_message, startup_text
 from synk._pure.environment import spin_s
 from synk._pure.interrupts import deferred
@@ -29,7 +29,8 @@ class Crew:
     Parameters
     ----------
     placement : Placement
-    is_inline : bool
+    process_type : type
+        What plays a rank: :class:`WorkerProcess`, or something that has no process.
     failpoints : sequence
         Faults to arm, for tests.
     token : bytes
@@ -46,11 +47,14 @@ class Crew:
     Nothing is opened before :meth:`start`, so that whoever made the crew can end it wherever the start is broken off.
     """
 
-    def __init__(self, placement: Any, *, is_inline: bool, failpoints: Sequence[Sequence[Any]], token: bytes) -> None:
+    def __init__(
+        self, placement: Placement, *, process_type: type, failpoints: Sequence[Sequence[Any]], token: bytes
+    ) -> None:
         self.backend: str = placement.backend
         self.devices: tuple[str, ...] = placement.devices
         self.world_size = len(self.devices)
-        self.is_inline = is_inline
+        self.is_inline = not issubclass(process_type, WorkerProcess)
+        self._process_type = process_type
         self.is_closed = False
         self.links: list[Link] = []
         self.eventfds: list[Descriptor] = []
@@ -97,15 +101,21 @@ class Crew:
         assert self._control is not None
         return control_blocks(self._control.buffer, self.world_size, lane)
 
+    def drop_plan(self, plan_id: int) -> None:
+        """Have the workers forget a plan with their next message."""
+        with deferred():
+            for link in self.links:
+                link.drop_plan(plan_id)
+
     # -- starting ------------------------------------------------------------------------------------------------------
 
-    def _new_process(self, rank: int) -> WorkerProcess | InlineProcess:
+    def _new_process(self, rank: int) -> Any:
         if not self.is_inline:
             return WorkerProcess(rank)
         assert self._control is not None
         device = self.devices[rank]
         control, eventfds, failpoints = self._control, self.eventfds, self._failpoints
-        return InlineProcess(rank, self.world_size, self.backend, device, control, eventfds, failpoints)
+        return self._process_type(rank, self.world_size, self.backend, device, control, eventfds, failpoints)
 
     def _start(self, link: Link, failpoints: Sequence[Sequence[Any]]) -> None:
         """Start a process for a rank, in the place of one that ended."""

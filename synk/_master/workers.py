@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from synk._api.inline import InlineProcess
 from synk._master.failures import raise_failures
 from synk._master.known import Link
 from synk._master.output import report
@@ -135,7 +134,7 @@ class Team(Crew):
         self,
         placement: Any,
         *,
-        is_inline: bool,
+        process_type: type,
         max_restarts: int,
         failpoints: Sequence[Sequence[Any]],
         counters: dict[str, int],
@@ -165,7 +164,7 @@ class Team(Crew):
         self._stuck_after_s = stuck_after_s()
         self._kill_at = 0.0  # when workers that are to be idle and do not answer are killed
         self.num_cancels = -1  # what num_cancels() was when the operation began
-        super().__init__(placement, is_inline=is_inline, failpoints=failpoints, token=token)
+        super().__init__(placement, process_type=process_type, failpoints=failpoints, token=token)
 
     # -- starting -----------------------------------------------------------------------------------------------------
 
@@ -519,7 +518,7 @@ class Team(Crew):
         process = link.process
         self.counters["messages_down"] += 1
         self.counters["bytes_down"] += 8
-        if isinstance(process, InlineProcess):
+        if self.is_inline:
             for segment in missing:
                 process.give(segment)
             link.note_sent(extras, missing)
@@ -543,7 +542,6 @@ class Team(Crew):
         """
         if self.is_inline:
             process = self.links[0].process
-            assert isinstance(process, InlineProcess)
             self.counters["messages_up"] += 1
             self.counters["bytes_up"] += 8
             flight.replies[0] = process.reply()

@@ -14,7 +14,9 @@ class _Cell:
     ----------
     runtime : Runtime or None
         The one that ``synk.fork()`` made, while it is open.
-    last_runtime : Runtime or None
+    session : Session or None
+        That of ``runtime``.
+    last_session : Session or None
         Likewise, also when it is closed: to tell why.
     worker : Worker or None
         What this process is; inline, what it plays while a call runs. None in a master.
@@ -25,7 +27,8 @@ class _Cell:
     """
 
     runtime: Any = None
-    last_runtime: Any = None
+    session: Any = None
+    last_session: Any = None
     worker: Any = None
     has_freeze_support = False
 

@@ -151,11 +151,11 @@ def check_value(
     return arrays
 
 
-def value_as_array(variable: Any, dtype: Any, copy: bool | None) -> np.ndarray:
+def value_as_array(variable: Any, structure: Any, dtype: Any, copy: bool | None) -> np.ndarray:
     """Return ``variable.value`` as NumPy asks for it by ``__array__``."""
-    if variable._structure != "leaf":
+    if structure != "leaf":
         raise TypeError(
-            f"cannot make an array of variable {variable.name!r}, which is {describe(variable._structure)}. "
+            f"cannot make an array of variable {variable.name!r}, which is {describe(structure)}. "
             "Take one of the arrays of its value."
         )
     return np.array(variable.value, dtype=dtype) if copy else np.asarray(variable.value, dtype=dtype)

@@ -46,7 +46,7 @@ from synk._worker.execute import Executor, LoadedFunction, PreparedPlan
 from synk._worker.failures import pack_failure
 from synk._worker.pages import give_back, is_written
 from synk._worker.received import Received
-from synk._worker.variables import VariableStore
+from synk._worker.variables import Replica, VariableStore
 from synk.backends import Backend, DeviceBackend, open_backend
 from synk.communicators._shm import Aborted, ShmCommunicator
 from synk.errors import CollectiveMismatch, SerializationError, SharedMemoryError, SynkError
@@ -69,6 +69,14 @@ class Interrupted(KeyboardInterrupt):
 
 class DeviceLost(SynkError):
     """The device failed in a way that only a new process can get over."""
+
+
+def _replica_type(backend: Backend) -> type[Replica]:
+    if not backend.is_device:
+        return Replica
+    from synk._worker.device_variables import DeviceReplica
+
+    return DeviceReplica
 
 
 class WorkerLane:
@@ -126,7 +134,7 @@ class Worker:
                 lane.executor.look_ahead = self._look_ahead
         self.sequence = -1
         self.is_interruptible = False
-        self.variables = VariableStore(rank, self.segments, self.down, self.backend)
+        self.variables = VariableStore(rank, self.segments, self.down, self.backend, _replica_type(self.backend))
         self._eventfds = eventfds
         self._own_down = memoryview(self.down[rank])
         self._own_up = self.lane.own_up

@@ -155,7 +155,7 @@ class Replica:
         self._views = None
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return value_as_array(self, dtype, copy)
+        return value_as_array(self, self._structure, dtype, copy)
 
     @property
     def shape(self) -> Any:
@@ -188,10 +188,15 @@ class VariableStore:
     down : ndarray
         The control block that the master writes, of lane 0.
     backend : Backend
+    replica_type : type
+        What variables are here: a :class:`Replica`, or one on a device.
     """
 
-    def __init__(self, rank: int, segments: dict[int, Segment], down: np.ndarray, backend: Backend) -> None:
+    def __init__(
+        self, rank: int, segments: dict[int, Segment], down: np.ndarray, backend: Backend, replica_type: type[Replica]
+    ) -> None:
         self.rank = rank
+        self._replica_type = replica_type
         self.segments = segments
         self.backend = backend
         self._down = down
@@ -214,15 +219,8 @@ class VariableStore:
         """Return a variable, which a function may refer to before it is declared."""
         replica = self._replicas.get(variable_id)
         if replica is None:
-            replica = self._replicas[variable_id] = self._new_replica()
+            replica = self._replicas[variable_id] = self._replica_type(self)
         return replica
-
-    def _new_replica(self) -> Replica:
-        if not self.backend.is_device:
-            return Replica(self)
-        from synk._worker.device_variables import DeviceReplica
-
-        return DeviceReplica(self)
 
     def declare(self, declarations: Sequence[Declaration]) -> None:
         for declaration in declarations:

@@ -58,7 +58,7 @@ def many_variables(rt: Any) -> tuple[list[Any], Any]:
 def test_more_segments_than_one_message_can_carry(runtime: Fork, sequence: int) -> None:
     """New to several ranks at once, also after all of them were started again."""
     rt = runtime(2)
-    rt.team.sequence = sequence
+    rt._session.team.sequence = sequence
     variables, f = many_variables(rt)
     expected = 4 * sum(range(300))
     assert f(np.ones(4)) == expected
@@ -116,7 +116,7 @@ def test_D4_ctrl_c_while_the_dead_are_buried(runtime: Fork, monkeypatch: pytest.
     for name, after in (("_unwatch_link", False), ("_unwatch_link", True), ("_unwatch", True)):
         victim = pids(rt)[0]
         with monkeypatch.context() as patch:
-            interrupt_in(patch, rt.team, name, after=after)
+            interrupt_in(patch, rt._session.team, name, after=after)
             os.kill(victim, signal.SIGKILL)
             time.sleep(0.3)  # the next call finds the death before it sends anything
             with pytest.raises((KeyboardInterrupt, WorkerDied)):
@@ -172,7 +172,7 @@ def test_D4_the_lock_is_free_after_ctrl_c(runtime: Fork, monkeypatch: pytest.Mon
         interrupt_in(patch, rt, "_reclaim")
         with pytest.raises(KeyboardInterrupt):
             data.free_memory()
-    assert not rt.is_mine()
+    assert not rt._session.is_mine()
     with same_workers(rt):
         assert_right(rt)
 
@@ -183,7 +183,7 @@ def test_A16_a_replacement_that_is_killed_while_it_starts_is_one_more_death(
     rt = runtime(2, max_restarts=4)
     f = rt.function(lambda x: x.sum(), outputs="sum")
     victim = pids(rt)[1]
-    start, num_left = rt.team._start, [2]
+    start, num_left = rt._session.team._start, [2]
 
     def killed(link: Any, *args: Any) -> None:
         start(link, *args)
@@ -191,7 +191,7 @@ def test_A16_a_replacement_that_is_killed_while_it_starts_is_one_more_death(
             num_left[0] -= 1
             link.process.kill()
 
-    monkeypatch.setattr(rt.team, "_start", killed)
+    monkeypatch.setattr(rt._session.team, "_start", killed)
     os.kill(victim, signal.SIGKILL)
     num_errors = 0
     with warnings.catch_warnings():
@@ -253,7 +253,7 @@ closing: list[Any] = []
 
 
 def close_below(a: Any, b: Any) -> Any:
-    closing[0].team.tear_down()
+    closing[0]._session.team.tear_down()
     closing[0]._release_memory()
     raise IndexError("something of the closed runtime")
 

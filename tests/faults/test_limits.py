@@ -111,7 +111,7 @@ def test_D3_one_ctrl_c_while_a_call_that_timed_out_is_ended(way: str) -> None:
         "NUMBERS = (1,)\n"
         + TIMED_OUT.replace("\n    ", "\n")
         + f"""
-rt.team.grace_s = 20.0
+rt._session.team.grace_s = 20.0
 began = time.monotonic()
 try:
     if {way!r} == "call":
@@ -144,7 +144,7 @@ def test_D3_the_second_ctrl_c_while_a_call_that_timed_out_is_ended() -> None:
         "NUMBERS = ()\n"
         + TIMED_OUT.replace("\n    ", "\n")
         + """
-bury = rt.team._bury
+bury = rt._session.team._bury
 
 def interrupted_again(link):  # of the worker that the first Ctrl-C had killed
     os.kill(os.getpid(), signal.SIGINT)
@@ -154,7 +154,7 @@ def interrupted_once(*args):
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     end_calls(*args)
 
-rt.team._bury, Team._end_calls = interrupted_again, interrupted_once
+rt._session.team._bury, Team._end_calls = interrupted_again, interrupted_once
 try:
     stuck(np.arange(2), timeout=0.2)
 except KeyboardInterrupt:
@@ -177,7 +177,7 @@ def age(link: Any) -> None:
 
 def aged(rt: Any, rank: int) -> Callable[..., None]:
     """Return what starts processes that are stuck, and have been for long, in the place of those of ``rank``."""
-    start = rt.team._start
+    start = rt._session.team._start
 
     def start_stuck(link: Any, *args: Any) -> None:
         start(link, *args)
@@ -208,13 +208,13 @@ def calls_until_it_works(rt: Any, timeout: float | None) -> list[str]:
 def test_A12_a_worker_that_is_stuck_as_it_starts_is_replaced(runtime: Fork, action: str, timeout: float | None) -> None:
     """The time counts from the start of its process on, however short the limits of the calls are."""
     rt = runtime(2, failpoint("start.ready", 1, 1, action))
-    first = [link.process.pid for link in rt.team.links]
+    first = [link.process.pid for link in rt._session.team.links]
     if timeout is not None:
         for _ in range(2):
             with pytest.raises(CallTimeout, match="still starting"):
                 rt.function(lambda x: x.sum())(np.arange(4.0), timeout=timeout)
-    assert rt.team.links[1].process.pid == first[1]
-    age(rt.team.links[1])
+    assert rt._session.team.links[1].process.pid == first[1]
+    age(rt._session.team.links[1])
     assert calls_until_it_works(rt, timeout)[-1] == (
         f"rank 1 (pid {first[1]}) was not up 120 s after its start, was killed, and was started again. "
         "What functions kept there, in closures or globals, is gone."
@@ -232,8 +232,8 @@ def test_A12_a_replacement_that_is_stuck_as_it_starts_is_replaced(
     before = pids(rt)
     kill_and_wait(before[1])
     with monkeypatch.context() as context:
-        context.setattr(rt.team, "_start", aged(rt, 1))
-        context.setattr(rt.team, "_replace_stuck", lambda: (context.undo(), rt.team._replace_stuck()))
+        context.setattr(rt._session.team, "_start", aged(rt, 1))
+        context.setattr(rt._session.team, "_replace_stuck", lambda: (context.undo(), rt._session.team._replace_stuck()))
         happened = calls_until_it_works(rt, None)
     assert "ended with SIGKILL while idle" in happened[-1] and "was not up 120 s after its start" in happened[-1]
     with same_workers(rt) as now:
@@ -246,8 +246,8 @@ def test_A12_a_worker_that_never_comes_up_ends_the_runtime(
     runtime: Fork, monkeypatch: pytest.MonkeyPatch, timeout: float | None, max_restarts: int
 ) -> None:
     rt = runtime(2, failpoint("start.ready", 1, 1, "stop"), max_restarts=max_restarts)
-    monkeypatch.setattr(rt.team, "_start", aged(rt, 1))
-    age(rt.team.links[1])
+    monkeypatch.setattr(rt._session.team, "_start", aged(rt, 1))
+    age(rt._session.team.links[1])
     with pytest.raises(StartupError, match="rank 1 of 2 was not up 120 s after its start"):
         calls_until_it_works(rt, timeout)
     with pytest.raises(ClosedError):

@@ -368,7 +368,7 @@ def test_no_memory_for_a_new_value_changes_nothing(
         "set_value": lambda rt, w, f: rt.set_value(w, np.zeros(5000)),
         "scatter": lambda rt, w, f: rt.scatter(w, np.zeros(9000)),
     }
-    create, large = rt.arenas.create, iter(range(100))
+    create, large = rt._session.memory.arenas.create, iter(range(100))
 
     def refuse(nbytes: int, **options: Any) -> Segment:
         if nbytes > 9000 and next(large) == nth:
@@ -376,7 +376,7 @@ def test_no_memory_for_a_new_value_changes_nothing(
         return create(nbytes, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(rt.arenas, "create", refuse)
+        patch.setattr(rt._session.memory.arenas, "create", refuse)
         with pytest.raises(SharedMemoryError, match="no memory is left"):
             operations[name](rt, w, f)
     assert_same(everywhere(rt, w), values)

@@ -59,7 +59,7 @@ def test_where_shows_phase_and_stack_of_each_rank(runtime: Fork, tmp_path: Path)
     thread = stuck_call(rt, path, stuck_here)
     text = explained(rt, "in stuck_here")
     assert text.count("function, ") == 2
-    for link in rt.team.links:
+    for link in rt._session.team.links:
         assert f"rank {link.rank} (pid {link.process.pid}" in text
     path.touch()
     thread.join()

@@ -1,0 +1,182 @@
+"""The functions that are on the workers of one runtime: sent once, with what has changed of what they name since."""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from synk._master.failures import rebuild
+from synk._master.lanes import Lanes
+from synk._master.parcels import Book
+from synk._master.program import search_path
+from synk._master.watch import Part, Watch, watch
+from synk._master.workers import Team
+from synk._pure.interrupts import deferred, is_from_handler
+from synk._wire.messages import Kind, LoadOrder, Reload, Status
+from synk.errors import SerializationError, StartupError
+
+_ON_RESTART = 0
+"""In the place of a function's id."""
+
+
+class Functions:
+    """What the workers of a runtime were sent of functions.
+
+    Parameters
+    ----------
+    team : Team
+    lanes : Lanes
+    on_restart : (callable, dict) or None
+        What replacements run before their first call, and its options as a function.
+
+    Attributes
+    ----------
+    book : Book
+        All parcels, in the order in which they are loaded.
+    bound : WeakSet of synk.Function
+        Those that are on the workers.
+    dropped : deque of (int, PlanCache)
+        Functions, by id, that no longer exist, with their plans; filled by finalizers.
+    """
+
+    def __init__(self, team: Team, lanes: Lanes, on_restart: tuple[Any, dict[str, Any]] | None) -> None:
+        self._team = team
+        self._lanes = lanes
+        self._on_restart = on_restart
+        self._num_loaded_restarts = 0
+        self.bound: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.dropped: deque[tuple[int, Any]] = deque()
+        self.book = self._new_book()
+
+    def _new_book(self) -> Book:
+        return Book(self._drop_parcel, is_inline=self._team.is_inline)
+
+    def _drop_parcel(self, number: int, unbound: list[tuple[tuple[int, int], Any]]) -> None:
+        for link in self._team.links:
+            link.drop_parcel(number, unbound)
+
+    def free_dropped(self) -> None:
+        """Have the workers forget functions that no longer exist, and their plans."""
+        while self.dropped:
+            with deferred():
+                function_id, plans = self.dropped.popleft()
+                self.book.forget_function(function_id)
+                plans.drop_all(self._team)
+                for link in self._team.links:
+                    link.drop_function(function_id)
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def bring(
+        self, functions: Sequence[tuple[int, Any, dict[str, Any], Watch]], names: str, deadline: float | None
+    ) -> list[tuple[Part, int]]:
+        """Send all workers functions (id, function, options, what it names) and what has changed of what they name.
+
+        Returns
+        -------
+        list of (Part, size in bytes)
+            What was sent because it had changed.
+
+        Raises
+        ------
+        SerializationError
+            If it cannot be pickled, or cannot be loaded; no rank counts as having it then.
+        """
+        book = self.book
+        sent: list[tuple[Part, int]] = []
+        reloads: list[Reload] = []
+        try:
+            try:
+                for function_id, fn, options, watched in functions:
+                    update = book.update(function_id, fn, options, watched)
+                    reloads += update.reloads
+                    sent += update.sent
+            except Exception as error:
+                if is_from_handler(error):
+                    raise
+                raise SerializationError(
+                    f"cannot send {names} to the workers: {type(error).__name__}: {error}."
+                ) from error
+            self._load_missing(names, deadline, reloads)
+        except BaseException:
+            book.roll_back()
+            raise
+        book.commit()
+        return sent
+
+    def sent_nbytes(self, function_id: int) -> int:
+        """Return the size of the pickles by which a function and what it captures came to the workers."""
+        return self.book.nbytes_of(function_id)
+
+    def ensure_loaded(self, deadline: float | None) -> None:
+        """Send each worker the functions that it misses: all of them after it was started again."""
+        self.book.roll_back()  # an operation that was broken off may not have come to it
+        restarts = self._team.counters["restarts"]
+        if restarts != self._num_loaded_restarts:
+            self._load_missing("functions", deadline)
+            self.prepare_restarted(deadline)
+            self._num_loaded_restarts = restarts
+
+    def prepare_restarted(self, deadline: float | None) -> None:
+        """Run ``on_restart`` on the workers that were started in the place of others."""
+        waiting = [link for link in self._team.links if not link.is_prepared]
+        if waiting and self._on_restart is not None:
+            fn, options = self._on_restart
+            self.bring([(_ON_RESTART, fn, options, watch(fn))], "on_restart", deadline)
+            orders = {link.rank: LoadOrder([], [], search_path(), _ON_RESTART) for link in waiting}
+            failures, was_interrupted = self._order(orders, "on_restart", deadline)
+            if failures or was_interrupted:
+                what = f"{failures[0].type_name}: {failures[0].message}" if failures else "an interrupt"
+                ranks, world_size = ", ".join(str(link.rank) for link in waiting), self._team.world_size
+                raise StartupError(
+                    f"cannot use the worker that was started again as rank {ranks} "
+                    f"of {world_size}: on_restart ended with {what}. The next call runs it again."
+                ) from (rebuild(failures, world_size, "on_restart") if failures else None)
+        for link in waiting:
+            link.is_prepared = True
+
+    def _load_missing(self, names: str, deadline: float | None, reloads: Sequence[Reload] = ()) -> None:
+        orders: dict[int, LoadOrder] = {}
+        for link in self._team.links:
+            missing = [(number, p.data) for number, p in self.book.parcels.items() if number not in link.parcels]
+            if missing or reloads:
+                orders[link.rank] = LoadOrder(list(reloads), missing, search_path())
+        failures, was_interrupted = self._order(orders, names, deadline)
+        if failures:
+            raise SerializationError(
+                f"cannot load {names} on the workers: {failures[0].type_name}: {failures[0].message}. "
+                "What a function needs must be importable there, or defined in the script itself."
+            ) from rebuild(failures, self._team.world_size, names)
+        if was_interrupted:
+            raise SerializationError(f"loading {names} was interrupted.")
+
+    def _order(self, orders: dict[int, LoadOrder], names: str, deadline: float | None) -> tuple[list[Any], bool]:
+        """Have workers load, and note what those have that say so; return failures, and if one was interrupted."""
+        if not orders:
+            return [], False
+        self._lanes.first.connect(self._team)
+        replies = self._team.exchange(Kind.LOAD, list(orders), 0, orders, [], deadline, "distribute", names)
+        for rank, reply in replies.items():
+            if reply.status == Status.DONE:
+                self._team.links[rank].parcels.update(number for number, _ in orders[rank].parcels)
+                self._team.links[rank].functions.update(self.book.function_ids)
+        failures = [pickle.loads(reply.body) for reply in replies.values() if reply.status == Status.ERROR]
+        return failures, any(reply.status == Status.INTERRUPTED for reply in replies.values())
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    def begin_anew(self) -> None:
+        """Forget what was sent: the workers are about to be replaced."""
+        self.book = self._new_book()
+        for function in list(self.bound):
+            function.is_stale = True
+
+    def close(self) -> None:
+        """Let go of everything; the runtime is closed."""
+        self.dropped.clear()  # their plans hold views of the staging segment
+        for function in list(self.bound):
+            function.forget_sent()
+        self.book.clear()

@@ -1,0 +1,72 @@
+"""The shared memory of one runtime: what finalizers dropped, the arenas of small values, the buffers of results."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from synk._master.results import Lease, ResultPool
+from synk._master.workers import Team
+from synk._pure.interrupts import deferred
+from synk._wire.arenas import Arenas
+from synk._wire.memory import Segment
+from synk._wire.orphans import orphans
+
+
+class Memory:
+    """Segments that belong to a runtime, until the workers have been told to forget them.
+
+    Parameters
+    ----------
+    team : Team
+        Who maps them.
+
+    Attributes
+    ----------
+    released : deque of Segment
+        Filled by finalizers, at any time and in any thread; emptied when an operation begins.
+    arenas : Arenas
+        In which small values lie.
+    results : ResultPool
+    """
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self.released: deque[Segment] = deque()
+        self.arenas = Arenas(self.released)
+        self.results = ResultPool()
+
+    @property
+    def has_dropped(self) -> bool:
+        return bool(self.released or orphans.ended)
+
+    def free_dropped(self) -> None:
+        """Free what finalizers dropped. Nothing runs that could read it."""
+        if orphans.ended:
+            orphans.close_all()
+        while self.released:
+            with deferred():
+                self.forget(self.released.popleft())
+
+    def forget(self, segment: Segment) -> None:
+        """Free a segment here; workers forget it with their next message."""
+        with deferred():  # all of them, or an interrupt would leave some that hold what is gone
+            for link in self._team.links:
+                link.drop_segment(segment.id)
+            segment.discard()
+            self.arenas.sweep()
+
+    def lease_result(self, nbytes: int) -> Lease:
+        """Lease a buffer for large results."""
+        with deferred():
+            lease, dropped = self.results.take(nbytes)
+            for old in dropped:
+                self.forget(old)
+        return lease
+
+    def close(self) -> None:
+        """Let go of all but what the user's arrays lie in."""
+        while self.released:
+            self.released.popleft().close()
+        self.results.close()
+        self.arenas.close()
+        orphans.close_all()

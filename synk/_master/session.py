@@ -1,0 +1,425 @@
+"""What every part of the master is handed: one team of workers, what they share, and one operation at a time on it.
+
+An operation holds the lock and begins with :meth:`Session.begin`: the calls under way end, what an interrupt has torn
+is settled, the dead are started again. Everything above (calls, collectives, the user's verbs) works inside of one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+import optree  # noqa: F401  (used when a result is nested: by then a file of that name may lie in the current folder)
+
+from synk._master.device_values import DeviceValues
+from synk._master.functions import Functions
+from synk._master.known import Link
+from synk._master.lanes import Lane, Lanes
+from synk._master.memory import Memory
+from synk._master.nccl_group import Group
+from synk._master.placement import Placement
+from synk._master.profile import Profile
+from synk._master.results import before_fork
+from synk._master.variable import Variables
+from synk._master.workers import Team
+from synk._pure.interrupts import deferred, is_from_handler, num_cancels
+from synk._pure.limits import lock_s
+from synk._wire.cell import cell, refuse_inside_worker
+from synk._wire.memory import Segment
+from synk._wire.messages import Extras
+from synk.errors import ClosedError, NotForkedError, ReentrancyError, SynkError
+
+_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+class UnderWay(Protocol):
+    """The calls that were submitted, as far as other operations are concerned: they wait for them."""
+
+    @property
+    def calls(self) -> Collection[Any]:
+        """Oldest first."""
+
+    def submit(self, function: Any, args: Any, kwargs: Any, options: Any, deadline: float | None) -> Any:
+        """Send one more."""
+
+    def drain(self, verb: str, deadline: float | None) -> None:
+        """Wait for all of them."""
+
+    def reads(self, segment: Segment) -> bool:
+        """Whether one reads a segment."""
+
+    def release(self, segment: Segment) -> None:
+        """Wait for those that read it."""
+
+    def close(self) -> None:
+        """End all of them."""
+
+
+class Session:
+    """One team of workers, and everything that they share with the master.
+
+    Parameters
+    ----------
+    placement : Placement
+        Where the workers run.
+    timeout, max_restarts
+        As for :class:`synk.Runtime`.
+    on_restart : (callable, dict) or None
+        What replacements run first, and its options as a function.
+    process_type : type
+        What plays a rank: a process, or one in this process.
+    failpoints : sequence
+        Faults to arm, for tests.
+    under_way : callable
+        ``under_way(session)`` makes the queue of submitted calls.
+
+    Attributes
+    ----------
+    team, lanes, group, memory, functions, variables, device_values, queue, profile
+        Its parts.
+    counters : dict of str to int
+    numbers : iterator of int
+        Of calls, and of collectives on devices.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        *,
+        timeout: float | None,
+        max_restarts: int,
+        on_restart: tuple[Any, dict[str, Any]] | None,
+        process_type: type,
+        failpoints: Sequence[Sequence[Any]],
+        under_way: Callable[[Session], UnderWay],
+    ) -> None:
+        self.timeout = timeout
+        self.backend: str = placement.backend
+        self.devices: tuple[str, ...] = placement.devices
+        self.world_size = len(self.devices)
+        self.has_devices = self.backend != "numpy"
+        self.counters: dict[str, int] = dict.fromkeys(
+            (
+                "messages_down", "messages_up", "bytes_down", "bytes_up",
+                "bytes_pickled", "bytes_staged", "calls", "restarts",
+            ),
+            0,
+        )  # fmt: skip
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self.profile = Profile()
+        self.numbers = itertools.count(1)
+        self.team = Team(
+            placement,
+            process_type=process_type,
+            max_restarts=max_restarts,
+            failpoints=failpoints,
+            counters=self.counters,
+            token=os.urandom(32),
+            pack=self._pack,
+            on_trouble=self._abort_collectives,
+            on_idle=self._reset_collectives,
+        )
+        self.group = Group(placement.can_use_nccl)
+        self.lanes = Lanes()
+        self.memory = Memory(self.team)
+        self.functions = Functions(self.team, self.lanes, on_restart)
+        self.variables = Variables(self.team, self.memory)
+        self.device_values = DeviceValues(self.team, self.lanes, self.group, self.variables, self.numbers)
+        self.queue = under_way(self)
+        _open_sessions.add(self)
+        try:
+            with deferred():  # what is opened meanwhile has an owner that ends it
+                self.team.start()
+                self.lanes.begin(self.team)
+        except BaseException:
+            with deferred():
+                self.team.tear_down()
+                self._release_memory()
+            raise
+
+    # -- entering -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_closed(self) -> bool:
+        return self.team.is_closed
+
+    @property
+    def cause(self) -> BaseException | None:
+        """What closed the runtime, if it was a fault."""
+        return self.team.cause
+
+    def check_open(self, verb: str) -> None:
+        """Raise ClosedError or ReentrancyError where ``verb`` cannot work any more."""
+        if os.getpid() != self._pid:
+            self.check_process(verb)
+        if self.team.is_closed or self.team.is_closing:
+            raise ClosedError(f"cannot {verb}: the runtime is closed. Call synk.fork() again.") from self.cause
+
+    @property
+    def is_own_process(self) -> bool:
+        """Whether this process, and not one that was forked from it, owns the workers."""
+        return os.getpid() == self._pid
+
+    def check_process(self, verb: str) -> None:
+        """Raise ReentrancyError in a forked copy of the master."""
+        if os.getpid() != self._pid:
+            raise ReentrancyError(
+                f"cannot {verb}: this process is a forked copy of the master, and the workers belong to the original."
+            )
+
+    def entered(self, verb: str) -> contextlib.AbstractContextManager[Any]:
+        """Return the lock to hold for one operation; :meth:`begin` is the first thing to do under it.
+
+        The lock is the interpreter's own, because its ``with`` has no gap in which an interrupt could leave it held.
+
+        Raises
+        ------
+        ReentrancyError
+            Inside a worker, in a forked copy, or from a signal handler or finalizer during another operation.
+        ClosedError
+        """
+        refuse_inside_worker(verb)
+        self.check_open(verb)
+        if self.is_mine():
+            raise ReentrancyError(
+                f"cannot {verb} while this thread is in another call: got here from a signal handler or a finalizer."
+            )
+        return self._lock
+
+    def if_free(self, action: Callable[[], None], timeout: float = 0.0) -> bool:
+        """Do ``action`` under the lock if it can be had within ``timeout`` seconds; return whether it was done."""
+        if self.is_mine():
+            return False
+        lock = self._lock
+        has_acted = False
+        try:
+            # An interrupt may come as soon as the lock is taken, and before the next line of Python anywhere; it is
+            # given back by C code that nothing can come before.
+            if lock.acquire(timeout=lock_s(timeout)):
+                action()
+                has_acted = True
+        finally:
+            try:
+                lock.release()
+            except RuntimeError as error:
+                if is_from_handler(error):
+                    raise
+                # Another thread holds it.
+        return has_acted
+
+    def is_mine(self) -> bool:
+        """Whether this thread is in an operation."""
+        return self._lock._is_owned()  # type: ignore[attr-defined]
+
+    def begin(self, verb: str, deadline: float | None = None) -> None:
+        """End the calls under way, free what finalizers dropped, settle what was broken off, bring the dead back.
+
+        Raises
+        ------
+        ClosedError, StartupError
+        CallTimeout
+            If calls that were submitted had not ended, or the workers were not up, at ``deadline`` (monotonic); they go
+            on.
+        """
+        self.resume(verb, deadline)
+        if self.has_dropped:
+            self.memory.free_dropped()  # no worker is at anything: small segments come to lie where others have lain
+            self.functions.free_dropped()
+            self.variables.free_dropped()
+
+    def resume(self, verb: str, deadline: float | None) -> None:
+        """Do as ``begin`` in the middle of an operation: nothing is freed, because it may be in use."""
+        self.check_open(verb)  # it may have been closed while this thread waited for the lock
+        self.team.num_cancels = num_cancels()
+        if self.queue.calls:
+            self.queue.drain(verb, deadline)
+        self.variables.finish_commit()
+        self.team.prepare(deadline)
+        self.group.prepare(self.team)
+        if self.team.restarted:
+            self.device_values.restore(self.team.restarted, self.deadline(None))
+            self.team.restarted.clear()
+
+    @property
+    def has_dropped(self) -> bool:
+        """Whether something was dropped that the next operation has to free."""
+        return bool(self.memory.released or self.functions.dropped or self.variables.dropped)
+
+    def deadline(self, timeout: float | None) -> float | None:
+        """Return the monotonic time at which an operation that begins now must end."""
+        timeout = self.timeout if timeout is None else timeout
+        return None if timeout is None else time.monotonic() + timeout
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def _pack(
+        self, link: Link, content: Any, needed: Sequence[Segment], lane: int
+    ) -> tuple[Extras | None, list[Segment]]:
+        """Return the body of a message: its content, and whatever the rank does not know yet."""
+        news = self.variables.news_for(link)
+        wanted = [*needed, *(segment for variable in news for segment in variable.segments(link.rank))]
+        return link.extras(content, wanted, self.lanes[lane], news)
+
+    def _abort_collectives(self) -> None:
+        self.group.break_up(self.team)
+        for lane in self.lanes:
+            lane.abort_collectives(self.team)
+
+    def _reset_collectives(self) -> None:
+        for lane in self.lanes:
+            lane.reset_collectives(self.team)
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def release(self, segment: Segment) -> None:
+        """Free a segment now if nothing is running, else when the operation that may use it has ended."""
+        self.memory.released.append(segment)
+        self.reclaim()
+
+    def reclaim(self) -> None:
+        """Free what finalizers dropped, if nothing is running."""
+        if self.memory.has_dropped and not self.queue.calls and not self.team.flights:
+            self.if_free(self.memory.free_dropped)
+
+    def grow_staging(self, lane: Lane, nbytes: int) -> Segment:
+        """Return the staging segment of a lane, grown to at least ``nbytes`` bytes."""
+        if lane.staging is None or lane.staging.nbytes < nbytes:
+            with deferred():
+                old = lane.replace_staging(nbytes)
+                if old is not None:
+                    self.memory.forget(old)
+                    for function in list(self.functions.bound):  # their views of the old one would keep its memory
+                        function.plans.drop_staging(old.id, self.team)
+        assert lane.staging is not None
+        return lane.staging
+
+    def grow_exchange(self, lane: Lane, slot_nbytes: int, published: Sequence[int]) -> None:
+        """Make room for ``slot_nbytes`` bytes of outputs per rank; what ``published`` ranks wrote is carried over."""
+        with deferred():
+            self.memory.forget(lane.replace_exchange(slot_nbytes, published))
+            for function in list(self.functions.bound):
+                function.plans.drop_assemblies(lane)
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    def replace_workers(self) -> None:
+        """Replace all workers by new ones, which know of everything as it is now. An operation is under way."""
+        deadline = self.deadline(None)
+        for variable in self.variables.living():
+            self.device_values.refresh(variable, deadline)
+        self.functions.begin_anew()
+        self.team.replace(deadline)
+        self.begin("restart", deadline)
+        self.functions.prepare_restarted(deadline)
+
+    def close(self) -> None:
+        """End the workers and release everything; safe to repeat, bounded in time."""
+        team = self.team
+        if os.getpid() != self._pid:
+            return
+        refuse_inside_worker("close")
+        if self.is_mine():
+            raise ReentrancyError("cannot close the runtime while this thread is in a call.")
+        with deferred(team.kill):  # a runtime that is closed in part could neither be used nor be closed
+            team.wake()
+            try:
+                if not self._lock.acquire(timeout=team.grace_s + 1):
+                    team.kill()
+                    self._lock.acquire(timeout=team.grace_s + 1)
+                team.say_goodbye()
+                team.tear_down()
+                self._release_memory()
+            finally:
+                if self.is_mine():
+                    self._lock.release()
+
+    def _release_memory(self) -> None:
+        self.queue.close()
+        self.abandon_memory()
+
+    def abandon_memory(self) -> None:
+        """Let go of all memory but what the user's arrays lie in."""
+        for lane in self.lanes:
+            lane.close()
+        self.functions.close()
+        self.variables.close()
+        self.memory.close()
+        _open_sessions.discard(self)
+        if cell.session is self:
+            cell.session = cell.runtime = None
+
+    def __del__(self) -> None:
+        team = getattr(self, "team", None)
+        if team is None or team.is_closed or os.getpid() != self._pid:
+            return
+        if not sys.is_finalizing():
+            warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, stacklevel=2, source=self)
+        team.tear_down()
+        self._release_memory()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.is_closed else "inline" if self.team.is_inline else "open"
+        return f"<synk.Runtime {self.world_size} x {self.backend}, {state}>"
+
+
+def current_session() -> Session:
+    """Return the session of the current runtime.
+
+    Raises
+    ------
+    NotForkedError
+        If there is none.
+    ClosedError
+        If it was closed.
+    """
+    refuse_inside_worker("use the runtime")
+    if cell.session is None:
+        if cell.last_session is not None:
+            raise ClosedError("the runtime is closed. Call synk.fork() again.") from cell.last_session.cause
+        raise NotForkedError("there is no runtime yet. Call synk.fork() first.")
+    session: Session = cell.session
+    return session
+
+
+def _close_all() -> None:
+    for session in list(_open_sessions):
+        session.team.is_exiting = True
+        with contextlib.suppress(SynkError):
+            session.close()
+
+
+_fork_lock = threading.RLock()  # held from before a fork to after it, so that threads fork one after the other
+
+
+def _before_fork() -> None:
+    with deferred():
+        _fork_lock.acquire()
+        before_fork()
+
+
+def _after_fork() -> None:
+    with contextlib.suppress(RuntimeError):  # an exception from a signal handler came before it was held
+        _fork_lock.release()
+
+
+def _in_forked_child() -> None:
+    """A child must not hold descriptors that tell workers whether the master lives, nor memory that nobody can use."""
+    _after_fork()
+    for session in list(_open_sessions):
+        session.team.abandon()
+        session.abandon_memory()
+    _open_sessions.clear()
+
+
+atexit.register(_close_all)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_forked_child)
