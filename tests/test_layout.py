@@ -1,0 +1,140 @@
+"""The folders of the package: which process each file lives in, and what it may import. docs/design.md has the picture.
+
+Every import of every file counts: in functions, under TYPE_CHECKING, and of the package itself.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import PACKAGE_FOLDER
+
+BELOW: dict[str, tuple[str, ...]] = {
+    "_version": (),
+    "errors": (),
+    "_pure": ("errors",),
+    "_wire": ("_pure", "errors", "_version"),
+    "backends": ("_wire", "_pure", "errors"),
+    "communicators": ("_wire", "_pure", "errors"),
+    "_master": ("communicators", "backends", "_wire", "_pure", "errors", "_version"),
+    "_worker": ("communicators", "backends", "_wire", "_pure", "errors", "_version"),
+    "_api": ("_master", "communicators", "backends", "_wire", "_pure", "errors", "_version"),
+    "": ("_api", "_master", "_worker", "_wire", "errors", "_version"),
+    "__main__": ("",),
+    "extensions": ("", "errors"),
+}
+"""What each folder, or file beside the folders, may import; ``""`` is the package's own ``__init__``."""
+
+SEES_BOTH = {"synk._api.inline": "_worker"}
+"""A rank in the master's process is the one place where both halves meet."""
+
+
+def sources() -> dict[str, str]:
+    """Return the text of every file of the package by the name of its module."""
+    found = {}
+    for path in sorted((PACKAGE_FOLDER / "synk").rglob("*.py")):
+        parts = path.relative_to(PACKAGE_FOLDER).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text(encoding="utf-8")
+    return found
+
+
+def imported(name: str, text: str, modules: dict[str, str]) -> Iterator[str]:
+    """Yield the modules of the package that a file imports anywhere."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.partition(".")[0] == "synk")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} has a relative import"
+            if (node.module or "").partition(".")[0] == "synk":
+                whole = [f"{node.module}.{alias.name}" for alias in node.names]
+                yield from (module if module in modules else str(node.module) for module in whole)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if "." in node.value and node.value in modules:
+                yield node.value  # import_module("synk.x"); no other use of such a text is known
+
+
+def part_of(module: str) -> str:
+    """Return the folder of a module, or its name where it lies beside the folders."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def violations(modules: dict[str, str]) -> list[str]:
+    """Return all that breaks the rule, as text."""
+    found = []
+    graph = {name: {each for each in imported(name, text, modules) if each != name} for name, text in modules.items()}
+    for name, targets in graph.items():
+        own = part_of(name)
+        if own not in BELOW:
+            found.append(f"{name} lies in no known folder")
+            continue
+        for target in sorted(targets):
+            part = part_of(target)
+            if part != own and part not in BELOW[own] and SEES_BOTH.get(name) != part:
+                found.append(f"{name} imports {target}")
+            if target == "synk" + (f".{own}" if own else "") and own in ("_api", "_master", "_worker", "_wire", "_pure"):
+                found.append(f"{name} imports its folder")
+    return found + [f"circle: {' -> '.join(circle)}" for circle in circles(graph)]
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return one circle through each module that has one."""
+    found = []
+    for start in graph:
+        paths, seen = [[start]], {start}
+        while paths:
+            path = paths.pop()
+            for target in sorted(graph.get(path[-1], ())):
+                if target == start:
+                    found.append([*path, start])
+                    paths = []
+                    break
+                if target not in seen:
+                    seen.add(target)
+                    paths.append([*path, target])
+    return found
+
+
+def test_every_import_follows_the_rule() -> None:
+    assert violations(sources()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("synk._pure.shards", "import synk._master.placement"),
+        ("synk._pure.shards", "from synk._wire import memory"),
+        ("synk._pure.shards", "import synk"),
+        ("synk._worker.execute", "def f():\n    from synk._master.call import run_call"),
+        ("synk._master.call", "if TYPE_CHECKING:\n    from synk._worker.rank import Worker"),
+        ("synk._master.call", "import importlib\nimportlib.import_module('synk._worker.rank')"),
+        ("synk._master.call", "from synk import _worker"),
+        ("synk._master.workers", "def f():\n    from synk._master.call import run_call"),
+        ("synk._api.runtime", "from synk._worker.rank import Worker"),
+        ("synk._api.data", "from synk import Runtime"),
+        ("synk.backends._numpy", "from synk.communicators import open_communicator"),
+        ("synk.errors", "from synk._pure import ops"),
+        ("synk.extensions.updates", "from synk._api.function import Function"),
+        ("synk.attic", "x = 1"),
+        ("synk._attic.box", "x = 1"),
+    ],
+)
+def test_the_rule_can_be_broken(module: str, line: str) -> None:
+    modules = sources()
+    modules[module] = modules.get(module, "") + "\n" + line
+    assert violations(modules)
+
+
+def test_each_folder_says_where_it_lives() -> None:
+    for folder in ("_api", "_master", "_worker", "_wire", "_pure"):
+        text = ast.get_docstring(ast.parse(sources()[f"synk.{folder}"])) or ""
+        assert 2 <= len(text.splitlines()) <= 8, f"synk/{folder}/__init__.py"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE_FOLDER / "synk").rglob("*.py")), ids=lambda path: path.name)
+def test_a_long_file_says_why(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    if len(text.splitlines()) > 400:
+        assert "In one file because" in (ast.get_docstring(ast.parse(text)) or ""), f"{path} has more than 400 lines"
