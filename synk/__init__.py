@@ -1,9 +1,10 @@
 """synk: run a plain Python function on all GPUs of a machine, or on all its CPU cores, as if it were one call."""
 
 from synk import errors
+from synk._api.build import function
 from synk._api.current import close, current, fork
 from synk._api.data import Data
-from synk._api.function import Function, function
+from synk._api.function import Function
 from synk._api.runtime import Runtime
 from synk._api.shared import Shared
 from synk._api.verbs import (

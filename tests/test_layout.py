@@ -28,6 +28,8 @@ BELOW: dict[str, tuple[str, ...]] = {
 }
 """What each folder, or file beside the folders, may import; ``""`` is the package's own ``__init__``."""
 
+FOLDERS = ("_api", "_master", "_worker", "_wire", "_pure")
+
 SEES_BOTH = {"synk._api.inline": "_worker"}
 """A rank in the master's process is the one place where both halves meet."""
 
@@ -52,8 +54,7 @@ def imported(name: str, text: str, modules: dict[str, str]) -> Iterator[str]:
                 whole = [f"{node.module}.{alias.name}" for alias in node.names]
                 yield from (module if module in modules else str(node.module) for module in whole)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if "." in node.value and node.value in modules:
-                yield node.value  # import_module("synk.x"); no other use of such a text is known
+            yield from [node.value] if "." in node.value and node.value in modules else []  # import_module("synk.x")
 
 
 def part_of(module: str) -> str:
@@ -74,7 +75,7 @@ def violations(modules: dict[str, str]) -> list[str]:
             part = part_of(target)
             if part != own and part not in BELOW[own] and SEES_BOTH.get(name) != part:
                 found.append(f"{name} imports {target}")
-            if target == "synk" + (f".{own}" if own else "") and own in ("_api", "_master", "_worker", "_wire", "_pure"):
+            if target == f"synk.{own}" and own in FOLDERS:
                 found.append(f"{name} imports its folder")
     return found + [f"circle: {' -> '.join(circle)}" for circle in circles(graph)]
 
@@ -128,7 +129,7 @@ def test_the_rule_can_be_broken(module: str, line: str) -> None:
 
 
 def test_each_folder_says_where_it_lives() -> None:
-    for folder in ("_api", "_master", "_worker", "_wire", "_pure"):
+    for folder in FOLDERS:
         text = ast.get_docstring(ast.parse(sources()[f"synk.{folder}"])) or ""
         assert 2 <= len(text.splitlines()) <= 8, f"synk/{folder}/__init__.py"
 

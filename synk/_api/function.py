@@ -1,23 +1,22 @@
-"""``Function``: what the user calls. Binds a Python function, its ops and its options; the runtime does the rest."""
+"""``Function``: what the user calls. Binds a Python function, its ops and its options; the runtime does the rest.
+
+In one file because half of it is the text of the page that a user reads on the class.
+"""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import sys
 import threading
 import types
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import cloudpickle
-import numpy as np
-
+from synk._api.captured import Changes, check_picklable, variables_of
 from synk._api.data import Data, make_data
-from synk._api.shared import Shared
+from synk._api.options import FRAMEWORKS, check_retry, check_slices, check_subset, check_updates, partial_name
 from synk._api.verify import Report, Tolerance, verify
 from synk._master.arguments import Signature
 from synk._master.call import CallOptions, run_call
@@ -25,18 +24,13 @@ from synk._master.plans import PlanCache
 from synk._master.queue import PendingCall
 from synk._master.row_shapes import RowShapes
 from synk._master.session import Session, current_session
-from synk._master.variable import Variable, check_owner, pickled
-from synk._master.watch import Part, Watch, is_users_module, watch
-from synk._pure.interrupts import deferred, is_from_handler
+from synk._master.variable import Variable, check_owner
+from synk._master.watch import Watch, is_users_module, watch
+from synk._pure.interrupts import deferred
 from synk._pure.limits import check_timeout
-from synk._pure.ops import REDUCE_OPS, check_outputs
+from synk._pure.ops import check_outputs
 from synk._wire.cell import refuse_inside_worker
-from synk.errors import SerializationError, WorkerDied
-
-FRAMEWORKS = (None, "torch", "jax")
-
-LARGE_CHANGE_NBYTES = 1 << 20
-"""From this size on it is told of an object that is sent again and again."""
+from synk.errors import WorkerDied
 
 _PLAIN = CallOptions()
 """Those of nearly all calls."""
@@ -91,7 +85,7 @@ class Function:
     ) -> None:
         if not callable(fn):
             raise TypeError(f"cannot build a function: got {type(fn).__name__}, expected a callable.")
-        self.name = name or getattr(fn, "__name__", None) or _partial_name(fn) or type(fn).__name__
+        self.name = name or getattr(fn, "__name__", None) or partial_name(fn) or type(fn).__name__
         check_outputs(outputs, repr(self.name))
         check_updates(updates, self.name)
         if framework not in FRAMEWORKS:
@@ -104,7 +98,7 @@ class Function:
         self.framework = framework
         self.id = next(_function_ids)
         self._verb = f"call {self.name!r}"
-        self._retry = _check_retry(retry, self.updates, self.name)
+        self._retry = check_retry(retry, self.updates, self.name)
         if not isinstance(per_rank, bool):
             raise TypeError(f"cannot build {self.name!r}: got per_rank={per_rank!r}, expected True or False.")
         self.per_rank = per_rank
@@ -117,7 +111,7 @@ class Function:
         self._home: tuple[dict[str, Any], str] | None = None  # the user's module that holds it, and its name there
         self._watch: Watch | None = None  # over what the workers have been told
         self._changes = Changes(self.name)
-        self.variables = _check_picklable(self)
+        self.variables = check_picklable(self.name, self.options)
         functools.update_wrapper(self, fn, updated=())
         _waiting.add(self)
 
@@ -149,7 +143,7 @@ class Function:
         if is_plain and type(num_slices) is int and num_slices == 1:
             return self._run(args, kwargs, _PLAIN)
         options = CallOptions(
-            batch, shard_batch, _check_slices(num_slices), _subset(output_subset), check_timeout(timeout)
+            batch, shard_batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout)
         )
         return self._run(args, kwargs, options)
 
@@ -168,7 +162,7 @@ class Function:
         Sharded variables are whole there, those that the function closes over too; these it cannot assign.
         """
         options = CallOptions(
-            batch, None, _check_slices(num_slices), _subset(output_subset), check_timeout(timeout), is_serial=True
+            batch, None, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout), is_serial=True
         )
         return self._run(args, kwargs, options)
 
@@ -223,7 +217,7 @@ class Function:
         output  op   equals serial  largest difference  would match
         result  avg  NO             7.5e+00             sum
         """
-        options = CallOptions(batch, None, _check_slices(num_slices), None, check_timeout(timeout), is_trial=True)
+        options = CallOptions(batch, None, check_slices(num_slices), None, check_timeout(timeout), is_trial=True)
         return verify(
             self.name,
             self.outputs,
@@ -281,7 +275,7 @@ class Function:
         function = self._renewed()
         session = function._bound_session()
         options = CallOptions(
-            batch, shard_batch, _check_slices(num_slices), _subset(output_subset), check_timeout(timeout)
+            batch, shard_batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout)
         )
         with session.entered(f"submit {self.name!r}"):
             return session.queue.submit(function, args, kwargs, options, session.deadline(options.timeout))
@@ -404,125 +398,6 @@ def _home_of(function: Function, fn: Any) -> tuple[dict[str, Any], str] | None:
     return (table, name) if table.get(name) in (function, fn) else None
 
 
-class Changes:
-    """How often in a row large objects of a function had to be sent again."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._rows: dict[Any, tuple[int, int]] = {}  # how often, and in which call the last time
-        self._has_told = False
-
-    def note(self, sent: Sequence[tuple[Part, int]], call: int) -> None:
-        """Take in what was sent before a call; tell, once, of a large object that it is better passed."""
-        for part, nbytes in sent:
-            if nbytes < LARGE_CHANGE_NBYTES:
-                continue
-            key = id(part.container), part.key
-            count, last = self._rows.get(key, (0, call - 1))
-            self._rows[key] = count + 1 if last == call - 1 else 1, call
-            if self._rows[key][0] == 3 and not self._has_told:
-                self._has_told = True
-                name = part.key or "a closure variable"
-                warnings.warn(
-                    f"{self._name!r} uses {name!r} ({nbytes / 1e6:.0f} MB), which has changed in three calls in a row "
-                    "and is sent again as a whole each time. Make it a parameter and name it in bcast_inputs: arrays "
-                    "among the arguments travel through shared memory.",
-                    UserWarning,
-                    stacklevel=9,
-                )
-
-
-def _check_retry(retry: Any, updates: Any, name: str) -> int:
-    if isinstance(retry, bool) or not isinstance(retry, (int, np.integer)) or retry < 0:
-        raise ValueError(f"cannot build {name!r}: got retry={retry!r}, expected an integer of 0 or more.")
-    if retry and updates:
-        raise ValueError(
-            f"cannot build {name!r}: got retry={retry} with updates=, expected a function that changes nothing."
-        )
-    return int(retry)
-
-
-def check_updates(updates: Any, name: str) -> None:
-    """Raise unless ``updates`` holds shared variables, or pairs of one and an op."""
-    for update in updates if isinstance(updates, (tuple, list)) else (updates,):
-        variable, op = update if isinstance(update, tuple) and len(update) == 2 else (update, "avg")
-        if not isinstance(variable, Shared):
-            raise TypeError(
-                f"cannot build {name!r}: got {type(variable).__name__} in updates, expected Shared variables or "
-                "(variable, op) pairs."
-            )
-        if op not in REDUCE_OPS:
-            raise ValueError(f"cannot build {name!r}: got op {op!r} in updates, expected one of {REDUCE_OPS}.")
-
-
-def _partial_name(fn: Any) -> str | None:
-    return getattr(getattr(fn, "func", None), "__name__", None)
-
-
-def _check_slices(num_slices: Any) -> int:
-    if isinstance(num_slices, bool) or not isinstance(num_slices, (int, np.integer)) or num_slices < 1:
-        raise ValueError(f"cannot slice a call: got num_slices={num_slices!r}, expected an integer of 1 or more.")
-    return int(num_slices)
-
-
-def _subset(output_subset: Any) -> tuple[Any, ...] | None:
-    if output_subset is None:
-        return None
-    keys = [output_subset] if isinstance(output_subset, (str, int, np.integer)) else output_subset
-    if not isinstance(keys, Iterable):
-        raise TypeError(f"cannot select outputs: got output_subset={output_subset!r}, expected positions or keys.")
-    return tuple(int(key) if isinstance(key, np.integer) else key for key in keys)
-
-
-class _Nowhere:
-    """A file that keeps nothing."""
-
-    def write(self, data: Any) -> int:
-        return memoryview(data).nbytes
-
-
-def _variables_in(value: Any) -> set[Variable]:
-    """Return the shared variables that ``value`` refers to; raise what its pickling raises."""
-    outer, pickled.met = pickled.met, set()
-    try:
-        cloudpickle.Pickler(_Nowhere(), protocol=5, buffer_callback=lambda buffer: None).dump(value)
-        return pickled.met
-    finally:
-        pickled.met = outer
-
-
-def _check_picklable(function: Function) -> set[Variable]:
-    """Return the variables that a function refers to; raise SerializationError if it cannot be sent."""
-    try:
-        return _variables_in(function.options)
-    except Exception as error:
-        if is_from_handler(error):
-            raise
-        culprit = _find_culprit(function._fn)
-        raise SerializationError(
-            f"cannot send {function.name!r} to the workers: {culprit}{type(error).__name__}: {str(error).rstrip('.')}. "
-            "Make such an object inside the function, or pass what it needs as an argument."
-        ) from error
-
-
-def _find_culprit(fn: Any) -> str:
-    """Return ``"its variable 'x' (type) "`` for the first closed-over or global variable that cannot be pickled."""
-    target = getattr(fn, "func", fn)
-    target = getattr(target, "__func__", target)
-    try:
-        variables = inspect.getclosurevars(target)
-    except (TypeError, ValueError):
-        return ""
-    for name, value in {**variables.nonlocals, **variables.globals}.items():
-        try:
-            _variables_in(value)
-        except Exception as error:
-            if is_from_handler(error):
-                raise
-            return f"its variable {name!r} ({type(value).__name__}) cannot be pickled. "
-    return ""
-
-
 def distribute_functions(session: Session, only: Sequence[Function] | None = None, *, deadline: float | None) -> None:
     """Pickle the functions that the workers do not have yet, together, and load them on all workers."""
     with _waiting_lock:
@@ -536,7 +411,9 @@ def distribute_functions(session: Session, only: Sequence[Function] | None = Non
         return
     names = ", ".join(repr(function.name) for function in functions)
     watches = [function._look() for function in functions]
-    variables = [_variables_of(function, watched) for function, watched in zip(functions, watches)]
+    variables = [
+        variables_of(function.name, function.options, watched) for function, watched in zip(functions, watches)
+    ]
     for variable in set().union(*variables):
         check_owner(variable, session.variables, names)
     orders = [(f.id, f._fn, f.options, watched) for f, watched in zip(functions, watches)]
@@ -549,104 +426,3 @@ def distribute_functions(session: Session, only: Sequence[Function] | None = Non
             function._bind_to(session, watched, own)
     if len(functions) == 1:
         functions[0]._changes.note(sent, session.counters["calls"])
-
-
-def _variables_of(function: Function, watched: Watch) -> set[Variable]:
-    """Return the shared variables that a function refers to now, in its own modules too."""
-    return _check_picklable(function) | {
-        part.value._variable for part in watched.parts if isinstance(part.value, Shared)
-    }
-
-
-def build_function(fn: Any, options: dict[str, Any], session: Session | None) -> Any:
-    """Return a Function, or a decorator where ``fn`` is None.
-
-    Also on a worker, which imports modules whose functions are decorated; only a call is refused there.
-    """
-    if fn is None:
-        return lambda target: Function(target, session=session, **options)
-    return Function(fn, session=session, **options)
-
-
-def function(
-    fn: Callable[..., Any] | None = None,
-    *,
-    bcast_inputs: str | Sequence[str] = (),
-    outputs: Any = "avg",
-    updates: Any = (),
-    framework: str | None = None,
-    name: str | None = None,
-    retry: int = 0,
-    per_rank: bool = False,
-) -> Any:
-    """Build a :class:`synk.Function` from a plain Python function; also a decorator, with or without arguments.
-
-    Parameters
-    ----------
-    fn : callable
-        Anything that cloudpickle can carry: a lambda, closure, notebook function, method or partial. It is written for
-        one device and gets the rows of that device.
-    bcast_inputs : str or sequence of str
-        Parameters that every rank gets whole; all others are scattered along axis 0.
-    outputs : op, or nesting of ops
-        ``"avg"`` (weighted by rows), ``"sum"``, ``"prod"``, ``"min"``, ``"max"``, ``"gather"``, ``"first"``, None (a
-        list with one entry per rank) or a callable ``op(a, b)``. One for all outputs, or a
-        structure like that of the result.
-    updates : sequence of Shared, or of (Shared, op)
-        Variables that the function updates; it then returns ``(outputs, new_values)``.
-    framework : {None, "torch", "jax"}
-        Library whose arrays the function gets and returns.
-    name : str, optional
-        For errors and profiles.
-    retry : int
-        How often a call is run again after a worker died in it (never after an exception, an interrupt or a timeout).
-        0: a call runs at most once. Not with ``updates``.
-    per_rank : bool
-        Each rank contributes a value of its own (its random draws, its part of a search), so that ``"sum"``,
-        ``"prod"``, ``"gather"`` and a callable op have a meaning where there are no rows to divide: without a scattered
-        argument or a sharded variable that the function closes over. The result then depends on the number of workers.
-
-    Returns
-    -------
-    Function
-
-    Raises
-    ------
-    SerializationError
-        If it cannot be sent to the workers; names the variable.
-    ValueError, TypeError
-        For an unknown op, parameter or framework.
-
-    Warns
-    -----
-    RowShapedOutput
-        At a call, once: an output under ``"avg"``, ``"sum"``, ``"prod"``, ``"min"`` or ``"max"`` has one row for each
-        row of its rank, and wants ``"gather"``. It was seen to follow the rows, from one call to the next or because
-        one rank ran a copy of the function again without its last row (see the design page). Where neither happened
-        (submitted calls, single rows, functions of more than a second or 64 MB, all with the same rows each time)
-        nothing is said: ask :meth:`Function.verify`.
-
-    Notes
-    -----
-    Rows to divide are those of the scattered arguments or, without any, of the sharded variables that the function
-    closes over. They are the weights of ``"avg"``. Without rows every rank computes the same, and ``"sum"``,
-    ``"prod"``, ``"gather"`` and a callable are refused.
-
-    Examples
-    --------
-    >>> import numpy as np, synk
-    >>> with synk.fork(2):
-    ...     total = synk.function(lambda x: x.sum(), outputs="sum")
-    ...     total(np.arange(10.0))
-    np.float64(45.0)
-    """
-    options = {
-        "bcast_inputs": bcast_inputs,
-        "outputs": outputs,
-        "updates": updates,
-        "framework": framework,
-        "name": name,
-        "retry": retry,
-        "per_rank": per_rank,
-    }
-    return build_function(fn, options, None)

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from synk._api.build import build_function
 from synk._api.data import Data, make_data
-from synk._api.function import Function, build_function, distribute_functions
+from synk._api.function import Function, distribute_functions
 from synk._api.inline import InlineProcess
 from synk._api.shared import Shared
 from synk._master import collectives
+from synk._master.ends import watch_over
 from synk._master.placement import place
 from synk._master.process import WorkerProcess
 from synk._master.profile import Profile
@@ -23,6 +25,8 @@ from synk._master.variable import Variable, check_owner
 from synk._pure.limits import check_timeout
 from synk._wire.cell import refuse_inside_worker
 from synk.errors import ClosedError
+
+watch_over()
 
 
 class Runtime:

@@ -11,7 +11,7 @@ import numpy as np
 from synk._master.call import CallOptions, Tried
 from synk._pure.ops import REDUCE_OPS, Op, check_op, concatenate, is_bfloat16, match_ops, reduce_into
 from synk._pure.trees import flatten
-from synk._wire.messages import Traits
+from synk._wire.control import Traits
 
 if TYPE_CHECKING:
     from synk._master.variable import Variable

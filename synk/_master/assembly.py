@@ -10,19 +10,10 @@ from typing import Any
 import numpy as np
 
 from synk._pure.ops import UFUNCS, accumulator_dtype, concatenate, is_reducible, match_ops, reduce_into, wanted_leaves
+from synk._pure.ranges import SLOT_ALIGNMENT, block_bounds, chunk_bounds
 from synk._pure.trees import flatten, unflatten
 from synk._wire.memory import Segment
-from synk._wire.messages import (
-    LARGE_NBYTES,
-    SLOT_ALIGNMENT,
-    Layout,
-    Leaf,
-    Move,
-    block_bounds,
-    chunk_bounds,
-    is_reduced_on_devices,
-    slot_offsets,
-)
+from synk._wire.messages import LARGE_NBYTES, Layout, Leaf, Move, is_reduced_on_devices, slot_offsets
 from synk.errors import CollectiveMismatch
 
 _numbers = itertools.count(1)

@@ -45,22 +45,9 @@ from synk._pure.interrupts import is_from_handler
 from synk._pure.ops import each_op, match_ops
 from synk._pure.shards import Assignment, Selection, shard_bounds
 from synk._pure.trees import flatten, leaves_of
+from synk._wire.control import BLOCK_LENGTH, Down, Traits, Up
 from synk._wire.memory import Segment
-from synk._wire.messages import (
-    ASSEMBLED,
-    BLOCK_LENGTH,
-    DONE,
-    IS_ASSEMBLED,
-    Down,
-    Kind,
-    Layout,
-    Plan,
-    Reply,
-    Status,
-    Traits,
-    Up,
-    slot_offsets,
-)
+from synk._wire.messages import ASSEMBLED, DONE, IS_ASSEMBLED, Kind, Layout, Plan, Reply, Status, slot_offsets
 from synk.errors import (
     CallCancelled,
     CallTimeout,

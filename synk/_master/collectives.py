@@ -19,11 +19,12 @@ from synk._master.session import Session
 from synk._master.variable import Variable
 from synk._pure.arrays import copy_into
 from synk._pure.ops import REDUCE_OPS, check_op
+from synk._pure.ranges import chunk_bounds
 from synk._pure.read_only import ordinary
 from synk._pure.shards import Selection, select_rows, shard_bounds
 from synk._pure.trees import unflatten
 from synk._wire.memory import Segment
-from synk._wire.messages import LARGE_NBYTES, Kind, chunk_bounds
+from synk._wire.messages import LARGE_NBYTES, Kind
 from synk._wire.steps import Copy, Reduce, Step, run_steps
 from synk._wire.variables import Shapes, dtype_runs, flatten_value, leaf_offsets, shapes_of
 

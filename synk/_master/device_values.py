@@ -16,7 +16,8 @@ from synk._master.lanes import Lanes
 from synk._master.nccl_group import Group
 from synk._master.variable import Variable, Variables
 from synk._master.workers import Team
-from synk._wire.messages import DEVICE_DTYPES, Down, Exchange, Fetch, Kind, Layout
+from synk._wire.control import Down
+from synk._wire.messages import DEVICE_DTYPES, Exchange, Fetch, Kind, Layout
 from synk._wire.variables import Shapes
 from synk.errors import WorkerDied
 

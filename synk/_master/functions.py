@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from synk._master.book import Book
 from synk._master.failures import rebuild
 from synk._master.lanes import Lanes
-from synk._master.parcels import Book
 from synk._master.program import search_path
 from synk._master.watch import Part, Watch, watch
 from synk._master.workers import Team

@@ -13,8 +13,8 @@ import numpy as np
 
 from synk._master.workers import Team
 from synk._pure.interrupts import deferred
+from synk._wire.control import NUM_LANES
 from synk._wire.memory import PAGE_NBYTES, Segment, round_up
-from synk._wire.messages import NUM_LANES
 from synk.communicators._shm import required_nbytes, reset, set_abort
 
 _SLOT_NBYTES = 1 << 19

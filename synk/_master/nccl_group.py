@@ -12,7 +12,8 @@ from typing import Any
 
 from synk._master.lanes import Lane
 from synk._master.workers import Team
-from synk._wire.messages import Down, JoinOrder, Kind, Status, Up
+from synk._wire.control import Down, Up
+from synk._wire.messages import JoinOrder, Kind, Status
 
 logger = logging.getLogger("synk")
 

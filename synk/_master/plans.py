@@ -22,8 +22,9 @@ from synk._pure.arrays import copy_into
 from synk._pure.interrupts import deferred
 from synk._pure.read_only import ReadOnlyArray
 from synk._pure.shards import Assignment, Selection
+from synk._wire.control import Down
 from synk._wire.memory import Segment
-from synk._wire.messages import Down, Layout, Plan
+from synk._wire.messages import Layout, Plan
 
 _MAX_PLANS = 64
 _ARRAYS = (np.ndarray, ReadOnlyArray)

@@ -18,8 +18,9 @@ from synk._master.variable import is_shared
 from synk._master.workers import Flight
 from synk._pure.interrupts import is_from_handler, num_cancels
 from synk._pure.limits import as_seconds
+from synk._wire.control import NUM_LANES
 from synk._wire.memory import Segment
-from synk._wire.messages import NUM_LANES, Reply
+from synk._wire.messages import Reply
 from synk.errors import CallCancelled, CallTimeout, ClosedError, WorkerDied
 
 Steps = Generator["Flight", dict[int, Reply], Any]

@@ -17,9 +17,9 @@ from synk._master.placement import Placement
 from synk._master.process import WorkerProcess, setup_message, startup_text
 from synk._pure.environment import spin_s
 from synk._pure.interrupts import deferred
+from synk._wire.control import Down, Phase, Up, control_blocks, control_nbytes
 from synk._wire.descriptors import NONE, Descriptor
 from synk._wire.memory import Segment
-from synk._wire.messages import Down, Phase, Up, control_blocks, control_nbytes
 from synk.errors import StartupError, WorkerDied
 
 

@@ -6,7 +6,6 @@ is settled, the dead are started again. Everything above (calls, collectives, th
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import os
@@ -28,7 +27,6 @@ from synk._master.memory import Memory
 from synk._master.nccl_group import Group
 from synk._master.placement import Placement
 from synk._master.profile import Profile
-from synk._master.results import before_fork
 from synk._master.variable import Variables
 from synk._master.workers import Team
 from synk._pure.interrupts import deferred, is_from_handler, num_cancels
@@ -36,9 +34,9 @@ from synk._pure.limits import lock_s
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.memory import Segment
 from synk._wire.messages import Extras
-from synk.errors import ClosedError, NotForkedError, ReentrancyError, SynkError
+from synk.errors import ClosedError, NotForkedError, ReentrancyError
 
-_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 class UnderWay(Protocol):
@@ -136,7 +134,7 @@ class Session:
         self.variables = Variables(self.team, self.memory)
         self.device_values = DeviceValues(self.team, self.lanes, self.group, self.variables, self.numbers)
         self.queue = under_way(self)
-        _open_sessions.add(self)
+        open_sessions.add(self)
         try:
             with deferred():  # what is opened meanwhile has an owner that ends it
                 self.team.start()
@@ -354,7 +352,7 @@ class Session:
         self.functions.close()
         self.variables.close()
         self.memory.close()
-        _open_sessions.discard(self)
+        open_sessions.discard(self)
         if cell.session is self:
             cell.session = cell.runtime = None
 
@@ -389,37 +387,3 @@ def current_session() -> Session:
         raise NotForkedError("there is no runtime yet. Call synk.fork() first.")
     session: Session = cell.session
     return session
-
-
-def _close_all() -> None:
-    for session in list(_open_sessions):
-        session.team.is_exiting = True
-        with contextlib.suppress(SynkError):
-            session.close()
-
-
-_fork_lock = threading.RLock()  # held from before a fork to after it, so that threads fork one after the other
-
-
-def _before_fork() -> None:
-    with deferred():
-        _fork_lock.acquire()
-        before_fork()
-
-
-def _after_fork() -> None:
-    with contextlib.suppress(RuntimeError):  # an exception from a signal handler came before it was held
-        _fork_lock.release()
-
-
-def _in_forked_child() -> None:
-    """A child must not hold descriptors that tell workers whether the master lives, nor memory that nobody can use."""
-    _after_fork()
-    for session in list(_open_sessions):
-        session.team.abandon()
-        session.abandon_memory()
-    _open_sessions.clear()
-
-
-atexit.register(_close_all)
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_forked_child)

@@ -1,6 +1,7 @@
 """Shared variables as the master holds them: two buffers per rank in shared memory, of which one is the value.
 
 A call is a transaction on them: what it assigns goes to the second buffers, and one store makes these the values.
+In one file because one variable and all of them change together: a buffer is safe only by what the others hold.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from synk._pure.interrupts import deferred
 from synk._pure.read_only import ordinary
 from synk._pure.shards import shard_bounds
 from synk._pure.trees import describe, skeleton_of, unflatten
+from synk._wire.control import Down
 from synk._wire.memory import Segment
-from synk._wire.messages import Down, Layout
+from synk._wire.messages import Layout
 from synk._wire.variables import (
     Declaration,
     Shapes,

@@ -30,6 +30,7 @@ from synk._pure.interrupts import deferred, plain_interrupts
 from synk._pure.limits import poll_ms
 from synk._version import __version__
 from synk._wire.channel import MAX_FDS, ProtocolError
+from synk._wire.control import Down, interrupt_word
 from synk._wire.memory import Segment
 from synk._wire.messages import (
     ASSEMBLED,
@@ -39,12 +40,10 @@ from synk._wire.messages import (
     IS_ASSEMBLED,
     IS_UNRECEIVED,
     LANE_SHIFT,
-    Down,
     Extras,
     Kind,
     Reply,
     Status,
-    interrupt_word,
 )
 from synk.errors import CallTimeout, ClosedError, SerializationError, StartupError, WorkerDied
 

@@ -13,7 +13,7 @@ import numpy as np
 from synk._pure.arrays import is_masked
 from synk._pure.ops import REDUCE_OPS
 from synk._wire.cell import cell
-from synk._wire.messages import Down
+from synk._wire.control import Down
 from synk.communicators import Communicator
 from synk.communicators._buffers import as_buffer
 from synk.errors import ReentrancyError

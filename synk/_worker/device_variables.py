@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from synk._wire.messages import Down
+from synk._wire.control import Down
 from synk._wire.variables import Declaration, shapes_of
 from synk._worker.device_collectives import DeviceCollectives
 from synk._worker.variables import Replica, VariableStore

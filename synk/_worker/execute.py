@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from synk._pure.ops import Accumulator, Op, check_op, is_reducible, match_ops, reduce_into, wanted_leaves
+from synk._pure.ranges import chunk_bounds
 from synk._pure.shards import shard_bounds
 from synk._pure.trees import flatten, skeleton_of, unflatten
+from synk._wire.control import Down
 from synk._wire.memory import Segment
 from synk._wire.messages import (
     IN_SEGMENTS,
     LARGE_NBYTES,
-    Down,
     Input,
     Layout,
     Leaf,
     Move,
     Plan,
     Status,
-    chunk_bounds,
     is_in_slot,
     slot_offsets,
 )

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._wire.messages import Down, Up
+from synk._wire.control import Down, Up
 from synk._worker.device_collectives import DeviceCollectives
 from synk.backends import DeviceBackend
 from synk.communicators._nccl import DeviceHooks, NcclCommunicator

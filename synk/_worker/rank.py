@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from synk._wire.cell import cell
+from synk._wire.control import NUM_LANES, Down, Phase, Traits, Up, control_blocks, is_interrupted
 from synk._wire.failures import Failure
 from synk._wire.memory import Fence, Segment
 from synk._wire.messages import (
@@ -24,20 +25,13 @@ from synk._wire.messages import (
     IS_ASSEMBLED,
     IS_COLLATERAL,
     LANE_SHIFT,
-    NUM_LANES,
-    Down,
     Exchange,
     Extras,
     Fetch,
     JoinOrder,
     Kind,
-    Phase,
     Plan,
     Status,
-    Traits,
-    Up,
-    control_blocks,
-    is_interrupted,
 )
 from synk._wire.steps import run_steps
 from synk._worker import failpoints as _failpoints

@@ -18,20 +18,11 @@ import numpy as np
 
 from synk._version import __version__
 from synk._wire.channel import Channel, poll_awake
+from synk._wire.control import Down, control_nbytes, is_interrupted
 from synk._wire.descriptors import NONE, Descriptor
 from synk._wire.lifeline import tie_to_pipe, tie_to_pulse
 from synk._wire.memory import Segment
-from synk._wire.messages import (
-    HAS_BODY,
-    IS_UNRECEIVED,
-    LANE_SHIFT,
-    Down,
-    Extras,
-    Kind,
-    Status,
-    control_nbytes,
-    is_interrupted,
-)
+from synk._wire.messages import HAS_BODY, IS_UNRECEIVED, LANE_SHIFT, Extras, Kind, Status
 from synk._worker import failpoints as _failpoints
 from synk._worker.failures import pack_failure
 from synk._worker.rank import DeviceLost, Doorbell, Interrupted, Worker

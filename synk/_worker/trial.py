@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from synk._wire.messages import Traits
+from synk._wire.control import Traits
 from synk.errors import SerializationError
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ import numpy as np
 
 from synk._pure.ops import Accumulator
 from synk._pure.trees import describe, flatten, unflatten
+from synk._wire.control import Down
 from synk._wire.memory import Segment
-from synk._wire.messages import Down, Input
+from synk._wire.messages import Input
 from synk._wire.variables import (
     Declaration,
     Shapes,

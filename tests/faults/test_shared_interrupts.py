@@ -17,7 +17,7 @@ from harness import PACKAGE_FOLDER
 from rank_arrays import assert_same, everywhere
 
 import synk
-from synk._wire.messages import Down
+from synk._wire.control import Down
 from synk._worker.rank import Interrupted
 
 Fork = Callable[..., Any]

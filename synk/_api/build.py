@@ -1,0 +1,103 @@
+"""``synk.function``: from a plain Python function to one that runs on all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from synk._api.function import Function
+from synk._master.session import Session
+
+
+def build_function(fn: Any, options: dict[str, Any], session: Session | None) -> Any:
+    """Return a Function, or a decorator where ``fn`` is None.
+
+    Also on a worker, which imports modules whose functions are decorated; only a call is refused there.
+    """
+    if fn is None:
+        return lambda target: Function(target, session=session, **options)
+    return Function(fn, session=session, **options)
+
+
+def function(
+    fn: Callable[..., Any] | None = None,
+    *,
+    bcast_inputs: str | Sequence[str] = (),
+    outputs: Any = "avg",
+    updates: Any = (),
+    framework: str | None = None,
+    name: str | None = None,
+    retry: int = 0,
+    per_rank: bool = False,
+) -> Any:
+    """Build a :class:`synk.Function` from a plain Python function; also a decorator, with or without arguments.
+
+    Parameters
+    ----------
+    fn : callable
+        Anything that cloudpickle can carry: a lambda, closure, notebook function, method or partial. It is written for
+        one device and gets the rows of that device.
+    bcast_inputs : str or sequence of str
+        Parameters that every rank gets whole; all others are scattered along axis 0.
+    outputs : op, or nesting of ops
+        ``"avg"`` (weighted by rows), ``"sum"``, ``"prod"``, ``"min"``, ``"max"``, ``"gather"``, ``"first"``, None (a
+        list with one entry per rank) or a callable ``op(a, b)``. One for all outputs, or a
+        structure like that of the result.
+    updates : sequence of Shared, or of (Shared, op)
+        Variables that the function updates; it then returns ``(outputs, new_values)``.
+    framework : {None, "torch", "jax"}
+        Library whose arrays the function gets and returns.
+    name : str, optional
+        For errors and profiles.
+    retry : int
+        How often a call is run again after a worker died in it (never after an exception, an interrupt or a timeout).
+        0: a call runs at most once. Not with ``updates``.
+    per_rank : bool
+        Each rank contributes a value of its own (its random draws, its part of a search), so that ``"sum"``,
+        ``"prod"``, ``"gather"`` and a callable op have a meaning where there are no rows to divide: without a scattered
+        argument or a sharded variable that the function closes over. The result then depends on the number of workers.
+
+    Returns
+    -------
+    Function
+
+    Raises
+    ------
+    SerializationError
+        If it cannot be sent to the workers; names the variable.
+    ValueError, TypeError
+        For an unknown op, parameter or framework.
+
+    Warns
+    -----
+    RowShapedOutput
+        At a call, once: an output under ``"avg"``, ``"sum"``, ``"prod"``, ``"min"`` or ``"max"`` has one row for each
+        row of its rank, and wants ``"gather"``. It was seen to follow the rows, from one call to the next or because
+        one rank ran a copy of the function again without its last row (see the design page). Where neither happened
+        (submitted calls, single rows, functions of more than a second or 64 MB, all with the same rows each time)
+        nothing is said: ask :meth:`Function.verify`.
+
+    Notes
+    -----
+    Rows to divide are those of the scattered arguments or, without any, of the sharded variables that the function
+    closes over. They are the weights of ``"avg"``. Without rows every rank computes the same, and ``"sum"``,
+    ``"prod"``, ``"gather"`` and a callable are refused.
+
+    Examples
+    --------
+    >>> import numpy as np, synk
+    >>> with synk.fork(2):
+    ...     total = synk.function(lambda x: x.sum(), outputs="sum")
+    ...     total(np.arange(10.0))
+    np.float64(45.0)
+    """
+    options = {
+        "bcast_inputs": bcast_inputs,
+        "outputs": outputs,
+        "updates": updates,
+        "framework": framework,
+        "name": name,
+        "retry": retry,
+        "per_rank": per_rank,
+    }
+    return build_function(fn, options, None)

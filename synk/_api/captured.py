@@ -1,0 +1,102 @@
+"""What a function captures: that it can be sent, which variables are in it, and what to say when it changes often."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import cloudpickle
+
+from synk._api.shared import Shared
+from synk._master.variable import Variable, pickled
+from synk._master.watch import Part, Watch
+from synk._pure.interrupts import is_from_handler
+from synk.errors import SerializationError
+
+LARGE_CHANGE_NBYTES = 1 << 20
+"""From this size on it is told of an object that is sent again and again."""
+
+
+class Changes:
+    """How often in a row large objects of a function had to be sent again."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._rows: dict[Any, tuple[int, int]] = {}  # how often, and in which call the last time
+        self._has_told = False
+
+    def note(self, sent: Sequence[tuple[Part, int]], call: int) -> None:
+        """Take in what was sent before a call; tell, once, of a large object that it is better passed."""
+        for part, nbytes in sent:
+            if nbytes < LARGE_CHANGE_NBYTES:
+                continue
+            key = id(part.container), part.key
+            count, last = self._rows.get(key, (0, call - 1))
+            self._rows[key] = count + 1 if last == call - 1 else 1, call
+            if self._rows[key][0] == 3 and not self._has_told:
+                self._has_told = True
+                name = part.key or "a closure variable"
+                warnings.warn(
+                    f"{self._name!r} uses {name!r} ({nbytes / 1e6:.0f} MB), which has changed in three calls in a row "
+                    "and is sent again as a whole each time. Make it a parameter and name it in bcast_inputs: arrays "
+                    "among the arguments travel through shared memory.",
+                    UserWarning,
+                    stacklevel=9,
+                )
+
+
+class _Nowhere:
+    """A file that keeps nothing."""
+
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes
+
+
+def variables_in(value: Any) -> set[Variable]:
+    """Return the shared variables that ``value`` refers to; raise what its pickling raises."""
+    outer, pickled.met = pickled.met, set()
+    try:
+        cloudpickle.Pickler(_Nowhere(), protocol=5, buffer_callback=lambda buffer: None).dump(value)
+        return pickled.met
+    finally:
+        pickled.met = outer
+
+
+def check_picklable(name: str, options: dict[str, Any]) -> set[Variable]:
+    """Return the variables that a function refers to; raise SerializationError if it cannot be sent."""
+    try:
+        return variables_in(options)
+    except Exception as error:
+        if is_from_handler(error):
+            raise
+        culprit = find_culprit(options["fn"])
+        raise SerializationError(
+            f"cannot send {name!r} to the workers: {culprit}{type(error).__name__}: {str(error).rstrip('.')}. "
+            "Make such an object inside the function, or pass what it needs as an argument."
+        ) from error
+
+
+def find_culprit(fn: Any) -> str:
+    """Return ``"its variable 'x' (type) "`` for the first closed-over or global variable that cannot be pickled."""
+    target = getattr(fn, "func", fn)
+    target = getattr(target, "__func__", target)
+    try:
+        variables = inspect.getclosurevars(target)
+    except (TypeError, ValueError):
+        return ""
+    for name, value in {**variables.nonlocals, **variables.globals}.items():
+        try:
+            variables_in(value)
+        except Exception as error:
+            if is_from_handler(error):
+                raise
+            return f"its variable {name!r} ({type(value).__name__}) cannot be pickled. "
+    return ""
+
+
+def variables_of(name: str, options: dict[str, Any], watched: Watch) -> set[Variable]:
+    """Return the shared variables that a function refers to now, in its own modules too."""
+    named = {part.value._variable for part in watched.parts if isinstance(part.value, Shared)}
+    return check_picklable(name, options) | named

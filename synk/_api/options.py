@@ -1,0 +1,55 @@
+"""The options of functions and of calls, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from synk._api.shared import Shared
+from synk._pure.ops import REDUCE_OPS
+
+FRAMEWORKS = (None, "torch", "jax")
+
+
+def check_retry(retry: Any, updates: Any, name: str) -> int:
+    if isinstance(retry, bool) or not isinstance(retry, (int, np.integer)) or retry < 0:
+        raise ValueError(f"cannot build {name!r}: got retry={retry!r}, expected an integer of 0 or more.")
+    if retry and updates:
+        raise ValueError(
+            f"cannot build {name!r}: got retry={retry} with updates=, expected a function that changes nothing."
+        )
+    return int(retry)
+
+
+def check_updates(updates: Any, name: str) -> None:
+    """Raise unless ``updates`` holds shared variables, or pairs of one and an op."""
+    for update in updates if isinstance(updates, (tuple, list)) else (updates,):
+        variable, op = update if isinstance(update, tuple) and len(update) == 2 else (update, "avg")
+        if not isinstance(variable, Shared):
+            raise TypeError(
+                f"cannot build {name!r}: got {type(variable).__name__} in updates, expected Shared variables or "
+                "(variable, op) pairs."
+            )
+        if op not in REDUCE_OPS:
+            raise ValueError(f"cannot build {name!r}: got op {op!r} in updates, expected one of {REDUCE_OPS}.")
+
+
+def partial_name(fn: Any) -> str | None:
+    return getattr(getattr(fn, "func", None), "__name__", None)
+
+
+def check_slices(num_slices: Any) -> int:
+    if isinstance(num_slices, bool) or not isinstance(num_slices, (int, np.integer)) or num_slices < 1:
+        raise ValueError(f"cannot slice a call: got num_slices={num_slices!r}, expected an integer of 1 or more.")
+    return int(num_slices)
+
+
+def check_subset(output_subset: Any) -> tuple[Any, ...] | None:
+    if output_subset is None:
+        return None
+    keys = [output_subset] if isinstance(output_subset, (str, int, np.integer)) else output_subset
+    if not isinstance(keys, Iterable):
+        raise TypeError(f"cannot select outputs: got output_subset={output_subset!r}, expected positions or keys.")
+    return tuple(int(key) if isinstance(key, np.integer) else key for key in keys)

@@ -1,0 +1,27 @@
+"""How elements are divided: into blocks for devices, into chunks on cache lines for ranks."""
+
+from __future__ import annotations
+
+import itertools
+
+SLOT_ALIGNMENT = 64
+
+
+def block_bounds(count: int, num_blocks: int) -> list[tuple[int, int]]:
+    """Split ``count`` elements into blocks of equal length, but for the last ones, as the devices divide them.
+
+    Examples
+    --------
+    >>> block_bounds(7, 3)
+    [(0, 3), (3, 6), (6, 7)]
+    """
+    length = -(-count // num_blocks)
+    return [(min(k * length, count), min((k + 1) * length, count)) for k in range(num_blocks)]
+
+
+def chunk_bounds(count: int, itemsize: int, num_chunks: int) -> list[tuple[int, int]]:
+    """Split ``count`` elements into ``num_chunks`` ranges whose edges lie on cache lines."""
+    step = max(SLOT_ALIGNMENT // itemsize, 1)
+    lines = -(-count // step)
+    edges = [min(-(-lines * k // num_chunks) * step, count) for k in range(num_chunks + 1)]
+    return list(itertools.pairwise(edges))
