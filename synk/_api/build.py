@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, overload
 
-from synk._api.function import Function
+from synk._api.function import Function, P
 from synk._master.session import Session
+
+
+class Decorator(Protocol):
+    """What ``synk.function`` with options but without a function returns."""
+
+    def __call__(self, fn: Callable[P, Any], /) -> Function[P]:
+        """Build the function."""
 
 
 def build_function(fn: Any, options: dict[str, Any], session: Session | None) -> Any:
@@ -17,6 +24,34 @@ def build_function(fn: Any, options: dict[str, Any], session: Session | None) ->
     if fn is None:
         return lambda target: Function(target, session=session, **options)
     return Function(fn, session=session, **options)
+
+
+@overload
+def function(
+    fn: Callable[P, Any],
+    *,
+    bcast_inputs: str | Sequence[str] = (),
+    outputs: Any = "avg",
+    updates: Any = (),
+    framework: str | None = None,
+    name: str | None = None,
+    retry: int = 0,
+    per_rank: bool = False,
+) -> Function[P]: ...
+
+
+@overload
+def function(
+    fn: None = None,
+    *,
+    bcast_inputs: str | Sequence[str] = (),
+    outputs: Any = "avg",
+    updates: Any = (),
+    framework: str | None = None,
+    name: str | None = None,
+    retry: int = 0,
+    per_rank: bool = False,
+) -> Decorator: ...
 
 
 def function(

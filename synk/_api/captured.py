@@ -7,10 +7,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import cloudpickle
-
 from synk._api.shared import Shared
-from synk._master.variable import Variable, pickled
+from synk._master.variable import Variable, VariablePickler
 from synk._master.watch import Part, Watch
 from synk._pure.interrupts import is_from_handler
 from synk.errors import SerializationError
@@ -56,12 +54,9 @@ class _Nowhere:
 
 def variables_in(value: Any) -> set[Variable]:
     """Return the shared variables that ``value`` refers to; raise what its pickling raises."""
-    outer, pickled.met = pickled.met, set()
-    try:
-        cloudpickle.Pickler(_Nowhere(), protocol=5, buffer_callback=lambda buffer: None).dump(value)
-        return pickled.met
-    finally:
-        pickled.met = outer
+    pickler = VariablePickler(_Nowhere(), buffer_callback=lambda buffer: None)
+    pickler.dump(value)
+    return pickler.variables
 
 
 def check_picklable(name: str, options: dict[str, Any]) -> set[Variable]:

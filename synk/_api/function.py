@@ -12,7 +12,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, ParamSpec, overload
 
 from synk._api.captured import Changes, check_picklable, variables_of
 from synk._api.data import Data, make_data
@@ -32,15 +32,18 @@ from synk._pure.ops import check_outputs
 from synk._wire.cell import refuse_inside_worker
 from synk.errors import WorkerDied
 
+P = ParamSpec("P")
+"""The parameters of the user's function."""
+
 _PLAIN = CallOptions()
 """Those of nearly all calls."""
 
 _function_ids = itertools.count(1)
-_waiting: weakref.WeakSet[Function] = weakref.WeakSet()
+_waiting: weakref.WeakSet[Function[...]] = weakref.WeakSet()
 _waiting_lock = threading.Lock()
 
 
-class Function:
+class Function(Generic[P]):
     """A function that runs on all workers as one call. Made by :func:`synk.function`.
 
     Call it like the function it was made from. Each argument is scattered along axis 0 unless it is named in
@@ -72,7 +75,7 @@ class Function:
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[P, Any],
         *,
         bcast_inputs: str | Sequence[str] = (),
         outputs: Any = "avg",
@@ -128,7 +131,23 @@ class Function:
 
     # -- calling ------------------------------------------------------------------------------------------------------
 
+    @overload
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any: ...
+
+    @overload
     def __call__(
+        self,
+        /,
+        *args: Any,
+        batch: Any = None,
+        shard_batch: Any = None,
+        num_slices: int = 1,
+        output_subset: Any = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Any: ...
+
+    def __call__(  # type: ignore[misc]  # a keyword-only parameter of one of these names is refused by Signature
         self,
         /,
         *args: Any,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
-from synk._api.build import build_function
+from synk._api.build import Decorator, build_function
 from synk._api.data import Data, make_data
-from synk._api.function import Function, distribute_functions
+from synk._api.function import Function, P, distribute_functions
 from synk._api.inline import InlineProcess
 from synk._api.shared import Shared
 from synk._master import collectives
@@ -147,6 +147,12 @@ class Runtime:
         session.check_open("make a shared variable")
         session.reclaim()
         return Shared(session, Variable(session.variables, value, sharded=sharded, name=name))
+
+    @overload
+    def function(self, fn: Callable[P, Any], **options: Any) -> Function[P]: ...
+
+    @overload
+    def function(self, fn: None = None, **options: Any) -> Decorator: ...
 
     def function(self, fn: Any = None, **options: Any) -> Any:
         """Build a :class:`synk.Function` bound to this runtime; see :func:`synk.function`."""

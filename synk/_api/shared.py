@@ -8,9 +8,9 @@ import numpy as np
 
 from synk._master import collectives
 from synk._master.session import Session
-from synk._master.variable import Variable, pickled
+from synk._master.variable import Variable
 from synk._pure.read_only import read_only
-from synk._wire.variables import resolve_variable, value_as_array
+from synk._wire.variables import value_as_array
 
 
 class Shared:
@@ -92,13 +92,9 @@ class Shared:
         return self._variable.lengths
 
     def __reduce__(self) -> Any:
-        if pickled.met is None:
-            raise TypeError(
-                f"cannot pickle variable {self.name!r}: it lives on the workers. Pass it as an argument, or close over "
-                "it."
-            )
-        pickled.met.add(self._variable)
-        return resolve_variable, (self._variable.id,)
+        raise TypeError(
+            f"cannot pickle variable {self.name!r}: it lives on the workers. Pass it as an argument, or close over it."
+        )
 
     def __repr__(self) -> str:
         kind = "sharded" if self.is_sharded else "replicated"

@@ -3,12 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
+from synk._api.build import Decorator
 from synk._api.current import fork
-from synk._api.function import Function
+from synk._api.function import Function, P
 from synk._master.session import Session
 from synk._wire.cell import cell, refuse_inside_worker
+
+
+@overload
+def wrap(
+    fn: Callable[P, Any],
+    *,
+    bcast_inputs: str | Sequence[str] = (),
+    outputs: Any = "avg",
+    updates: Any = (),
+    framework: str | None = None,
+    name: str | None = None,
+    retry: int = 0,
+    per_rank: bool = False,
+) -> Function[P]: ...
+
+
+@overload
+def wrap(
+    fn: None = None,
+    *,
+    bcast_inputs: str | Sequence[str] = (),
+    outputs: Any = "avg",
+    updates: Any = (),
+    framework: str | None = None,
+    name: str | None = None,
+    retry: int = 0,
+    per_rank: bool = False,
+) -> Decorator: ...
 
 
 def wrap(
@@ -48,7 +77,7 @@ def wrap(
     return WrappedFunction(fn, **options)
 
 
-class WrappedFunction(Function):
+class WrappedFunction(Function[P]):
     """A function that brings its own runtime where there is none; made by :func:`synk.wrap`."""
 
     def _bound_session(self) -> Session:

@@ -18,11 +18,10 @@ import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import cloudpickle
 import numpy as np
 
 from synk._master.parcels import NUMBERS, UNKNOWN, Known, Parcel, contents_of, elements_of, is_same
-from synk._master.variable import is_shared, pickled
+from synk._master.variable import VariablePickler, is_shared
 from synk._master.watch import (
     MISSING,
     Part,
@@ -54,11 +53,11 @@ class _Entry(NamedTuple):
         return [known.sources[key] for known, key in self.parts if key in known.sources]
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(VariablePickler):
     """Pickles by cloudpickle's rules, but an object that the workers hold as its address."""
 
     def __init__(self, file: io.BytesIO, book: Book, parcel: Parcel) -> None:
-        super().__init__(file, protocol=5)
+        super().__init__(file)
         self._book = book
         self._parcel = parcel
         self.met: list[Any] = []
@@ -246,15 +245,13 @@ class Book:
         file = io.BytesIO()
         pickler = _Pickler(file, self, parcel)
         num_undo = len(self._undo)
-        outer, pickled.met = pickled.met, parcel.variables
         try:
             pickler.dump(actions)
             pickler.dump(tuple(pickler.met))
         except BaseException:
             self.roll_back(num_undo)
             raise
-        finally:
-            pickled.met = outer
+        parcel.variables = pickler.variables
         parcel.data = file.getvalue()
         with deferred():
             self._keep(parcel)

@@ -1,8 +1,8 @@
 """A parcel, and the objects in it as the ranks were told of them.
 
 A *parcel* is one pickle: it brings a function, or a value for a place of which the function's code reads, and refers to
-objects of earlier parcels by the number of the parcel and their position in it. It is kept, for workers that are started
-later, as long as a living function needs it.
+objects of earlier parcels by the number of the parcel and their position in it. It is kept, for workers that are
+started later, as long as a living function needs it.
 """
 
 from __future__ import annotations

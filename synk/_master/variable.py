@@ -7,7 +7,6 @@ In one file because one variable and all of them change together: a buffer is sa
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -33,6 +32,7 @@ from synk._wire.variables import (
     check_value,
     flatten_value,
     leaf_offsets,
+    resolve_variable,
     shapes_of,
 )
 from synk.errors import ClosedError
@@ -428,13 +428,24 @@ class Variables:
             variable.close()
 
 
-class _Pickled(threading.local):
-    """The variables met while a function is pickled: those it closes over."""
+class VariablePickler(cloudpickle.Pickler):
+    """Pickles by cloudpickle's rules, but a variable as a reference to what the rank has.
 
-    met: set[Variable] | None = None
+    Attributes
+    ----------
+    variables : set of Variable
+        Those it has met.
+    """
 
+    def __init__(self, file: Any, **options: Any) -> None:
+        super().__init__(file, protocol=5, **options)
+        self.variables: set[Variable] = set()
 
-pickled = _Pickled()
+    def reducer_override(self, obj: Any) -> Any:
+        if is_shared(obj):
+            self.variables.add(obj._variable)
+            return resolve_variable, (obj._variable.id,)
+        return super().reducer_override(obj)
 
 
 def is_shared(value: Any) -> bool:

@@ -89,12 +89,26 @@ class MappedFile(mmap.mmap):
         ------
         OSError
         """
-        if self._is_private or self.fd < 0:
+        try:
+            held = memoryview(self)  # no other thread unmaps it meanwhile
+        except ValueError:  # one has
             return
-        nbytes, protection = len(self), mmap.PROT_READ | mmap.PROT_WRITE
-        aside = _mmap(None, nbytes, protection, mmap.MAP_PRIVATE | _MAP_NORESERVE, self.fd, 0)
+        with held:
+            self._make_private(held.nbytes)
+
+    def _make_private(self, nbytes: int) -> None:
+        fd, protection = self.fd, mmap.PROT_READ | mmap.PROT_WRITE
+        if self._is_private or fd < 0:
+            return
+        aside = _mmap(None, nbytes, protection, mmap.MAP_PRIVATE | _MAP_NORESERVE, fd, 0)
         if aside == _FAILED:
+            if self.fd != fd:
+                return
             raise _last_error()
+        # Another thread that has closed the descriptor meanwhile may have had its number given to another file.
+        if self.fd != fd:
+            _munmap(aside, nbytes)
+            return
         if _mremap(aside, nbytes, nbytes, _MREMAP_MAYMOVE_FIXED, self.address) == _FAILED:
             error = _last_error()
             _munmap(aside, nbytes)
