@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -65,17 +67,77 @@ class SharedRuntimes:
         self._runtimes.clear()
 
 
+class ReusedRuntimes:
+    """Runtimes that serve one test after the other, whatever befalls their workers: what a test may rely on in any
+    case is that the next call is right. It saves the start of all workers but those that were killed.
+    """
+
+    def __init__(self) -> None:
+        self._idle: dict[int, list[synk.Runtime]] = {}
+
+    def take(self, num_workers: int) -> synk.Runtime:
+        """Return a runtime that no test has, which the caller gives back or closes."""
+        idle = self._idle.setdefault(num_workers, [])
+        return idle.pop() if idle else synk.Runtime(num_workers, backend="numpy", max_restarts=10**9)
+
+    def give_back(self, runtime: synk.Runtime) -> None:
+        """Keep a runtime for the tests to come, after proving that it can be used."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of a death that the test had no call after
+            harness.arm(runtime)
+        harness.assert_right(runtime)
+        self._idle[runtime.world_size].append(runtime)
+
+    def close(self) -> None:
+        """Close all."""
+        for runtime in itertools.chain(*self._idle.values()):
+            runtime.close()
+        self._idle.clear()
+
+
 @pytest.fixture(scope="session")
-def shared_runtimes(request: pytest.FixtureRequest) -> Iterator[SharedRuntimes]:
-    """Runtimes for tests whose after-state is *usable*; the census is checked once, at their end."""
+def kept_open(request: pytest.FixtureRequest) -> Iterator[tuple[SharedRuntimes, ReusedRuntimes]]:
+    """The runtimes of many tests; the census is checked once, when all of them are closed."""
     before = harness.census()
-    shared = SharedRuntimes()
-    yield shared
+    shared, reused = SharedRuntimes(), ReusedRuntimes()
+    yield shared, reused
     shared.close()
+    reused.close()
     if request.session.testsfailed:  # tracebacks hold what the census would count
         return
     left = harness.settled_census(before).leftovers(before)
-    assert not left, f"the shared runtimes left behind: {left}"
+    assert not left, f"the runtimes of many tests left behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def shared_runtimes(kept_open: tuple[SharedRuntimes, ReusedRuntimes]) -> SharedRuntimes:
+    """Runtimes for tests whose after-state is *usable*."""
+    return kept_open[0]
+
+
+@pytest.fixture
+def reused(
+    request: pytest.FixtureRequest, kept_open: tuple[SharedRuntimes, ReusedRuntimes]
+) -> Iterator[Callable[..., synk.Runtime]]:
+    """Return ``reused(num_workers=2, *failpoints)``: a runtime that may have served other tests, given back at the end.
+
+    For tests that neither look at what a runtime counts from its start on, nor need options or an environment.
+    """
+    pool = kept_open[1]
+    taken: list[synk.Runtime] = []
+
+    def take(num_workers: int = 2, *failpoints: harness.Failpoint) -> synk.Runtime:
+        taken.append(pool.take(num_workers))
+        harness.arm(taken[-1], *failpoints)
+        return taken[-1]
+
+    yield take
+    has_failed = request.node.stash.get(_failed, False)
+    for each in taken:
+        if has_failed or each.is_closed:
+            each.close()
+        else:
+            pool.give_back(each)
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +147,7 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     Tests on shared runtimes leave theirs alive on purpose; the runtimes' own census is taken when they close.
     """
     handler = signal.getsignal(signal.SIGINT)
-    is_shared = "shared_runtimes" in request.fixturenames
+    is_shared = "kept_open" in request.fixturenames
     before = harness.census()
     yield
     assert signal.getsignal(signal.SIGINT) is handler, "the handler of SIGINT was changed"

@@ -77,6 +77,31 @@ def failpoint(name: str, rank: int, nth: int = 1, action: str = "kill") -> Failp
     return (name, rank, nth, action)
 
 
+def arm(runtime: Any, *failpoints: Failpoint) -> None:
+    """Arm failpoints in the living workers, in the place of those that they have.
+
+    Visits count from the next message on. A worker that is started again has none, so ``EVERY_TIME`` and the steps of
+    a start need a runtime of their own.
+    """
+
+    def rearm(row: np.ndarray) -> None:
+        from synk import _failpoints
+        from synk._cell import cell
+
+        reach = _failpoints.arm(failpoints, int(row[0]))
+        is_over = False
+
+        def reach_after_this_call(step: str) -> None:
+            nonlocal is_over
+            if is_over:
+                reach(step)
+            is_over = is_over or step == "call.after_reply"
+
+        cell.worker.failpoint = reach_after_this_call if failpoints else _failpoints.nothing
+
+    runtime.function(rearm, outputs=None)(np.arange(runtime.world_size))
+
+
 # ----- the census
 
 
