@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,27 +71,32 @@ class ReusedRuntimes:
     case is that the next call is right. It saves the start of all workers but those that were killed.
     """
 
+    MOST_IDLE = 4
+
     def __init__(self) -> None:
-        self._idle: dict[int, list[synk.Runtime]] = {}
+        self._idle: list[tuple[Hashable, synk.Runtime]] = []
 
-    def take(self, num_workers: int) -> synk.Runtime:
-        """Return a runtime that no test has, which the caller gives back or closes."""
-        idle = self._idle.setdefault(num_workers, [])
-        return idle.pop() if idle else synk.Runtime(num_workers, backend="numpy", max_restarts=10**9)
+    def take(self, kind: Hashable, make: Callable[[], synk.Runtime]) -> synk.Runtime:
+        """Return a runtime of its kind that no test has, which the caller gives back or closes."""
+        for position, (other, _) in enumerate(self._idle):
+            if other == kind:
+                return self._idle.pop(position)[1]
+        return make()
 
-    def give_back(self, runtime: synk.Runtime) -> None:
+    def give_back(self, kind: Hashable, runtime: synk.Runtime) -> None:
         """Keep a runtime for the tests to come, after proving that it can be used."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # of a death that the test had no call after
             harness.arm(runtime)
         harness.assert_right(runtime)
-        self._idle[runtime.world_size].append(runtime)
+        self._idle.append((kind, runtime))
+        while len(self._idle) > self.MOST_IDLE:
+            self._idle.pop(0)[1].close()
 
     def close(self) -> None:
         """Close all."""
-        for runtime in itertools.chain(*self._idle.values()):
-            runtime.close()
-        self._idle.clear()
+        while self._idle:
+            self._idle.pop()[1].close()
 
 
 @pytest.fixture(scope="session")
@@ -115,29 +119,44 @@ def shared_runtimes(kept_open: tuple[SharedRuntimes, ReusedRuntimes]) -> SharedR
     return kept_open[0]
 
 
+Reuse = Callable[[Hashable, Callable[[], synk.Runtime]], synk.Runtime]
+
+
 @pytest.fixture
-def reused(
-    request: pytest.FixtureRequest, kept_open: tuple[SharedRuntimes, ReusedRuntimes]
-) -> Iterator[Callable[..., synk.Runtime]]:
-    """Return ``reused(num_workers=2, *failpoints)``: a runtime that may have served other tests, given back at the end.
-
-    For tests that neither look at what a runtime counts from its start on, nor need options or an environment.
-    """
+def reuse(request: pytest.FixtureRequest, kept_open: tuple[SharedRuntimes, ReusedRuntimes]) -> Iterator[Reuse]:
+    """Return ``reuse(kind, make)``: a runtime that earlier tests made for ``kind``, or a new one."""
     pool = kept_open[1]
-    taken: list[synk.Runtime] = []
+    taken: list[tuple[Hashable, synk.Runtime]] = []
 
-    def take(num_workers: int = 2, *failpoints: harness.Failpoint) -> synk.Runtime:
-        taken.append(pool.take(num_workers))
-        harness.arm(taken[-1], *failpoints)
-        return taken[-1]
+    def take(kind: Hashable, make: Callable[[], synk.Runtime]) -> synk.Runtime:
+        taken.append((kind, pool.take(kind, make)))
+        return taken[-1][1]
 
     yield take
-    has_failed = request.node.stash.get(_failed, False)
-    for each in taken:
-        if has_failed or each.is_closed:
+    for kind, each in taken:
+        if each.is_closed or request.node.stash.get(_failed, False):
             each.close()
         else:
-            pool.give_back(each)
+            pool.give_back(kind, each)
+
+
+@pytest.fixture
+def reused(reuse: Reuse) -> Callable[..., synk.Runtime]:
+    """Return ``reused(num_workers=2, *failpoints)``: a runtime that may have served other tests, given back at the end.
+
+    For tests that neither look at what a runtime counts from its start on, nor need options. It was started under the
+    variables of synk's own that are set now.
+    """
+
+    def take(num_workers: int = 2, *failpoints: harness.Failpoint) -> synk.Runtime:
+        variables = frozenset(item for item in os.environ.items() if item[0].startswith("SYNK_"))
+        kind = num_workers, variables
+        runtime = reuse(kind, lambda: synk.Runtime(num_workers, backend="numpy", max_restarts=10**9))
+        if failpoints:
+            harness.arm(runtime, *failpoints)
+        return runtime
+
+    return take
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ Reads only /proc; imports neither pytest nor anything heavy, so that scenarios m
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import gc
 import os
@@ -509,3 +510,38 @@ def script(code: str, *, timeout: float = 30.0, grace_s: float = 2.0, **options:
     """Run a scenario to its end. Options as for ``Scenario``."""
     with Scenario(code, timeout=timeout, **options) as scenario:
         return scenario.finish(grace_s)
+
+
+def outcomes(code: str, cases: Sequence[tuple[Any, ...]], **options: Any) -> dict[tuple[Any, ...], str]:
+    """Run one program for many cases, which differ in what they do and not in their surroundings.
+
+    Parameters
+    ----------
+    code : str
+        Defines a context manager ``surroundings()``, or not, and ``case(*values)``, which is called inside of it.
+    cases : sequence of tuple
+        Values whose ``repr`` is Python.
+
+    Returns
+    -------
+    dict
+        For each case its traceback, "" where it ended well. The program itself printed nothing and left nothing.
+    """
+    code = f"{textwrap.dedent(code)}\n{textwrap.dedent(_CASES)}".replace("CASES", repr(list(cases)))
+    last = script(code, **options).check(None).stdout
+    return dict(zip(cases, ast.literal_eval(last), strict=True))
+
+
+_CASES = """
+    import contextlib, traceback
+
+    outcomes = []
+    with globals().get("surroundings", contextlib.nullcontext)():
+        for values in CASES:
+            try:
+                case(*values)
+                outcomes.append("")
+            except BaseException:
+                outcomes.append(traceback.format_exc())
+    print(outcomes)
+"""
