@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -78,17 +79,21 @@ class ReusedRuntimes:
 
     def take(self, kind: Hashable, make: Callable[[], synk.Runtime]) -> synk.Runtime:
         """Return a runtime of its kind that no test has, which the caller gives back or closes."""
-        for position, (other, _) in enumerate(self._idle):
-            if other == kind:
+        for position, (other, runtime) in enumerate(self._idle):
+            if other == kind and not runtime.is_closed:
                 return self._idle.pop(position)[1]
         return make()
 
     def give_back(self, kind: Hashable, runtime: synk.Runtime) -> None:
         """Keep a runtime for the tests to come, after proving that it can be used."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # of a death that the test had no call after
-            harness.arm(runtime)
-        harness.assert_right(runtime)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)  # of a death that the test had no call after
+                harness.arm(runtime)
+            harness.assert_right(runtime)
+        except BaseException:
+            runtime.close()
+            raise
         self._idle.append((kind, runtime))
         while len(self._idle) > self.MOST_IDLE:
             self._idle.pop(0)[1].close()
@@ -126,18 +131,21 @@ Reuse = Callable[[Hashable, Callable[[], synk.Runtime]], synk.Runtime]
 def reuse(request: pytest.FixtureRequest, kept_open: tuple[SharedRuntimes, ReusedRuntimes]) -> Iterator[Reuse]:
     """Return ``reuse(kind, make)``: a runtime that earlier tests made for ``kind``, or a new one."""
     pool = kept_open[1]
-    taken: list[tuple[Hashable, synk.Runtime]] = []
 
-    def take(kind: Hashable, make: Callable[[], synk.Runtime]) -> synk.Runtime:
-        taken.append((kind, pool.take(kind, make)))
-        return taken[-1][1]
-
-    yield take
-    for kind, each in taken:
-        if each.is_closed or request.node.stash.get(_failed, False):
-            each.close()
+    def end(kind: Hashable, runtime: synk.Runtime) -> None:
+        if runtime.is_closed or request.node.stash.get(_failed, False):
+            runtime.close()
         else:
-            pool.give_back(kind, each)
+            pool.give_back(kind, runtime)
+
+    with contextlib.ExitStack() as ends:
+
+        def take(kind: Hashable, make: Callable[[], synk.Runtime]) -> synk.Runtime:
+            runtime = pool.take(kind, make)
+            ends.callback(end, kind, runtime)
+            return runtime
+
+        yield take
 
 
 @pytest.fixture

@@ -527,12 +527,12 @@ def outcomes(code: str, cases: Sequence[tuple[Any, ...]], **options: Any) -> dic
     dict
         For each case its traceback, "" where it ended well. The program itself printed nothing and left nothing.
     """
-    code = f"{textwrap.dedent(code)}\n{textwrap.dedent(_CASES)}".replace("CASES", repr(list(cases)))
-    last = script(code, **options).check(None).stdout
-    return dict(zip(cases, ast.literal_eval(last), strict=True))
+    ask = textwrap.dedent(_ASK_EACH).replace("CASES", repr(list(cases)))
+    answer = script(f"{textwrap.dedent(code)}\n{ask}", **options).check().stdout
+    return dict(zip(cases, ast.literal_eval(answer), strict=True))
 
 
-_CASES = """
+_ASK_EACH = """
     import contextlib, traceback
 
     outcomes = []
