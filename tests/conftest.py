@@ -152,7 +152,8 @@ def reuse(request: pytest.FixtureRequest, kept_open: tuple[SharedRuntimes, Reuse
 def reused(reuse: Reuse) -> Callable[..., synk.Runtime]:
     """Return ``reused(num_workers=2, *failpoints)``: a runtime that may have served other tests, given back at the end.
 
-    For tests that neither look at what a runtime counts from its start on, nor need options. It was started under the
+    For tests that need no options, and count neither what a runtime counts from its start on nor the descriptors or
+    memory of processes: what earlier tests left to the garbage collector may go at any time. It was started under the
     variables of synk's own that are set now.
     """
 

@@ -109,8 +109,8 @@ def test_a_worker_that_was_started_again_has_them_too(reused: Fork) -> None:
         assert f(*data) == before
 
 
-def test_memory_comes_back_and_new_values_begin_with_zeros(reused: Fork) -> None:
-    rt = reused(2)
+def test_memory_comes_back_and_new_values_begin_with_zeros(runtime: Fork) -> None:
+    rt = runtime(2)
     total = rt.function(lambda x: x.sum(), outputs="sum")
 
     def blocks() -> int:

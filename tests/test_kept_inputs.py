@@ -177,9 +177,9 @@ def test_a_kept_view_of_data_follows_the_data(shared_runtimes: Any) -> None:
         assert f(data) == [k] * k
 
 
-def test_what_is_kept_no_longer_is_freed(reused: Any) -> None:
+def test_what_is_kept_no_longer_is_freed(runtime: Any) -> None:
     """Also where it is the whole life of a layer: each call replaces what the last one kept."""
-    rt = reused(2)
+    rt = runtime(2)
 
     class Layer:
         def forward(self, x: Any) -> Any:
@@ -196,8 +196,8 @@ def test_what_is_kept_no_longer_is_freed(reused: Any) -> None:
     assert counts[-1] <= counts[9] + 5
 
 
-def test_a_call_whose_function_keeps_nothing_maps_nothing(reused: Any) -> None:
-    rt = reused(2)
+def test_a_call_whose_function_keeps_nothing_maps_nothing(runtime: Any) -> None:
+    rt = runtime(2)
     counts: list[int] = []
 
     def watch(x: Any) -> Any:

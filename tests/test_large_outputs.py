@@ -324,9 +324,9 @@ def test_a_buffer_that_is_not_needed_may_be_refused(reused: Fork, monkeypatch: p
     np.testing.assert_array_equal(f(np.array(0), x), np.full(256 * SIZE, 2.0))
 
 
-def test_exceptions_that_are_kept_hold_no_buffers(reused: Fork) -> None:
+def test_exceptions_that_are_kept_hold_no_buffers(runtime: Fork) -> None:
     """A notebook keeps the last one, with the frames of its traceback."""
-    rt = reused(2)
+    rt = runtime(2)
     f = rt.function(lambda k, x: np.full(SIZE, 1.0 / (7 - k)), bcast_inputs="k", outputs="sum")
     x = np.arange(2.0)
     kept = []
@@ -364,8 +364,8 @@ def test_a_result_may_end_while_ctrl_c_comes(reused: Fork) -> None:
     assert entered == []
 
 
-def test_workers_keep_no_outputs_of_a_call_that_failed(reused: Fork) -> None:
-    rt = reused(2)
+def test_workers_keep_no_outputs_of_a_call_that_failed(runtime: Fork) -> None:
+    rt = runtime(2)
     f = rt.function(lambda x: np.full((1 << 22) + int(x[0]), 1.0), outputs="sum")  # 32 MB, and one element more
     memory = rt.function(saboteurs.anonymous_kb, outputs=None)
     x = np.arange(2.0)

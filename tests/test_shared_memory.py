@@ -17,8 +17,8 @@ from rank_arrays import assert_same
 import synk
 
 
-def test_dropping_a_variable_gives_its_memory_back_after_the_next_call(reused: Callable[..., Any]) -> None:
-    rt = reused(2)
+def test_dropping_a_variable_gives_its_memory_back_after_the_next_call(runtime: Callable[..., Any]) -> None:
+    rt = runtime(2)
     workers = pids(rt)
 
     def held() -> tuple[int, int, list[int]]:
@@ -114,9 +114,9 @@ def test_values_that_meet_and_part_again_and_again_lie_in_the_same_buffers(
     assert len(seen) <= 2 * 3
 
 
-def test_dropping_a_function_gives_back_what_it_closes_over(reused: Callable[..., Any]) -> None:
+def test_dropping_a_function_gives_back_what_it_closes_over(runtime: Callable[..., Any]) -> None:
     """A notebook cell that is run again and again."""
-    rt = reused(2)
+    rt = runtime(2)
     memory = rt.function(saboteurs.anonymous_kb, outputs=None)
 
     def define() -> None:
@@ -170,8 +170,8 @@ def test_variables_come_and_go_in_another_thread_while_calls_run(
     assert_same(rt.gather(count), np.full(2, calls))
 
 
-def test_variables_that_no_call_ever_saw_give_their_memory_back(reused: Callable[..., Any]) -> None:
-    rt = reused(1)
+def test_variables_that_no_call_ever_saw_give_their_memory_back(runtime: Callable[..., Any]) -> None:
+    rt = runtime(1)
     before = sum(descriptors().values())
     for _ in range(20):
         rt.shared(np.zeros(1 << 16))
@@ -180,9 +180,9 @@ def test_variables_that_no_call_ever_saw_give_their_memory_back(reused: Callable
 
 
 @pytest.mark.parametrize("num_steps", [300, pytest.param(1000, marks=pytest.mark.storm)])
-def test_many_steps_hold_no_more_than_ten(reused: Callable[..., Any], num_steps: int) -> None:
+def test_many_steps_hold_no_more_than_ten(runtime: Callable[..., Any], num_steps: int) -> None:
     """Descriptors, mappings and private memory, in the master and in the workers."""
-    rt = reused(2)
+    rt = runtime(2)
     params = rt.shared({"w": np.zeros((64, 8)), "b": np.zeros(8)})
     total = rt.shared(0.0)
     x = rt.shared(np.ones((32, 64)), sharded=True)

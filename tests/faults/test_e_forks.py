@@ -235,9 +235,9 @@ def test_E16_what_threads_write_at_the_moment_of_a_fork_is_not_lost(reused: Fork
         np.testing.assert_array_equal(result, count)
 
 
-def test_E16_a_fork_copies_nothing_and_the_pool_goes_on(reused: Fork) -> None:
+def test_E16_a_fork_copies_nothing_and_the_pool_goes_on(runtime: Fork) -> None:
     """A loader forks at each epoch: only results that are alive lose their buffer, and only once."""
-    rt = reused(2)
+    rt = runtime(2)
     f = rt.function(filled, bcast_inputs=("k", "size"), outputs="sum")
     x, size = np.ones(2), 16 * SIZE
     held = [f(float(k), size, x) for k in range(4)]

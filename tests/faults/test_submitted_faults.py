@@ -320,10 +320,10 @@ def test_G_a_rank_that_cannot_take_in_what_is_new(reused: Fork) -> None:
     assert pids(rt) == workers
 
 
-def test_G_calls_take_no_descriptors_and_no_memory(reused: Fork) -> None:
+def test_G_calls_take_no_descriptors_and_no_memory(runtime: Fork) -> None:
     from harness import census, settled_census
 
-    rt = reused(2)
+    rt = runtime(2)
     total = rt.function(lambda x: (x.sum(), np.full(40_000, 1.0)), outputs=("sum", "first"))
     warm(total)
     before = census()
@@ -504,9 +504,9 @@ def test_E_a_runtime_dropped_with_calls_under_way_is_collected() -> None:
         assert wait_until_dead(pid)
 
 
-def test_G_workers_remember_nothing_of_calls_that_are_over(reused: Fork) -> None:
+def test_G_workers_remember_nothing_of_calls_that_are_over(runtime: Fork) -> None:
     """Outputs of a call that another rank failed in, and plans over Data that is gone."""
-    rt = reused(2)
+    rt = runtime(2)
 
     def half(x: Any) -> Any:
         if x[0] != 0:
