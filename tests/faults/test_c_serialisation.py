@@ -111,8 +111,8 @@ def test_C3_argument_whose_loading_fails(reused: Fork, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["raises", "SystemExit", "os._exit", "segfault"])
-def test_C3_function_whose_loading_fails(reused: Fork, how: str) -> None:
-    rt = reused(2)
+def test_C3_function_whose_loading_fails(runtime: Fork, how: str) -> None:
+    rt = runtime(2)
     action, expected = HOSTILE_LOADS[how]
     hostile = saboteurs.AtLoad(action, spared_pid=os.getpid())
     with pytest.raises(expected):

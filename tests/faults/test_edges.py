@@ -219,8 +219,8 @@ class LoadsForEver:
         return {"some": "state"}
 
 
-def test_C3_the_time_limit_counts_while_a_function_is_loaded(reused: Fork) -> None:
-    rt = reused(2)
+def test_C3_the_time_limit_counts_while_a_function_is_loaded(runtime: Fork) -> None:
+    rt = runtime(2)
     assert_right(rt)
     endless = LoadsForEver()
     started = time.monotonic()
