@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +67,105 @@ class SharedRuntimes:
         self._runtimes.clear()
 
 
+class ReusedRuntimes:
+    """Runtimes that serve one test after the other, whatever befalls their workers: what a test may rely on in any
+    case is that the next call is right. It saves the start of all workers but those that were killed.
+    """
+
+    MOST_IDLE = 4
+
+    def __init__(self) -> None:
+        self._idle: list[tuple[Hashable, synk.Runtime]] = []
+
+    def take(self, kind: Hashable, make: Callable[[], synk.Runtime]) -> synk.Runtime:
+        """Return a runtime of its kind that no test has, which the caller gives back or closes."""
+        for position, (other, runtime) in enumerate(self._idle):
+            if other == kind and not runtime.is_closed:
+                return self._idle.pop(position)[1]
+        return make()
+
+    def give_back(self, kind: Hashable, runtime: synk.Runtime) -> None:
+        """Keep a runtime for the tests to come, after proving that it can be used."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)  # of a death that the test had no call after
+                harness.arm(runtime)
+            harness.assert_right(runtime)
+        except BaseException:
+            runtime.close()
+            raise
+        self._idle.append((kind, runtime))
+        while len(self._idle) > self.MOST_IDLE:
+            self._idle.pop(0)[1].close()
+
+    def close(self) -> None:
+        """Close all."""
+        while self._idle:
+            self._idle.pop()[1].close()
+
+
 @pytest.fixture(scope="session")
-def shared_runtimes(request: pytest.FixtureRequest) -> Iterator[SharedRuntimes]:
-    """Runtimes for tests whose after-state is *usable*; the census is checked once, at their end."""
+def kept_open(request: pytest.FixtureRequest) -> Iterator[tuple[SharedRuntimes, ReusedRuntimes]]:
+    """The runtimes of many tests; the census is checked once, when all of them are closed."""
     before = harness.census()
-    shared = SharedRuntimes()
-    yield shared
+    shared, reused = SharedRuntimes(), ReusedRuntimes()
+    yield shared, reused
     shared.close()
+    reused.close()
     if request.session.testsfailed:  # tracebacks hold what the census would count
         return
     left = harness.settled_census(before).leftovers(before)
-    assert not left, f"the shared runtimes left behind: {left}"
+    assert not left, f"the runtimes of many tests left behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def shared_runtimes(kept_open: tuple[SharedRuntimes, ReusedRuntimes]) -> SharedRuntimes:
+    """Runtimes for tests whose after-state is *usable*."""
+    return kept_open[0]
+
+
+Reuse = Callable[[Hashable, Callable[[], synk.Runtime]], synk.Runtime]
+
+
+@pytest.fixture
+def reuse(request: pytest.FixtureRequest, kept_open: tuple[SharedRuntimes, ReusedRuntimes]) -> Iterator[Reuse]:
+    """Return ``reuse(kind, make)``: a runtime that earlier tests made for ``kind``, or a new one."""
+    pool = kept_open[1]
+
+    def end(kind: Hashable, runtime: synk.Runtime) -> None:
+        if runtime.is_closed or request.node.stash.get(_failed, False):
+            runtime.close()
+        else:
+            pool.give_back(kind, runtime)
+
+    with contextlib.ExitStack() as ends:
+
+        def take(kind: Hashable, make: Callable[[], synk.Runtime]) -> synk.Runtime:
+            runtime = pool.take(kind, make)
+            ends.callback(end, kind, runtime)
+            return runtime
+
+        yield take
+
+
+@pytest.fixture
+def reused(reuse: Reuse) -> Callable[..., synk.Runtime]:
+    """Return ``reused(num_workers=2, *failpoints)``: a runtime that may have served other tests, given back at the end.
+
+    For tests that need no options, and count neither what a runtime counts from its start on nor the descriptors or
+    memory of processes: what earlier tests left to the garbage collector may go at any time. It was started under the
+    variables of synk's own that are set now.
+    """
+
+    def take(num_workers: int = 2, *failpoints: harness.Failpoint) -> synk.Runtime:
+        variables = frozenset(item for item in os.environ.items() if item[0].startswith("SYNK_"))
+        kind = num_workers, variables
+        runtime = reuse(kind, lambda: synk.Runtime(num_workers, backend="numpy", max_restarts=10**9))
+        if failpoints:
+            harness.arm(runtime, *failpoints)
+        return runtime
+
+    return take
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +175,7 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     Tests on shared runtimes leave theirs alive on purpose; the runtimes' own census is taken when they close.
     """
     handler = signal.getsignal(signal.SIGINT)
-    is_shared = "shared_runtimes" in request.fixturenames
+    is_shared = "kept_open" in request.fixturenames
     before = harness.census()
     yield
     assert signal.getsignal(signal.SIGINT) is handler, "the handler of SIGINT was changed"

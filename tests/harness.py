@@ -7,6 +7,7 @@ Reads only /proc; imports neither pytest nor anything heavy, so that scenarios m
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import gc
 import os
@@ -75,6 +76,31 @@ def failpoint(name: str, rank: int, nth: int = 1, action: str = "kill") -> Failp
     if name not in FAILPOINTS or action not in ACTIONS:
         raise ValueError(f"cannot arm failpoint {name!r}, action {action!r}: unknown.")
     return (name, rank, nth, action)
+
+
+def arm(runtime: Any, *failpoints: Failpoint) -> None:
+    """Arm failpoints in the living workers, in the place of those that they have.
+
+    Visits count from the next message on. A worker that is started again has none, so ``EVERY_TIME`` and the steps of
+    a start need a runtime of their own.
+    """
+
+    def rearm(row: np.ndarray) -> None:
+        from synk._wire.cell import cell
+        from synk._worker import failpoints as _failpoints
+
+        reach = _failpoints.arm(failpoints, int(row[0]))
+        is_over = False
+
+        def reach_after_this_call(step: str) -> None:
+            nonlocal is_over
+            if is_over:
+                reach(step)
+            is_over = is_over or step == "call.after_reply"
+
+        cell.worker.failpoint = reach_after_this_call if failpoints else _failpoints.nothing
+
+    runtime.function(rearm, outputs=None)(np.arange(runtime.world_size))
 
 
 # ----- the census
@@ -484,3 +510,38 @@ def script(code: str, *, timeout: float = 30.0, grace_s: float = 2.0, **options:
     """Run a scenario to its end. Options as for ``Scenario``."""
     with Scenario(code, timeout=timeout, **options) as scenario:
         return scenario.finish(grace_s)
+
+
+def outcomes(code: str, cases: Sequence[tuple[Any, ...]], **options: Any) -> dict[tuple[Any, ...], str]:
+    """Run one program for many cases, which differ in what they do and not in their surroundings.
+
+    Parameters
+    ----------
+    code : str
+        Defines a context manager ``surroundings()``, or not, and ``case(*values)``, which is called inside of it.
+    cases : sequence of tuple
+        Values whose ``repr`` is Python.
+
+    Returns
+    -------
+    dict
+        For each case its traceback, "" where it ended well. The program itself printed nothing and left nothing.
+    """
+    ask = textwrap.dedent(_ASK_EACH).replace("CASES", repr(list(cases)))
+    answer = script(f"{textwrap.dedent(code)}\n{ask}", **options).check().stdout
+    return dict(zip(cases, ast.literal_eval(answer), strict=True))
+
+
+_ASK_EACH = """
+    import contextlib, traceback
+
+    outcomes = []
+    with globals().get("surroundings", contextlib.nullcontext)():
+        for values in CASES:
+            try:
+                case(*values)
+                outcomes.append("")
+            except BaseException:
+                outcomes.append(traceback.format_exc())
+    print(outcomes)
+"""

@@ -100,8 +100,8 @@ def test_a_function_cannot_write_into_a_small_input(shared_runtimes: Any) -> Non
         np.testing.assert_array_equal(data.data, other.data)
 
 
-def test_a_worker_that_was_started_again_has_them_too(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_a_worker_that_was_started_again_has_them_too(reused: Fork) -> None:
+    rt = reused(2)
     data, w = [rt.data(np.full(9, float(k))) for k in range(3)], rt.shared(np.arange(5.0))
     f = rt.function(lambda *xs: sum(x.sum() for x in xs) + w.value.sum(), outputs="sum")
     before = f(*data)
@@ -272,9 +272,10 @@ class Fuzz:
             self.check((w.value, array) for w, array in self.variables)
 
 
+@pytest.mark.parametrize("num_seeds", [1, pytest.param(50, marks=pytest.mark.storm)])
 @pytest.mark.parametrize("num_workers", ["inline", 2])
-def test_any_sequence_of_small_values_equals_numpy(runtime: Fork, num_workers: Any) -> None:
-    for seed in range(50 if "SYNK_STORM" in os.environ else 2):
+def test_any_sequence_of_small_values_equals_numpy(runtime: Fork, num_workers: Any, num_seeds: int) -> None:
+    for seed in range(num_seeds):
         rt = runtime(1, inline=True) if num_workers == "inline" else runtime(num_workers)
         with rt:
             Fuzz(rt, random.Random(f"{num_workers} {seed}")).run(150)

@@ -33,11 +33,12 @@ def test_a_table_has_a_column_for_each_heading() -> None:
     ]
 
 
-def test_injected_faults_are_counted() -> None:
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.storm)])
+def test_injected_faults_are_counted(count: int) -> None:
     """``make faults``, small: no hang, no wrong answer, nothing left behind."""
     kinds = ["kill-one", "kill-all", "segfault", "interrupt", "exception"]
     ran = subprocess.run(
-        [sys.executable, "-m", "benchmarks.faults", "--count", "3", "--only", *kinds],
+        [sys.executable, "-m", "benchmarks.faults", "--count", str(count), "--only", *kinds],
         cwd=PACKAGE_FOLDER,
         env=os.environ,
         capture_output=True,
@@ -49,5 +50,5 @@ def test_injected_faults_are_counted() -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in ran.stdout.splitlines() if "|" in line][2:]
     assert len(rows) == len(kinds)
     for row in rows:
-        assert row[1] == "3", row
+        assert row[1] == str(count), row
         assert row[3:6] == ["0", "0", "0"], row

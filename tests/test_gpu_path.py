@@ -50,8 +50,9 @@ NUMPY = {
 class Gpus:
     """Runtimes on GPUs that do not exist."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, has_nccl: bool) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, has_nccl: bool, reuse: Any = None) -> None:
         fake_gpus.install(monkeypatch, 3, has_nccl=has_nccl)
+        self._reuse = reuse
         if not has_nccl:
             monkeypatch.setenv("SYNK_FAKE_NCCL", "refuse")
         self.has_nccl = has_nccl
@@ -61,19 +62,24 @@ class Gpus:
         self.opened.append(synk.Runtime(num_workers, **options))
         return self.opened[-1]
 
+    def reused(self, num_workers: int) -> synk.Runtime:
+        """Return a runtime that may have served other tests."""
+        kind = "gpus", self.has_nccl, num_workers
+        return self._reuse(kind, lambda: synk.Runtime(num_workers, max_restarts=10**9))
+
 
 @pytest.fixture(params=["nccl", "host"])
-def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
-    made = Gpus(monkeypatch, request.param == "nccl")
+def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, reuse: Any) -> Iterator[Gpus]:
+    made = Gpus(monkeypatch, request.param == "nccl", reuse)
     yield made
     while made.opened:
         made.opened.pop().close()
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., synk.Runtime]]:
+def gpu(monkeypatch: pytest.MonkeyPatch, reuse: Any) -> Iterator[Gpus]:
     """Return a maker of runtimes where it does not matter how the ranks communicate."""
-    made = Gpus(monkeypatch, True)
+    made = Gpus(monkeypatch, True, reuse)
     yield made
     while made.opened:
         made.opened.pop().close()
@@ -84,7 +90,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., synk.Runtime]
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_a_call_equals_numpy(gpu: Any, num_workers: int) -> None:
-    rt = gpu(num_workers)
+    rt = gpu.reused(num_workers)
     rng = np.random.default_rng(0)
     rows, targets, w = rng.standard_normal((101, 5)), rng.standard_normal(101), rng.standard_normal(5)
 
@@ -110,7 +116,7 @@ def test_a_call_equals_numpy(gpu: Any, num_workers: int) -> None:
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_every_op_and_dtype_equals_numpy(gpus: Gpus, num_workers: int) -> None:
     """Small and large outputs, of a length that is no multiple of the ranks."""
-    rt = gpus(num_workers)
+    rt = gpus.reused(num_workers)
 
     def outputs(rank: int) -> dict[str, np.ndarray]:
         made = {}
@@ -142,7 +148,7 @@ def test_every_op_and_dtype_equals_numpy(gpus: Gpus, num_workers: int) -> None:
 
 
 def test_averages_are_weighted_by_rows(gpus: Gpus) -> None:
-    rt = gpus(3)
+    rt = gpus.reused(3)
     x = np.random.default_rng(1).standard_normal(100)
 
     def body(x: Any) -> Any:
@@ -158,7 +164,7 @@ def test_averages_are_weighted_by_rows(gpus: Gpus) -> None:
 
 
 def test_other_ops_and_results(gpus: Gpus) -> None:
-    rt = gpus(3)
+    rt = gpus.reused(3)
     rows = np.arange(3 * LARGE * 4.0).reshape(-1, 4)
 
     def body(x: Any, scale: Any) -> dict[str, Any]:
@@ -187,7 +193,7 @@ def test_other_ops_and_results(gpus: Gpus) -> None:
 @pytest.mark.parametrize("value", [np.array(["a", "b"]), np.ones(2, np.longdouble)], ids=["text", "long double"])
 def test_text_cannot_go_to_a_device(gpu: Any, value: np.ndarray) -> None:
     """As rows it is an error that names the dtype; inside a broadcast object it stays on the host."""
-    rt = gpu(2)
+    rt = gpu.reused(2)
     with pytest.raises(TypeError, match=f"{value.dtype} to cuda:0"):
         rt.function(lambda x: 1.0)(value)
 
@@ -201,7 +207,7 @@ def test_text_cannot_go_to_a_device(gpu: Any, value: np.ndarray) -> None:
 @pytest.mark.parametrize("num_slices", [1, 2])
 def test_host_values_of_a_function_stay_on_the_host(gpu: Any, num_slices: int) -> None:
     """Text, which no device takes, and the arrays that a callable op gets."""
-    rt = gpu(2)
+    rt = gpu.reused(2)
 
     def body(x: Any) -> Any:
         return np.array(["a"] * len(x)), np.array("text"), x.sum(keepdims=True)
@@ -219,7 +225,7 @@ def test_a_train_function_without_a_framework(gpu: Any) -> None:
     from synk.extensions import updates
     from synk.extensions.train_function import make_train_function
 
-    rt = gpu(2)
+    rt = gpu.reused(2)
 
     def loss_and_grad(params: Any, x: Any) -> Any:
         return (params["w"] * x).mean(), {"w": x.mean().reshape(1)}
@@ -236,7 +242,7 @@ def test_a_train_function_without_a_framework(gpu: Any) -> None:
 
 def test_a_torch_function(gpu: Any) -> None:
     pytest.importorskip("torch")
-    rt = gpu(2)
+    rt = gpu.reused(2)
     x = np.arange(12.0).reshape(6, 2)
 
     def body(x: Any) -> Any:
@@ -383,7 +389,8 @@ def test_where_nccl_cannot_start_it_is_said_once(monkeypatch: pytest.MonkeyPatch
 
 
 def test_out_of_device_memory_is_an_exception_of_the_call(gpu: Any) -> None:
-    rt = gpu(2)
+    rt = gpu.reused(2)
+    restarts = rt.counters["restarts"]
 
     def body(x: Any) -> Any:
         import cupy
@@ -393,7 +400,7 @@ def test_out_of_device_memory_is_an_exception_of_the_call(gpu: Any) -> None:
     with pytest.raises(MemoryError, match=r"out of device memory, 1048576 of 17179869184 bytes are free.*num_slices"):
         rt.function(body)(np.ones(2))
     pids = rt.function(lambda row: os.getpid(), outputs=None)(np.ones(2))
-    assert rt.counters["restarts"] == 0
+    assert rt.counters["restarts"] == restarts
     assert len(set(pids)) == 2
 
 
@@ -415,7 +422,7 @@ def test_a_poisoned_device_gets_a_new_worker(gpu: Any, capfd: Any) -> None:
 
 
 def test_a_death_while_the_others_are_in_nccl(gpu: Any) -> None:
-    rt = gpu(3)
+    rt = gpu.reused(3)
 
     def body(x: Any) -> Any:
         from synk._wire.cell import cell
@@ -464,7 +471,7 @@ def test_a_rank_that_fails_before_a_reduction_frees_the_others(gpu: Any, monkeyp
 
 
 def test_collectives_inside_functions(gpus: Gpus) -> None:
-    rt = gpus(3)
+    rt = gpus.reused(3)
     x = np.arange(18.0).reshape(9, 2)
 
     def body(x: Any) -> dict[str, Any]:
@@ -499,7 +506,7 @@ def test_collectives_inside_functions(gpus: Gpus) -> None:
 
 
 def test_ranks_that_disagree_are_told(gpus: Gpus) -> None:
-    rt = gpus(3)
+    rt = gpus.reused(3)
 
     def body(x: Any) -> Any:
         return synk.comm.all_reduce(x if synk.comm.rank else x[:1], "sum")
@@ -525,7 +532,7 @@ def scaler(rt: synk.Runtime, variable: Any) -> Any:
 
 @pytest.mark.parametrize("count", [4, LARGE])
 def test_variables_are_on_the_device_until_they_are_read(gpus: Gpus, count: int) -> None:
-    rt = gpus(3)
+    rt = gpus.reused(3)
     start = np.arange(1.0, count + 1)
     w = rt.shared(start, name="w")
     scale = scaler(rt, w)
@@ -551,7 +558,7 @@ def test_variables_are_on_the_device_until_they_are_read(gpus: Gpus, count: int)
 
 
 def test_a_failed_call_changes_no_variable(gpus: Gpus) -> None:
-    rt = gpus(3)
+    rt = gpus.reused(3)
     w = rt.shared(np.ones(4), name="w")
     scaler(rt, w)(np.ones(3))
 
@@ -567,7 +574,7 @@ def test_a_failed_call_changes_no_variable(gpus: Gpus) -> None:
 
 
 def test_idle_ranks_follow(gpus: Gpus) -> None:
-    rt = gpus(3)
+    rt = gpus.reused(3)
     w = rt.shared(np.ones(LARGE), name="w")
     scaler(rt, w)(np.ones(3))
 
@@ -580,7 +587,7 @@ def test_idle_ranks_follow(gpus: Gpus) -> None:
 
 
 def test_shards_and_updates(gpus: Gpus) -> None:
-    rt = gpus(3)
+    rt = gpus.reused(3)
     rows = np.arange(20.0).reshape(10, 2)
     x = rt.shared(rows, sharded=True, name="x")
     total = rt.shared({"sum": np.zeros(2), "count": np.zeros((), np.int64)}, name="total")
@@ -608,7 +615,7 @@ def first_refusal(call: Callable[[], Any]) -> synk.errors.WorkerDied:
 
 
 def test_replicas_that_agree_come_back_and_others_are_lost(gpus: Gpus) -> None:
-    rt = gpus(3)
+    rt = gpus.reused(3)
     alike, own, shard = rt.shared(np.ones(5), name="alike"), rt.shared(np.ones(5), name="own"), None
     shard = rt.shared(np.arange(6.0), sharded=True, name="shard")
     untouched = rt.shared(np.arange(3.0), name="untouched")
@@ -641,7 +648,7 @@ def test_replicas_that_agree_come_back_and_others_are_lost(gpus: Gpus) -> None:
 
 
 def test_closed_over_shards_are_divided_and_verified(gpu: Any) -> None:
-    rt = gpu(2)
+    rt = gpu.reused(2)
     value = np.arange(10.0).reshape(5, 2)
     s = rt.shared(value, sharded=True)
     f = rt.function(lambda w: ((s.value * w).mean(axis=0), s.value), bcast_inputs="w", outputs=("avg", "gather"))
@@ -652,7 +659,7 @@ def test_closed_over_shards_are_divided_and_verified(gpu: Any) -> None:
 
 
 def test_nothing_of_a_call_on_trial_is_left_on_the_devices(gpu: Any) -> None:
-    rt = gpu(2)
+    rt = gpu.reused(2)
     w = rt.shared(np.zeros(3))
     x = np.arange(18.0).reshape(6, 3)
 

@@ -7,7 +7,7 @@ early holds rubbish. What a GPU does with it is in ``tests/gpu``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,8 @@ from synk.errors import CallCancelled, CallTimeout
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., synk.Runtime]]:
-    made = Gpus(monkeypatch, True)
+def gpu(monkeypatch: pytest.MonkeyPatch, reuse: Any) -> Iterator[Gpus]:
+    made = Gpus(monkeypatch, True, reuse)
     yield made
     while made.opened:
         made.opened.pop().close()
@@ -52,7 +52,7 @@ def reader(rt: synk.Runtime) -> synk.Function:
     ids=["all", "first", "step", "back", "list"],
 )
 def test_inputs_are_brought_ahead_and_are_right(gpu: Any, num_workers: int, batch: Any) -> None:
-    rt = gpu(num_workers)
+    rt = gpu.reused(num_workers)
     f = reader(rt)
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((101, 5))
@@ -152,7 +152,7 @@ def test_memory_of_inputs_comes_back_when_the_device_is_done(gpu: Any) -> None:
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_large_outputs_that_a_function_changes_in_place(gpu: Any, num_workers: int) -> None:
     """On the device and on the host: each call returns what it computed, not what a later one made of it."""
-    rt = gpu(num_workers)
+    rt = gpu.reused(num_workers)
     state: dict[str, Any] = {}
 
     def step(x: Any) -> Any:
@@ -175,7 +175,7 @@ def test_large_outputs_that_a_function_changes_in_place(gpu: Any, num_workers: i
 
 def test_an_array_on_its_way_to_the_device_is_not_the_users(gpu: Any) -> None:
     """The copy may still be under way when the function changes its array."""
-    rt = gpu(1)
+    rt = gpu.reused(1)
     w = rt.shared(np.zeros(LARGE))
 
     def assign(x: Any) -> Any:
@@ -191,7 +191,7 @@ def test_an_array_on_its_way_to_the_device_is_not_the_users(gpu: Any) -> None:
 
 
 def test_torch_and_slices_and_large_outputs(gpu: Any) -> None:
-    rt = gpu(2)
+    rt = gpu.reused(2)
     f = rt.function(lambda x: (x * 2, x.sum()), outputs=("gather", "sum"))
     large = rt.function(lambda x: (x.sum() + 0 * x[0]).repeat(LARGE), outputs="sum")
     pending = []
@@ -208,7 +208,7 @@ def test_torch_and_slices_and_large_outputs(gpu: Any) -> None:
 
 
 def test_a_time_limit_with_inputs_on_their_way(gpu: Any) -> None:
-    rt = gpu(2)
+    rt = gpu.reused(2)
     f = reader(rt)
     for call in [f.submit(np.full((10, 4), float(k)), np.float64(1.0)) for k in range(4)]:
         call.result()
@@ -230,7 +230,7 @@ def test_a_time_limit_with_inputs_on_their_way(gpu: Any) -> None:
 
 def test_inputs_of_calls_on_variables_are_brought_ahead_too(gpu: Any) -> None:
     """They are sent when the call before them is committed, but their inputs come while it runs."""
-    rt = gpu(2)
+    rt = gpu.reused(2)
     w = rt.shared(np.zeros(3))
 
     def step(x: Any) -> Any:
@@ -258,7 +258,7 @@ def test_inputs_of_calls_on_variables_are_brought_ahead_too(gpu: Any) -> None:
 
 
 def test_variables_on_devices_between_submitted_calls(gpu: Any) -> None:
-    rt = gpu(3)
+    rt = gpu.reused(3)
     w = rt.shared(np.zeros(4))
 
     def step(x: Any) -> Any:
@@ -280,7 +280,7 @@ def test_variables_on_devices_between_submitted_calls(gpu: Any) -> None:
 
 def test_what_a_copy_may_still_read_is_kept(gpu: Any) -> None:
     """Where devices read pageable memory themselves, a copy from it is under way when its call returns."""
-    rt = gpu(1)
+    rt = gpu.reused(1)
 
     def body(x: Any) -> Any:
         import weakref

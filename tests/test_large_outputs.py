@@ -73,10 +73,10 @@ def test_a_repeated_call_is_one_message_where_the_ranks_meet(runtime: Fork, pati
         assert first[-1] == sums[0]
 
 
-def test_two_functions_in_turn_keep_their_places(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_functions_in_turn_keep_their_places(reused: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
     """A training loop calls more than one: each knows its own parts, and other calls come between."""
     monkeypatch.setenv("SYNK_SPIN_US", FOREVER)
-    rt = runtime(2)
+    rt = reused(2)
     total = rt.function(lambda x: np.full(SIZE, x.sum()), outputs="sum")
     largest = rt.function(lambda x: (np.full(2 * SIZE, x.max()), x.min()), outputs="max")
     small = rt.function(lambda x: x.sum(), outputs="sum")
@@ -94,9 +94,9 @@ def test_two_functions_in_turn_keep_their_places(runtime: Fork, monkeypatch: pyt
         assert results[2][1] == 2 + k
 
 
-def test_a_result_that_is_held_is_not_written_again(runtime: Fork, patience: str) -> None:
+def test_a_result_that_is_held_is_not_written_again(reused: Fork, patience: str) -> None:
     """The buffer of the next call is leased before it is sent."""
-    rt = runtime(2)
+    rt = reused(2)
     f = rt.function(lambda k, x: np.full(SIZE, k + 0 * x[0]), bcast_inputs="k", outputs="max")
     kept = [f(float(k), np.ones(2)) for k in range(8)]
     assert [(value[0], value[-1]) for value in kept] == [(float(k), float(k)) for k in range(8)]
@@ -267,12 +267,15 @@ class Fuzz:
             self.held = [*self.held[-2:], (arrays, [array.copy() for array in arrays])]
 
 
+@pytest.mark.parametrize("num_seeds", [1, pytest.param(100, marks=pytest.mark.storm)])
 @pytest.mark.parametrize("spin_us", ["0", "20", "500", FOREVER])
-def test_any_sequence_of_calls_equals_numpy(runtime: Fork, monkeypatch: pytest.MonkeyPatch, spin_us: str) -> None:
+def test_any_sequence_of_calls_equals_numpy(
+    runtime: Fork, monkeypatch: pytest.MonkeyPatch, spin_us: str, num_seeds: int
+) -> None:
     """Sizes that differ between ranks and change, failures, delays, serial and partial calls, results that are kept,
     dropped, written into and forked."""
     monkeypatch.setenv("SYNK_SPIN_US", spin_us)
-    for seed in range(100 if "SYNK_STORM" in os.environ else 3):
+    for seed in range(num_seeds):
         fuzz = Fuzz(random.Random(f"{spin_us} {seed}"))
         with runtime(fuzz.size) as rt:
             fuzz.run(rt, 40)
@@ -307,9 +310,9 @@ def test_a_plan_that_a_worker_has_changed_is_not_used_again(
 # ----- buffers
 
 
-def test_a_buffer_that_is_not_needed_may_be_refused(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_that_is_not_needed_may_be_refused(reused: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is full, and a function whose outputs were large returns small ones."""
-    rt = runtime(2)
+    rt = reused(2)
     f = rt.function(lambda k, x: np.full(256 * SIZE if k < 2 else 10, 1.0), bcast_inputs="k", outputs="sum")
     x = np.arange(2.0)
     held = [f(np.array(k), x) for k in range(2)]
@@ -341,9 +344,9 @@ def test_exceptions_that_are_kept_hold_no_buffers(runtime: Fork) -> None:
     assert len(kept) == 3
 
 
-def test_a_result_may_end_while_ctrl_c_comes(runtime: Fork) -> None:
+def test_a_result_may_end_while_ctrl_c_comes(reused: Fork) -> None:
     """What brings its buffer back is no Python code that an interrupt could break off."""
-    rt = runtime(2)
+    rt = reused(2)
     f = rt.function(lambda x: np.full(SIZE, x.sum()), outputs="sum")
     x = np.ones(2)
     held = [f(x)]
@@ -378,10 +381,10 @@ def test_workers_keep_no_outputs_of_a_call_that_failed(runtime: Fork) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("step", ["call.published", "reduce.before", "reduce.after"])
-def test_A3_a_death_where_the_ranks_meet(runtime: Fork, patience: str, step: str, rank: int) -> None:
+def test_A3_a_death_where_the_ranks_meet(reused: Fork, patience: str, step: str, rank: int) -> None:
     """The survivor answers, however long it may wait: the master ends its wait."""
     nth = 4 if step == "call.published" else 3  # the fixture below makes a call, too, of small outputs
-    rt = runtime(2, failpoint(step, rank, nth=nth))
+    rt = reused(2, failpoint(step, rank, nth=nth))
     f = rt.function(lambda x: np.full(SIZE, x.sum()), outputs="sum")
     x = np.arange(4.0)
     for _ in range(2):
@@ -395,11 +398,11 @@ def test_A3_a_death_where_the_ranks_meet(runtime: Fork, patience: str, step: str
         assert (f(x) == 6.0).all()
 
 
-def test_D1_ctrl_c_while_a_rank_waits_for_the_others(runtime: Fork, patience: str) -> None:
+def test_D1_ctrl_c_while_a_rank_waits_for_the_others(reused: Fork, patience: str) -> None:
     import signal
     import threading
 
-    rt = runtime(2)
+    rt = reused(2)
     f = rt.function(lambda s, x: time.sleep(s * x[0]) or np.full(SIZE, x.sum()), bcast_inputs="s", outputs="sum")
     x = np.arange(2.0)
     for _ in range(3):
@@ -414,9 +417,9 @@ def test_D1_ctrl_c_while_a_rank_waits_for_the_others(runtime: Fork, patience: st
     assert_right(rt)
 
 
-def test_large_outputs_and_assigned_variables_in_one_call(runtime: Fork, patience: str) -> None:
+def test_large_outputs_and_assigned_variables_in_one_call(reused: Fork, patience: str) -> None:
     """Both are announced by the same layout; what is assigned holds only when the whole call has ended well."""
-    rt = runtime(2)
+    rt = reused(2)
     w = rt.shared(np.zeros(SIZE))
 
     def step(x: np.ndarray) -> np.ndarray:

@@ -53,8 +53,8 @@ def assert_equal(got: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_submitted_calls_return_what_each_of_them_computed(runtime: Any, patience: str, num_workers: int) -> None:
-    rt = runtime(num_workers)
+def test_submitted_calls_return_what_each_of_them_computed(reused: Any, patience: str, num_workers: int) -> None:
+    rt = reused(num_workers)
     for method in METHODS:
         for op in ("avg", "sum", "max", "first", "gather"):
             if op == "gather" and method == "twice":  # a number has no rows
@@ -66,10 +66,10 @@ def test_submitted_calls_return_what_each_of_them_computed(runtime: Any, patienc
                 assert_equal(got, combined(right, op, num_workers))
 
 
-def test_a_torch_parameter_that_is_trained_in_place(runtime: Any, tmp_path: Path) -> None:
+def test_a_torch_parameter_that_is_trained_in_place(shared_runtimes: Any, tmp_path: Path) -> None:
     """All calls have run before the outputs of the first one are asked for."""
     torch = pytest.importorskip("torch")
-    rt = runtime(2)
+    rt = shared_runtimes[2]
     weight = torch.ones(LARGE)
 
     def step(x: Any) -> Any:
@@ -85,9 +85,9 @@ def test_a_torch_parameter_that_is_trained_in_place(runtime: Any, tmp_path: Path
         assert (whole == k + 2).all() and (part == k + 2).all()
 
 
-def test_each_rank_has_its_own_step(runtime: Any, patience: str) -> None:
+def test_each_rank_has_its_own_step(reused: Any, patience: str) -> None:
     """Each rank's values, and not those of a rank that is ahead by a call or two."""
-    rt = runtime(2)
+    rt = reused(2)
     state = np.zeros(LARGE)
 
     def step(x: Any) -> Any:
@@ -102,8 +102,8 @@ def test_each_rank_has_its_own_step(runtime: Any, patience: str) -> None:
         assert [(part[0], part[-1]) for part in each] == [(k, k), (10.0 + k, 10.0 + k)]
 
 
-def test_an_object_that_a_function_changes_and_returns_again(runtime: Any) -> None:
-    rt = runtime(2)
+def test_an_object_that_a_function_changes_and_returns_again(reused: Any) -> None:
+    rt = reused(2)
     seen: deque[float] = deque()
 
     def note(x: Any) -> Any:
@@ -147,12 +147,12 @@ def test_a_tensor_stays_one_over_slices(shared_runtimes: Any) -> None:
     assert all(isinstance(part, torch.Tensor) for part in parts) and [float(part) for part in parts] == [0, 1, 2, 3]
 
 
-def test_no_room_for_a_copy_is_an_error_of_the_call_before(runtime: Any) -> None:
+def test_no_room_for_a_copy_is_an_error_of_the_call_before(reused: Any) -> None:
     """Its outputs are lost then, and nothing else is."""
-    rt = runtime(1)
+    rt = reused(1)
 
     def spoil(x: Any) -> None:
-        from synk._worker import execute as _execute
+        from synk._worker.rank import execute as _execute
 
         def refuse(self: Any, holder: Any, position: int) -> Any:
             raise MemoryError("no room")
@@ -169,12 +169,12 @@ def test_no_room_for_a_copy_is_an_error_of_the_call_before(runtime: Any) -> None
 
 
 @pytest.mark.parametrize("method", ["step", "part", "kept", "fresh"])
-def test_only_what_the_function_still_refers_to_is_copied(runtime: Any, method: str) -> None:
-    rt = runtime(2)
+def test_only_what_the_function_still_refers_to_is_copied(reused: Any, method: str) -> None:
+    rt = reused(2)
 
     def count(x: Any) -> int:
         """Replace the question whether a copy is needed by one that counts; return the number of copies so far."""
-        from synk._worker import execute as _execute
+        from synk._worker.rank import execute as _execute
 
         if not hasattr(_execute, "copies"):
             _execute.copies = []

@@ -139,9 +139,9 @@ def test_one_rank_alone_is_right(shared_runtimes: Any) -> None:
 # ----- the second run is not seen
 
 
-def test_the_shorter_call_leaves_no_trace(runtime: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_shorter_call_leaves_no_trace(reused: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> None:
     """It happens once, where the first call leaves a doubt; what it does to the function's state, nobody sees."""
-    rt = runtime(2)
+    rt = reused(2)
     w = rt.shared(np.zeros(3), name="w")
 
     def new_step() -> Any:
@@ -240,9 +240,9 @@ def test_a_script_is_told_and_can_silence_it() -> None:
     ).check("['RowShapedOutput']\n[3. 5. 7.]\n")
 
 
-def test_a_worker_that_ends_in_the_shorter_call_is_told_of(runtime: Callable[..., Any]) -> None:
+def test_a_worker_that_ends_in_the_shorter_call_is_told_of(reused: Callable[..., Any]) -> None:
     """Its state is gone, and the call before, which is over, keeps its result."""
-    rt = runtime(2)
+    rt = reused(2)
 
     def fragile(x: np.ndarray) -> np.ndarray:
         if len(x) < 3:
@@ -256,8 +256,8 @@ def test_a_worker_that_ends_in_the_shorter_call_is_told_of(runtime: Callable[...
     np.testing.assert_array_equal(f(Y), result)
 
 
-def test_a_time_limit_ends_no_worker_in_the_shorter_call(runtime: Callable[..., Any]) -> None:
-    rt = runtime(2)
+def test_a_time_limit_ends_no_worker_in_the_shorter_call(reused: Callable[..., Any]) -> None:
+    rt = reused(2)
 
     def slow(x: np.ndarray) -> np.ndarray:
         time.sleep(0.3 if len(x) == 3 else 3600)

@@ -52,8 +52,8 @@ def test_with_per_rank_each_rank_contributes_its_own(shared_runtimes: Any, where
         assert (count, ranks.tolist(), folded, each) == (num, list(range(num)), num, list(range(num)))
 
 
-def test_per_rank_is_an_option_of_every_way_to_build_a_function(runtime: Callable[..., Any]) -> None:
-    rt = runtime(2)
+def test_per_rank_is_an_option_of_every_way_to_build_a_function(reused: Callable[..., Any]) -> None:
+    rt = reused(2)
     decorated = rt.function(outputs="sum", per_rank=True)(lambda: 1)
     assert decorated.per_rank
     assert decorated() == 2
@@ -163,8 +163,8 @@ def test_a_variable_without_rows_is_filled_with_per_rank(shared_runtimes: Any) -
     np.testing.assert_array_equal(s.value, [0, 0, 1, 1])
 
 
-def test_variables_of_functions_sent_together_are_not_mixed_up(runtime: Callable[..., Any]) -> None:
-    rt = runtime(2)
+def test_variables_of_functions_sent_together_are_not_mixed_up(reused: Callable[..., Any]) -> None:
+    rt = reused(2)
     s = rt.shared(np.arange(5.0), sharded=True)
     mean = rt.function(lambda: s.value.mean())
     total = rt.function(lambda y: y.sum(), bcast_inputs="y", outputs="sum")
@@ -174,8 +174,8 @@ def test_variables_of_functions_sent_together_are_not_mixed_up(runtime: Callable
         total(Y)
 
 
-def test_a_global_that_becomes_a_sharded_variable_later_counts(runtime: Callable[..., Any]) -> None:
-    rt = runtime(2)
+def test_a_global_that_becomes_a_sharded_variable_later_counts(reused: Callable[..., Any]) -> None:
+    rt = reused(2)
     scope: dict[str, Any] = {}
     exec("def total(): return s.value.sum()", scope)
     f = rt.function(scope["total"], outputs="sum")

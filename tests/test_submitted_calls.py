@@ -56,8 +56,8 @@ def test_results_equal_those_of_plain_calls(shared_runtimes: Any, num_workers: i
         assert pending[k].done() and pending[k].result()[2] == count, "a result can be asked for again"
 
 
-def test_plain_arrays_are_copied_and_data_is_not_changed_under_a_call(runtime: Any, tmp_path: Path) -> None:
-    rt = runtime(2)
+def test_plain_arrays_are_copied_and_data_is_not_changed_under_a_call(reused: Any, tmp_path: Path) -> None:
+    rt = reused(2)
     path = tmp_path / "open"
     total = rt.function(gate(path), outputs="sum")
     path.touch()
@@ -77,8 +77,8 @@ def test_plain_arrays_are_copied_and_data_is_not_changed_under_a_call(runtime: A
 
 
 @pytest.mark.parametrize("change", ["set_value", "set_length", "grow", "free_memory", "drop"])
-def test_data_can_be_changed_freed_and_dropped_while_calls_read_it(runtime: Any, change: str) -> None:
-    rt = runtime(2)
+def test_data_can_be_changed_freed_and_dropped_while_calls_read_it(reused: Any, change: str) -> None:
+    rt = reused(2)
     slow = rt.function(lambda x: (time.sleep(0.05), x.sum())[1], outputs="sum")
     slow(np.ones(2))
     for k in range(4):
@@ -98,8 +98,8 @@ def test_data_can_be_changed_freed_and_dropped_while_calls_read_it(runtime: Any,
         del keep
 
 
-def test_submit_does_not_wait_until_three_are_under_way(runtime: Any, tmp_path: Path) -> None:
-    rt = runtime(2)
+def test_submit_does_not_wait_until_three_are_under_way(reused: Any, tmp_path: Path) -> None:
+    rt = reused(2)
     path = tmp_path / "open"
     total = rt.function(gate(path), outputs="sum")
     path.touch()
@@ -116,8 +116,8 @@ def test_submit_does_not_wait_until_three_are_under_way(runtime: Any, tmp_path: 
     timer.join()
 
 
-def test_a_rank_goes_on_while_another_is_behind(runtime: Any, tmp_path: Path) -> None:
-    rt = runtime(2)
+def test_a_rank_goes_on_while_another_is_behind(reused: Any, tmp_path: Path) -> None:
+    rt = reused(2)
     path, seen = tmp_path / "open", tmp_path / "seen"
 
     def work(x: Any, number: Any) -> Any:
@@ -154,8 +154,8 @@ def test_a_repeated_call_is_one_doorbell_each_way(runtime: Any) -> None:
     }  # fmt: skip
 
 
-def test_a_failing_call_does_not_stop_those_behind_it(runtime: Any) -> None:
-    rt = runtime(2)
+def test_a_failing_call_does_not_stop_those_behind_it(reused: Any) -> None:
+    rt = reused(2)
 
     def work(x: Any) -> Any:
         if 2.0 in x:
@@ -177,8 +177,8 @@ def test_a_failing_call_does_not_stop_those_behind_it(runtime: Any) -> None:
                 assert "failed" in repr(call)
 
 
-def test_wrong_input_is_refused_at_once_and_disturbs_nobody(runtime: Any) -> None:
-    rt = runtime(2)
+def test_wrong_input_is_refused_at_once_and_disturbs_nobody(reused: Any) -> None:
+    rt = reused(2)
     f = rt.function(lambda x, y: (x * y).sum(), outputs="sum")
     pending = [f.submit(np.ones(4), np.ones(4)) for _ in range(2)]
     with pytest.raises(ValueError, match="5"):
@@ -221,9 +221,9 @@ def test_shared_variables_make_calls_wait_for_one_another(shared_runtimes: Any) 
     np.testing.assert_array_equal(w.value, expected)
 
 
-def test_functions_communicate_while_calls_overlap(runtime: Any) -> None:
+def test_functions_communicate_while_calls_overlap(reused: Any) -> None:
     """Ranks that drift apart by whole calls meet in the right one."""
-    rt = runtime(3)
+    rt = reused(3)
 
     def work(x: Any, number: Any) -> Any:
         time.sleep(0.002 * ((synk.comm.rank + int(number)) % 3))
@@ -241,8 +241,8 @@ def test_functions_communicate_while_calls_overlap(runtime: Any) -> None:
             np.testing.assert_array_equal(gathered[:, 0], np.arange(3) + 10.0 * k)
 
 
-def test_ranks_that_do_not_communicate_release_those_that_do(runtime: Any) -> None:
-    rt = runtime(2)
+def test_ranks_that_do_not_communicate_release_those_that_do(reused: Any) -> None:
+    rt = reused(2)
 
     def work(x: Any, number: Any) -> Any:
         if number == 3 and synk.comm.rank == 1:
@@ -260,8 +260,8 @@ def test_ranks_that_do_not_communicate_release_those_that_do(runtime: Any) -> No
                 assert call.result() == 2.0
 
 
-def test_large_outputs_are_right_and_stay_so(runtime: Any) -> None:
-    rt = runtime(2)
+def test_large_outputs_are_right_and_stay_so(reused: Any) -> None:
+    rt = reused(2)
     scale = rt.function(lambda x, w: (x * w, x.sum(axis=0) * w), bcast_inputs="w", outputs=("gather", "sum"))
     data = rt.data(np.ones((7, LARGE)))
     pending = [scale.submit(data, np.float64(k)) for k in range(12)]
@@ -276,9 +276,9 @@ def test_large_outputs_are_right_and_stay_so(runtime: Any) -> None:
         assert gathered.shape == (2, size) and (gathered == k).all() and (summed == 2 * k).all()
 
 
-def test_outputs_that_change_their_look(runtime: Any) -> None:
+def test_outputs_that_change_their_look(reused: Any) -> None:
     """Large after small, objects, other structures: what makes the ranks publish again while others wait."""
-    rt = runtime(2)
+    rt = reused(2)
 
     def work(x: Any, n: Any) -> Any:
         return {"a": np.full(int(n), x.sum()), "b": [str(n)] if n % 2 else None} if n % 3 else np.full(int(n), 1.0)
@@ -296,8 +296,8 @@ def test_outputs_that_change_their_look(runtime: Any) -> None:
                 assert result["b"] == ([[str(n)] * 2] if n % 2 else None)
 
 
-def test_waiting_has_a_limit_and_the_call_goes_on(runtime: Any, tmp_path: Path) -> None:
-    rt = runtime(2)
+def test_waiting_has_a_limit_and_the_call_goes_on(reused: Any, tmp_path: Path) -> None:
+    rt = reused(2)
     path = tmp_path / "open"
     total = rt.function(gate(path), outputs="sum")
     pending = [total.submit(np.full(4, float(k))) for k in range(2)]
@@ -312,8 +312,8 @@ def test_waiting_has_a_limit_and_the_call_goes_on(runtime: Any, tmp_path: Path) 
     assert wait_for(later.done), "done() alone brings a call to its end"
 
 
-def test_a_failure_that_nobody_asks_for_is_logged(runtime: Any, caplog: pytest.LogCaptureFixture) -> None:
-    rt = runtime(2)
+def test_a_failure_that_nobody_asks_for_is_logged(reused: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rt = reused(2)
     f = rt.function(lambda x: 1 / 0, name="divide")
     with caplog.at_level(logging.ERROR, logger="synk"):
         call = f.submit(np.ones(2))
@@ -328,8 +328,8 @@ def test_a_failure_that_nobody_asks_for_is_logged(runtime: Any, caplog: pytest.L
     assert ["divide" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_everything_else_begins_when_no_call_is_under_way(runtime: Any, tmp_path: Path) -> None:
-    rt = runtime(2)
+def test_everything_else_begins_when_no_call_is_under_way(reused: Any, tmp_path: Path) -> None:
+    rt = reused(2)
     path = tmp_path / "open"
     total = rt.function(gate(path), outputs="sum")
     w = rt.shared(np.ones(2))
@@ -423,8 +423,8 @@ def _handle() -> Any:
     return _handles[0]
 
 
-def test_threads_submit_and_wait_for_their_own(runtime: Any) -> None:
-    rt = runtime(2)
+def test_threads_submit_and_wait_for_their_own(reused: Any) -> None:
+    rt = reused(2)
     total = rt.function(lambda x: x.sum(), outputs="sum")
     wrong: list[Any] = []
 
@@ -457,8 +457,8 @@ def test_the_profile_counts_submitted_calls(runtime: Any) -> None:
     assert (record.num_calls, record.staged_nbytes, record.output_nbytes) == (7, 7 * 64, 7 * 16)
 
 
-def test_what_functions_print_is_shown_in_the_order_of_the_calls(runtime: Any, capfd: pytest.CaptureFixture) -> None:
-    rt = runtime(1)
+def test_what_functions_print_is_shown_in_the_order_of_the_calls(reused: Any, capfd: pytest.CaptureFixture) -> None:
+    rt = reused(1)
     f = rt.function(lambda x: print(f"call {int(x[0])}"), outputs=None)
     for call in [f.submit(np.full(1, k)) for k in range(6)]:
         call.result()

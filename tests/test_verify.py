@@ -164,9 +164,9 @@ def test_replicas_that_drift_are_found(shared_runtimes: Any) -> None:
 
 
 def test_state_of_closures_and_generators_is_put_back(
-    runtime: Callable[..., Any], capfd: pytest.CaptureFixture[str]
+    reused: Callable[..., Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    rt = runtime(2)
+    rt = reused(2)
     state, rng = {"calls": 0.0}, np.random.default_rng(3)
 
     def draw(x: np.ndarray) -> Any:
@@ -202,9 +202,9 @@ def test_nothing_in_the_program_itself_is_changed_inline(shared_runtimes: Any) -
     assert random.random() == random.Random(0).random()
 
 
-def test_buffers_of_a_torch_module_stay(runtime: Callable[..., Any]) -> None:
+def test_buffers_of_a_torch_module_stay(shared_runtimes: Any) -> None:
     torch = pytest.importorskip("torch")
-    rt = runtime(2)
+    rt = shared_runtimes[2]
     norm = torch.nn.BatchNorm1d(3, dtype=torch.float64)
     f = rt.function(lambda x: norm(x).mean(), framework="torch", name="norm")
     report = f.verify(X)
@@ -257,8 +257,8 @@ def test_a_collective_with_the_serial_result_is_equal(shared_runtimes: Any) -> N
     assert "uses synk.comm" in repr(report)
 
 
-def test_what_has_changed_since_the_function_was_sent_is_said(runtime: Callable[..., Any]) -> None:
-    rt = runtime(2)
+def test_what_has_changed_since_the_function_was_sent_is_said(reused: Callable[..., Any]) -> None:
+    rt = reused(2)
     scale = [1.0]
     f = rt.function(lambda x: scale[0] * x.sum(), outputs="sum")
     other = rt.function(lambda x: x.sum(), outputs="sum")

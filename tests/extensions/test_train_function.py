@@ -13,6 +13,7 @@ import numpy as np
 import optree
 import pytest
 import torch
+from small_network import batch, loss_and_grad, start
 
 import synk
 from synk.extensions.train_function import make_train_function
@@ -21,28 +22,9 @@ from synk.extensions.updates import adam, momentum, sgd
 # ----- a model, and its training by torch alone on the whole batch
 
 
-def start() -> dict[str, Any]:
-    random = np.random.default_rng(5)
-    return {"hidden": (random.normal(size=(4, 3)), np.zeros(3)), "out": random.normal(size=3)}
-
-
-def batch(num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    random = np.random.default_rng(num_rows)
-    return random.normal(size=(num_rows, 4)), random.normal(size=num_rows)
-
-
 def torch_loss(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     weight, bias = params["hidden"]
     return ((torch.tanh(x @ weight + bias) @ params["out"] - y) ** 2).mean()
-
-
-def loss_and_grad(params: Any, x: np.ndarray, y: np.ndarray) -> tuple[float, Any]:
-    """Return the loss of a small network and its gradient, written out in NumPy."""
-    weight, bias = params["hidden"]
-    hidden = np.tanh(x @ weight + bias)
-    error = hidden @ params["out"] - y
-    back = np.outer(error, params["out"]) * (1 - hidden**2) * (2 / len(x))
-    return error @ error / len(x), {"hidden": (x.T @ back, back.sum(0)), "out": hidden.T @ error * (2 / len(x))}
 
 
 def torch_loss_and_grad(params: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -337,7 +319,7 @@ def test_mistakes_are_named(fake: Callable[[int], FakeRuntime]) -> None:
 
 @pytest.fixture
 def workers(shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[int | str], synk.Runtime]:
-    """Return a maker of current runtimes; their workers import torch once for all tests."""
+    """Return a maker of current runtimes."""
 
     def make(num_workers: int | str) -> synk.Runtime:
         runtime = shared_runtimes[num_workers]

@@ -70,8 +70,8 @@ def assert_says(died: pytest.ExceptionInfo[WorkerDied], ranks: tuple[int, ...], 
         assert how in str(error)
 
 
-def test_A1_sigkill_while_idle(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_A1_sigkill_while_idle(reused: Fork) -> None:
+    rt = reused(2)
     with replaced_workers(rt, [1]) as before:
         kill_and_wait(before[1])
         with pytest.warns(RuntimeWarning, match=r"rank 1.*SIGKILL") as caught:
@@ -80,8 +80,8 @@ def test_A1_sigkill_while_idle(runtime: Fork) -> None:
 
 
 @pytest.mark.parametrize("step", CALL_STEPS)
-def test_A2_sigkill_inside_the_call(runtime: Fork, step: str) -> None:
-    rt = runtime(2, failpoint(step, rank=1, nth=3))  # the pids are asked for first, then one good call
+def test_A2_sigkill_inside_the_call(reused: Fork, step: str) -> None:
+    rt = reused(2, failpoint(step, rank=1, nth=3))  # the pids are asked for first, then one good call
     with replaced_workers(rt, [1]) as before:
         assert total(rt)(ROWS) == ROWS.sum()
         with pytest.raises(WorkerDied) as died:
@@ -91,8 +91,8 @@ def test_A2_sigkill_inside_the_call(runtime: Fork, step: str) -> None:
         assert died.value.phase == "call"
 
 
-def test_A2_sigkill_inside_the_function(runtime: Fork) -> None:
-    rt = runtime(3)
+def test_A2_sigkill_inside_the_function(reused: Fork) -> None:
+    rt = reused(3)
 
     def suicide(x: np.ndarray) -> float:
         if x[0] == 0:
@@ -104,9 +104,9 @@ def test_A2_sigkill_inside_the_function(runtime: Fork) -> None:
     assert_says(died, (0,), ("SIGKILL",))
 
 
-def test_A2_another_function_before_and_after_a_death_keeps_its_data(runtime: Fork) -> None:
+def test_A2_another_function_before_and_after_a_death_keeps_its_data(reused: Fork) -> None:
     """Functions are sent again and ``Data`` is passed again, the ones of before the death included."""
-    rt = runtime(2)
+    rt = reused(2)
     values = np.random.default_rng(0).normal(size=(1000, 5))
     data, weights = rt.data(values), rt.data(values[0])
     product = rt.function(lambda w, x: x @ w, bcast_inputs="w", outputs="gather")
@@ -122,8 +122,8 @@ def test_A2_another_function_before_and_after_a_death_keeps_its_data(runtime: Fo
 
 @pytest.mark.parametrize("op", ["avg", "sum", "prod", "min", "max"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_A3_sigkill_inside_a_reduction(runtime: Fork, op: str, rank: int) -> None:
-    rt = runtime(2, failpoint("reduce.before" if op in ("avg", "min") else "reduce.after", rank))
+def test_A3_sigkill_inside_a_reduction(reused: Fork, op: str, rank: int) -> None:
+    rt = reused(2, failpoint("reduce.before" if op in ("avg", "min") else "reduce.after", rank))
     big = rt.function(lambda x: np.full(1 << 18, x.max()), outputs=op)
     with replaced_workers(rt, [rank]), pytest.raises(WorkerDied) as died:
         big(ROWS)
@@ -143,9 +143,9 @@ COLLECTIVES: dict[str, Callable[[np.ndarray], object]] = {
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES)
-def test_A3_sigkill_while_the_others_wait_in_a_collective(runtime: Fork, kind: str) -> None:
+def test_A3_sigkill_while_the_others_wait_in_a_collective(reused: Fork, kind: str) -> None:
     """They leave through the abort word: the death is the error, in no time, and the next collective is right."""
-    rt = runtime(3)
+    rt = reused(3)
     meet = COLLECTIVES[kind]
 
     def die_or_meet(x: np.ndarray) -> None:
@@ -159,9 +159,9 @@ def test_A3_sigkill_while_the_others_wait_in_a_collective(runtime: Fork, kind: s
     assert rt.function(lambda x: synk.comm.all_reduce(x, "sum"), outputs="first")(np.arange(3.0)) == [3.0]
 
 
-def test_A4_sigkill_holding_a_lock_of_the_user(runtime: Fork) -> None:
+def test_A4_sigkill_holding_a_lock_of_the_user(reused: Fork) -> None:
     """Such a lock is never released by the system; the runtime has none of its own that could be lost so."""
-    rt = runtime(2)
+    rt = reused(2)
 
     def die_holding(x: np.ndarray) -> float:
         lock = multiprocessing.get_context("fork").Lock()
@@ -175,8 +175,8 @@ def test_A4_sigkill_holding_a_lock_of_the_user(runtime: Fork) -> None:
 
 
 @pytest.mark.parametrize("outputs", ["gather", None])
-def test_A5_sigkill_while_half_a_reply_is_written(runtime: Fork, outputs: str | None) -> None:
-    rt = runtime(2, failpoint("call.after_header", rank=1))
+def test_A5_sigkill_while_half_a_reply_is_written(reused: Fork, outputs: str | None) -> None:
+    rt = reused(2, failpoint("call.after_header", rank=1))
     big = rt.function(lambda x: np.ones((3, 1 << 20)) if outputs else b"x" * (24 << 20), outputs=outputs)
     with pytest.raises(WorkerDied) as died:
         big(ROWS)
@@ -184,8 +184,8 @@ def test_A5_sigkill_while_half_a_reply_is_written(runtime: Fork, outputs: str | 
     assert_right(rt)
 
 
-def test_A6_death_after_the_reply_is_complete(runtime: Fork) -> None:
-    rt = runtime(2, failpoint("call.after_reply", rank=1, nth=2))
+def test_A6_death_after_the_reply_is_complete(reused: Fork) -> None:
+    rt = reused(2, failpoint("call.after_reply", rank=1, nth=2))
     with replaced_workers(rt, [1]) as before:
         assert total(rt)(ROWS) == ROWS.sum()
         assert wait_until_dead(before[1])
@@ -195,8 +195,8 @@ def test_A6_death_after_the_reply_is_complete(runtime: Fork) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1 << 26, pytest.param(200 << 20, marks=pytest.mark.storm)])
-def test_A7_death_while_a_big_argument_is_sent(runtime: Fork, nbytes: int) -> None:
-    rt = runtime(2, failpoint("call.received", rank=1, nth=2))
+def test_A7_death_while_a_big_argument_is_sent(reused: Fork, nbytes: int) -> None:
+    rt = reused(2, failpoint("call.received", rank=1, nth=2))
     length = rt.function(lambda blob, x: len(blob["blob"]) * len(x), bcast_inputs="blob", outputs="sum")
     blob = {"blob": b"x" * nbytes}
     with replaced_workers(rt, [1]), pytest.raises(WorkerDied) as died:
@@ -205,8 +205,8 @@ def test_A7_death_while_a_big_argument_is_sent(runtime: Fork, nbytes: int) -> No
     assert length(blob, ROWS) == nbytes * len(ROWS)
 
 
-def test_A7_death_while_a_big_function_is_loaded(runtime: Fork) -> None:
-    rt = runtime(2, failpoint("distribute.loading", rank=0, nth=2))
+def test_A7_death_while_a_big_function_is_loaded(reused: Fork) -> None:
+    rt = reused(2, failpoint("distribute.loading", rank=0, nth=2))
     blob = b"x" * (1 << 26)
     with replaced_workers(rt, [0]):
         big = rt.function(lambda x: len(blob) + 0 * x.sum(), outputs="max")
@@ -216,8 +216,8 @@ def test_A7_death_while_a_big_function_is_loaded(runtime: Fork) -> None:
         assert big(ROWS) == len(blob)
 
 
-def test_A8_segfault(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_A8_segfault(reused: Fork) -> None:
+    rt = reused(2)
 
     def crash(x: np.ndarray) -> float:
         if x[0] > 0:
@@ -232,8 +232,8 @@ def test_A8_segfault(runtime: Fork) -> None:
 
 
 @pytest.mark.parametrize("way", ["exit 0", "exit 3", "libc exit", "abort"])
-def test_A9_worker_ends_itself(runtime: Fork, way: str) -> None:
-    rt = runtime(2)
+def test_A9_worker_ends_itself(reused: Fork, way: str) -> None:
+    rt = reused(2)
 
     def leave(x: np.ndarray) -> float:
         if x[0] > 0:
@@ -245,23 +245,23 @@ def test_A9_worker_ends_itself(runtime: Fork, way: str) -> None:
     assert_says(died, (1,), (saboteurs.DEATHS[way][1],))
 
 
-def test_A10_a_kill_without_a_cause_suggests_the_memory_limit(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_A10_a_kill_without_a_cause_suggests_the_memory_limit(reused: Fork) -> None:
+    rt = reused(2)
     with replaced_workers(rt, [0, 1]) as before, pytest.raises(WorkerDied, match=r"(?i)memory"):
         die_together(rt, before)
 
 
-def test_A10_the_system_takes_a_worker_before_the_master(runtime: Fork) -> None:
+def test_A10_the_system_takes_a_worker_before_the_master(reused: Fork) -> None:
     def oom_score() -> int:
         with open("/proc/self/oom_score_adj", encoding="ascii") as file:
             return int(file.read())
 
-    scores = runtime(2).function(lambda row: oom_score(), outputs=None)(np.arange(2))
+    scores = reused(2).function(lambda row: oom_score(), outputs=None)(np.arange(2))
     assert min(scores) > oom_score()
 
 
-def test_A11_frozen_worker_ends_by_timeout(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_A11_frozen_worker_ends_by_timeout(reused: Fork) -> None:
+    rt = reused(2)
 
     def freeze(x: np.ndarray) -> float:
         if x[0] > 0:
@@ -285,8 +285,8 @@ def test_A12_crash_during_start(runtime: Fork, step: str, action: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1, 2), (0, 1, 2)], ids=str)
-def test_A13_several_die_at_once(runtime: Fork, ranks: tuple[int, ...]) -> None:
-    rt = runtime(3)
+def test_A13_several_die_at_once(reused: Fork, ranks: tuple[int, ...]) -> None:
+    rt = reused(3)
     with replaced_workers(rt, ranks) as before:
         with pytest.raises(WorkerDied) as died:
             die_together(rt, [before[rank] for rank in ranks])
@@ -304,8 +304,8 @@ def die_together(rt: Any, victims: list[int]) -> None:
     rt.function(massacre)(np.arange(rt.world_size))
 
 
-def test_A13_several_die_while_idle(runtime: Fork) -> None:
-    rt = runtime(3)
+def test_A13_several_die_while_idle(reused: Fork) -> None:
+    rt = reused(3)
     with replaced_workers(rt, [0, 2]) as before:
         kill_and_wait(before[0], before[2])
         with pytest.warns(RuntimeWarning) as caught:
@@ -313,8 +313,8 @@ def test_A13_several_die_while_idle(runtime: Fork) -> None:
         assert len(caught) == 1
 
 
-def test_A14_crash_after_the_reply(runtime: Fork) -> None:
-    rt = runtime(2, failpoint("call.after_reply", rank=0, nth=2, action="segv"))
+def test_A14_crash_after_the_reply(reused: Fork) -> None:
+    rt = reused(2, failpoint("call.after_reply", rank=0, nth=2, action="segv"))
     with replaced_workers(rt, [0]) as before:
         assert total(rt)(ROWS) == ROWS.sum()
         assert wait_until_dead(before[0])
@@ -322,9 +322,9 @@ def test_A14_crash_after_the_reply(runtime: Fork) -> None:
             assert total(rt)(ROWS) == ROWS.sum()
 
 
-def test_A14_crash_in_a_finalizer(runtime: Fork) -> None:
+def test_A14_crash_in_a_finalizer(reused: Fork) -> None:
     """Whether the finalizer runs before or after the reply is Python's choice: the answer is right or named."""
-    rt = runtime(2)
+    rt = reused(2)
     before = pids(rt)
     bomb = rt.function(lambda row: saboteurs.SegfaultAtDel(), outputs=None)
     with warnings.catch_warnings():
@@ -403,8 +403,8 @@ def complain(row: Any, text: str, is_last: bool) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_only_the_stderr_of_its_own_call_is_quoted(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_only_the_stderr_of_its_own_call_is_quoted(reused: Fork) -> None:
+    rt = reused(2)
     f = rt.function(complain, outputs=None, bcast_inputs=("text", "is_last"))
     f(ROWS, "an earlier call", False)
     with pytest.raises(WorkerDied) as died:
@@ -424,9 +424,9 @@ def complain_later(row: Any, fifo: str) -> None:
         threading.Thread(target=wait_and_complain).start()
 
 
-def test_what_was_written_between_calls_is_not_quoted(runtime: Fork, tmp_path: Path) -> None:
+def test_what_was_written_between_calls_is_not_quoted(reused: Fork, tmp_path: Path) -> None:
     """The line lies in the pipe when the call begins."""
-    rt = runtime(2)
+    rt = reused(2)
     fifo = str(tmp_path / "fifo")
     os.mkfifo(fifo)
     rt.function(complain_later, outputs=None, bcast_inputs="fifo")(ROWS, fifo)
@@ -439,8 +439,8 @@ def test_what_was_written_between_calls_is_not_quoted(runtime: Fork, tmp_path: P
     assert "an earlier call" not in str(died.value)
 
 
-def test_submitted_calls_quote_what_came_after_they_were_sent(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_submitted_calls_quote_what_came_after_they_were_sent(reused: Fork) -> None:
+    rt = reused(2)
     f = rt.function(complain, outputs=None, bcast_inputs=("text", "is_last"))
     f.submit(ROWS, "an earlier call", False).result()
     pending = f.submit(ROWS, "the call before", False)
@@ -452,8 +452,8 @@ def test_submitted_calls_quote_what_came_after_they_were_sent(runtime: Fork) -> 
     assert "an earlier call" not in str(died.value)
 
 
-def test_a_death_after_the_function_quotes_what_the_function_wrote(runtime: Fork) -> None:
-    rt = runtime(2, failpoint("reduce.before", rank=0))
+def test_a_death_after_the_function_quotes_what_the_function_wrote(reused: Fork) -> None:
+    rt = reused(2, failpoint("reduce.before", rank=0))
 
     def warn(x: Any) -> Any:
         print("words of this call", file=sys.stderr)
@@ -558,9 +558,9 @@ def worker_pids() -> list[int]:
     return [pid for pid in children(os.getpid()) if not is_gone(pid)]
 
 
-def test_A18_a_reaped_pid_is_never_signalled(runtime: Fork) -> None:
+def test_A18_a_reaped_pid_is_never_signalled(reused: Fork) -> None:
     """Signals go through pidfds: nobody in the package may signal by number."""
-    rt = runtime(2)
+    rt = reused(2)
     with replaced_workers(rt, [0]) as before:
         kill_and_wait(before[0])
         with pytest.warns(RuntimeWarning):
@@ -597,8 +597,8 @@ def test_A19_children_of_the_master_are_reaped_by_others() -> None:
     """).check()
 
 
-def test_A20_a_worker_that_holds_the_interpreter_is_not_dead(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_A20_a_worker_that_holds_the_interpreter_is_not_dead(reused: Fork) -> None:
+    rt = reused(2)
     with same_workers(rt):
         assert rt.function(lambda row: saboteurs.hold_the_gil(1) or 1, outputs="sum")(np.arange(2)) == 2
 
@@ -630,9 +630,9 @@ def chaos(rt: Any, call: Callable[[np.ndarray], np.ndarray], seeds: range) -> No
     np.testing.assert_allclose(call(x), x.sum(axis=0), rtol=1e-9, atol=1e-12)
 
 
-def run_chaos(runtime: Fork, seeds: range) -> None:
+def run_chaos(reused: Fork, seeds: range) -> None:
     """Run ``chaos`` for all seeds on one runtime of four workers, of which one survives each call at least."""
-    rt = runtime(SEEDS_PER_CALL + 1, max_restarts=10**9)
+    rt = reused(SEEDS_PER_CALL + 1)
 
     def slow_sum(x: np.ndarray) -> np.ndarray:
         time.sleep(CALL_S)
@@ -648,13 +648,13 @@ def run_chaos(runtime: Fork, seeds: range) -> None:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_A2_chaos(runtime: Fork, part: int) -> None:
-    """100 seeds, or as many as ``SYNK_CHAOS_SEEDS`` says; ``make storm`` takes 5000 others."""
-    count = int(os.environ.get("SYNK_CHAOS_SEEDS", "100")) // 4
-    run_chaos(runtime, range(part * count, (part + 1) * count))
+def test_A2_chaos(reused: Fork, part: int) -> None:
+    """36 seeds, or as many as ``SYNK_CHAOS_SEEDS`` says; ``make storm`` takes 5000 others."""
+    count = int(os.environ.get("SYNK_CHAOS_SEEDS", "36")) // 4
+    run_chaos(reused, range(part * count, (part + 1) * count))
 
 
 @pytest.mark.storm
 @pytest.mark.parametrize("part", range(10))
-def test_A2_chaos_storm(runtime: Fork, part: int) -> None:
-    run_chaos(runtime, range(10_000 + part * 500, 10_500 + part * 500))
+def test_A2_chaos_storm(reused: Fork, part: int) -> None:
+    run_chaos(reused, range(10_000 + part * 500, 10_500 + part * 500))

@@ -151,9 +151,9 @@ def test_B6_an_exception_with_a_huge_payload_is_cut(shared_runtimes: Any, nbytes
 
 @pytest.mark.parametrize("stage", ["pickle", "load", "print"])
 @pytest.mark.parametrize("action", ["raise", "exit", "segfault", "hang"])
-def test_B7_an_exception_that_fights_back(runtime: Fork, stage: str, action: str) -> None:
+def test_B7_an_exception_that_fights_back(reused: Fork, stage: str, action: str) -> None:
     """Loading happens in the worker first: what cannot be loaded there never reaches the master."""
-    rt = runtime(2)
+    rt = reused(2)
     act = {
         "raise": saboteurs.raise_value_error,
         "exit": saboteurs.system_exit,

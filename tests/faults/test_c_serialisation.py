@@ -98,8 +98,8 @@ HOSTILE_LOADS = {
 
 
 @pytest.mark.parametrize("how", HOSTILE_LOADS)
-def test_C3_argument_whose_loading_fails(runtime: Fork, how: str) -> None:
-    rt = runtime(2)
+def test_C3_argument_whose_loading_fails(reused: Fork, how: str) -> None:
+    rt = reused(2)
     action, expected = HOSTILE_LOADS[how]
     take = rt.function(lambda thing, x: x.sum(), bcast_inputs="thing", outputs="sum")
     assert take(1, ROWS) == ROWS.sum()

@@ -101,8 +101,8 @@ def test_E16_results_of_a_runtime_that_was_closed(runtime: Fork) -> None:
 
 
 @pytest.mark.parametrize("how", ["thread", "signal handler", "finalizer", "multiprocessing", "child of a child"])
-def test_E16_wherever_the_fork_is_made(runtime: Fork, how: str) -> None:
-    rt = runtime(2)
+def test_E16_wherever_the_fork_is_made(reused: Fork, how: str) -> None:
+    rt = reused(2)
     f = rt.function(filled, bcast_inputs=("k", "size"), outputs="sum")
     result, x = f(1.0, SIZE, np.ones(2)), np.ones(2)
 
@@ -156,9 +156,9 @@ def test_E16_wherever_the_fork_is_made(runtime: Fork, how: str) -> None:
     assert_right(rt)
 
 
-def test_E16_a_fork_while_calls_are_in_flight(runtime: Fork) -> None:
+def test_E16_a_fork_while_calls_are_in_flight(reused: Fork) -> None:
     """Their buffers are filled after the fork: nobody's yet, they stay where the workers write."""
-    rt = runtime(2)
+    rt = reused(2)
     f = rt.function(filled, bcast_inputs=("k", "size"), outputs="sum")
     x = np.ones(2)
     held = [f(0.0, 8 * SIZE, x) for _ in range(3)]
@@ -173,8 +173,8 @@ def test_E16_a_fork_while_calls_are_in_flight(runtime: Fork) -> None:
         held = [f(0.0, 8 * SIZE, x), *held[:2]]
 
 
-def test_E16_forks_in_one_thread_and_calls_in_another(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_E16_forks_in_one_thread_and_calls_in_another(reused: Fork) -> None:
+    rt = reused(2)
 
     def body(k: np.ndarray, x: np.ndarray) -> Any:
         return np.full(SIZE, k), np.arange(k if x[0] else SIZE)
@@ -209,9 +209,9 @@ def test_E16_forks_in_one_thread_and_calls_in_another(runtime: Fork) -> None:
     assert not failures
 
 
-def test_E16_what_threads_write_at_the_moment_of_a_fork_is_not_lost(runtime: Fork) -> None:
+def test_E16_what_threads_write_at_the_moment_of_a_fork_is_not_lost(reused: Fork) -> None:
     """NumPy works on arrays without the interpreter's lock: a copy of the pages would miss what it writes meanwhile."""
-    rt = runtime(1)
+    rt = reused(1)
     f = rt.function(lambda x: np.zeros(16 * SIZE), outputs="first")
     for _ in range(20):
         result = f(np.ones(1))
@@ -261,10 +261,10 @@ def test_E16_a_fork_copies_nothing_and_the_pool_goes_on(runtime: Fork) -> None:
 
 
 def test_E16_a_result_that_cannot_be_made_private(
-    runtime: Fork, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    reused: Fork, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The fork goes on, and its buffer is not used again all the same."""
-    rt = runtime(2)
+    rt = reused(2)
     f = rt.function(filled, bcast_inputs=("k", "size"), outputs="sum")
     held = [f(1.0, SIZE, np.ones(2))]
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "synk"):
@@ -282,8 +282,8 @@ def test_E16_a_result_that_cannot_be_made_private(
 
 @pytest.mark.parametrize("size", [10, 5000, 1 << 17], ids=["tiny", "small", "large"])
 @pytest.mark.parametrize("how", ["del", "free_memory", "grow", "close"])
-def test_E17_data_that_the_parent_drops_still_holds_its_values_in_a_child(runtime: Fork, how: str, size: int) -> None:
-    rt = runtime(2)
+def test_E17_data_that_the_parent_drops_still_holds_its_values_in_a_child(reused: Fork, how: str, size: int) -> None:
+    rt = reused(2)
     total = rt.function(lambda x: x.sum(), outputs="sum")
     data = rt.data(np.arange(float(size)))
     others = [rt.data(np.full(size, float(k))) for k in range(3)]
@@ -309,8 +309,8 @@ def test_E17_data_that_the_parent_drops_still_holds_its_values_in_a_child(runtim
                 assert total(each) == -2.0 * size
 
 
-def test_E17_data_stays_shared_with_a_child(runtime: Fork) -> None:
-    data = runtime(1).data(np.zeros(10))
+def test_E17_data_stays_shared_with_a_child(reused: Fork) -> None:
+    data = reused(1).data(np.zeros(10))
     view = data.data
 
     def in_child() -> None:

@@ -141,8 +141,8 @@ def test_E4_a_runtime_started_in_a_thread_that_ends(runtime: Fork) -> None:
         assert pids(started[0]) == before
 
 
-def test_E4_workers_that_a_dead_thread_started_again(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_E4_workers_that_a_dead_thread_started_again(reused: Fork) -> None:
+    rt = reused(2)
     kill_and_wait(pids(rt)[0])
 
     def heal() -> None:
@@ -430,8 +430,8 @@ def test_E14_many_runtimes_side_by_side(storm_count: Count) -> None:
             scenario.finish().check("")
 
 
-def test_E14_two_runtimes_in_two_threads(runtime: Fork) -> None:
-    runtimes = [runtime(2), runtime(1)]
+def test_E14_two_runtimes_in_two_threads(reused: Fork) -> None:
+    runtimes = [reused(2), reused(1)]
 
     def use(number: int) -> None:
         square = runtimes[number].function(lambda x: x * x, outputs="gather")

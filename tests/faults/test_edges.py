@@ -55,9 +55,9 @@ def many_variables(rt: Any) -> tuple[list[Any], Any]:
 
 @pytest.mark.usefixtures("no_arenas")
 @pytest.mark.parametrize("sequence", [7, 0xFFFF, 0xFFFE])
-def test_more_segments_than_one_message_can_carry(runtime: Fork, sequence: int) -> None:
+def test_more_segments_than_one_message_can_carry(reused: Fork, sequence: int) -> None:
     """New to several ranks at once, also after all of them were started again."""
-    rt = runtime(2)
+    rt = reused(2)
     rt._session.team.sequence = sequence
     variables, f = many_variables(rt)
     expected = 4 * sum(range(300))
@@ -74,8 +74,8 @@ def test_more_segments_than_one_message_can_carry(runtime: Fork, sequence: int) 
 
 
 @pytest.mark.usefixtures("no_arenas")
-def test_G3_a_worker_without_descriptors_for_many_segments(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_G3_a_worker_without_descriptors_for_many_segments(reused: Fork) -> None:
+    rt = reused(2)
     workers = pids(rt)
     limits = resource.prlimit(workers[1], resource.RLIMIT_NOFILE)
     resource.prlimit(workers[1], resource.RLIMIT_NOFILE, (60, limits[1]))
@@ -88,9 +88,9 @@ def test_G3_a_worker_without_descriptors_for_many_segments(runtime: Fork) -> Non
     assert pids(rt) == workers
 
 
-def test_G3_a_worker_without_descriptors_sends_a_large_result(runtime: Fork) -> None:
+def test_G3_a_worker_without_descriptors_sends_a_large_result(reused: Fork) -> None:
     """What cannot be sent is an error of the call; a report on memory is left out."""
-    rt = runtime(2)
+    rt = reused(2)
     f = rt.function(lambda k, x: "x" * k, bcast_inputs="k", outputs=None)
     assert len(f(10, np.ones(2))[0]) == 10
     workers = pids(rt)
@@ -151,8 +151,8 @@ def test_a_copy_needs_no_second_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(target, source)
 
 
-def test_D5_data_that_grows_is_old_or_new(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
-    rt = runtime(2)
+def test_D5_data_that_grows_is_old_or_new(reused: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+    rt = reused(2)
     f = rt.function(lambda x: x.sum(), outputs="sum")
     data = rt.data(np.ones(1000))
     assert f(data) == 1000
@@ -165,8 +165,8 @@ def test_D5_data_that_grows_is_old_or_new(runtime: Fork, monkeypatch: pytest.Mon
     assert rt.function(lambda x: x.max(), outputs="max")(data) == 2.0  # by a new plan
 
 
-def test_D4_the_lock_is_free_after_ctrl_c(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
-    rt = runtime(2)
+def test_D4_the_lock_is_free_after_ctrl_c(reused: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+    rt = reused(2)
     data = rt.data(np.ones(1000))
     with monkeypatch.context() as patch:
         interrupt_in(patch, rt, "_reclaim")
@@ -283,8 +283,8 @@ class NotesThatExit(Exception):
         raise SystemExit(3)
 
 
-def test_B1_an_exception_whose_class_is_frozen(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_B1_an_exception_whose_class_is_frozen(reused: Fork) -> None:
+    rt = reused(2)
 
     def fail(x: np.ndarray) -> None:
         raise Frozen(7)
@@ -298,8 +298,8 @@ def test_B1_an_exception_whose_class_is_frozen(runtime: Fork) -> None:
             assert any("rank 1 raised Frozen" in note for note in error.__notes__)
 
 
-def test_B8_notes_that_exit(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_B8_notes_that_exit(reused: Fork) -> None:
+    rt = reused(2)
 
     def fail(x: np.ndarray) -> None:
         raise NotesThatExit("no")
@@ -329,8 +329,8 @@ def test_F5_a_stream_that_cannot_be_flushed(runtime: Fork) -> None:
         assert rt.function(replace, outputs="sum")(np.ones(4)) == 4.0
 
 
-def test_E1_a_child_that_a_function_has_forked_does_not_answer(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_E1_a_child_that_a_function_has_forked_does_not_answer(reused: Fork) -> None:
+    rt = reused(2)
 
     def fork(x: np.ndarray) -> int:
         return os.fork() and os.getpid()

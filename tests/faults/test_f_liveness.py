@@ -24,9 +24,9 @@ ROWS = np.arange(6.0)
 
 
 @pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)], ids=str)
-def test_F1_a_loop_in_python_ends_by_timeout(runtime: Fork, ranks: tuple[int, ...]) -> None:
+def test_F1_a_loop_in_python_ends_by_timeout(reused: Fork, ranks: tuple[int, ...]) -> None:
     """SIGINT is enough: the same workers, and nothing of the old call in the next answers."""
-    rt = runtime(2)
+    rt = reused(2)
 
     def loop(row: np.ndarray) -> float:
         if int(row[0]) in ranks:
@@ -53,8 +53,8 @@ def test_F1_the_timeout_of_fork_holds_for_all_calls(runtime: Fork) -> None:
         assert slow(np.arange(2), timeout=20) == 2
 
 
-def test_F1_a_function_that_catches_the_interrupt_is_killed(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_F1_a_function_that_catches_the_interrupt_is_killed(reused: Fork) -> None:
+    rt = reused(2)
 
     def stubborn(row: np.ndarray) -> None:
         while row[0] == 1:
@@ -67,8 +67,8 @@ def test_F1_a_function_that_catches_the_interrupt_is_killed(runtime: Fork) -> No
         rt.function(stubborn, outputs=None)(np.arange(2), timeout=0.2)
 
 
-def test_F2_a_loop_in_c_ends_by_sigkill(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_F2_a_loop_in_c_ends_by_sigkill(reused: Fork) -> None:
+    rt = reused(2)
     with replaced_workers(rt, [1]), pytest.raises(CallTimeout):
         rt.function(lambda row: saboteurs.loop_in_c() if row[0] else None, outputs=None)(np.arange(2), timeout=0.2)
 
@@ -229,9 +229,9 @@ def test_F7_a_rank_leaves_without_joining(shared_runtimes: Any, leaver: int) -> 
         rt.function(leave, outputs=None)(np.arange(3.0), timeout=20)
 
 
-def test_F8_a_slow_rank_is_no_dead_rank(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_F8_a_slow_rank_is_no_dead_rank(reused: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deadlines are monotonic: a clock that is set back or forward changes nothing."""
-    rt = runtime(2)
+    rt = reused(2)
     jumps = iter([0.0, 1e9, -1e9] * 1000)
     monkeypatch.setattr(time, "time", lambda: next(jumps))
     slow = rt.function(lambda row: ctypes.CDLL(None).usleep(300_000 if row[0] else 3_000), outputs=None)

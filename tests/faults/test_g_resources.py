@@ -110,9 +110,9 @@ def test_G2_the_master_cannot_shrink_one_either() -> None:
     segment.close()
 
 
-def test_G3_a_rank_that_cannot_take_in_its_message_keeps_nobody_waiting(runtime: Fork) -> None:
+def test_G3_a_rank_that_cannot_take_in_its_message_keeps_nobody_waiting(reused: Fork) -> None:
     """The others are in a collective, in which it will never join: there is no time limit."""
-    rt = runtime(2)
+    rt = reused(2)
     f = rt.function(lambda x: synk.comm.all_reduce(x.sum(), "sum"), outputs="first")
     assert f(np.ones(4)) == 4.0
     workers = pids(rt)
@@ -287,7 +287,8 @@ def test_G6_a_thousand_data_made_and_freed(shared_runtimes: Any) -> None:
     assert all(later <= earlier + 2 for earlier, later in zip(before, after, strict=True)), (before, after)
 
 
-def test_G6_ten_thousand_calls(shared_runtimes: Any) -> None:
+@pytest.mark.parametrize("num_calls", [2000, pytest.param(10_000, marks=pytest.mark.storm)])
+def test_G6_thousands_of_calls(shared_runtimes: Any, num_calls: int) -> None:
     """Of changing shapes and several functions: memory, descriptors and mappings stay flat."""
     rt = shared_runtimes[2]
     total = rt.function(lambda x: x.sum(), outputs="sum")
@@ -308,14 +309,14 @@ def test_G6_ten_thousand_calls(shared_runtimes: Any) -> None:
 
     everyone = [os.getpid(), *pids(rt)]
     with same_workers(rt):
-        run(2000)
+        run(num_calls // 5)
         fds, resident = held(), [rss_nbytes(pid) for pid in everyone]
         tracemalloc.start()
         first = tracemalloc.get_traced_memory()[0]
         run(500)
         grown = tracemalloc.get_traced_memory()[0] - first
         tracemalloc.stop()
-        run(7500)
+        run(num_calls)
         assert held() == fds
         for pid, before in zip(everyone, resident, strict=True):
             assert rss_nbytes(pid) < before + (8 << 20)

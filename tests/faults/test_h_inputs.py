@@ -399,9 +399,9 @@ def test_H29_offsets_beyond_two_gib(shared_runtimes: Any) -> None:
 # ----- whose data, which argument
 
 
-def test_H30_data_of_another_runtime(runtime: Callable[..., Any], shared_runtimes: Any) -> None:
+def test_H30_data_of_another_runtime(reused: Callable[..., Any], shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
-    other = runtime(1)
+    other = reused(1)
     theirs = other.data(PLAIN)
     total = rt.function(lambda x: x.sum(), outputs="sum")
     with same_workers(rt):

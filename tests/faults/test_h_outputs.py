@@ -125,9 +125,9 @@ def test_H24_a_function_that_writes_into_its_input(shared_runtimes: Any) -> None
     np.testing.assert_array_equal(data[:], PLAIN)
 
 
-def test_H24_c_code_that_writes_into_its_input(runtime: Callable[..., Any]) -> None:
+def test_H24_c_code_that_writes_into_its_input(reused: Callable[..., Any]) -> None:
     """The rows are mapped read-only: the writer dies, the data does not change. A peer may be told before it writes."""
-    rt = runtime(2)
+    rt = reused(2)
     data = rt.data(PLAIN)
 
     def scribble(x: np.ndarray) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import decimal
 import fractions
+import itertools
 import os
 import signal
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import assert_right, failpoint, kill_and_wait, pids, process_stat, same_workers, script
+from harness import assert_right, failpoint, kill_and_wait, outcomes, pids, process_stat, same_workers, script
 
 from synk.errors import CallTimeout, ClosedError, StartupError
 
@@ -269,22 +270,19 @@ STREAMS = {
 }
 
 
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
-@pytest.mark.parametrize("fault", STREAMS)
-def test_a_stream_that_fails_does_not_fail_a_call(fault: str, stream: str) -> None:
-    """The text is dropped; the log says so once."""
-    script(f"""
-        import io, logging
+@pytest.fixture(scope="module")
+def failing_streams() -> dict[tuple[Any, ...], str]:
+    """Try each fault of each stream; the workers are started once."""
+    return outcomes(
+        f"""
+        import contextlib, io, logging
         from harness import same_workers
+        from synk._wire.cell import cell
 
         def fail(kind):
             def method(self, *args):
                 raise kind(*args)
             return method
-
-        class Stream:
-            def write(self, text): pass
-            def flush(self): pass
 
         closed = io.StringIO()
         closed.close()
@@ -293,26 +291,51 @@ def test_a_stream_that_fails_does_not_fail_a_call(fault: str, stream: str) -> No
         handler.emit = lambda record: said.append(record.getMessage())
         logging.getLogger("synk").addHandler(handler)
         logging.getLogger("synk").propagate = False
-        {STREAMS[fault]}
 
-        with synk.fork(2, backend="numpy") as rt:
+        @contextlib.contextmanager
+        def surroundings():
+            global rt
+            with synk.fork(2, backend="numpy") as rt:
+                yield
+
+        def case(fault, stream):
+            class Stream:
+                def write(self, text): pass
+                def flush(self): pass
+
+            names = dict(globals(), Stream=Stream)
+            exec({STREAMS}[fault], names)
+            said.clear()
+            cell.broken_streams.clear()  # of which it was said in an earlier case
+
             def talk(x):
-                print("some words", file=getattr(sys, {stream!r}))
+                print("some words", file=getattr(sys, stream))
                 return x.sum()
 
             total = rt.function(talk, outputs="sum")
             with same_workers(rt):
-                saved = getattr(sys, {stream!r})
-                setattr(sys, {stream!r}, Stream())
+                saved = getattr(sys, stream)
+                setattr(sys, stream, names["Stream"]())
                 try:
                     for _ in range(3):
                         assert total(np.arange(4.0)) == 6
                         assert total.submit(np.arange(4.0)).result() == 6
                 finally:
-                    setattr(sys, {stream!r}, saved)
-        assert len(said) == 1, said
-        assert said[0].startswith("what workers print to {stream} is dropped: sys.{stream} raised "), said
-    """).check("")
+                    setattr(sys, stream, saved)
+            assert len(said) == 1, said
+            assert said[0].startswith(f"what workers print to {{stream}} is dropped: sys.{{stream}} raised "), said
+        """,
+        list(itertools.product(STREAMS, ("stdout", "stderr"))),
+    )
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("fault", STREAMS)
+def test_a_stream_that_fails_does_not_fail_a_call(
+    failing_streams: dict[tuple[Any, ...], str], fault: str, stream: str
+) -> None:
+    """The text is dropped; the log says so once."""
+    assert failing_streams[fault, stream] == ""
 
 
 def test_a_stream_that_does_not_exist() -> None:
@@ -355,50 +378,74 @@ def test_a_log_handler_that_raises_does_not_fail_a_call() -> None:
     ).check("")
 
 
-@pytest.mark.parametrize("kind", ["Exception", "BaseException"])
-@pytest.mark.parametrize("handler", ["function", "method", "object", "partial"])
-def test_what_a_signal_handler_raises_while_a_stream_is_written_comes_out(kind: str, handler: str) -> None:
-    """It is not taken for the stream's own."""
-    script(f"""
-        import functools
+HANDLERS = ("function", "method", "object", "partial")
+KINDS = ("Exception", "BaseException")
+
+
+@pytest.fixture(scope="module")
+def raising_handlers() -> dict[tuple[Any, ...], str]:
+    """Try each handler with each kind of exception; the workers are started once."""
+    return outcomes(
+        """
+        import contextlib, functools
         from harness import assert_right
 
-        class Mine({kind}):
-            pass
+        @contextlib.contextmanager
+        def surroundings():
+            global rt
+            with synk.fork(2, backend="numpy") as rt:
+                yield
 
-        class Handler:
-            def __call__(self, *_):
-                raise Mine
-            method = __call__
-
-        def function(*_):
-            raise Mine
-
-        signal.signal(signal.SIGUSR1, {{
-            "function": function, "method": Handler().method, "object": Handler(),
-            "partial": functools.partial(function, 1),
-        }}[{handler!r}])
-
-        class Stream:
-            def write(self, text):
-                signal.raise_signal(signal.SIGUSR1)
-            def flush(self):
+        def case(handler, kind):
+            class Mine(getattr(__builtins__, kind)):
                 pass
 
-        with synk.fork(2, backend="numpy") as rt:
+            class Handler:
+                def __call__(self, *_):
+                    raise Mine
+                method = __call__
+
+            def function(*_):
+                raise Mine
+
+            signal.signal(signal.SIGUSR1, {
+                "function": function, "method": Handler().method, "object": Handler(),
+                "partial": functools.partial(function, 1),
+            }[handler])
+
+            class Stream:
+                def write(self, text):
+                    signal.raise_signal(signal.SIGUSR1)
+                def flush(self):
+                    pass
+
             total = rt.function(lambda x: (x[0] or print("words"), x.sum())[1], outputs="sum")
             saved, sys.stdout = sys.stdout, Stream()
+            came_out = False
             try:
                 total(np.arange(4.0))
             except Mine:
-                print("mine", file=saved)
-            sys.stdout = saved
+                came_out = True
+            finally:
+                sys.stdout = saved
+            assert came_out
             assert_right(rt)
-    """).check("mine\n")
+        """,
+        list(itertools.product(HANDLERS, KINDS)),
+    )
 
 
-def test_a_ctrl_c_while_a_stream_is_written_comes_out(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
-    rt = runtime(2)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_what_a_signal_handler_raises_while_a_stream_is_written_comes_out(
+    raising_handlers: dict[tuple[Any, ...], str], kind: str, handler: str
+) -> None:
+    """It is not taken for the stream's own."""
+    assert raising_handlers[handler, kind] == ""
+
+
+def test_a_ctrl_c_while_a_stream_is_written_comes_out(reused: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+    rt = reused(2)
 
     class Stream:
         def write(self, text: str) -> None:

@@ -43,8 +43,8 @@ def replicas(rt: Any, w: Any) -> list[float]:
 @pytest.mark.parametrize("size", [3, 1 << 17], ids=["small", "large"])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("step", STEPS)
-def test_a_call_that_dies_changes_no_variable(runtime: Fork, step: str, rank: int, size: int) -> None:
-    rt = runtime(2, failpoint(step, rank, nth=3))
+def test_a_call_that_dies_changes_no_variable(reused: Fork, step: str, rank: int, size: int) -> None:
+    rt = reused(2, failpoint(step, rank, nth=3))
     w, add = counter(rt, size)
     assert add(ROWS) == ROWS.sum()
     assert add(ROWS) == ROWS.sum()
@@ -55,8 +55,8 @@ def test_a_call_that_dies_changes_no_variable(runtime: Fork, step: str, rank: in
     assert replicas(rt, w) == [3.0, 3.0]
 
 
-def test_a_death_after_the_reply_keeps_the_new_values(runtime: Fork) -> None:
-    rt = runtime(2, failpoint("call.after_reply", rank=1, nth=4))
+def test_a_death_after_the_reply_keeps_the_new_values(reused: Fork) -> None:
+    rt = reused(2, failpoint("call.after_reply", rank=1, nth=4))
     victim = pids(rt)[1]
     w, add = counter(rt)
     for _ in range(3):
@@ -68,8 +68,8 @@ def test_a_death_after_the_reply_keeps_the_new_values(runtime: Fork) -> None:
     assert replicas(rt, w) == [4.0, 4.0]
 
 
-def test_replicas_and_shards_outlive_all_workers(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_replicas_and_shards_outlive_all_workers(reused: Fork) -> None:
+    rt = reused(2)
     w, add = counter(rt)
     shards = rt.shared(np.arange(10.0), sharded=True)
     total = rt.function(lambda s: s.sum(), outputs="sum")
@@ -84,8 +84,8 @@ def test_replicas_and_shards_outlive_all_workers(runtime: Fork) -> None:
     assert replicas(rt, w) == [4.0, 4.0]
 
 
-def test_an_exception_or_a_timeout_changes_no_variable(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_an_exception_or_a_timeout_changes_no_variable(reused: Fork) -> None:
+    rt = reused(2)
     w, add = counter(rt)
     add(ROWS)
 
@@ -107,9 +107,9 @@ def test_an_exception_or_a_timeout_changes_no_variable(runtime: Fork) -> None:
     assert replicas(rt, w) == [2.0, 2.0]
 
 
-def test_chaos_never_mixes_old_and_new(runtime: Fork, storm_count: Callable[[int], int]) -> None:
+def test_chaos_never_mixes_old_and_new(reused: Fork, storm_count: Callable[[int], int]) -> None:
     """A random worker killed at a random time of a call, again and again: each call counts on all ranks or on none."""
-    rt = runtime(2, max_restarts=10**9)
+    rt = reused(2)
     w, add = counter(rt, 1 << 10)
     add(ROWS)
     rng = random.Random(1)

@@ -15,16 +15,14 @@ import numpy as np
 import pytest
 from harness import PACKAGE_FOLDER
 from rank_arrays import assert_same, everywhere
+from synk._worker.rank.rank import Interrupted
 
 import synk
 from synk._wire.control import Down
-from synk._worker.rank import Interrupted
 
 Fork = Callable[..., Any]
 BIG = 700_000
 """Elements of a variable that workers move: 5.6 MB."""
-INSTRUCTIONS = 1 if "SYNK_STORM" in os.environ else 7
-"""Of how many instructions one is interrupted."""
 
 
 class Interrupting(np.ndarray):
@@ -191,16 +189,16 @@ def interrupt_everywhere(rt: Any, name: str, points: Callable[[int], list[int]])
         assert_same(everywhere(rt, w), new)
 
 
-def test_ctrl_c_at_any_point_of_an_operation_leaves_all_ranks_old_or_all_new(runtime: Fork) -> None:
-    rt, chance = runtime(2), random.Random(0)
+def test_ctrl_c_at_any_point_of_an_operation_leaves_all_ranks_old_or_all_new(reused: Fork) -> None:
+    rt, chance = reused(2), random.Random(0)
     for name in OPERATIONS:
         interrupt_everywhere(rt, name, lambda count: chance.sample(range(1, count + 1), 5))
 
 
 @pytest.mark.storm
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_ctrl_c_at_every_point_of_an_operation(runtime: Fork, name: str) -> None:
-    interrupt_everywhere(runtime(2), name, lambda count: list(range(1, count + 1)))
+def test_ctrl_c_at_every_point_of_an_operation(reused: Fork, name: str) -> None:
+    interrupt_everywhere(reused(2), name, lambda count: list(range(1, count + 1)))
 
 
 def test_message_numbers_that_come_round_again_decide_nothing(shared_runtimes: Any) -> None:
@@ -277,12 +275,13 @@ def updating(rt: Any, w: Any) -> Any:
     )
 
 
+@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.storm)])
 @pytest.mark.parametrize("size", [2, 40_000])
 @pytest.mark.parametrize("make", [assigning, updating])
 def test_D1_a_worker_that_is_interrupted_at_any_instruction_holds_the_old_values(
-    make: Callable[[Any, Any], Any], size: int
+    make: Callable[[Any, Any], Any], size: int, every: int
 ) -> None:
-    """Small outputs lie in the slot, large ones are assembled; SYNK_STORM has every instruction tried."""
+    """Small outputs lie in the slot, large ones are assembled; one of ``every`` instructions is interrupted."""
     with synk.fork(1, backend="numpy", inline=True) as rt:
         w = rt.shared(np.zeros(size))
         f = make(rt, w)
@@ -305,5 +304,5 @@ def test_D1_a_worker_that_is_interrupted_at_any_instruction_holds_the_old_values
                 assert_same([before, total], [np.full(size, expected), np.full(size, 2.0)])
                 expected += 2
                 assert_same([w.value], [np.full(size, expected)])
-            nth += INSTRUCTIONS
+            nth += every
         assert nth > 300

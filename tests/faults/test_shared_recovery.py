@@ -117,9 +117,9 @@ CALL_STEPS = (
 
 
 @pytest.mark.parametrize(("step", "rank"), [(step, k % 2) for k, step in enumerate(CALL_STEPS)])
-def test_a_death_inside_a_call_changes_nothing(runtime: Fork, step: str, rank: int) -> None:
+def test_a_death_inside_a_call_changes_nothing(reused: Fork, step: str, rank: int) -> None:
     """The calls of a rank before the one that fails: pids, one step, four reads of the values."""
-    rt = runtime(2, failpoint(step, rank, nth=7))
+    rt = reused(2, failpoint(step, rank, nth=7))
     state = State(rt)
     before = pids(rt)
     with state.unchanged(), pytest.raises(WorkerDied) as died:
@@ -130,17 +130,17 @@ def test_a_death_inside_a_call_changes_nothing(runtime: Fork, step: str, rank: i
 
 
 @pytest.mark.parametrize(("step", "rank"), [("reduce.before", 1), ("reduce.after", 0)])
-def test_a_death_while_large_outputs_are_reduced_changes_nothing(runtime: Fork, step: str, rank: int) -> None:
+def test_a_death_while_large_outputs_are_reduced_changes_nothing(reused: Fork, step: str, rank: int) -> None:
     """The new values lie in the second buffers already; the call has not succeeded."""
-    rt = runtime(2, failpoint(step, rank, nth=2))
+    rt = reused(2, failpoint(step, rank, nth=2))
     state = State(rt, output=BIG)
     with state.unchanged(), pytest.raises(WorkerDied):
         state.step(state.rows)
 
 
-def test_a_death_while_new_buffers_are_handed_out_changes_nothing(runtime: Fork) -> None:
+def test_a_death_while_new_buffers_are_handed_out_changes_nothing(reused: Fork) -> None:
     """The first assignment of a variable takes a second exchange: a rank dies in between."""
-    rt = runtime(2, failpoint("call.after_reply", rank=1, nth=2))
+    rt = reused(2, failpoint("call.after_reply", rank=1, nth=2))
     pids(rt)
     state = State(rt)
     values = [[rt.get_value(variable, rank) for rank in range(2)] for variable in state.variables]
@@ -150,9 +150,9 @@ def test_a_death_while_new_buffers_are_handed_out_changes_nothing(runtime: Fork)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_death_after_the_reply_loses_nothing(runtime: Fork, rank: int) -> None:
+def test_a_death_after_the_reply_loses_nothing(reused: Fork, rank: int) -> None:
     """The call has succeeded on all ranks, those included that died before they could see it."""
-    rt = runtime(3, failpoint("call.after_reply", rank, nth=8))
+    rt = reused(3, failpoint("call.after_reply", rank, nth=8))
     state = State(rt)
     before = pids(rt)
     for _ in range(2):  # then each rank has two buffers of its own, and the reply is the end of a call
@@ -166,9 +166,9 @@ def test_a_death_after_the_reply_loses_nothing(runtime: Fork, rank: int) -> None
 
 
 @pytest.mark.parametrize("victims", [(1,), (0, 1)])
-def test_a_death_while_idle_loses_nothing(runtime: Fork, victims: tuple[int, ...]) -> None:
+def test_a_death_while_idle_loses_nothing(reused: Fork, victims: tuple[int, ...]) -> None:
     """All of the ranks may die: no worker is needed to bring a value back."""
-    rt = runtime(2)
+    rt = reused(2)
     state = State(rt)
     state.step(state.rows)
     values = state.values()
@@ -179,8 +179,8 @@ def test_a_death_while_idle_loses_nothing(runtime: Fork, victims: tuple[int, ...
     state.check_steps(values)
 
 
-def test_a_worker_that_dies_again_and_again_never_takes_a_value_with_it(runtime: Fork) -> None:
-    rt = runtime(2, max_restarts=20)
+def test_a_worker_that_dies_again_and_again_never_takes_a_value_with_it(reused: Fork) -> None:
+    rt = reused(2)
     state = State(rt)
     dying = state.function(lambda rank: saboteurs.kill_self() if rank else None)
     for _ in range(2):
@@ -199,8 +199,8 @@ VERBS: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize(
     ("verb", "step"), [(verb, f"collective.{'before' if k % 2 else 'after'}") for k, verb in enumerate(VERBS)]
 )
-def test_a_death_inside_a_collective_changes_nothing(runtime: Fork, verb: str, step: str) -> None:
-    rt = runtime(2, (step, 1, 1, "kill"))
+def test_a_death_inside_a_collective_changes_nothing(reused: Fork, verb: str, step: str) -> None:
+    rt = reused(2, (step, 1, 1, "kill"))
     w = rt.shared(np.zeros(BIG))
     values = [np.full(BIG, 1.0), np.full(BIG, 2.0)]
     for rank, value in enumerate(values):
@@ -222,8 +222,8 @@ def test_a_death_inside_a_collective_changes_nothing(runtime: Fork, verb: str, s
         assert_same(got, total)
 
 
-def test_a_death_inside_a_collective_of_a_function_changes_nothing(runtime: Fork) -> None:
-    rt = runtime(3)
+def test_a_death_inside_a_collective_of_a_function_changes_nothing(reused: Fork) -> None:
+    rt = reused(3)
     state = State(rt)
 
     def meet(rank: int) -> None:
@@ -255,8 +255,8 @@ def test_an_exception_on_one_rank_changes_nothing_on_any(shared_runtimes: Any, r
         failing(state.rows)
 
 
-def test_an_exception_after_the_new_values_were_written_changes_nothing(runtime: Fork) -> None:
-    rt = runtime(2, failpoint("call.published", rank=1, nth=6, action="raise"))
+def test_an_exception_after_the_new_values_were_written_changes_nothing(reused: Fork) -> None:
+    rt = reused(2, failpoint("call.published", rank=1, nth=6, action="raise"))
     state = State(rt)
     with state.unchanged(), pytest.raises(RuntimeError, match=r"failpoint call\.published"):
         state.step(state.rows)
@@ -320,8 +320,8 @@ def test_a_timeout_changes_nothing(shared_runtimes: Any) -> None:
         slow(state.rows, timeout=0.3)
 
 
-def test_a_timeout_that_ends_in_a_kill_changes_nothing(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_a_timeout_that_ends_in_a_kill_changes_nothing(reused: Fork) -> None:
+    rt = reused(2)
     state = State(rt)
     stuck = state.function(lambda rank: saboteurs.loop_in_c() if rank else None)
     with state.unchanged(), pytest.raises(CallTimeout):
@@ -387,9 +387,9 @@ def test_no_memory_for_a_new_value_changes_nothing(
 # ----- what a replacement sees
 
 
-def test_a_replacement_sees_every_way_a_value_came_to_be(runtime: Fork) -> None:
+def test_a_replacement_sees_every_way_a_value_came_to_be(reused: Fork) -> None:
     """Set by the master, assigned, resized, reduced, scattered, made after the death, dropped before it."""
-    rt = runtime(2, max_restarts=20)
+    rt = reused(2)
     state = State(rt)
     state.step(state.rows)
     rt.all_reduce(state.replicated, "sum")
@@ -407,8 +407,8 @@ def test_a_replacement_sees_every_way_a_value_came_to_be(runtime: Fork) -> None:
     state.check_steps(values)
 
 
-def test_a_function_whose_update_failed_updates_again_after_a_death(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_a_function_whose_update_failed_updates_again_after_a_death(reused: Fork) -> None:
+    rt = reused(2)
     w = rt.shared(np.zeros(2))
 
     def update(kill: bool, x: np.ndarray) -> Any:
@@ -427,9 +427,9 @@ def test_a_function_whose_update_failed_updates_again_after_a_death(runtime: For
 
 @pytest.mark.storm
 @pytest.mark.filterwarnings("ignore:rank:RuntimeWarning")  # of a death while idle
-def test_random_kills_never_tear_a_value(runtime: Fork, storm_count: Callable[[int], int]) -> None:
+def test_random_kills_never_tear_a_value(reused: Fork, storm_count: Callable[[int], int]) -> None:
     """A counter on every rank: after each call all ranks count the calls that succeeded, and no other."""
-    rt = runtime(3, max_restarts=10_000)
+    rt = reused(3)
     count, big = rt.shared(0), rt.shared(np.zeros(BIG // 10))
 
     def add(x: np.ndarray) -> np.ndarray:

@@ -48,8 +48,8 @@ def explained(rt: Any, word: str) -> str:
         assert time.monotonic() < deadline, text
 
 
-def test_where_shows_phase_and_stack_of_each_rank(runtime: Fork, tmp_path: Path) -> None:
-    rt = runtime(2)
+def test_where_shows_phase_and_stack_of_each_rank(reused: Fork, tmp_path: Path) -> None:
+    rt = reused(2)
     path = tmp_path / "go"
 
     def stuck_here(x: Any, path: str) -> float:
@@ -66,8 +66,8 @@ def test_where_shows_phase_and_stack_of_each_rank(runtime: Fork, tmp_path: Path)
     assert rt.where().count("idle, ") == 2
 
 
-def test_where_answers_while_c_code_holds_the_interpreter(runtime: Fork, tmp_path: Path) -> None:
-    rt = runtime(1)
+def test_where_answers_while_c_code_holds_the_interpreter(reused: Fork, tmp_path: Path) -> None:
+    rt = reused(1)
 
     def held_here(x: Any, path: str) -> float:
         ctypes.PyDLL(None).usleep(1_500_000)  # PyDLL keeps the interpreter's lock
@@ -148,8 +148,8 @@ def die_once(x: Any, path: str) -> float:
     raise AssertionError("unreachable")
 
 
-def test_retry_runs_a_call_again_after_a_death(runtime: Fork, tmp_path: Path) -> None:
-    rt = runtime(2)
+def test_retry_runs_a_call_again_after_a_death(reused: Fork, tmp_path: Path) -> None:
+    rt = reused(2)
     again = rt.function(die_once, bcast_inputs="path", outputs="sum", retry=1)
     assert again(np.arange(6.0), str(tmp_path / "died")) == 15.0
 
@@ -169,8 +169,8 @@ def test_retries_are_counted(runtime: Fork, tmp_path: Path) -> None:
     assert path.read_text() == ".."
 
 
-def test_an_exception_is_not_retried(runtime: Fork, tmp_path: Path) -> None:
-    rt = runtime(1)
+def test_an_exception_is_not_retried(reused: Fork, tmp_path: Path) -> None:
+    rt = reused(1)
 
     def fail(x: Any, path: str) -> float:
         with open(path, "a") as file:

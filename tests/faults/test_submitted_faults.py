@@ -60,8 +60,8 @@ def warm(f: Any) -> None:
 
 
 @pytest.mark.parametrize("num_done", [0, 1, 2])
-def test_A_a_death_ends_all_calls_under_way(runtime: Fork, num_done: int) -> None:
-    rt = runtime(2)
+def test_A_a_death_ends_all_calls_under_way(reused: Fork, num_done: int) -> None:
+    rt = reused(2)
     f = rt.function(lambda x, n: (time.sleep(60) if n == 1 else None, x.sum())[1], bcast_inputs="n", outputs="sum")
     for k in (0, 2, 3, 4):
         f(np.ones(4), np.int64(k))
@@ -78,8 +78,8 @@ def test_A_a_death_ends_all_calls_under_way(runtime: Fork, num_done: int) -> Non
         assert [call.result() for call in done] == [4.0] * num_done
 
 
-def test_A_a_death_between_calls_is_met_at_the_next(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_A_a_death_between_calls_is_met_at_the_next(reused: Fork) -> None:
+    rt = reused(2)
     f = total_of(rt)
     warm(f)
     workers = pids(rt)
@@ -95,9 +95,9 @@ def test_A_a_death_between_calls_is_met_at_the_next(runtime: Fork) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FAILPOINTS if name.startswith(("call.", "reduce."))])
 @pytest.mark.parametrize("nth", [5])
-def test_A_a_death_at_each_step(runtime: Fork, name: str, nth: int) -> None:
+def test_A_a_death_at_each_step(reused: Fork, name: str, nth: int) -> None:
     """What was answered is right, what was not is WorkerDied, and then all is well."""
-    rt = runtime(2, failpoint(name, 1, nth))
+    rt = reused(2, failpoint(name, 1, nth))
     large = rt.function(lambda x: (np.full(50_000, x.sum()), x.sum()), outputs="sum")
     pending = []
     with warnings.catch_warnings():
@@ -118,8 +118,8 @@ def test_A_a_death_at_each_step(runtime: Fork, name: str, nth: int) -> None:
     assert outcomes.count("died") <= 3
 
 
-def test_B_a_call_that_takes_too_long_takes_those_behind_it_along(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_B_a_call_that_takes_too_long_takes_those_behind_it_along(reused: Fork) -> None:
+    rt = reused(2)
     f = rt.function(lambda x, n: (time.sleep(float(n)), x.sum())[1], bcast_inputs="n", outputs="sum")
     for _ in range(4):
         f.submit(np.ones(4), np.float64(0)).result()
@@ -135,8 +135,8 @@ def test_B_a_call_that_takes_too_long_takes_those_behind_it_along(runtime: Fork)
         assert first.result() == 4.0
 
 
-def test_B_an_answer_that_came_in_time_counts_whenever_it_is_asked_for(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_B_an_answer_that_came_in_time_counts_whenever_it_is_asked_for(reused: Fork) -> None:
+    rt = reused(2)
     f = total_of(rt)
     warm(f)
     pending = [f.submit(np.full(4, float(k)), timeout=0.1) for k in range(3)]
@@ -145,8 +145,8 @@ def test_B_an_answer_that_came_in_time_counts_whenever_it_is_asked_for(runtime: 
 
 
 @pytest.mark.parametrize("where", ["result", "submit", "drain", "limited"])
-def test_D_ctrl_c_ends_all_calls_under_way(runtime: Fork, where: str) -> None:
-    rt = runtime(2)
+def test_D_ctrl_c_ends_all_calls_under_way(reused: Fork, where: str) -> None:
+    rt = reused(2)
     f = total_of(rt, 0.5)
     quick = total_of(rt)
     warm(quick)
@@ -272,9 +272,9 @@ def test_D_interrupts_around_assignments_lose_none_and_repeat_none(storm_count: 
 
 
 @pytest.mark.parametrize("question", ["result", "done"])
-def test_E_a_forked_copy_cannot_ask(runtime: Fork, question: str) -> None:
+def test_E_a_forked_copy_cannot_ask(reused: Fork, question: str) -> None:
     """And what it tries does the original no harm, whose memory it shares."""
-    rt = runtime(2)
+    rt = reused(2)
     f = total_of(rt, 0.3)
     meet = rt.function(lambda x: synk.comm.all_reduce(x.sum(), "sum"), outputs="first")
     pending = f.submit(np.ones(4))
@@ -302,9 +302,9 @@ def test_E_the_program_may_end_with_calls_under_way() -> None:
     ).check("")
 
 
-def test_G_a_rank_that_cannot_take_in_what_is_new(runtime: Fork) -> None:
+def test_G_a_rank_that_cannot_take_in_what_is_new(reused: Fork) -> None:
     """The call that brought it fails, and those that rely on it; then all of it is sent again."""
-    rt = runtime(2)
+    rt = reused(2)
     total = rt.function(lambda x: x.sum(), outputs="sum")
     warm(total)
     workers = pids(rt)
@@ -335,9 +335,9 @@ def test_G_calls_take_no_descriptors_and_no_memory(runtime: Fork) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_A_chaos(runtime: Fork, seed: int, storm_count: Callable[[int], int]) -> None:
+def test_A_chaos(reused: Fork, seed: int, storm_count: Callable[[int], int]) -> None:
     """Kills at random moments: a call's result is right, or it is WorkerDied; and the runtime goes on."""
-    rt = runtime(3, max_restarts=10_000)
+    rt = reused(3)
     rng = random.Random(seed)
     work = rt.function(lambda x: (time.sleep(0.0005), x.sum(), np.full(30_000, x.sum()))[1:], outputs="sum")
     warm_calls = [work.submit(np.ones(4)) for _ in range(4)]
@@ -386,9 +386,9 @@ def took(action: Callable[[], object]) -> float:
     return time.monotonic() - began
 
 
-def test_B_large_outputs_that_were_ready_in_time_count_too(runtime: Fork) -> None:
+def test_B_large_outputs_that_were_ready_in_time_count_too(reused: Fork) -> None:
     """Bringing them into place is synk's own work, and may wait behind the calls that came after."""
-    rt = runtime(2)
+    rt = reused(2)
     nap = sleeper(rt)
     large = rt.function(lambda x: np.full(100_000, x.sum()), outputs="sum")
     for _ in range(2):
@@ -398,8 +398,8 @@ def test_B_large_outputs_that_were_ready_in_time_count_too(runtime: Fork) -> Non
         assert slow.result() == 4.0
 
 
-def test_B_each_time_limit_holds_behind_a_call_without(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_B_each_time_limit_holds_behind_a_call_without(reused: Fork) -> None:
+    rt = reused(2)
     nap = sleeper(rt)
     plain = rt.function(lambda x: x.sum(), outputs="sum")
     plain(np.ones(4))
@@ -424,8 +424,8 @@ def test_B_each_time_limit_holds_behind_a_call_without(runtime: Fork) -> None:
         assert [call.result() for call in (first, *others)] == [4.0] * 3, "they went on"
 
 
-def test_B_no_time_at_all_is_enough_for_what_has_ended(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_B_no_time_at_all_is_enough_for_what_has_ended(reused: Fork) -> None:
+    rt = reused(2)
     nap = sleeper(rt)
     call = nap(0.0)
     assert wait_for(lambda: num_waiting_bytes(rt, 0) and num_waiting_bytes(rt, 1))
@@ -436,8 +436,8 @@ def test_B_no_time_at_all_is_enough_for_what_has_ended(runtime: Fork) -> None:
     assert slow.result() == 4.0
 
 
-def test_A_a_call_that_was_answered_survives_a_death_in_the_next(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_A_a_call_that_was_answered_survives_a_death_in_the_next(reused: Fork) -> None:
+    rt = reused(2)
     f = rt.function(
         lambda x, n: (os.kill(os.getpid(), signal.SIGKILL) if n == 1 else None, x.sum())[1],
         bcast_inputs="n", outputs="sum",
@@ -453,9 +453,9 @@ def test_A_a_call_that_was_answered_survives_a_death_in_the_next(runtime: Fork) 
         assert f(np.ones(4), np.int64(0)) == 4.0
 
 
-def test_A_large_outputs_that_a_death_has_lost(runtime: Fork) -> None:
+def test_A_large_outputs_that_a_death_has_lost(reused: Fork) -> None:
     """All had answered, but had not been asked to bring them into place."""
-    rt = runtime(2)
+    rt = reused(2)
     large = rt.function(lambda x: np.full(100_000, x.sum()), outputs="sum")
     kill = rt.function(lambda x: os.kill(os.getpid(), signal.SIGKILL), outputs=None)
     rt.distribute()
@@ -471,8 +471,8 @@ def test_A_large_outputs_that_a_death_has_lost(runtime: Fork) -> None:
 # ----- threads, forks, drops
 
 
-def test_E_other_threads_wait_for_what_concerns_them(runtime: Fork) -> None:
-    rt = runtime(2)
+def test_E_other_threads_wait_for_what_concerns_them(reused: Fork) -> None:
+    rt = reused(2)
     nap = sleeper(rt)
     data = rt.data(np.ones(4))
     slow, behind = nap(1.0), nap(0.0)
@@ -541,11 +541,10 @@ def test_G_workers_remember_nothing_of_calls_that_are_over(runtime: Fork) -> Non
     assert len(mapped_memfds(pid)) <= before
 
 
-def test_G_a_lane_whose_first_message_brings_many_segments(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "synk._wire.arenas._PLACE_NBYTES", ()
-    )  # small values get segments of their own, as large ones do
-    rt = runtime(2)
+def test_G_a_lane_whose_first_message_brings_many_segments(reused: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Small values get segments of their own, as large ones do.
+    monkeypatch.setattr("synk._wire.arenas._PLACE_NBYTES", ())
+    rt = reused(2)
     total = rt.function(lambda x: x.sum(), outputs="sum")
     meet = rt.function(lambda x: synk.comm.all_reduce(x.sum(), "sum"), outputs="first")
     assert (total(np.ones(4)), meet(np.ones(4))) == (4.0, 4.0)
