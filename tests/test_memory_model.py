@@ -39,8 +39,8 @@ from synk._master import variable
 from synk._master import workers as _team
 from synk._wire import channel as _channel
 from synk._wire.control import Down, Up
-from synk._worker.rank import rank as _worker
-from synk._worker.rank import variables as _variables
+from synk._worker import rank as _worker
+from synk._worker import variables as _variables
 from synk.communicators import _mailbox, _rendezvous, _shm
 
 PROTOCOLS = memory_model.protocols()
