@@ -79,7 +79,9 @@ def find_culprit(fn: Any) -> str:
     target = getattr(target, "__func__", target)
     try:
         variables = inspect.getclosurevars(target)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError) as error:
+        if is_from_handler(error):
+            raise
         return ""
     for name, value in {**variables.nonlocals, **variables.globals}.items():
         try:

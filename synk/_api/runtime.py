@@ -22,6 +22,7 @@ from synk._master.program import check_program
 from synk._master.queue import Queue
 from synk._master.session import Session
 from synk._master.variable import Variable, check_owner
+from synk._pure.interrupts import is_from_handler
 from synk._pure.limits import check_timeout
 from synk._wire.cell import refuse_inside_worker
 from synk.errors import ClosedError
@@ -334,9 +335,12 @@ def _check_on_restart(fn: Any) -> tuple[Callable[[], Any], dict[str, Any]] | Non
     try:
         inspect.signature(fn).bind()
     except TypeError as error:
+        if is_from_handler(error):
+            raise
         raise TypeError(
             f"cannot fork: got an on_restart that needs arguments ({error}), expected one without."
         ) from None
-    except ValueError:  # a built-in function that does not tell
-        pass
+    except ValueError as error:  # a built-in function that does not tell
+        if is_from_handler(error):
+            raise
     return fn, Function(fn, outputs=None, name="on_restart").options  # checks that it can be sent

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from synk._master.call import CallOptions, Tried
+from synk._pure.interrupts import is_from_handler
 from synk._pure.ops import REDUCE_OPS, Op, check_op, concatenate, is_bfloat16, match_ops, reduce_into
 from synk._pure.trees import flatten
 from synk._wire.control import Traits
 
 if TYPE_CHECKING:
     from synk._master.variable import Variable
+
 
 Try = Callable[[CallOptions], Tried]
 
@@ -133,6 +135,8 @@ def verify(
     try:
         combined: Tried | None = run(options)
     except (TypeError, ValueError) as error:  # its outputs cannot be combined so
+        if is_from_handler(error):
+            raise
         combined, problem = None, error
     expected = [parts[0] for parts in serial.leaves]
     is_random = not all(
@@ -247,7 +251,9 @@ def is_same(value: Any, serial: Any, tolerance: Tolerance) -> bool:
         return np.shape(value) == np.shape(serial) and bool(np.all(np.asarray(value) == np.asarray(serial)))
     try:
         return bool(value == serial)
-    except Exception:  # a comparison is the user's code, and may say anything
+    except Exception as error:  # a comparison is the user's code, and may say anything
+        if is_from_handler(error):
+            raise
         return False
 
 
@@ -276,7 +282,9 @@ def combine(op: str, parts: Sequence[Any], rows: Sequence[int]) -> Any:
         return concatenate(arrays)
     try:
         check_op(op, arrays[0].dtype, "")
-    except TypeError:
+    except TypeError as error:
+        if is_from_handler(error):
+            raise
         return _MISSING
     out = np.empty_like(arrays[0])
     with np.errstate(all="ignore"):

@@ -463,5 +463,7 @@ def _source_of(name: str) -> str | None:
     try:
         with tokenize.open(str(sys.modules[name].__file__)) as file:
             return file.read()
-    except (OSError, SyntaxError, ValueError):
+    except (OSError, SyntaxError, ValueError) as error:
+        if is_from_handler(error):
+            raise
         return None

@@ -30,7 +30,7 @@ def _before_fork() -> None:
 
 
 def _after_fork() -> None:
-    with contextlib.suppress(RuntimeError):  # an exception from a signal handler came before it was held
+    with deferred(), contextlib.suppress(RuntimeError):  # an exception from a signal handler came before it was held
         _fork_lock.release()
 
 

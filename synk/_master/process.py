@@ -21,7 +21,7 @@ import numpy as np
 
 from synk._master.output import Output
 from synk._master.program import command, search_path, write_setup
-from synk._pure.interrupts import deferred
+from synk._pure.interrupts import deferred, is_from_handler
 from synk._wire.channel import Channel
 from synk._wire.descriptors import NONE, Descriptor, packet_pair, pipe
 from synk._wire.lifeline import Pulse
@@ -183,7 +183,9 @@ class WorkerProcess:
         try:
             with deferred(), open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
                 state = file.read().rsplit(")", 1)[1].split()[0]
-        except (OSError, IndexError):
+        except (OSError, IndexError) as error:
+            if is_from_handler(error):
+                raise
             return "the process is gone"
         if state in "TtZ":
             return "the process is stopped (SIGSTOP)" if state in "Tt" else "the process has ended"
@@ -297,7 +299,9 @@ def _exit_text(code: int | None, is_known: bool) -> str:
     if code < 0:
         try:
             return signal.Signals(-code).name
-        except ValueError:
+        except ValueError as error:
+            if is_from_handler(error):
+                raise
             return f"signal {-code}"
     return f"exit {code}"
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from synk._pure.interrupts import is_from_handler
 from synk._wire.cell import cell
 from synk._wire.descriptors import Descriptor
 from synk._wire.memory import create_fd
@@ -117,7 +118,8 @@ def _candidates() -> Iterator[str]:
         program = os.readlink("/proc/self/exe")
         if _PYTHON_NAME.fullmatch(os.path.basename(program)):  # not a program that embeds Python: it has no -c
             yield program
-    except OSError:
-        pass
+    except OSError as error:
+        if is_from_handler(error):
+            raise
     for prefix in (sys.exec_prefix, sys.base_exec_prefix):
         yield os.path.join(prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}")

@@ -16,7 +16,7 @@ from synk._master.known import Link
 from synk._master.placement import Placement
 from synk._master.process import WorkerProcess, setup_message, startup_text
 from synk._pure.environment import spin_s
-from synk._pure.interrupts import deferred
+from synk._pure.interrupts import deferred, is_from_handler
 from synk._wire.control import Down, Phase, Up, control_blocks, control_nbytes
 from synk._wire.descriptors import NONE, Descriptor
 from synk._wire.memory import Segment
@@ -280,5 +280,7 @@ def oom_kills() -> int:
     try:
         with open("/proc/vmstat", encoding="ascii") as file:
             return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
-    except OSError:  # /proc is hidden: the signal alone has to do
+    except OSError as error:  # /proc is hidden: the signal alone has to do
+        if is_from_handler(error):
+            raise
         return 0

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from synk._pure.interrupts import is_from_handler
+
 MISSING: Any = enum.Enum("Missing", "MISSING").MISSING  # type: ignore[attr-defined]
 """In the place of a value that does not exist."""
 
@@ -104,7 +106,9 @@ class Watch:
             for holder, name, value in self._reads:
                 if getattr(holder, name, MISSING) is not value:
                     return False
-        except ValueError:  # a cell that was emptied
+        except ValueError as error:  # a cell that was emptied
+            if is_from_handler(error):
+                raise
             return False
         for table, size in self._sizes:
             if len(table) != size:
@@ -140,7 +144,9 @@ def table_of(container: Any) -> Mapping[Any, Any] | None:
         return None
     try:
         table = getattr(container, "__dict__", None)
-    except Exception:  # a proxy of the user's
+    except Exception as error:  # a proxy of the user's
+        if is_from_handler(error):
+            raise
         return None
     return table if isinstance(table, (dict, types.MappingProxyType)) else None
 
@@ -197,7 +203,9 @@ def is_by_reference(obj: Any) -> bool:
 def _contents_of_cell(cell: types.CellType, key: str, default: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:
+    except ValueError as error:
+        if is_from_handler(error):
+            raise
         return default
 
 

@@ -12,7 +12,7 @@ from collections import deque
 
 import numpy as np
 
-from synk._pure.interrupts import deferred
+from synk._pure.interrupts import deferred, is_from_handler
 from synk._wire.mapping import punch
 from synk._wire.memory import PAGE_NBYTES, Segment, forks, round_up
 from synk.errors import SharedMemoryError
@@ -34,7 +34,9 @@ class _Arena:
         """Return the offset of a free place, which is the caller's from now on; None where there is none."""
         try:
             return self.free.popleft()
-        except IndexError:
+        except IndexError as error:
+            if is_from_handler(error):
+                raise
             return None
 
 
@@ -113,7 +115,9 @@ class Arenas:
         while self._ended:
             try:
                 tenant = self._ended.popleft()
-            except IndexError:  # another thread was faster
+            except IndexError as error:  # another thread was faster
+                if is_from_handler(error):
+                    raise
                 return
             self._tenants.pop(id(tenant), None)
             arena = tenant.arena
@@ -135,7 +139,9 @@ class Arenas:
         if len(taken) + len(arena.burnt) == arena.num_places:
             try:
                 arenas.remove(arena)
-            except ValueError:  # another thread was faster
+            except ValueError as error:  # another thread was faster
+                if is_from_handler(error):
+                    raise
                 return
             self._released.append(arena.segment)
         else:
@@ -153,5 +159,7 @@ class Arenas:
 def _clear(arena: Segment, offset: int, nbytes: int) -> None:
     try:
         punch(arena.fd, offset, nbytes)
-    except OSError:  # not every file can
+    except OSError as error:  # not every file can
+        if is_from_handler(error):
+            raise
         arena.buffer[offset : offset + nbytes] = 0

@@ -13,6 +13,7 @@ import os
 
 import numpy as np
 
+from synk._pure.interrupts import is_from_handler
 from synk._wire.orphans import orphans
 
 _MAP_FIXED = 0x10
@@ -91,7 +92,9 @@ class MappedFile(mmap.mmap):
         """
         try:
             held = memoryview(self)  # no other thread unmaps it meanwhile
-        except ValueError:  # one has
+        except ValueError as error:  # one has
+            if is_from_handler(error):
+                raise
             return
         with held:
             self._make_private(held.nbytes)

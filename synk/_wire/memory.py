@@ -17,7 +17,7 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from synk._pure.interrupts import deferred
+from synk._pure.interrupts import deferred, is_from_handler
 from synk._wire.descriptors import above_streams
 from synk._wire.mapping import MappedFile, punch
 from synk._wire.orphans import orphans
@@ -45,8 +45,9 @@ def available_nbytes() -> int:
                 if line.startswith("MemAvailable:"):
                     available = int(line.split()[1]) * 1024
                     break
-    except OSError:  # not Linux, or /proc hidden: posix_fallocate is then the only check
-        pass
+    except OSError as error:  # not Linux, or /proc hidden: posix_fallocate is then the only check
+        if is_from_handler(error):
+            raise
     try:
         with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
             limit = file.read().strip()
@@ -54,8 +55,9 @@ def available_nbytes() -> int:
             used = int(file.read())
         if limit != "max":
             available = min(available, int(limit) - used)
-    except (OSError, ValueError):  # no cgroup v2, or none of our own
-        pass
+    except (OSError, ValueError) as error:  # no cgroup v2, or none of our own
+        if is_from_handler(error):
+            raise
     return available
 
 
@@ -100,6 +102,8 @@ def create_fd(nbytes: int, *, is_reserved: bool = True) -> int:
         fd = above_streams(os.memfd_create("synk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         is_sealable = True
     except (AttributeError, OSError) as error:
+        if is_from_handler(error):
+            raise
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             raise
         # memfd missing or blocked (old kernel, seccomp): an unlinked file has no name either.
@@ -225,6 +229,8 @@ class Segment:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             fd = create_fd(nbytes, is_reserved=is_reserved)
         except OSError as error:
+            if is_from_handler(error):
+                raise
             raise _no_memory(nbytes, error) from error
         try:
             segment = cls(fd, nbytes, is_writable=True, segment_id=next(_segment_ids))
@@ -244,6 +250,8 @@ class Segment:
         try:
             os.posix_fallocate(self.fd, offset, nbytes)
         except OSError as error:
+            if is_from_handler(error):
+                raise
             raise _no_memory(nbytes, error) from error
         return self.part(next(_segment_ids), offset, nbytes)
 
@@ -270,6 +278,8 @@ class Segment:
         try:
             return os.dup(self.fd)
         except OSError as error:
+            if is_from_handler(error):
+                raise
             raise _no_memory(self.nbytes, error) from error
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -327,8 +337,9 @@ class Segment:
             mapping.close()
             if self.generation == forks.count:
                 punch(fd, 0, self.nbytes)
-        except (BufferError, OSError):  # views exist; or the file cannot: its memory returns with the last mapping
-            pass
+        except (BufferError, OSError) as error:  # views exist; or the file cannot
+            if is_from_handler(error):
+                raise
         finally:
             orphans.close(fd)
 
@@ -337,6 +348,8 @@ def _map(fd: int, nbytes: int, is_writable: bool, is_private: bool) -> MappedFil
     try:
         return MappedFile(fd, nbytes, is_writable=is_writable, is_private=is_private)
     except OSError as error:
+        if is_from_handler(error):
+            raise
         limit = "open files (ulimit -n)" if error.errno == errno.EMFILE else "address space (ulimit -v)"
         raise SharedMemoryError(
             f"cannot map a shared segment of {nbytes} bytes: {os.strerror(error.errno or 0)}. Free some Data, or raise "

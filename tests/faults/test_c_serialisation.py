@@ -125,10 +125,11 @@ def test_C3_function_that_loops_while_it_is_loaded() -> None:
         import saboteurs
         from harness import assert_right
         from synk.errors import CallTimeout
-        with synk.fork(2, backend="numpy", timeout=0.5) as rt:
+        with synk.fork(2, backend="numpy") as rt:
+            assert_right(rt)  # the workers are up: their start takes time, too
             hostile = saboteurs.AtLoad(saboteurs.loop_for_ever, spared_pid=os.getpid())
             try:
-                rt.function(lambda x: x.sum() if hostile else 0, outputs="sum")(np.arange(4.0))
+                rt.function(lambda x: x.sum() if hostile else 0, outputs="sum")(np.arange(4.0), timeout=0.5)
             except CallTimeout:
                 print("timeout")
             assert_right(rt)

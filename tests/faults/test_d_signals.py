@@ -25,8 +25,8 @@ INTERRUPT = """
         '''Return how long the call ran on after a signal at ``seconds``, which is always consumed here.'''
         timer = interrupt_after(seconds)
         try:
-            timer.start()
             began = time.monotonic()
+            timer.start()
             call(*args)
             time.sleep(20)
             raise AssertionError("the signal was swallowed")

@@ -157,7 +157,7 @@ def test_D5_data_that_grows_is_old_or_new(reused: Fork, monkeypatch: pytest.Monk
     data = rt.data(np.ones(1000))
     assert f(data) == 1000
     with monkeypatch.context() as patch:
-        interrupt_in(patch, rt, "release")
+        interrupt_in(patch, rt._session, "release")
         with pytest.raises(KeyboardInterrupt):
             data.set_length(50_000)
     data.data[:] = 2.0
@@ -169,7 +169,7 @@ def test_D4_the_lock_is_free_after_ctrl_c(reused: Fork, monkeypatch: pytest.Monk
     rt = reused(2)
     data = rt.data(np.ones(1000))
     with monkeypatch.context() as patch:
-        interrupt_in(patch, rt, "_reclaim")
+        interrupt_in(patch, rt._session.memory, "free_dropped")
         with pytest.raises(KeyboardInterrupt):
             data.free_memory()
     assert not rt._session.is_mine()

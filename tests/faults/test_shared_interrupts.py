@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from harness import PACKAGE_FOLDER
 from rank_arrays import assert_same, everywhere
-from synk._worker.rank import Interrupted
 
 import synk
 from synk._wire.control import Down
+from synk._worker.rank import Interrupted
 
 Fork = Callable[..., Any]
 BIG = 700_000
