@@ -1,9 +1,9 @@
-"""Shared variables on a worker, and what both sides know of their layout.
+"""Shared variables on a worker: what ``w`` is inside a function, and what a call does to all of them.
 
 A call is a transaction on them. An assignment is kept aside while the function runs; when it has returned, the new
 value goes into the variable's second buffer; and the buffers change places when the master has committed the call,
 which the worker sees with its next message. So a call that fails on any rank, in any way, changes no variable on any
-rank.
+rank. In one file because a variable and the store of all share one transaction.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Owns calls and their types, nothing else: no deadline, no splitting, no op's meaning. Both packages are imported when a
 binding is loaded, which only workers do. Methods return NCCL's status and never raise for it, because what a status
-means depends on the moment: "in progress" is no failure, and an error during an abort is none either.
+means depends on the moment: "in progress" is no failure, and an error during an abort is none either. In one file
+because the two must offer the same, call by call.
 """
 
 from __future__ import annotations

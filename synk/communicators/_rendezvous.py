@@ -10,7 +10,7 @@ it ends before the reader's tick ``t + 1``, and the next write to that place com
 ``t + 1`` of everybody: two places and one wait for each tick are enough.
 
 Which fence orders which words stands in one table of docs/design.md; tests/memory_model.py has the same steps and tries
-them in every order that a processor may choose.
+them in every order that a processor may choose. In one file because each step relies on the ones beside it.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ parameters lie, keeps their dtype, and can be called inside or outside of a synk
 Definitions and default values are those of ``torch.optim``; names of state entries too. In the formulas ``p`` is a
 parameter, ``g`` its gradient, ``lr`` the learning rate and ``t`` the number of the step, from 1. With ``weight_decay``,
 ``g + weight_decay * p`` takes the place of ``g`` (L2 regularisation), except in `adamw`.
+
+In one file because it is read as one page: each rule is a few lines beside the formula in its docstring.
 """
 
 from __future__ import annotations

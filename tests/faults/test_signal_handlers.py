@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from harness import Scenario, same_workers, script
 
-from synk._master import parcels as _parcels
+from synk._master import book
 from synk._pure.interrupts import deferred, is_from_handler
 from synk._wire.memory import Segment
 from synk._wire.orphans import orphans
@@ -372,7 +372,7 @@ def test_a_handler_that_raises_at_any_line_while_functions_are_packed(
         num_raised = len(alarm.raised)
         with contextlib.suppress(Limit):
             try:
-                alarm.ring_at(_parcels.__file__, nth)
+                alarm.ring_at(book.__file__, nth)
                 f(x)
             finally:
                 sys.settrace(None)
