@@ -192,9 +192,8 @@ def runtime() -> Iterator[Callable[..., Any]]:
 
     def make(num_workers: int = 2, *failpoints: harness.Failpoint, **options: Any) -> synk.Runtime:
         options.setdefault("backend", "numpy")
-        if failpoints:
-            options["_failpoints"] = failpoints
-        opened.append(synk.Runtime(num_workers, **options))
+        with harness.armed(*failpoints):
+            opened.append(synk.Runtime(num_workers, **options))
         return opened[-1]
 
     yield make

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 import synk
+from synk._master.recovery import ARMED
 
 TESTS_FOLDER = Path(__file__).resolve().parent
 PACKAGE_FOLDER = Path(synk.__file__).resolve().parents[1]
@@ -76,6 +77,16 @@ def failpoint(name: str, rank: int, nth: int = 1, action: str = "kill") -> Failp
     if name not in FAILPOINTS or action not in ACTIONS:
         raise ValueError(f"cannot arm failpoint {name!r}, action {action!r}: unknown.")
     return (name, rank, nth, action)
+
+
+@contextlib.contextmanager
+def armed(*failpoints: Failpoint) -> Iterator[None]:
+    """Have runtimes that are made in the body start workers with failpoints."""
+    token = ARMED.set(failpoints)
+    try:
+        yield
+    finally:
+        ARMED.reset(token)
 
 
 def arm(runtime: Any, *failpoints: Failpoint) -> None:

@@ -36,7 +36,6 @@ def fork(
     timeout: float | None = None,
     max_restarts: int = 3,
     on_restart: Callable[[], Any] | None = None,
-    _failpoints: Sequence[Sequence[Any]] = (),
 ) -> Runtime:
     """Start one worker process per device and make their runtime the current one.
 
@@ -99,7 +98,6 @@ def fork(
                 timeout=timeout,
                 max_restarts=max_restarts,
                 on_restart=on_restart,
-                _failpoints=_failpoints,
             )
             cell.runtime, cell.session, cell.last_session = runtime, runtime._session, runtime._session
     except BaseException:  # Ctrl-C, or what another signal handler raises, comes when it has started

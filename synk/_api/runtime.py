@@ -82,7 +82,6 @@ class Runtime:
         timeout: float | None = None,
         max_restarts: int = 3,
         on_restart: Callable[[], Any] | None = None,
-        _failpoints: Sequence[Sequence[Any]] = (),
     ) -> None:
         refuse_inside_worker("fork")
         prepared = _check_on_restart(on_restart)
@@ -98,7 +97,6 @@ class Runtime:
             max_restarts=int(max_restarts),
             on_restart=prepared,
             process_type=InlineProcess if inline else WorkerProcess,
-            failpoints=_failpoints,
             under_way=Queue,
         )
 

@@ -5,6 +5,7 @@ Owns the processes and the poll set over their descriptors. Sends nothing and kn
 
 from __future__ import annotations
 
+import contextvars
 import os
 import select
 from collections.abc import Sequence
@@ -22,6 +23,9 @@ from synk._wire.descriptors import NONE, Descriptor
 from synk._wire.memory import Segment
 from synk.errors import StartupError, WorkerDied
 
+ARMED: contextvars.ContextVar[Sequence[Sequence[Any]]] = contextvars.ContextVar("failpoints", default=())
+"""The faults that a test arms in the workers of runtimes that it makes; see ``synk._worker.failpoints``."""
+
 
 class Crew:
     """The processes of one runtime, and the lower half of ``Team``, which uses what begins with ``_``.
@@ -31,8 +35,6 @@ class Crew:
     placement : Placement
     process_type : type
         What plays a rank: :class:`WorkerProcess`, or something that has no process.
-    failpoints : sequence
-        Faults to arm, for tests.
     token : bytes
 
     Attributes
@@ -47,9 +49,7 @@ class Crew:
     Nothing is opened before :meth:`start`, so that whoever made the crew can end it wherever the start is broken off.
     """
 
-    def __init__(
-        self, placement: Placement, *, process_type: type, failpoints: Sequence[Sequence[Any]], token: bytes
-    ) -> None:
+    def __init__(self, placement: Placement, *, process_type: type, token: bytes) -> None:
         self.backend: str = placement.backend
         self.devices: tuple[str, ...] = placement.devices
         self.world_size = len(self.devices)
@@ -61,7 +61,7 @@ class Crew:
         self.down = self.up = np.empty((0, 0), np.int64)
         self._placement = placement
         self._token = token
-        self._failpoints = failpoints
+        self._failpoints = ARMED.get()
         self._control: Segment | None = None
         self._unreported_deaths: dict[int, str] = {}
         self._oom_kills = oom_kills()

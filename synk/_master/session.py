@@ -75,8 +75,6 @@ class Session:
         What replacements run first, and its options as a function.
     process_type : type
         What plays a rank: a process, or one in this process.
-    failpoints : sequence
-        Faults to arm, for tests.
     under_way : callable
         ``under_way(session)`` makes the queue of submitted calls.
 
@@ -97,7 +95,6 @@ class Session:
         max_restarts: int,
         on_restart: tuple[Any, dict[str, Any]] | None,
         process_type: type,
-        failpoints: Sequence[Sequence[Any]],
         under_way: Callable[[Session], UnderWay],
     ) -> None:
         self.timeout = timeout
@@ -120,7 +117,6 @@ class Session:
             placement,
             process_type=process_type,
             max_restarts=max_restarts,
-            failpoints=failpoints,
             counters=self.counters,
             token=os.urandom(32),
             pack=self._pack,

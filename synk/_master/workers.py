@@ -107,8 +107,6 @@ class Team(Crew):
     placement : Placement
     is_inline : bool
     max_restarts : int
-    failpoints : sequence
-        Faults to arm, for tests.
     counters : dict of str to int
     token : bytes
     pack : callable
@@ -135,7 +133,6 @@ class Team(Crew):
         *,
         process_type: type,
         max_restarts: int,
-        failpoints: Sequence[Sequence[Any]],
         counters: dict[str, int],
         token: bytes,
         pack: Pack,
@@ -163,7 +160,7 @@ class Team(Crew):
         self._stuck_after_s = stuck_after_s()
         self._kill_at = 0.0  # when workers that are to be idle and do not answer are killed
         self.num_cancels = -1  # what num_cancels() was when the operation began
-        super().__init__(placement, process_type=process_type, failpoints=failpoints, token=token)
+        super().__init__(placement, process_type=process_type, token=token)
 
     # -- starting -----------------------------------------------------------------------------------------------------
 

@@ -350,11 +350,13 @@ def test_D7_sigkill_of_the_master(phase: str) -> None:
     """Workers and their children are gone within two seconds, whatever they were doing."""
     with Scenario(f"""
         import saboteurs
+        from harness import armed
         runtimes = []
 
         def arm(step):
             synk.close()
-            return synk.fork(2, backend="numpy", _failpoints=((step, 0, 1, "sleep"), (step, 1, 1, "sleep")))
+            with armed((step, 0, 1, "sleep"), (step, 1, 1, "sleep")):
+                return synk.fork(2, backend="numpy")
 
         def busy(row):
             saboteurs.start_sleeper()
