@@ -10,8 +10,6 @@ import contextlib
 from dataclasses import dataclass
 from typing import Protocol
 
-REDUCE_OPS = ("avg", "sum", "prod", "min", "max")
-
 
 @dataclass(frozen=True)
 class Buffer:

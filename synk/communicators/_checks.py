@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from synk.communicators import REDUCE_OPS, Buffer
+from synk._pure.ops import REDUCE_OPS
+from synk.communicators import Buffer
 from synk.errors import UnsupportedError
 
 

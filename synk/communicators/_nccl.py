@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from synk.communicators import REDUCE_OPS, Buffer, Capabilities
+from synk._pure.ops import REDUCE_OPS
+from synk.communicators import Buffer, Capabilities
 from synk.communicators._checks import check_buffers, check_rank, check_reduction, dtype_nbytes
 from synk.communicators._nccl_bindings import UNIQUE_ID_NBYTES, Binding
 from synk.communicators._nccl_handle import NcclHandle
@@ -139,7 +140,7 @@ class NcclCommunicator:
     unique_id : bytes
         128 bytes from one rank's ``binding.new_unique_id()``, the same on every rank.
     rank, world_size : int
-        This rank and the number of ranks, at least 2 (one rank: ``SoloCommunicator``).
+        This rank and the number of ranks, at least 2.
     device : DeviceHooks
         The device that is current in this process.
     is_broken : callable

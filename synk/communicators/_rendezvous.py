@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from synk._pure.ops import REDUCE_OPS
 from synk._wire.memory import Fence, Segment
-from synk.communicators import REDUCE_OPS
 from synk.communicators._buffers import DTYPE_NAMES
 from synk.communicators._layout import LINE_NBYTES, WORD_NBYTES, ControlLayout
 from synk.errors import CollectiveMismatch, SynkError

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.ops import reduce_into
+from synk._pure.ops import REDUCE_OPS, reduce_into
 from synk._wire.memory import Segment, round_up
-from synk.communicators import REDUCE_OPS, Buffer, Capabilities
+from synk.communicators import Buffer, Capabilities
 from synk.communicators._buffers import as_array, supported_dtypes
 from synk.communicators._checks import check_buffers, check_reduction
 from synk.communicators._layout import LINE_NBYTES, Layout, required_nbytes

@@ -18,7 +18,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from synk.communicators import REDUCE_OPS, Buffer, Capabilities, Communicator
+from synk._pure.ops import REDUCE_OPS
+from synk.communicators import Buffer, Capabilities, Communicator
 from synk.errors import UnsupportedError
 
 FLOATS = ("float16", "float32", "float64", "bfloat16", "complex64", "complex128")

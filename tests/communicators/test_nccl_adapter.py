@@ -5,7 +5,6 @@ The stub works on host memory with threads as ranks; ``test_nccl_gpu.py`` runs t
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib.util
 import threading
@@ -26,11 +25,11 @@ from nccl_fakes import (
     run_ranks,
 )
 
-from synk.communicators import REDUCE_OPS, Buffer, Communicator
+from synk._pure.ops import REDUCE_OPS
+from synk.communicators import Buffer, Communicator
 from synk.communicators._nccl import NcclCommunicator, pack_scalar, split_count
 from synk.communicators._nccl_bindings import Binding, load_binding
 from synk.communicators._nccl_library import NcclError
-from synk.communicators._solo import SoloCommunicator
 from synk.errors import ClosedError, UnsupportedError
 
 BINDINGS = ["fake pynccl", "fake cupy"] + (["pynccl"] if importlib.util.find_spec("pynccl") else [])
@@ -646,50 +645,3 @@ def test_capabilities_name_the_library(binding: Binding, stub: Stub) -> None:
     assert {"bool", "bfloat16", "complex64"} <= set(capabilities.dtypes) and "int16" not in capabilities.dtypes
     assert not capabilities.accumulates_in_float32
     assert capabilities.has_weighted_avg
-
-
-# ----- one rank
-
-
-def copy_on_host(destination: int, source: int, nbytes: int, stream: int) -> None:
-    """Copy host memory, as a device would."""
-    ctypes.memmove(destination, source, nbytes)
-
-
-def test_one_rank_copies_and_never_calls_nccl(stub: Stub) -> None:
-    communicator = SoloCommunicator(copy_on_host)
-    sent = random_array((7,), "float32")
-    for op in REDUCE_OPS:
-        for reduce in (
-            communicator.all_reduce,
-            communicator.reduce_scatter,
-            functools.partial(communicator.reduce, root=0),
-        ):
-            received = np.zeros(7, "float32")
-            reduce(as_buffer(sent), as_buffer(received), op)
-            np.testing.assert_array_equal(received, sent)
-    received = np.zeros(7, "float32")
-    communicator.all_gather(as_buffer(sent), as_buffer(received))
-    np.testing.assert_array_equal(received, sent)
-    communicator.broadcast(as_buffer(sent), 0)
-    communicator.barrier()
-    with communicator.group():
-        communicator.all_reduce(as_buffer(sent), as_buffer(sent), "avg", weight=1.0)
-    assert communicator.poll() == "ok"
-    assert stub.calls() == []
-
-
-def test_one_rank_refuses_what_more_refuse() -> None:
-    communicator = SoloCommunicator(copy_on_host)
-    data = np.zeros(2, "int32")
-    with pytest.raises(TypeError, match="cannot average integers"):
-        communicator.all_reduce(as_buffer(data), as_buffer(data), "avg")
-    with pytest.raises(ValueError, match=r"expected 1\.0"):
-        communicator.all_reduce(as_buffer(data.astype("f4")), as_buffer(data.astype("f4")), "avg", weight=0.5)
-    with pytest.raises(UnsupportedError):
-        communicator.send(as_buffer(data), 0)
-    with pytest.raises(UnsupportedError):
-        communicator.recv(as_buffer(data), 0)
-    communicator.close()
-    with pytest.raises(ClosedError):
-        communicator.all_gather(as_buffer(data), as_buffer(data))

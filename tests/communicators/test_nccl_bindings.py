@@ -247,7 +247,7 @@ def test_pynccl_that_loads_another_file_is_refused(stub: Stub, tmp_path: Path, m
 def test_importing_the_communicator_loads_no_gpu_package() -> None:
     program = (
         "import sys\n"
-        "import synk.communicators._nccl, synk.communicators._solo\n"
+        "import synk.communicators._nccl\n"
         "heavy = {'pynccl', 'numba', 'cupy', 'cuda', 'torch'}\n"
         "print(sorted(heavy & {name.partition('.')[0] for name in sys.modules}))\n"
     )

@@ -29,11 +29,10 @@ import psutil
 import pytest
 from nccl_gpu_rank import Rank
 
+from synk._pure.ops import REDUCE_OPS
 from synk.backends._devices import choose_devices, ranks_per_device, visible_devices, worker_environment
 from synk.backends._nvml import discover
-from synk.communicators import REDUCE_OPS
 from synk.communicators._nccl_library import NcclError, nccl_environment
-from synk.communicators._solo import SoloCommunicator
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -345,28 +344,5 @@ def test_a_peer_that_never_joins_meets_the_deadline(binding: str) -> None:
     try:
         ranks.processes[0].start(join_alone)
         assert ranks.processes[0].answer() == 8
-    finally:
-        ranks.close()
-
-
-@pytest.mark.gpu
-def test_one_rank_copies_on_the_device() -> None:
-    ranks = Ranks([0], "cupy")
-
-    def copy(rank: Rank) -> list[float]:
-        device_to_device = rank.cupy.cuda.runtime.memcpyDeviceToDevice
-
-        def memcpy(destination: int, source: int, nbytes: int, stream: int) -> None:
-            rank.cupy.cuda.runtime.memcpyAsync(destination, source, nbytes, device_to_device, stream)
-
-        communicator = SoloCommunicator(memcpy)
-        send, recv = rank.cupy.arange(4.0), rank.cupy.zeros(4)
-        communicator.all_reduce(rank.buffer(send), rank.buffer(recv), "avg", weight=1.0, stream=rank.stream.ptr)
-        rank.stream.synchronize()
-        return rank.cupy.asnumpy(recv).tolist()
-
-    try:
-        ranks.processes[0].start(copy)
-        assert ranks.processes[0].answer() == [0.0, 1.0, 2.0, 3.0]
     finally:
         ranks.close()
