@@ -52,7 +52,7 @@ class PendingCall:
         self._trouble: BaseException | None = None  # after which the workers remember nothing of it
         self._value: Any = None
         self._error: BaseException | None = None
-        self._is_seen = False
+        self._unasked: _Unasked | None = None
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the call to end and return its result.
@@ -73,10 +73,11 @@ class PendingCall:
         """
         if self._launched is not None:
             self._queue.wait(self, timeout)
-        self._is_seen = True
         error = self._error
         if error is None:
             return self._value
+        if self._unasked is not None:
+            self._unasked.error = None
         try:
             raise BaseException.with_traceback(error, None)  # not those of earlier times
         finally:
@@ -95,6 +96,8 @@ class PendingCall:
     def _end(self, value: Any, error: BaseException | None) -> None:
         if error is not None:  # its frames hold this object, and arrays
             BaseException.with_traceback(error, None)
+            if not isinstance(error, (CallCancelled, ClosedError)):
+                self._unasked = _Unasked(self.name, error)
         self._value, self._error = value, error
         self._launched = self._steps = self._flight = None
 
@@ -102,10 +105,20 @@ class PendingCall:
         state = "under way" if self._launched is not None else "failed" if self._error is not None else "done"
         return f"<synk.PendingCall of {self.name!r}, {state}>"
 
+
+class _Unasked:
+    """An error of a call that nobody has asked for yet; says so when it is dropped.
+
+    Calls that end well have no finalizer: Ctrl-C, where it falls into one, is lost.
+    """
+
+    def __init__(self, name: str, error: BaseException) -> None:
+        self.name = name
+        self.error: BaseException | None = error
+
     def __del__(self) -> None:
-        error = getattr(self, "_error", None)
-        if error is not None and not self._is_seen and not isinstance(error, (CallCancelled, ClosedError)):
-            _logger.error("a submitted call of %r failed, and nobody asked for its result: %r", self.name, error)
+        if self.error is not None:
+            _logger.error("a submitted call of %r failed, and nobody asked for its result: %r", self.name, self.error)
 
 
 class Queue:

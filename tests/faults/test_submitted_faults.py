@@ -147,7 +147,7 @@ def test_B_an_answer_that_came_in_time_counts_whenever_it_is_asked_for(reused: F
 @pytest.mark.parametrize("where", ["result", "submit", "drain", "limited"])
 def test_D_ctrl_c_ends_all_calls_under_way(reused: Fork, where: str) -> None:
     rt = reused(2)
-    f = total_of(rt, 0.5)
+    f = total_of(rt, 5.0)
     quick = total_of(rt)
     warm(quick)
     with same_workers(rt):
@@ -155,7 +155,7 @@ def test_D_ctrl_c_ends_all_calls_under_way(reused: Fork, where: str) -> None:
         assert done.result() == 4.0
         pending = [f.submit(np.ones(4)) for _ in range(3)]
         main = threading.get_ident()
-        timer = threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGINT))
+        timer = threading.Timer(0.5, lambda: signal.pthread_kill(main, signal.SIGINT))
         timer.start()
         began = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
@@ -167,7 +167,7 @@ def test_D_ctrl_c_ends_all_calls_under_way(reused: Fork, where: str) -> None:
                 quick(np.ones(4))
             else:
                 pending[1].result(timeout=20)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 4
         timer.join()
         for call in pending:
             assert call.done()
