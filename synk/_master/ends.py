@@ -26,6 +26,8 @@ _fork_lock = threading.RLock()  # held from before a fork to after it, so that t
 def _before_fork() -> None:
     with deferred():
         _fork_lock.acquire()
+        for session in list(open_sessions):  # the child must not take what is remembered for its own
+            session.team.epoch.end()
         before_fork()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from synk._master.epoch import Epoch
 from synk._wire.memory import Segment
 from synk._wire.messages import Extras
 
@@ -12,8 +13,9 @@ from synk._wire.messages import Extras
 class Link:
     """One rank, whichever process plays it."""
 
-    def __init__(self, rank: int, process: Any) -> None:
+    def __init__(self, rank: int, process: Any, epoch: Epoch) -> None:
         self.rank = rank
+        self._epoch = epoch
         self.functions: set[int] = set()
         self.parcels: set[int] = set()
         self.plans: set[int] = set()
@@ -23,6 +25,7 @@ class Link:
 
     def restart(self, process: Any) -> None:
         """Begin anew with a process that knows nothing."""
+        self._epoch.end()
         self.process = process
         self.is_dead = False
         self.is_ready = not hasattr(process, "pidfd")  # an inline rank is there at once
@@ -43,6 +46,7 @@ class Link:
 
     def forget_sent(self) -> None:
         """Send everything again: the rank could not take in the last message."""
+        self._epoch.end()
         self.segments.clear()
         self.plans.clear()
         self.assemblies.clear()
@@ -51,27 +55,32 @@ class Link:
         self._lane_ids.clear()
 
     def drop_segment(self, segment_id: int) -> None:
+        self._epoch.end()
         if segment_id in self.segments:
             self.segments.discard(segment_id)
             self._dropped_segments.append(segment_id)
 
     def drop_plan(self, plan_id: int) -> None:
+        self._epoch.end()
         if plan_id in self.plans:
             self.plans.discard(plan_id)
             self.assemblies.pop(plan_id, None)
             self._dropped_plans.append(plan_id)
 
     def drop_function(self, function_id: int) -> None:
+        self._epoch.end()
         if function_id in self.functions:
             self.functions.discard(function_id)
             self._dropped_functions.append(function_id)
 
     def drop_parcel(self, number: int, unbound: list[tuple[tuple[int, int], Any]]) -> None:
         """Also one that it may not hold: a load that was broken off may have reached it."""
+        self._epoch.end()
         self.parcels.discard(number)
         self._dropped_parcels.append((number, unbound))
 
     def drop_variable(self, variable_id: int) -> None:
+        self._epoch.end()
         if self.variables.pop(variable_id, None) is not None:
             self._dropped_variables.append(variable_id)
 
@@ -135,6 +144,7 @@ class Link:
         """Remember what the rank holds now. Called after sending: a message lost to an interrupt is sent again."""
         if extras is None:
             return
+        self._epoch.end()
         self.segments.update(segment.id for segment in segments)
         del self._dropped_segments[: len(extras.dropped_segments)]
         del self._dropped_plans[: len(extras.dropped_plans)]

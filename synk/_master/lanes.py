@@ -87,6 +87,7 @@ class Lane:
     def connect(self, team: Team) -> None:
         """Make the segment through which functions communicate, where there is none yet."""
         if self.collective is None:
+            team.epoch.end()
             nbytes = required_nbytes(team.world_size, _COLLECTIVE_SLOT_NBYTES)
             with deferred():  # the workers learn of it by its id
                 self.collective = Segment.create(nbytes, is_worker_writable=True)
@@ -133,6 +134,7 @@ class Lanes(list[Lane]):
         """Return the lane whose turn follows that of ``lane``."""
         index = (lane.index + 1) % NUM_LANES
         if index == len(self):
+            self._team.epoch.end()
             new = Lane(index, self._team)
             try:
                 new.connect(self._team)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from synk._master.epoch import Epoch
 from synk._master.known import Link
 from synk._master.placement import Placement
 from synk._master.process import WorkerProcess, setup_message, startup_text
@@ -45,6 +46,8 @@ class Crew:
         The numbers of lane 0 in shared memory; see ``synk._wire.messages``.
     eventfds : list of int
         One per rank, inherited by all workers: how they wake one another.
+    epoch : Epoch
+        Ends with everything that a remembered call relies on.
 
     Nothing is opened before :meth:`start`, so that whoever made the crew can end it wherever the start is broken off.
     """
@@ -56,6 +59,7 @@ class Crew:
         self.is_inline = not issubclass(process_type, WorkerProcess)
         self._process_type = process_type
         self.is_closed = False
+        self.epoch = Epoch()
         self.links: list[Link] = []
         self.eventfds: list[Descriptor] = []
         self.down = self.up = np.empty((0, 0), np.int64)
@@ -93,7 +97,7 @@ class Crew:
         for _ in range(self.world_size):
             self.eventfds.append(_eventfd())
         for rank in range(self.world_size):
-            self.links.append(Link(rank, self._new_process(rank)))
+            self.links.append(Link(rank, self._new_process(rank), self.epoch))
             self._start(self.links[rank], self._failpoints)
 
     def blocks(self, lane: int) -> tuple[np.ndarray, np.ndarray]:
@@ -192,6 +196,7 @@ class Crew:
         process = link.process
         assert isinstance(process, WorkerProcess)
         with deferred():  # half a burial would leave a death that nobody sees, or descriptors that nobody closes
+            self.epoch.end()
             link.is_dead = True
             self._unwatch_link(link)
             return process.reap()
@@ -239,6 +244,7 @@ class Crew:
         """Kill what still runs and release every descriptor. Never waits long; safe to repeat, in several threads."""
         with deferred():
             self.is_closed = True
+            self.epoch.end()
             self.kill()
             for link in self.links:
                 self._unwatch_link(link)
@@ -252,6 +258,7 @@ class Crew:
 
     def abandon(self) -> None:
         """Close our copies of the descriptors in a forked child; the workers belong to the parent."""
+        self.epoch.end()
         for link in self.links:
             link.process.disown()
             link.process.close()

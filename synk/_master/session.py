@@ -288,6 +288,7 @@ class Session:
     def grow_staging(self, lane: Lane, nbytes: int) -> Segment:
         """Return the staging segment of a lane, grown to at least ``nbytes`` bytes."""
         if lane.staging is None or lane.staging.nbytes < nbytes:
+            self.team.epoch.end()
             with deferred():
                 old = lane.replace_staging(nbytes)
                 if old is not None:
@@ -299,6 +300,7 @@ class Session:
 
     def grow_exchange(self, lane: Lane, slot_nbytes: int, published: Sequence[int]) -> None:
         """Make room for ``slot_nbytes`` bytes of outputs per rank; what ``published`` ranks wrote is carried over."""
+        self.team.epoch.end()
         with deferred():
             self.memory.forget(lane.replace_exchange(slot_nbytes, published))
             for function in list(self.functions.bound):

@@ -359,6 +359,7 @@ class Variables:
     def note_change(self) -> None:
         """A variable has changed from the master's side: look for news before the next message."""
         self.num_changes += 1
+        self._team.epoch.end()
 
     def news_for(self, link: Link) -> list[Variable]:
         """Return the variables of which a rank does not know what the master does."""

@@ -703,6 +703,7 @@ class Team(Crew):
 
     def _interrupt(self, ranks: list[int]) -> None:
         interrupted = interrupt_word(next(iter(self.flights)), self.sequence)
+        self.epoch.end()
         self._on_trouble()
         for rank in ranks:
             self.down[rank, Down.INTERRUPT] = interrupted
@@ -771,6 +772,7 @@ class Team(Crew):
     def wake(self) -> None:
         """Have a wait in another thread end with ``ClosedError``: the team is closing."""
         self.is_closing = True
+        self.epoch.end()
         self._end_wait()
 
     def _end_wait(self) -> None:
