@@ -367,7 +367,6 @@ def take_call(*parts: Step | Block) -> Block:
         note("store PHASE"),
         note("store OUTPUT_NBYTES"),
         note("store WORKER_NS"),
-        note("store RSS"),
     )
 
 

@@ -19,9 +19,10 @@ from synk._api.data import Data, make_data
 from synk._api.options import FRAMEWORKS, check_retry, check_slices, check_subset, check_updates, partial_name
 from synk._api.verify import Report, Tolerance, verify
 from synk._master.arguments import Signature
-from synk._master.call import CallOptions, run_call
+from synk._master.call import CallOptions
 from synk._master.plans import PlanCache
 from synk._master.queue import PendingCall
+from synk._master.quiet import NOT_QUIET, run_call
 from synk._master.row_shapes import RowShapes
 from synk._master.session import Session, current_session
 from synk._master.variable import Variable, check_owner
@@ -160,6 +161,11 @@ class Function(Generic[P]):
     ) -> Any:
         is_plain = batch is None and shard_batch is None and output_subset is None and timeout is None
         if is_plain and type(num_slices) is int and num_slices == 1:
+            quiet, watched = self.plans.quiet, self._watch
+            if quiet is not None and not kwargs and watched is not None and watched.is_current() and not self._retry:
+                result = quiet.run(self._session, self, args)
+                if result is not NOT_QUIET:
+                    return result
             return self._run(args, kwargs, _PLAIN)
         options = CallOptions(
             batch, shard_batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout)
@@ -369,7 +375,7 @@ class Function(Generic[P]):
         fn = successor if isinstance(successor, types.FunctionType) else self._fn
         if fn is not self._fn or getattr(fn, "__code__", None) is not self._code:
             self.signature = Signature(fn, self._bcast_inputs, self.name)
-            self.plans.repeats.clear()
+            self.plans.forget_repeats()
             self._fn, self._code = fn, getattr(fn, "__code__", None)
         self.is_stale = True
         return self

@@ -92,7 +92,13 @@ class Assembly:
         for leaf in self._wanted:
             self._check_leaf(leaf)
             self._place(leaf)
-        self._small = self._short_way()
+        self.small = self._short_way()
+
+    @property
+    def is_small_and_plain(self) -> bool:
+        """Whether all outputs are small arrays or numbers, and none is a variable's new value."""
+        leaves = (leaf for layout in self.layouts for leaf in layout.leaves)
+        return not self.result_nbytes and not self.has_assignments and all(leaf.dtype is not None for leaf in leaves)
 
     def fits(self, voters: Sequence[int], layouts: Sequence[Layout], exchange: Segment, has_group: bool) -> bool:
         """Whether it is good for a call, of which the arguments are those of the constructor."""
@@ -197,8 +203,6 @@ class Assembly:
             Row k of gathered outputs goes to position ``order[k]``; None: they are in order.
         """
         weights = None if len(set(rows)) <= 1 else rows
-        if self._small is not None and weights is None:
-            return self._build_small(self._small)
         parts = self._parts(objects)
         values: list[Any] = [None] * self._num_leaves
         with np.errstate(all="ignore"):  # overflow and NaN are the caller's numbers, as in a NumPy reduction
@@ -217,19 +221,6 @@ class Assembly:
                 return None
             outputs.append((UFUNCS[str(op)], slots, op == "avg"))
         return outputs
-
-    def _build_small(self, outputs: list[tuple[Any, list[np.ndarray], bool]]) -> Any:
-        """Reduce the slots as ``reduce_into`` does, to the same bits, with nothing else on the way."""
-        values = []
-        with np.errstate(all="ignore"):
-            for ufunc, slots, is_average in outputs:
-                value = ufunc(slots[0], slots[1]) if len(slots) > 1 else _own(slots[0])
-                for slot in slots[2:]:
-                    value = ufunc(value, slot)
-                if is_average and len(slots) > 1:
-                    value = value / len(slots)
-                values.append(value)
-        return unflatten(self.structure, values)
 
     def _parts(self, objects: list[list[Any]] | None) -> dict[int, list[Any]]:
         """Return for each leaf the voters' outputs that are no arrays (None where one is)."""

@@ -124,22 +124,6 @@ class Tried:
     assigned: dict[Variable, list[list[np.ndarray]]]
 
 
-def run_call(
-    session: Session,
-    function: Callee,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: CallOptions,
-    deadline: float | None,
-) -> Any:
-    """Run one call and return its result."""
-    launched = launch(session, function, args, kwargs, options, deadline, session.lanes.first)
-    result = collect(session, launched)
-    if function.row_shapes.wants_trial:
-        _try_shorter(session, launched)
-    return result
-
-
 def launch(
     session: Session,
     function: Callee,
@@ -593,7 +577,7 @@ def _look_at_shapes(launched: Launched, assembly: Assembly) -> None:
     tell(function.row_shapes.look(assembly.ops, leaves, call.rows, call.options.num_slices, others))
 
 
-def _try_shorter(session: Session, launched: Launched) -> None:
+def try_shorter(session: Session, launched: Launched) -> None:
     """Have one rank run a function again, on trial and without its last row, and see whether the outputs are shorter.
 
     Once in the life of a function, after a call whose outputs were as long as a rank's rows; and only where it costs

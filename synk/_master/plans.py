@@ -27,7 +27,7 @@ from synk._wire.memory import Segment
 from synk._wire.messages import Layout, Plan
 
 _MAX_PLANS = 64
-_ARRAYS = (np.ndarray, ReadOnlyArray)
+ARRAYS = (np.ndarray, ReadOnlyArray)
 
 
 class CachedPlan:
@@ -63,6 +63,7 @@ class PlanCache:
     def __init__(self) -> None:
         self._plans: OrderedDict[Any, CachedPlan] = OrderedDict()
         self.repeats: dict[int, RepeatedCall] = {}  # by lane
+        self.quiet: Any = None  # what the next call may be, see synk._master.quiet
 
     def get(self, key: Any) -> CachedPlan | None:
         cached = self._plans.get(key)
@@ -85,30 +86,36 @@ class PlanCache:
         """Forget the plans that use a staging segment which has been replaced: nobody finds them any more."""
         for key in [key for key in self._plans if key[-1] == segment_id]:
             team.drop_plan(self._plans.pop(key).plan.plan_id)
-        self.repeats.clear()
+        self.forget_repeats()
 
     def drop_assemblies(self, lane: Lane) -> None:
         """Forget the views of slots that have been replaced."""
         for cached in self._plans.values():
             if cached.lane is lane:
                 cached.assembly = None
+        self.quiet = None
 
     def drop_all(self, team: Team) -> None:
         """Forget everything, here and on the workers: the function is gone."""
         for cached in self._plans.values():
             team.drop_plan(cached.plan.plan_id)
-        self.repeats.clear()
-        self._plans.clear()
+        self.forget()
 
     def forget(self) -> None:
         """Drop everything; the runtime is closed."""
-        self.repeats.clear()
+        self.forget_repeats()
         self._plans.clear()
+
+    def forget_repeats(self) -> None:
+        """Forget the last calls: the next ones are checked again from the beginning."""
+        self.repeats.clear()
+        self.quiet = None
 
     def discard(self, cached: CachedPlan, team: Team) -> None:
         """Forget one plan, here and on the workers."""
         with deferred():
             self.repeats.pop(cached.lane.index, None)
+            self.quiet = None
             self._plans = OrderedDict((key, value) for key, value in self._plans.items() if value is not cached)
             team.drop_plan(cached.plan.plan_id)
 
@@ -181,12 +188,12 @@ class RepeatedCall:
         self._block = lane.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1].copy()
         targets = iter(cached.staged)
         self._lengths = [(variable, variable.lengths) for variable in call.sources]
-        self._arguments: list[tuple[Any, Any, np.ndarray | None]] = []
+        self.arguments: list[tuple[Any, Any, np.ndarray | None]] = []
         for argument in call.arguments:
             if argument.data is not None and argument.contents is not None:
-                self._arguments.append((weakref.ref(argument.data), weakref.ref(argument.contents.array), None))
+                self.arguments.append((weakref.ref(argument.data), weakref.ref(argument.contents.array), None))
             elif argument.array is not None:
-                self._arguments.append((_kind_of(argument.array), argument.array.shape, next(targets)))
+                self.arguments.append((_kind_of(argument.array), argument.array.shape, next(targets)))
 
     @staticmethod
     def fits(call: Call) -> bool:
@@ -200,26 +207,31 @@ class RepeatedCall:
         """Bring the arguments of a new call into place; return False where it is another kind of call."""
         lane = self.cached.lane
         is_known = self.cached.is_agreed and lane.staging is self._staging
-        if not is_known or len(args) != len(self._arguments):
+        if not is_known or len(args) != len(self.arguments):
             return False
         for variable, lengths in self._lengths:
             if variable.lengths != lengths:
                 return False
-        for value, (first, second, target) in zip(args, self._arguments):
+        for value, (first, second, target) in zip(args, self.arguments):
             if target is None:
                 if value is None or value is not first() or value._contents.array is not second():
                     return False
-            elif type(value) not in _ARRAYS or _kind_of(value) != first or value.shape != second:
+            elif type(value) not in ARRAYS or _kind_of(value) != first or value.shape != second:
                 return False
-        for value, (_, _, target) in zip(args, self._arguments):
+        for value, (_, _, target) in zip(args, self.arguments):
             if target is not None:
                 copy_into(target, value)
                 counters["bytes_staged"] += target.nbytes
-        if lane.last_numbers is not self._numbers:  # a call with other bounds came between
-            lane.last_numbers = None  # until all of them are written
-            lane.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1] = self._block
-            lane.last_numbers = self._numbers
+        if lane.last_numbers is not self._numbers:
+            self.write_numbers()
         return True
+
+    def write_numbers(self) -> None:
+        """Write the bounds of the ranks again: a call with others came between."""
+        lane = self.cached.lane
+        lane.last_numbers = None  # until all of them are written
+        lane.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1] = self._block
+        lane.last_numbers = self._numbers
 
 
 def _kind_of(array: np.ndarray) -> tuple[np.dtype, type]:

@@ -11,6 +11,7 @@ import math
 import os
 import pickle
 import platform
+import select
 import signal
 import time
 import warnings
@@ -29,7 +30,7 @@ from synk._pure.environment import stuck_after_s
 from synk._pure.interrupts import deferred, plain_interrupts
 from synk._pure.limits import poll_ms
 from synk._version import __version__
-from synk._wire.channel import MAX_FDS, ProtocolError
+from synk._wire.channel import MAX_FDS, Channel, ProtocolError
 from synk._wire.control import Down, interrupt_word
 from synk._wire.memory import Segment
 from synk._wire.messages import (
@@ -154,7 +155,7 @@ class Team(Crew):
         self._hellos: dict[int, Reply] = {}  # kept here: an interrupt in the wait must not lose one
         self._restarts: deque[float] = deque()
         self._last_death: WorkerDied | None = None  # of the workers that are dead now
-        self._began = 0.0  # when the operation under way began
+        self.began = 0.0  # when the operation under way began
         self._once_stuck: set[int] = set()  # ranks whose process was started because another had not come up
         self._news: list[str] = []  # of workers that were started again, to tell the user when they are up
         self._stuck_after_s = stuck_after_s()
@@ -272,7 +273,7 @@ class Team(Crew):
                 RuntimeWarning,
                 stacklevel=5,
             )
-        self._began = time.monotonic()
+        self.began = time.monotonic()
 
     def _drain_events(self) -> None:
         """Handle what happened while nobody waited: deaths, and lines printed by threads of workers."""
@@ -340,6 +341,14 @@ class Team(Crew):
 
     # -- exchanging ---------------------------------------------------------------------------------------------------
 
+    def doorbells(self, ranks: Sequence[int]) -> tuple[select.poll, list[Channel], dict[int, tuple[int, Channel]]]:
+        """Return the poll set, the channels of ranks, and the rank and its channel by the descriptor of its replies.
+
+        Good until the epoch ends. No descriptor is held: a channel closes its own, whoever refers to it.
+        """
+        channels = [self.links[rank].process.channel for rank in ranks]
+        return self._poll, channels, {int(each.read_fd): (rank, each) for rank, each in zip(ranks, channels)}
+
     def next_sequence(self) -> int:
         self.sequence = self.sequence % 0xFFFF + 1
         return self.sequence
@@ -401,7 +410,7 @@ class Team(Crew):
         if fallen:  # it answered an earlier message of this operation and died then
             for rank in fallen:
                 self._unreported_deaths.pop(rank, None)
-            raise self._worker_died(fallen, phase, what, self._began)
+            raise self._worker_died(fallen, phase, what, self.began)
         needed = list(segments)
         messages = self._packed(ranks, contents, needed, lane)
         # No rank gets the message before all have room for its descriptors: what it answers would be taken for nothing.
@@ -435,14 +444,14 @@ class Team(Crew):
         sequence = self.next_sequence()
         flags = lane << LANE_SHIFT | (0 if self.flights else IS_ALONE)
         if kind == Kind.CALL and self.flights:  # it was submitted, and joins others
-            self._began = time.monotonic()
+            self.began = time.monotonic()
         flight = self.flights[sequence] = Flight(sequence, messages, deadline, phase, what)
-        flight.began = self._began
+        flight.began = self.began
         try:
             for rank, (extras, missing) in messages.items():
                 self._send(self.links[rank], kind, flags, sequence, value, extras, missing)
         except BaseException as error:
-            self._settle_unless_closed(error)
+            self.settle_after(error)
             raise
         return flight
 
@@ -477,7 +486,7 @@ class Team(Crew):
             with plain_interrupts(self.num_cancels):
                 return self._wait(flight, until)
         except BaseException as error:
-            self._settle_unless_closed(error)
+            self.settle_after(error)
             raise
 
     def pump(self) -> None:
@@ -494,10 +503,11 @@ class Team(Crew):
                 if flight.pending and flight.deadline is not None and time.monotonic() >= flight.deadline:
                     self._on_timeout(flight)
         except BaseException as error:
-            self._settle_unless_closed(error)
+            self.settle_after(error)
             raise
 
-    def _settle_unless_closed(self, error: BaseException) -> None:
+    def settle_after(self, error: BaseException) -> None:
+        """Make the workers that still owe a reply idle, after an error in the middle of a message."""
         if self._debtors() and not self.is_closed:
             self._settle(is_interrupted=isinstance(error, KeyboardInterrupt))
 
@@ -598,7 +608,13 @@ class Team(Crew):
 
     def _take_reply(self, rank: int) -> bool:
         """Read one doorbell and its body into its flight; return False where there is none."""
-        message = self._read_reply(self.links[rank])
+        return self._note_reply(rank, self._read_reply(self.links[rank]))
+
+    def take_doorbell(self, rank: int, doorbell: bytes) -> None:
+        """Take a doorbell that was read, and its body, into its flight."""
+        self._note_reply(rank, self._reply_of(self.links[rank], Channel.understood(doorbell)))
+
+    def _note_reply(self, rank: int, message: tuple[int, Reply] | None) -> bool:
         if message is None:
             return False
         sequence, reply = message
@@ -620,7 +636,12 @@ class Team(Crew):
         """Read one doorbell and its body; return the number of the message that it answers, and the reply."""
         process = link.process
         assert isinstance(process, WorkerProcess)
-        message = process.channel.answer()
+        return self._reply_of(link, process.channel.answer())
+
+    def _reply_of(self, link: Link, message: tuple[int, int, int, int] | None) -> tuple[int, Reply] | None:
+        """Return what a doorbell stands for, with its body."""
+        process = link.process
+        assert isinstance(process, WorkerProcess)
         if message is None:
             self._unwatch(process.channel.read_fd)  # its end is closed; the pidfd tells of the death
             return None

@@ -10,7 +10,7 @@ import numpy as np
 
 from synk._pure.interrupts import deferred, is_from_handler
 
-_PARALLEL_NBYTES = 1 << 24
+PARALLEL_NBYTES = 1 << 24
 
 
 def check_shareable(dtype: np.dtype, what: str) -> np.dtype:
@@ -64,7 +64,7 @@ def as_plain_array(value: Any, what: str) -> np.ndarray:
 
 def copy_into(target: np.ndarray, source: np.ndarray) -> None:
     """Copy ``source`` into ``target`` of the same shape, by two threads where it is large (the copy frees the GIL)."""
-    if target.nbytes < _PARALLEL_NBYTES or target.ndim == 0 or len(target) < 2:
+    if target.nbytes < PARALLEL_NBYTES or target.ndim == 0 or len(target) < 2:
         np.copyto(target, source, casting="unsafe")  # native byte order is the only cast that occurs
         return
     half = len(target) // 2

@@ -94,7 +94,11 @@ class Channel:
 
     def answer(self) -> tuple[int, int, int, int] | None:
         """Read one doorbell ``(kind, flags, sequence, value)``; None when the other side is gone."""
-        data = os.read(self.read_fd, DOORBELL.size)
+        return self.understood(os.read(self.read_fd, DOORBELL.size))
+
+    @staticmethod
+    def understood(data: bytes) -> tuple[int, int, int, int] | None:
+        """Return what the bytes of a doorbell say, as ``answer`` does."""
         return DOORBELL.unpack(data) if len(data) == DOORBELL.size else None
 
     def send_body(self, sequence: int, body: bytes, fds: Sequence[int] = ()) -> None:

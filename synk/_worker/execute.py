@@ -59,23 +59,23 @@ class LoadedFunction:
 
 _IMMUTABLE_TYPES = (int, float, complex, str, bytes, type(None))
 _FIXED_TYPES = (float, complex, bool)  # Python's numbers whose dtype does not depend on their value
+_PLAIN_TYPES = (np.ndarray, *_FIXED_TYPES)
 
 
-class Repeat:
-    """The short way to publish: where the outputs go as long as they look like those of the last call.
+class OutputSlots:
+    """Where the outputs of a quiet call go, as long as they look like those of the call before.
 
     Only for a value or a tuple of them that are all small arrays or numbers, which is what most functions return.
     """
 
-    def __init__(self, exchange: Segment, result: Any, values: Sequence[Any], views: Sequence[np.ndarray]) -> None:
-        self._exchange = exchange
+    def __init__(self, result: Any, values: Sequence[Any], views: Sequence[np.ndarray]) -> None:
         self._kind = type(result)
         self._slots = [(type(value), view.dtype, view.shape, view) for value, view in zip(values, views)]
         self.nbytes = sum(view.nbytes for view in views)
 
-    def publish(self, exchange: Segment | None, result: Any) -> bool:
-        """Write ``result`` into the slot; return False where it looks different, nothing having been told."""
-        if exchange is not self._exchange or type(result) is not self._kind:
+    def fill(self, result: Any) -> bool:
+        """Write ``result`` into the slots; return False where it looks different, nothing having been told."""
+        if type(result) is not self._kind:
             return False
         values = result if self._kind is tuple else (result,)
         if len(values) != len(self._slots):
@@ -105,7 +105,7 @@ class PreparedPlan:
         self.structure: Any = None
         self.slot_views: list[np.ndarray] = []
         self.slot_key: Any = None
-        self.repeat: Repeat | None = None
+        self.slots: OutputSlots | None = None
         self.moves: Sequence[Move] = ()  # this rank's part of the large outputs
 
     def map(self, segments: dict[int, Segment]) -> None:
@@ -156,7 +156,7 @@ class Executor:
         self.exchange: Segment | None = None
         self.slot_nbytes = 0
         self.collectives: DeviceCollectives | None = None
-        self._prepared: PreparedPlan | None = None
+        self.held_plan: PreparedPlan | None = None
         self._outputs: list[Any] = []
         self._parts: dict[int, Any] = {}  # of the large outputs, what is needed at their assembly
         self._is_published = False
@@ -421,10 +421,6 @@ class Executor:
         The body is ``(layout or None, objects)``: the layout where it differs from that of the plan's last call, and
         the outputs that are no arrays.
         """
-        repeat = prepared.repeat
-        if repeat is not None and not variables.assigned and repeat.publish(self.exchange, result):
-            self.output_nbytes = repeat.nbytes
-            return Status.DONE, None
         function = prepared.function
         subset = prepared.plan.output_subset
         values, structure = flatten(result)
@@ -460,7 +456,7 @@ class Executor:
         if is_new:
             layout = prepared.layout = Layout(skeleton, tuple(leaves), assigned)
             prepared.slot_key = None
-        self._prepared, self._outputs, self._result = prepared, outputs, result
+        self.held_plan, self._outputs, self._result = prepared, outputs, result
         self.is_waiting = any(leaf.nbytes >= LARGE_NBYTES for leaf in leaves)
         status = self._fill_slot(prepared)
         if assigned and not variables.store():
@@ -469,17 +465,22 @@ class Executor:
         self.look_ahead(False)
         self.backend.synchronize()
         is_complete = status == Status.DONE and not assigned and not objects and subset is None
-        prepared.repeat = self._repeat(prepared, result, values) if is_complete else None
+        prepared.slots = self._slots(prepared, result, values) if is_complete else None
         return status, (layout if is_new else None, objects) if is_new or objects else None
 
-    def _repeat(self, prepared: PreparedPlan, result: Any, values: Sequence[Any]) -> Repeat | None:
-        """Return the short way for the next call, where there is one."""
+    def _slots(self, prepared: PreparedPlan, result: Any, values: Sequence[Any]) -> OutputSlots | None:
+        """Return where the outputs of the next call go, if it can be a quiet one."""
         is_flat = type(result) is tuple or (len(values) == 1 and values[0] is result)
-        is_plain = all(isinstance(value, (np.ndarray, np.generic, *_FIXED_TYPES)) for value in values)
-        is_small = all(view is not _NO_VIEW and view.nbytes < LARGE_NBYTES for view in prepared.slot_views)
-        if not (is_flat and is_plain and is_small) or self.backend.name != "numpy" or self.exchange is None:
+        is_flat = is_flat and len(values) == len(result if type(result) is tuple else values)
+        is_plain = all(type(value) in _PLAIN_TYPES or isinstance(value, np.generic) for value in values)
+        is_small = all(
+            view is not _NO_VIEW and view.nbytes < LARGE_NBYTES and view.dtype.kind != "V"
+            for view in prepared.slot_views
+        )
+        is_first = "first" not in prepared.ops or self.rank == self.participants[0]
+        if not (is_flat and is_plain and is_small and is_first) or self.backend.name != "numpy":
             return None
-        return Repeat(self.exchange, result, values, prepared.slot_views)
+        return OutputSlots(result, values, prepared.slot_views)
 
     def _array_or_object(self, value: Any, op: Op, position: int, function: LoadedFunction) -> Any:
         """Return an output as an array of the backend where it is one, checked against its op."""
@@ -560,7 +561,7 @@ class Executor:
         A function may return a buffer that it fills again in the next call, or state that it changes in place. In a
         repeated call nothing is kept as long: its outputs are published and assembled before it ends.
         """
-        if self._prepared is None or self._lost is not None:
+        if self.held_plan is None or self._lost is not None:
             return
         self._result = None  # or its arrays would seem to be in use
         if self._is_published:
@@ -586,12 +587,12 @@ class Executor:
 
     def republish(self, variables: VariableStore) -> Status:
         """Publish the outputs of the last call again, into new slots and buffers."""
-        assert self._prepared is not None
+        assert self.held_plan is not None
         if self._lost is not None:
             raise self._lost
         if variables.assigned and not variables.store():
             raise SharedMemoryError("cannot store the new value of a shared variable: its buffer has no room for it.")
-        status = self._fill_slot(self._prepared)
+        status = self._fill_slot(self.held_plan)
         self._is_published = status == Status.DONE
         self.backend.synchronize()
         return status
@@ -602,7 +603,7 @@ class Executor:
             return
         if self._lost is not None:
             raise self._lost
-        prepared = self._prepared
+        prepared = self.held_plan
         assert prepared is not None and self.exchange is not None and prepared.layout is not None
         participants = self.participants
         rows = [int(self._down[rank, Down.ROWS]) for rank in participants]
@@ -642,9 +643,9 @@ class Executor:
         """Reduce large outputs by NCCL, all in one launch, and bring this rank's block of each to the result."""
         if not moves:
             return
-        assert self.collectives is not None and self._prepared is not None and self._prepared.layout is not None
+        assert self.collectives is not None and self.held_plan is not None and self.held_plan.layout is not None
         share = rows[self.rank] / sum(rows) if len(set(rows)) > 1 else None
-        leaves = self._prepared.layout.leaves
+        leaves = self.held_plan.layout.leaves
         with self.collectives.guard():
             items = [(self._parts[move.leaf], move.op, share if move.op == "avg" else None) for move in moves]
             blocks = self.collectives.reduce_blocks(items)
@@ -658,7 +659,7 @@ class Executor:
         self.is_waiting = False
         self._ahead = None
         self.num_ahead = 0
-        self._prepared = self._result = self._lost = None
+        self.held_plan = self._result = self._lost = None
         self._outputs = []
         self._parts = {}
 

@@ -49,12 +49,12 @@ if TYPE_CHECKING:
     from synk._worker.device_collectives import DeviceCollectives
     from synk._worker.nccl_group import WorkerGroup
 
-_Reply = tuple[Status, int, Any]
+Reply = tuple[Status, int, Any]
 Doorbell = tuple[int, int, int, int]
 """kind, flags, sequence, value"""
 
 
-_RSS_INTERVAL_NS = 1_000_000_000
+RSS_INTERVAL_NS = 1_000_000_000
 
 
 class Interrupted(KeyboardInterrupt):
@@ -71,6 +71,22 @@ def _replica_type(backend: Backend) -> type[Replica]:
     from synk._worker.device_variables import DeviceReplica
 
     return DeviceReplica
+
+
+class Outcome:
+    """What a function returned or raised that the quiet way has run (``synk._worker.quiet``)."""
+
+    def __init__(self, result: Any, failure: BaseException | None, function_ns: int) -> None:
+        self._result = result
+        self._failure = failure
+        self.function_ns = function_ns
+
+    def take(self) -> Any:
+        """Return the result, of which nothing is held any more, or raise."""
+        result, failure, self._result, self._failure = self._result, self._failure, None, None
+        if failure is not None:
+            raise failure
+        return result
 
 
 class WorkerLane:
@@ -121,12 +137,14 @@ class Worker:
         self.functions: dict[int, LoadedFunction] = {}
         self.received = Received()
         self.plans: dict[int, PreparedPlan] = {}
+        self.quiet: dict[int, Any] = {}  # by plan, those whose next call can be quiet
         self.failpoint: Callable[[str], None] = _failpoints.nothing
         self.peek: Callable[[], Doorbell | None] = _see_nothing
         if self.backend.is_device:
             for lane in self.lanes:
                 lane.executor.look_ahead = self._look_ahead
         self.sequence = -1
+        self.is_copy = False  # whether a function has forked this process, which is not the worker
         self.is_interruptible = False
         self.variables = VariableStore(rank, self.segments, self.down, self.backend, _replica_type(self.backend))
         self._eventfds = eventfds
@@ -134,12 +152,12 @@ class Worker:
         self._own_up = self.lane.own_up
         self._fence = Fence()
         self.patience_s = 0.0
-        self._rss_measured = 0
+        self.rss_measured = 0
         self.group: WorkerGroup | None = None
-        self._is_communicating = False
-        self._used_lanes: set[int] = set()  # in which something may be remembered of a call
-        self._function: LoadedFunction | None = None
-        self._kept_data: set[tuple[int, int, int]] = set()  # of which functions keep tensors; see Loans
+        self.is_communicating = False
+        self.used_lanes: set[int] = set()  # in which something may be remembered of a call
+        self.function: LoadedFunction | None = None
+        self.kept_data: set[tuple[int, int, int]] = set()  # of which functions keep tensors; see Loans
 
     def close(self) -> None:
         """Let go of the device and of all memory; where the process ends anyway nobody needs to."""
@@ -177,7 +195,16 @@ class Worker:
         self, kind: int, flags: int, sequence: int, value: int, extras: Extras | None
     ) -> tuple[Status, int, bytes | None]:
         """Act on one message; return ``(status, flags, body)`` of the reply. Never raises but what ends the process."""
-        status, reply_flags, content = self._act(kind, flags, sequence, value, extras)
+        return self._finished(kind, self._act(kind, flags, sequence, value, extras))
+
+    def go_on(self, plan_id: int, sequence: int, outcome: Outcome) -> tuple[Status, int, bytes | None]:
+        """Go on with a call whose function has been run, but has not done what it did the last time; as ``handle``."""
+        return self._finished(Kind.CALL, self._call(plan_id, sequence, None, outcome))
+
+    def _finished(self, kind: int, reply: Reply) -> tuple[Status, int, bytes | None]:
+        """Return a reply as it is sent; what the function keeps of its inputs is seen to before."""
+        status, reply_flags, content = reply
+        del reply
         body = None
         if content is not None:
             status, reply_flags, body = pickle_reply(self, status, reply_flags, content)
@@ -191,17 +218,17 @@ class Worker:
                 body = pickle_reply(self, status, reply_flags, content)[2]
         return status, reply_flags, body
 
-    def _act(self, kind: int, flags: int, sequence: int, value: int, extras: Extras | None) -> _Reply:
+    def _act(self, kind: int, flags: int, sequence: int, value: int, extras: Extras | None) -> Reply:
         self.sequence = sequence
         lane = flags >> LANE_SHIFT
         self.lane = self.lanes[lane]
-        if self._used_lanes != {lane}:
-            others = self._used_lanes - {lane}
+        if self.used_lanes != {lane}:
+            others = self.used_lanes - {lane}
             if flags & IS_ALONE:
                 self._forget_lanes(others)
             elif kind == Kind.CALL:
                 self._detach_outputs(others)
-            self._used_lanes.add(lane)
+            self.used_lanes.add(lane)
         outer, cell.worker = cell.worker, self
         try:
             if kind not in (Kind.PUBLISH, Kind.ASSEMBLE, Kind.SUPPLY):  # those belong to the call before
@@ -223,7 +250,7 @@ class Worker:
             if kind == Kind.SUPPLY:
                 return Status.DONE, 0, None
             if kind == Kind.PING:
-                self._forget_lanes(set(self._used_lanes))
+                self._forget_lanes(set(self.used_lanes))
                 self._recover("")
                 return Status.PONG, 0, None
             return Status.BYE, 0, None
@@ -234,7 +261,7 @@ class Worker:
         """See to what a function keeps of its inputs, so that later calls do not change it, nor it them."""
         is_kept = self.lane.executor.settle_inputs(prepared)
         if prepared.function.to_framework is not None:
-            self._kept_data |= prepared.loans.kept_data()
+            self.kept_data |= prepared.loans.kept_data()
         if is_kept:
             segment = prepared.loans.staging
             segment.map_again()
@@ -242,10 +269,11 @@ class Worker:
             for other in self.plans.values():
                 if segment.id in other.segment_ids:
                     other.map(self.segments)
+            self.quiet.clear()  # they have views of the old mapping
 
     def _renew_data(self, prepared: PreparedPlan) -> None:
         """Before a call: drop what functions have written into ``Data`` by way of tensors that they have kept."""
-        for segment_id, address, nbytes in self._kept_data:
+        for segment_id, address, nbytes in self.kept_data:
             if segment_id in prepared.segment_ids and is_written(address, nbytes):
                 give_back(address, nbytes)
 
@@ -254,7 +282,7 @@ class Worker:
         for index in lanes:
             self.lanes[index].executor.forget()
             self.lanes[index].called = None
-        self._used_lanes -= lanes
+        self.used_lanes -= lanes
 
     def _detach_outputs(self, lanes: set[int]) -> None:
         """Before the user's code runs again: let it change nothing of what calls before have returned."""
@@ -263,18 +291,19 @@ class Worker:
                 self.lanes[index].executor.detach()
 
     def _take_in(self, extras: Extras) -> None:
+        self.quiet.clear()
         for plan_id in extras.dropped_plans:
             self.plans.pop(plan_id, None)
         for function_id in extras.dropped_functions:
-            if self.functions.pop(function_id, None) is self._function:
-                self._function = None
+            if self.functions.pop(function_id, None) is self.function:
+                self.function = None
         for number, unbound in extras.dropped_parcels:
             self.received.drop(number, unbound)
         dropped = set(extras.dropped_segments)
         if dropped:
             for plan_id in [p for p, prepared in self.plans.items() if prepared.segment_ids & dropped]:
                 del self.plans[plan_id]
-            self._kept_data = {kept for kept in self._kept_data if kept[0] not in dropped}
+            self.kept_data = {kept for kept in self.kept_data if kept[0] not in dropped}
             for segment_id in dropped:
                 segment = self.segments.pop(segment_id, None)
                 if segment is not None:
@@ -289,7 +318,7 @@ class Worker:
             executor = self.lanes[lane].executor
             executor.exchange, executor.slot_nbytes = self.segments[segment_id], slot_nbytes
             for prepared in self.plans.values():  # views of the old slots would keep their memory
-                prepared.slot_views, prepared.slot_key, prepared.repeat = [], None, None
+                prepared.slot_views, prepared.slot_key, prepared.slots = [], None, None
         if extras.collective is not None:
             lane, segment_id = extras.collective
             segment = self.segments[segment_id]
@@ -297,7 +326,7 @@ class Worker:
         self.variables.forget(extras.dropped_variables)
         self.variables.declare(extras.declarations)
 
-    def _guarded(self, action: Callable[[], Any]) -> _Reply:
+    def _guarded(self, action: Callable[[], Any]) -> Reply:
         """Run code that may be the user's: an exception or an interrupt becomes a reply."""
         try:
             try:
@@ -315,7 +344,7 @@ class Worker:
             return Status.INTERRUPTED, 0, None
         return Status.DONE, 0, body
 
-    def _failed(self, error: BaseException) -> _Reply:
+    def _failed(self, error: BaseException) -> Reply:
         # A rank that waits for one that failed fails too; only if nobody failed otherwise is it the cause.
         is_collateral = isinstance(error, (Aborted, CollectiveMismatch))
         if self.group is not None:
@@ -332,7 +361,7 @@ class Worker:
         if not self.backend.recover():
             raise DeviceLost(f"{text}{self.device} reports errors to every call from now on: this worker ends.")
 
-    def _load(self, extras: Extras | None) -> _Reply:
+    def _load(self, extras: Extras | None) -> Reply:
         assert extras is not None
 
         def load() -> None:
@@ -357,7 +386,7 @@ class Worker:
         finally:
             self.variables.abandon()
 
-    def _call(self, plan_id: int, sequence: int, extras: Extras | None) -> _Reply:
+    def _call(self, plan_id: int, sequence: int, extras: Extras | None, outcome: Outcome | None = None) -> Reply:
         started = time.monotonic_ns()
         self.failpoint("call.received")
         lane, up = self.lane, self._own_up
@@ -368,7 +397,7 @@ class Worker:
                 interrupt = self._own_down[Down.INTERRUPT]
                 if interrupt >= 0 and is_interrupted(interrupt, sequence):
                     raise Interrupted  # the signal came before this call could take it
-                reply = self._run(self._prepared(plan_id, extras))
+                reply = self._run(self._prepared(plan_id, extras), outcome)
             except Interrupted:
                 raise
             except BaseException as error:  # whatever the user's function raises is an answer
@@ -384,23 +413,32 @@ class Worker:
         up[Up.PHASE] = Phase.IDLE
         up[Up.OUTPUT_NBYTES] += lane.executor.output_nbytes
         lane.own_up[Up.WORKER_NS] = ended - started
-        if ended - self._rss_measured > _RSS_INTERVAL_NS:
-            self._rss_measured = ended
-            up[Up.RSS] = _resident_nbytes()
+        if ended - self.rss_measured > RSS_INTERVAL_NS:
+            self.measure(ended)
         return reply
 
-    def _run(self, prepared: PreparedPlan) -> _Reply:
+    def measure(self, now_ns: int) -> None:
+        """Note how much memory this process holds."""
+        self.rss_measured = now_ns
+        self._own_up[Up.RSS] = _resident_nbytes()
+
+    def _run(self, prepared: PreparedPlan, outcome: Outcome | None) -> Reply:
         """Call the function, publish its outputs, and bring large ones into place where all ranks are as far."""
         lane, up = self.lane, self._own_up
         executor = lane.executor
         self.failpoint("call.before_function")
-        if self._kept_data:
+        if self.kept_data:
             self._renew_data(prepared)
         with self.backend.running():
             up[Up.PHASE] = Phase.FUNCTION
-            started = time.monotonic_ns()
-            result = self._try(prepared) if prepared.plan.is_trial else executor.run(prepared, self.variables)
-            lane.own_up[Up.FUNCTION_NS] = time.monotonic_ns() - started
+            if outcome is None:
+                started = time.monotonic_ns()
+                result = self._try(prepared) if prepared.plan.is_trial else executor.run(prepared, self.variables)
+                function_ns = time.monotonic_ns() - started
+            else:
+                result, function_ns = outcome.take(), outcome.function_ns
+                self.variables.check_given()
+            lane.own_up[Up.FUNCTION_NS] = function_ns
             up[Up.PHASE] = Phase.PUBLISHING
             self.failpoint("call.after_function")
             status, body = executor.publish(prepared, result, self.variables)
@@ -426,7 +464,7 @@ class Worker:
         self.lane.own_up[Up.TRAITS] = 0
         with trial.running():
             result = self.executor.run(prepared, self.variables)
-        self.lane.own_up[Up.TRAITS] = trial.traits | (Traits.COMMUNICATES if self._is_communicating else 0)
+        self.lane.own_up[Up.TRAITS] = trial.traits | (Traits.COMMUNICATES if self.is_communicating else 0)
         return result
 
     def _meet(self) -> bool:
@@ -472,7 +510,7 @@ class Worker:
         """Bring the inputs of a call that will come, if it can be done."""
         prepared = self.plans.get(plan_id)
         if prepared is not None:
-            self._used_lanes.add(lane)
+            self.used_lanes.add(lane)
             self.lanes[lane].executor.prefetch(prepared, is_hurried=is_hurried)
 
     def leave_call(self) -> None:
@@ -482,8 +520,8 @@ class Worker:
         if lane.published[self.rank] != call:
             lane.published[self.rank] = -call
         if lane.communicator is not None:
-            if self._is_communicating:
-                self._is_communicating = False
+            if self.is_communicating:
+                self.is_communicating = False
                 lane.communicator.end()
             else:
                 lane.communicator.skip(call)
@@ -500,12 +538,12 @@ class Worker:
                     "take in. Call again."
                 ) from error
         prepared = self.lane.called = self.plans[plan_id]
-        self._function = prepared.function
+        self.function = prepared.function
         return prepared
 
     def collectives(self) -> HostCollectives | DeviceCollectives:
         """Return the collectives of the call under way; the first use in a call joins its group."""
-        function = self._function
+        function = self.function
         if self.variables.is_sliced:
             raise ValueError(
                 f"cannot communicate in {self.function_name!r}: the call has num_slices above 1, so each rank runs the "
@@ -515,9 +553,9 @@ class Worker:
         communicator = lane.communicator
         assert communicator is not None and function is not None
         ranks = tuple(lane.executor.participants)
-        if not self._is_communicating:
+        if not self.is_communicating:
             communicator.begin(ranks, lane.first_down[Down.CALL])
-            self._is_communicating = True
+            self.is_communicating = True
         framework = (function.to_framework, function.from_framework)
         if self.backend.is_device:
             from synk._worker.nccl_group import device_collectives
@@ -528,9 +566,9 @@ class Worker:
 
     @property
     def function_name(self) -> str:
-        return self._function.name if self._function is not None else ""
+        return self.function.name if self.function is not None else ""
 
-    def _move(self, extras: Extras | None) -> _Reply:
+    def _move(self, extras: Extras | None) -> Reply:
         """Do this rank's share of a collective over shared variables."""
         assert extras is not None
 
@@ -549,7 +587,7 @@ class Worker:
 
         return self._guarded(move)
 
-    def _assemble(self, result_id: int, extras: Extras | None) -> _Reply:
+    def _assemble(self, result_id: int, extras: Extras | None) -> Reply:
         self.failpoint("reduce.before")
         prepared = self.lane.called
         assert prepared is not None
@@ -571,7 +609,7 @@ class Worker:
         if is_call and status == Status.DONE and not executor.is_waiting:
             executor.forget()
 
-    def _publish_again(self) -> _Reply:
+    def _publish_again(self) -> Reply:
         def publish() -> Status:
             with self.backend.running():
                 return self.executor.republish(self.variables)
@@ -581,7 +619,7 @@ class Worker:
 
     # -- NCCL ---------------------------------------------------------------------------------------------------------
 
-    def _join(self, extras: Extras | None) -> _Reply:
+    def _join(self, extras: Extras | None) -> Reply:
         """Make the id of a group, or join one."""
         assert extras is not None
         order: JoinOrder = extras.content

@@ -22,9 +22,10 @@ from synk._wire.control import Down, control_nbytes, is_interrupted
 from synk._wire.descriptors import NONE, Descriptor
 from synk._wire.lifeline import tie_to_pipe, tie_to_pulse
 from synk._wire.memory import Segment
-from synk._wire.messages import HAS_BODY, IS_UNRECEIVED, LANE_SHIFT, Extras, Kind, Status
+from synk._wire.messages import HAS_BODY, IS_ALONE, IS_UNRECEIVED, LANE_SHIFT, Extras, Kind, Status
 from synk._worker import failpoints as _failpoints
 from synk._worker.failures import pack_failure
+from synk._worker.quiet import REPLIED, QuietCall, flush_output
 from synk._worker.rank import DeviceLost, Doorbell, Interrupted, Worker
 from synk.errors import SharedMemoryError
 
@@ -83,6 +84,7 @@ class WorkerLoop:
         assert worker is not None
         channel = self._channel
         pid = os.getpid()
+        os.register_at_fork(after_in_child=self._note_copy)
         waiting = select.poll()
         waiting.register(channel.read_fd, select.POLLIN)
         waiting.register(self._master_fd, select.POLLIN)
@@ -102,6 +104,10 @@ class WorkerLoop:
             if kind == Kind.PREFETCH:
                 worker.prefetch(flags >> LANE_SHIFT, value)
                 continue
+            quiet = worker.quiet.get(value) if kind == Kind.CALL and flags == IS_ALONE else None
+            answer = None if quiet is None else quiet.run(worker, sequence, channel)
+            if answer is REPLIED:
+                continue
             try:
                 extras = self._receive_extras(sequence) if flags & HAS_BODY else None
             except SharedMemoryError as error:  # a limit of this process: the master sends all of it again
@@ -112,26 +118,32 @@ class WorkerLoop:
                 self._reply(Status.ERROR, IS_UNRECEIVED, sequence, pickle.dumps(failure, protocol=5))
                 continue
             try:
-                status, reply_flags, body = worker.handle(kind, flags, sequence, value, extras)
+                status, reply_flags, body = answer or worker.handle(kind, flags, sequence, value, extras)
             except DeviceLost as error:
                 sys.stderr.write(f"{error}\n")
-                _flush_output()
+                flush_output()
                 os._exit(1)  # nothing of the array library may touch the device any more
             if os.getpid() != pid:  # the function has forked, and this is the child: it must not answer
                 os._exit(0)
             if kind == Kind.CALL:
-                _flush_output()
+                flush_output()
                 worker.failpoint("call.before_reply")
             elif kind == Kind.CLOSE:
                 worker.failpoint("close.received")
-                _flush_output()
+                flush_output()
             self._reply(status, reply_flags, sequence, body)
             if kind == Kind.CALL:
                 worker.failpoint("call.after_reply")
             elif kind == Kind.CLOSE:
                 return
             worker.tidy(kind, status)
-            del body, extras
+            if kind == Kind.CALL and status == Status.DONE and extras is None and QuietCall.fits(worker, value):
+                worker.quiet[value] = QuietCall(worker, worker.plans[value])
+            del body, extras, answer
+
+    def _note_copy(self) -> None:
+        assert self._worker is not None
+        self._worker.is_copy = True
 
     def _peek(self) -> Doorbell | None:
         """Return the next doorbell if it has arrived; it stays the next one."""
@@ -199,14 +211,6 @@ def _prefer_for_oom() -> None:
             file.write(str(min(score + 300, 1000)))
     except OSError:  # /proc is read-only in some containers: the kernel's own choice stands
         pass
-
-
-def _flush_output() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except BaseException:  # the user's function closed or replaced it: whatever it does must not end the worker
-            continue
 
 
 def main(sock: socket.socket, setup: dict[str, Any]) -> None:

@@ -179,7 +179,7 @@ class VariableStore:
     """All variables of one rank, and the assignments of the call under way.
 
     An interrupt can come between any two steps of a call, so what the next call looks at changes in one step each:
-    what is assigned (``assigned``), and what was stored by which call (``_stored``).
+    what is assigned (``assigned``), and what was stored by which call (``stored``).
 
     Parameters
     ----------
@@ -205,11 +205,12 @@ class VariableStore:
         self._replicas: dict[int, Replica] = {}
         self.assigned: dict[Replica, list[Any]] = {}
         self.whole: dict[Replica, list[Any]] = {}  # what a serial call sees of sharded variables
-        self._stored: tuple[int, list[Replica]] = (-1, [])
+        self.stored: tuple[int, list[Replica]] = (-1, [])
         # Containers that functions were given last, with what was in them; and variables of which one was changed.
-        self._given: dict[Replica, tuple[Any, list[Any]]] = {}
+        self.given: dict[Replica, tuple[Any, list[Any]]] = {}
         self._changed: set[Replica] = set()
         self.is_sliced = False
+        self.is_plain = False  # whether the last call was whole, in lane 0, without updates and framework
         self._is_updating = False
         self._sums: list[list[Accumulator]] = []
         self._structures: list[Any] = []
@@ -251,17 +252,17 @@ class VariableStore:
         with self.backend.running():
             replica.store_on_device(replica.exchange(kind, op, collectives))
             self.backend.synchronize()
-        self._stored = (int(self._down[0, Down.CALL]), [replica])
+        self.stored = (int(self._down[0, Down.CALL]), [replica])
 
     # -- one call -----------------------------------------------------------------------------------------------------
 
     def resolve(self) -> None:
         """Settle the call before: its assignments hold if the master committed it, and never happened otherwise."""
-        call, replicas = self._stored
+        call, replicas = self.stored
         if replicas and int(self._down[self.rank, Down.COMMITTED]) == call:
             for replica in replicas:
                 replica.flip()
-        self._stored = (-1, [])
+        self.stored = (-1, [])
         self.abandon()
 
     def begin(self, function: Any, is_sliced: bool, down: np.ndarray) -> None:
@@ -272,6 +273,7 @@ class VariableStore:
         self._is_updating = bool(self._updates)
         self._sums, self._structures = [], []
         self.to_framework, self.from_framework = function.to_framework, function.from_framework
+        self.is_plain = down is self._down and not (is_sliced or self._updates or self.to_framework)
         self.abandon()
 
     def show(self, whole: dict[int, list[np.ndarray]]) -> None:
@@ -282,20 +284,20 @@ class VariableStore:
         """Drop what the call under way has assigned, and what it alone sees."""
         self.assigned = {}
         self.whole = {}
-        self._given, self._changed = {}, set()
+        self.given, self._changed = {}, set()
 
     def note_given(self, replica: Replica, value: Any, leaves: list[Any]) -> None:
         """A function was given the containers of ``value``, which it must not change."""
         self._look_at(replica)
-        self._given[replica] = (value, leaves)
+        self.given[replica] = (value, leaves)
 
     def forget_given(self, replica: Replica) -> None:
         """The variable is being assigned: whatever became of the old value does not count."""
-        self._given.pop(replica, None)
+        self.given.pop(replica, None)
         self._changed.discard(replica)
 
     def _look_at(self, replica: Replica) -> None:
-        given, leaves = self._given.get(replica, (None, []))
+        given, leaves = self.given.get(replica, (None, []))
         if given is not None:
             found, structure = flatten(given)
             if structure != replica._structure or any(leaf is not old for leaf, old in zip(found, leaves)):
@@ -306,7 +308,7 @@ class VariableStore:
 
         The containers are ordinary ones, for libraries know these by their exact class.
         """
-        for replica in self._given:
+        for replica in self.given:
             self._look_at(replica)
         for replica in self._changed:
             raise ValueError(
@@ -383,7 +385,7 @@ class VariableStore:
         has_room = [replica.store(pending) for replica, pending in self.assigned.items()]
         if False in has_room:
             return False
-        self._stored = (int(self.call_down[0, Down.CALL]), list(self.assigned))
+        self.stored = (int(self.call_down[0, Down.CALL]), list(self.assigned))
         self.abandon()
         return True
 

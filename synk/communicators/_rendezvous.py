@@ -174,6 +174,10 @@ class Rendezvous:
         self._left[self.rank] = sequence
         self.wake_all()
 
+    def skip_words(self) -> tuple[memoryview, memoryview]:
+        """Return the words that ``skip`` writes, and those that tell who sleeps: odd numbers."""
+        return self._left, self._sleeps
+
     def has_begun(self, rank: int) -> bool:
         """Whether ``rank`` has joined the present call; its counters mean nothing before."""
         if rank not in self._begun:

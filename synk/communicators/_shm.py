@@ -106,6 +106,14 @@ class ShmCommunicator:
         """Leave the call, after the function returned or raised. Peers that still wait for this rank are told."""
         self._rendezvous.end()
 
+    def skip_words(self) -> tuple[memoryview, memoryview]:
+        """Return what ``skip`` writes (the last call that each rank has left) and what it looks at: who sleeps."""
+        return self._rendezvous.skip_words()
+
+    def wake_sleepers(self) -> None:
+        """Wake peers that may wait for what was written to ``skip_words``."""
+        self._rendezvous.wake_all()
+
     def skip(self, sequence: int) -> None:
         """Go through a call without ``begin`` and ``end``. Peers that wait for this rank are told."""
         self._rendezvous.skip(sequence)
