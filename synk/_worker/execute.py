@@ -233,7 +233,7 @@ class Executor:
             elif item.kind == "rows":
                 value = self._rows(prepared, item, base, numbers, low, high)
             elif item.kind == "whole":
-                value = self.backend.from_host(base)
+                value = self.backend.from_host(base[...])  # a view: the function may change the shape of what it gets
             elif item.kind == "object":
                 value = objects[item.offset]
             elif item.kind == "closed over":

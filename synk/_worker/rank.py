@@ -389,6 +389,7 @@ class Worker:
     def _call(self, plan_id: int, sequence: int, extras: Extras | None, outcome: Outcome | None = None) -> Reply:
         started = time.monotonic_ns()
         self.failpoint("call.received")
+        self.quiet.pop(plan_id, None)  # it relies on what the call before has told the master
         lane, up = self.lane, self._own_up
         lane.own_up[Up.FUNCTION_NS] = 0
         try:
