@@ -212,7 +212,7 @@ class QuietCall(Flight):
         expected = DOORBELL.pack(_DONE, 0, self.sequence, 0)
         rank_of, pending = self._rank_of, self.pending
         while pending:
-            events = self._poll.poll(timeout_ms)
+            events = team.patience.wait(self._poll, timeout_ms)
             if not events:
                 return False
             for fd, _ in events:

@@ -26,11 +26,11 @@ from synk._master.known import Link
 from synk._master.output import report
 from synk._master.process import WorkerProcess
 from synk._master.recovery import Crew, stderr_tails
-from synk._pure.environment import stuck_after_s
+from synk._pure.environment import spin_s, stuck_after_s
 from synk._pure.interrupts import deferred, plain_interrupts
 from synk._pure.limits import poll_ms
 from synk._version import __version__
-from synk._wire.channel import MAX_FDS, Channel, ProtocolError
+from synk._wire.channel import MAX_FDS, Channel, Patience, ProtocolError
 from synk._wire.control import Down, interrupt_word
 from synk._wire.memory import Segment
 from synk._wire.messages import (
@@ -53,6 +53,9 @@ GRACE_S = 2.0
 
 NCCL_GRACE_S = 5.0
 """Likewise with NCCL: aborting it can take seconds, and a process that is killed loses its device's values."""
+
+AWAKE_S = 200e-6
+"""How long the master waits awake for the replies to a quiet call."""
 
 RESTART_WINDOW_S = 60.0
 START_TIMEOUT_S = 120.0
@@ -159,6 +162,7 @@ class Team(Crew):
         self._once_stuck: set[int] = set()  # ranks whose process was started because another had not come up
         self._news: list[str] = []  # of workers that were started again, to tell the user when they are up
         self._stuck_after_s = stuck_after_s()
+        self.patience = Patience(min(spin_s(), AWAKE_S))
         self._kill_at = 0.0  # when workers that are to be idle and do not answer are killed
         self.num_cancels = -1  # what num_cancels() was when the operation began
         super().__init__(placement, process_type=process_type, token=token)

@@ -31,6 +31,10 @@ MAX_BODY_NBYTES = 1 << 40
 MAX_FDS = 250  # SCM_MAX_FD is 253; one is kept for a large body
 _IS_LARGE = 1
 
+_LATE_NS = 1_000_000
+_MIN_PENALTY, _MAX_PENALTY = 32, 4096
+_MAX_WINDOW_S = 3600.0
+
 
 class ProtocolError(SynkError):
     """Bytes that the other side cannot have sent: that side is treated as dead."""
@@ -61,12 +65,44 @@ def decode_header(packet: bytes, token: bytes) -> tuple[int, int, int]:
     return flags, sequence, nbytes
 
 
-def poll_awake(poll: select.poll, seconds: float) -> list[tuple[int, int]]:
-    """Wait for ``seconds`` at most without going to sleep; the core goes to whoever wants it at every turn."""
-    end = time.monotonic() + seconds
-    while not (events := poll.poll(0)) and time.monotonic() < end:
-        os.sched_yield()
-    return events
+class Patience:
+    """Waits for messages, at first awake where that pays: it can take 50 us and more to wake a process that sleeps.
+
+    It pays only as long as messages follow each other closely, so the wait before must have ended within ``window_s``.
+    And it must not cost others anything: the core is offered to them at every turn, and if it comes back late they want
+    it, and this side goes to sleep at once for the next waits, for more of them each time.
+
+    Parameters
+    ----------
+    window_s : float
+        The longest wait that is spent awake; 0: none.
+    """
+
+    def __init__(self, window_s: float) -> None:
+        self._window_ns = int(min(window_s, _MAX_WINDOW_S) * 1e9)
+        self._was_short = self._window_ns > 0
+        self._num_asleep = 0  # how many of the next waits are spent asleep
+        self._penalty = _MIN_PENALTY  # how many it will be the next time
+
+    def wait(self, poll: select.poll, timeout_ms: int | None = None) -> list[tuple[int, int]]:
+        """Return what ``poll`` reports, after ``timeout_ms`` at the latest."""
+        began = now = time.monotonic_ns()
+        if self._num_asleep:
+            self._num_asleep -= 1
+        elif self._was_short:
+            while now - began < self._window_ns:
+                events = poll.poll(0)
+                if events:
+                    self._penalty = max(self._penalty - 1, _MIN_PENALTY)
+                    return events
+                os.sched_yield()
+                last, now = now, time.monotonic_ns()
+                if now - last > _LATE_NS:
+                    self._num_asleep, self._penalty = self._penalty, min(2 * self._penalty, _MAX_PENALTY)
+                    break
+        events = poll.poll(timeout_ms)
+        self._was_short = time.monotonic_ns() - began < self._window_ns
+        return events
 
 
 class Channel:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from synk._version import __version__
-from synk._wire.channel import Channel, poll_awake
+from synk._wire.channel import Channel, Patience
 from synk._wire.control import Down, control_nbytes, is_interrupted
 from synk._wire.descriptors import NONE, Descriptor
 from synk._wire.lifeline import tie_to_pipe, tie_to_pulse
@@ -88,13 +88,12 @@ class WorkerLoop:
         waiting = select.poll()
         waiting.register(channel.read_fd, select.POLLIN)
         waiting.register(self._master_fd, select.POLLIN)
-        # Messages follow each other closely, and it can take 50 us and more to wake a process whose core sleeps.
-        spin_s = self._setup["spin_s"]
+        patience = Patience(self._setup["spin_s"])
         while True:
             message, self._peeked = self._peeked, None
             if message is None:
-                ready = [fd for fd, _ in poll_awake(waiting, spin_s) or waiting.poll()]
-                if channel.read_fd not in ready:
+                events = patience.wait(waiting)
+                if events[0][0] != channel.read_fd:  # it was registered first, so it comes first
                     os.killpg(0, signal.SIGKILL)  # only the master's pidfd is ready: it is gone
                 message = channel.answer()
             if message is None:
