@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -283,6 +284,70 @@ def test_inline_and_one_worker_run_the_same_path(shared_runtimes: Any) -> None:
                 seen.append((caught.type, str(caught.value)))
         outcomes.append((seen, sent["messages_down"], sent["messages_up"]))
     assert outcomes[0] == outcomes[1]
+
+
+def functions_of(act: Callable[[], Any]) -> list[tuple[str, str]]:
+    """Return the functions of the package, with their files, that a call goes through in this process."""
+    met = []
+
+    def look(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and "/synk/_" in frame.f_code.co_filename:
+            met.append((frame.f_code.co_filename.rpartition("/synk/")[2], frame.f_code.co_name))
+
+    sys.setprofile(look)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return met
+
+
+def test_a_repeated_call_goes_through_few_functions(shared_runtimes: Any) -> None:
+    """Nothing has changed since the last one; what a busy machine adds (a long wait) is in some calls only."""
+    rt = shared_runtimes[2]
+
+    def look(is_begin: bool) -> list[tuple[str, str]]:
+        import sys
+
+        met: list[tuple[str, str]] = sys.__dict__.setdefault("_met", [])
+        if is_begin:
+            met.clear()
+
+        def note(frame: Any, event: str, argument: Any) -> None:
+            if event == "call" and "/synk/_" in frame.f_code.co_filename:
+                met.append((frame.f_code.co_filename.rpartition("/synk/")[2], frame.f_code.co_name))
+            elif event == "call" and frame.f_code.co_name == "step":
+                met.append(("", "step"))
+
+        sys.setprofile(note if is_begin else None)
+        return met
+
+    def step(w: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[Any, Any]:
+        residual = x @ w - y
+        return residual @ residual / len(x), x.T @ residual / len(x)
+
+    class Apart(list[Any]):
+        """A list that travels as one object."""
+
+    trace = rt.function(lambda is_begin: Apart(look(is_begin)), bcast_inputs="is_begin", outputs=None)
+    f = rt.function(step, bcast_inputs="w", outputs=("avg", "avg"))
+    x, y = rt.data(np.ones((8, 5))), rt.data(np.ones(8))
+    for number in range(5):
+        f(np.full(5, float(number)), x, y)
+    master = min((functions_of(lambda k=k: f(np.full(5, float(k)), x, y)) for k in range(5)), key=len)
+    assert len(master) <= 12, master
+    assert len({file for file, _ in master}) <= 5, master
+    assert len({name for _, name in master} - {"wait"}) >= len(master) - 2, "a stage is entered twice"
+    trace(True)
+    for number in range(12):
+        f(np.full(5, float(number)), x, y)
+    for met in trace(False):
+        starts = [k for k, (_, name) in enumerate(met) if name == "step"]
+        calls = [met[start + 1 : end] for start, end in itertools.pairwise(starts)]
+        worker = min(calls, key=len)
+        assert len(worker) <= 10, worker
+        assert len({file for file, _ in worker}) <= 4, worker
+        assert len(set(worker)) == len(worker), "a stage is entered twice"
 
 
 def test_an_idle_worker_sleeps(shared_runtimes: Any) -> None:
