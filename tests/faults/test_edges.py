@@ -131,7 +131,7 @@ def test_D4_ctrl_c_while_the_dead_are_buried(runtime: Fork, monkeypatch: pytest.
 
 def test_D4_no_copy_outlives_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large arrays are copied by two threads; the other one must not write after the operation has ended."""
-    source = np.arange(4.0 * _arrays._PARALLEL_NBYTES / 8)
+    source = np.arange(4.0 * _arrays.PARALLEL_NBYTES / 8)
     target = np.zeros_like(source)
     interrupt_in(monkeypatch, threading.Thread, "start")
     with pytest.raises(KeyboardInterrupt):
@@ -145,7 +145,7 @@ def test_a_copy_needs_no_second_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refused)
-    source = np.arange(2.0 * _arrays._PARALLEL_NBYTES / 8)
+    source = np.arange(2.0 * _arrays.PARALLEL_NBYTES / 8)
     target = np.zeros_like(source)
     _arrays.copy_into(target, source)
     np.testing.assert_array_equal(target, source)
