@@ -34,8 +34,8 @@ def stuck_after_s() -> float:
 
 
 def spin_s() -> float:
-    """Seconds for which a worker waits awake for its next message, and for the other ranks at the end of a call with
-    large outputs: ``SYNK_SPIN_US`` microseconds, 500 by default.
+    """Seconds for which a worker waits awake for its next message, as long as that pays, and for the other ranks at the
+    end of a call with large outputs: ``SYNK_SPIN_US`` microseconds, 500 by default.
 
     Raises
     ------
