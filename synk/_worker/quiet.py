@@ -97,6 +97,7 @@ class QuietCall:
             or variables.stored[1]
             or variables.assigned
             or variables.given
+            or variables.whole
             or self._first_down[_RESULT]
             or self._numbers.tobytes() != self._known_numbers
         ):
@@ -136,14 +137,14 @@ class QuietCall:
             finally:
                 cell.worker = None
         cell.worker = None
+        if worker.is_copy:  # the function has forked, and this is the child: it must not answer
+            os._exit(0)
         if self._left is not None:  # as leave_call
             self._left[worker.rank] = self._first_down[_CALL]
         own_up[_PHASE] = _IDLE
         own_up[_OUTPUT_NBYTES] += self._slots.nbytes
         if ended - worker.rss_measured > RSS_INTERVAL_NS:
             worker.measure(ended)
-        if worker.is_copy:  # the function has forked, and this is the child: it must not answer
-            os._exit(0)
         flush_output()
         os.write(channel.write_fd, DOORBELL.pack(_DONE, 0, sequence, 0))
         for number in self._sleeps:
