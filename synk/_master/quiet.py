@@ -40,6 +40,7 @@ NOT_QUIET: Any = object()
 _WAIT_MS = 100
 """The longest wait here; the ordinary one, which goes on then, knows deadlines and reports calls that seem stuck."""
 
+_SIGINT, _raises_keyboard_interrupt = int(signal.SIGINT), signal.default_int_handler
 _CALL, _DONE = int(Kind.CALL), int(Status.DONE)
 _NUMBER, _RESULT, _FUNCTION_NS = int(Down.CALL), int(Down.RESULT), int(Up.FUNCTION_NS)
 
@@ -101,7 +102,7 @@ class QuietCall(Flight):
         self._outputs = assembly.small if len(set(repeat.call.rows)) == 1 else None
         self._is_tuple = type(assembly.skeleton) is tuple and assembly.skeleton == tuple(range(len(assembly.ops)))
         # Overflow and NaN are the caller's numbers, as in a NumPy reduction; np.errstate takes longer than that.
-        self._context = contextvars.copy_context()
+        self._context = contextvars.Context()
         self._context.run(np.seterr, all="ignore")
 
     @staticmethod
@@ -150,7 +151,7 @@ class QuietCall(Flight):
                         return NOT_QUIET
                 elif type(value) not in ARRAYS or value.dtype != first or value.shape != second:
                     return NOT_QUIET
-            if _signal.getsignal(signal.SIGINT) is not signal.default_int_handler and num_cancels() >= 0:
+            if _signal.getsignal(_SIGINT) is not _raises_keyboard_interrupt and num_cancels() >= 0:
                 return NOT_QUIET  # Ctrl-C cancels a task of asyncio, and would not be heard here
             if self._poll.poll(0):
                 return NOT_QUIET
