@@ -816,6 +816,108 @@ def test_a_closed_runtime_leaves_nothing_behind_for_a_function_that_lives_on(run
         f(W, X)
 
 
+# -- any sequence -----------------------------------------------------------------------------------------------------
+
+
+class Fuzz:
+    """Functions, data, arrays and a variable of one runtime, and what NumPy says that each call returns."""
+
+    def __init__(self, rt: Any, seed: int) -> None:
+        self.rt = rt
+        self.rng = np.random.default_rng(seed)
+        self.namespace: dict[str, Any] = {"SCALE": 2.0}
+        self.variable = rt.shared(np.ones(3))
+        self.value = np.ones(3)
+        self.data = [rt.data(X), rt.data(X[:5] * 2)]
+        self.arrays = [X * 3, X[:4] - 1, X.astype(np.float32), np.asfortranarray(X), X[:1]]
+        exec("def scaled(w, x):\n    return (x * SCALE * w).sum(), x.max(axis=0) * SCALE", self.namespace)
+        variable = self.variable
+
+        def read(w: np.ndarray, x: np.ndarray) -> tuple[Any, Any]:
+            return (x * variable.value * w).sum(), x.max(axis=0) * 1.0
+
+        def assign(w: np.ndarray, x: np.ndarray) -> tuple[Any, Any]:
+            if w[0] > 0:
+                variable.value = variable.value + 1
+            return (x * w).sum(), x.max(axis=0) * 1.0
+
+        def grow(w: np.ndarray, x: np.ndarray) -> tuple[Any, Any]:
+            total = (x * w).sum()
+            return (total, x.max(axis=0) * 1.0) if w[1] < 0.5 else (np.array([total]), x.max(axis=0) * 1.0)
+
+        options = {"bcast_inputs": "w", "outputs": ("sum", "max")}
+        self.functions = {
+            "scaled": rt.function(self.namespace["scaled"], **options),
+            "read": rt.function(read, **options),
+            "assign": rt.function(assign, **options),
+            "grow": rt.function(grow, **options),
+        }
+
+    def expected(self, name: str, w: np.ndarray, x: np.ndarray) -> tuple[Any, Any]:
+        scale = self.namespace["SCALE"] if name == "scaled" else 1.0
+        total = (x * scale * w * (self.value if name == "read" else 1.0)).sum()
+        return np.array([total]) if name == "grow" and w[1] >= 0.5 else total, x.max(axis=0) * scale
+
+    def call(self) -> None:
+        name = str(self.rng.choice(list(self.functions)))
+        source: Any = [*self.data, *self.arrays][self.rng.integers(len(self.data) + len(self.arrays))]
+        for _ in range(self.rng.integers(1, 6)):
+            w = self.rng.normal(size=3)
+            x = np.array(source)
+            how = self.rng.integers(12)
+            function = self.functions[name]
+            if how == 0:
+                rows = slice(0, max(1, len(x) // 2))
+                got = function(w, source, batch=rows)
+                x = x[rows]
+            elif how == 1 and name != "assign":
+                got = function.serial(w, source)
+            elif how == 2:
+                got = function.submit(w, source).result()
+            elif how == 3:
+                got = function(w, x=source)
+            else:
+                got = function(w, source)
+            for one, other in zip(got, self.expected(name, w, x)):
+                assert np.shape(one) == np.shape(other)
+                np.testing.assert_allclose(one, other, rtol=1e-4 if x.dtype == np.float32 else 1e-9)
+            if name == "assign" and w[0] > 0:
+                self.value = self.value + 1
+
+    def change(self) -> None:
+        data = self.data[self.rng.integers(len(self.data))]
+        match = self.rng.integers(8)
+        if match == 0:
+            data.set_value(self.rng.normal(size=(self.rng.integers(1, 20), 3)))
+        elif match == 1:
+            data.set_length(int(self.rng.integers(1, 20)))
+            data[...] = 1.5
+        elif match == 2:
+            data[0] = self.rng.normal()
+        elif match == 3:
+            self.data[0] = self.rt.data(self.rng.normal(size=(8, 3)))
+        elif match == 4:
+            self.namespace["SCALE"] = float(self.rng.integers(1, 4))
+        elif match == 5:
+            self.value = self.rng.normal(size=3)
+            self.variable.value = self.value
+        elif match == 6:
+            with pytest.raises(ZeroDivisionError):
+                self.rt.function(lambda x: 1 / 0)(X)
+        else:
+            self.rt.function(lambda x: x.sum())(self.rng.normal(size=(3, 2)))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_any_sequence_of_calls_equals_numpy(shared_runtimes: Any, num_workers: int, seed: int) -> None:
+    fuzz = Fuzz(shared_runtimes[num_workers], 10 * num_workers + seed)
+    for _ in range(40):
+        fuzz.call()
+        if fuzz.rng.random() < 0.4:
+            fuzz.change()
+
+
 # -- what is counted --------------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from synk._master.call import Callee, CallOptions, Launched, abandon, collect, launch, try_shorter
 from synk._master.plans import ARRAYS, RepeatedCall
 from synk._master.session import Session
-from synk._master.workers import Flight
+from synk._master.workers import Flight, Team
 from synk._pure.arrays import PARALLEL_NBYTES, copy_into
 from synk._pure.interrupts import num_cancels
 from synk._pure.limits import poll_ms
@@ -131,7 +131,7 @@ class QuietCall(Flight):
             return NOT_QUIET
         started = time.monotonic_ns()
         with session._lock:
-            team, cached, lane = session.team, self._cached, self._lane
+            team, cached = session.team, self._cached
             if (
                 self._epoch != team.epoch.number
                 or team.flights
@@ -142,34 +142,21 @@ class QuietCall(Flight):
                 or function.is_stale
                 or not cached.is_agreed
                 or cached.assembly is not self._assembly
-                or len(args) != len(self._arguments)
+                # Ctrl-C would only cancel a task of asyncio, and not be heard here.
+                or (_signal.getsignal(_SIGINT) is not _raises_keyboard_interrupt and num_cancels() >= 0)
+                or not self._are_like(args)
+                or self._poll.poll(0)
             ):
                 return NOT_QUIET
-            for value, (first, second, target) in zip(args, self._arguments):
-                if target is None:
-                    if value is None or value is not first() or value._contents.array is not second():
-                        return NOT_QUIET
-                elif type(value) not in ARRAYS or value.dtype != first or value.shape != second:
-                    return NOT_QUIET
-            if _signal.getsignal(_SIGINT) is not _raises_keyboard_interrupt and num_cancels() >= 0:
-                return NOT_QUIET  # Ctrl-C cancels a task of asyncio, and would not be heard here
-            if self._poll.poll(0):
-                return NOT_QUIET
-            for position, target, is_large in self._copies:
-                if is_large:
-                    copy_into(target, args[position])
-                else:
-                    target[...] = args[position]
-            if lane.last_numbers is not self._bounds:
-                self._repeat.write_numbers()
+            self._stage(args)
             number = next(session.numbers)
             self._numbers[_NUMBER], self._numbers[_RESULT] = number, 0
-            timeout = session.timeout
             self.sequence = sequence = team.sequence = team.sequence % 0xFFFF + 1
             self.pending, self.replies = set(self._ranks), {}
             self.began = team.began = started * 1e-9
-            team.num_cancels = -1
+            timeout = session.timeout
             self.deadline = None if timeout is None else self.began + timeout
+            team.num_cancels = -1
             cached.is_agreed = False  # until it has ended well, as in an ordinary call
             try:
                 team.flights[sequence] = self
@@ -181,7 +168,7 @@ class QuietCall(Flight):
                 counters["messages_down"] += len(self._channels)
                 counters["bytes_down"] += 8 * len(self._channels)
                 counters["bytes_staged"] += self._staged_nbytes
-                is_expected = self._wait(team, _WAIT_MS if timeout is None else min(poll_ms(timeout), _WAIT_MS))
+                is_expected = self._wait(team)
                 counters["messages_up"] += len(self.replies)
                 counters["bytes_up"] += 8 * len(self.replies)
             except BaseException as error:
@@ -191,25 +178,33 @@ class QuietCall(Flight):
             if not is_expected:
                 return collect(session, self._launched(function, number, started))
             team.flights.pop(sequence, None)
-            if self._outputs is None:
-                result = self._assembly.build(self._call.rows, None, None, None)
-            else:
-                result = self._context.run(self._combined)
-            cached.is_agreed = True
-            record = session.profile.record(self._name)
-            record.num_calls += 1
-            record.staged_nbytes += self._staged_nbytes
-            record.output_nbytes += cached.output_nbytes
-            slowest = 0
-            for words in self._function_ns:
-                if words[_FUNCTION_NS] > slowest:
-                    slowest = words[_FUNCTION_NS]
-            record.function_ns += slowest
-            record.wall_ns += time.monotonic_ns() - started
-            return result
+            return self._result(session, started)
 
-    def _wait(self, team: Any, timeout_ms: int) -> bool:
+    def _are_like(self, args: tuple[Any, ...]) -> bool:
+        """Whether the arguments are the same ``Data``, unchanged, and arrays that look the same."""
+        if len(args) != len(self._arguments):
+            return False
+        for value, (first, second, target) in zip(args, self._arguments):
+            if target is None:
+                if value is None or value is not first() or value._contents.array is not second():
+                    return False
+            elif type(value) not in ARRAYS or value.dtype != first or value.shape != second:
+                return False
+        return True
+
+    def _stage(self, args: tuple[Any, ...]) -> None:
+        """Bring the arguments and the ranks' bounds to where the workers read them."""
+        for position, target, is_large in self._copies:
+            if is_large:
+                copy_into(target, args[position])
+            else:
+                target[...] = args[position]
+        if self._lane.last_numbers is not self._bounds:
+            self._repeat.write_numbers()
+
+    def _wait(self, team: Team) -> bool:
         """Take the replies of all ranks; return False where there is something else, which is left to the team."""
+        timeout_ms = _WAIT_MS if self.deadline is None else min(poll_ms(self.deadline - self.began), _WAIT_MS)
         expected = DOORBELL.pack(_DONE, 0, self.sequence, 0)
         rank_of, pending = self._rank_of, self.pending
         while pending:
@@ -228,6 +223,24 @@ class QuietCall(Flight):
                 self.replies[rank] = DONE
                 pending.discard(rank)
         return True
+
+    def _result(self, session: Session, started_ns: int) -> Any:
+        """Return the result of a call that has ended well, and note what it cost."""
+        if self._outputs is None:
+            result = self._assembly.build(self._call.rows, None, None, None)
+        else:
+            result = self._context.run(self._combined)
+        self._cached.is_agreed = True
+        slowest = 0
+        for words in self._function_ns:
+            slowest = max(slowest, words[_FUNCTION_NS])
+        record = session.profile.record(self._name)
+        record.num_calls += 1
+        record.function_ns += slowest
+        record.output_nbytes += self._cached.output_nbytes
+        record.staged_nbytes += self._staged_nbytes
+        record.wall_ns += time.monotonic_ns() - started_ns
+        return result
 
     def _combined(self) -> Any:
         """Return the result: small outputs, reduced as ``reduce_into`` does it, to the same bits."""
