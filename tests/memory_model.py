@@ -328,8 +328,8 @@ def ring(rank: int) -> Block:
 def launch(call: int) -> Block:
     """The numbers of a call, then the doorbells."""
     fly = block("Team._fly", *(block("Team._send", note("call ring"), ring(rank)) for rank in range(2)))
-    send = block("_send", store("CALL", call), store("RESULT", call), block("Team.launch", note("call _fly"), fly))
-    return block("launch", note("store CALL"), note("call _send"), send)
+    send = block("send", store("CALL", call), store("RESULT", call), block("Team.launch", note("call _fly"), fly))
+    return block("launch", note("store CALL"), note("call send"), send)
 
 
 def run(rank: int, call: int) -> Block:

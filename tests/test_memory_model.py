@@ -171,7 +171,7 @@ MODULES = {
     "Channel": _channel,
     "Variables": variable,
     "launch": _calls,
-    "_send": _calls,
+    "send": _calls,
 }
 # No functions of the source: what a call of ``is_ready`` does, and what Executor does with arrays.
 ABSTRACT = ("", "is_ready", "publish", "assemble")

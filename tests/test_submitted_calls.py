@@ -468,7 +468,7 @@ def test_what_functions_print_is_shown_in_the_order_of_the_calls(reused: Any, ca
 
 @pytest.mark.parametrize("num_workers", [2, 3])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_sequences_equal_numpy(shared_runtimes: Any, num_workers: int, seed: int) -> None:
+def test_random_sequences_equal_numpy(shared_runtimes: Any, num_workers: int, seed: int) -> None:  # noqa: C901
     """Submitted and plain calls of all kinds, changes of Data and variables, dropped calls, in any order."""
     rt = shared_runtimes[num_workers]
     rng = np.random.default_rng([seed, num_workers])

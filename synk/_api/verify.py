@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from synk._master.call import CallOptions, Tried
+from synk._master.call import CallOptions
+from synk._master.launched import Tried
 from synk._pure.interrupts import is_from_handler
 from synk._pure.ops import REDUCE_OPS, Op, check_op, concatenate, is_bfloat16, match_ops, reduce_into
 from synk._pure.trees import flatten

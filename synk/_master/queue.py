@@ -12,7 +12,9 @@ from collections import deque
 from collections.abc import Generator
 from typing import Any
 
-from synk._master.call import Callee, CallOptions, Launched, abandon, collecting, launch
+from synk._master.call import CallOptions, abandon, launch
+from synk._master.launched import Callee, Launched
+from synk._master.replies import collecting
 from synk._master.session import Session
 from synk._master.variable import is_shared
 from synk._master.workers import Flight

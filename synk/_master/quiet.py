@@ -22,9 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from synk._master.call import Callee, CallOptions, Launched, abandon, collect, launch, try_shorter
+from synk._master.call import CallOptions, abandon, collect, launch
+from synk._master.launched import Callee, Launched
 from synk._master.plans import ARRAYS, RepeatedCall
 from synk._master.session import Session
+from synk._master.trials import try_shorter
 from synk._master.workers import Flight, Team
 from synk._pure.arrays import PARALLEL_NBYTES, copy_into
 from synk._pure.interrupts import num_cancels

@@ -68,6 +68,8 @@ class Phase(IntEnum):
 
 
 BLOCK_LENGTH = 16
+assert max(Down) < BLOCK_LENGTH
+assert max(Up) < BLOCK_LENGTH
 
 
 def control_nbytes(world_size: int) -> int:

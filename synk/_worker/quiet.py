@@ -137,7 +137,7 @@ class QuietCall:
             finally:
                 cell.worker = None
         cell.worker = None
-        if worker.is_copy:  # the function has forked, and this is the child: it must not answer
+        if os.getpid() != worker.pid:  # the function has forked, and this is the child: it must not answer
             os._exit(0)
         if self._left is not None:  # as leave_call
             self._left[worker.rank] = self._first_down[_CALL]

@@ -144,7 +144,7 @@ class Worker:
             for lane in self.lanes:
                 lane.executor.look_ahead = self._look_ahead
         self.sequence = -1
-        self.is_copy = False  # whether a function has forked this process, which is not the worker
+        self.pid = os.getpid()  # a function may fork; what it makes so is no worker
         self.is_interruptible = False
         self.variables = VariableStore(rank, self.segments, self.down, self.backend, _replica_type(self.backend))
         self._eventfds = eventfds
@@ -220,42 +220,47 @@ class Worker:
 
     def _act(self, kind: int, flags: int, sequence: int, value: int, extras: Extras | None) -> Reply:
         self.sequence = sequence
-        lane = flags >> LANE_SHIFT
-        self.lane = self.lanes[lane]
-        if self.used_lanes != {lane}:
-            others = self.used_lanes - {lane}
-            if flags & IS_ALONE:
-                self._forget_lanes(others)
-            elif kind == Kind.CALL:
-                self._detach_outputs(others)
-            self.used_lanes.add(lane)
+        self._enter_lane(flags >> LANE_SHIFT, kind, is_alone=bool(flags & IS_ALONE))
         outer, cell.worker = cell.worker, self
         try:
             if kind not in (Kind.PUBLISH, Kind.ASSEMBLE, Kind.SUPPLY):  # those belong to the call before
                 self.variables.resolve()
             if extras is not None:
                 self._take_in(extras)
-            if kind == Kind.CALL:
-                return self._call(value, sequence, extras)
-            if kind == Kind.LOAD:
-                return self._load(extras)
-            if kind == Kind.PUBLISH:
-                return self._publish_again()
-            if kind == Kind.ASSEMBLE:
-                return self._assemble(value, extras)
-            if kind == Kind.VARIABLE:
-                return self._move(extras)
-            if kind == Kind.GROUP:
-                return self._join(extras)
-            if kind == Kind.SUPPLY:
-                return Status.DONE, 0, None
-            if kind == Kind.PING:
-                self._forget_lanes(set(self.used_lanes))
-                self._recover("")
-                return Status.PONG, 0, None
-            return Status.BYE, 0, None
+            return self._do(kind, sequence, value, extras)
         finally:
             cell.worker = outer
+
+    def _do(self, kind: int, sequence: int, value: int, extras: Extras | None) -> Reply:
+        if kind == Kind.CALL:
+            return self._call(value, sequence, extras)
+        if kind == Kind.LOAD:
+            return self._load(extras)
+        if kind == Kind.PUBLISH:
+            return self._publish_again()
+        if kind == Kind.ASSEMBLE:
+            return self._assemble(value, extras)
+        if kind == Kind.VARIABLE:
+            return self._move(extras)
+        if kind == Kind.GROUP:
+            return self._join(extras)
+        if kind == Kind.SUPPLY:
+            return Status.DONE, 0, None
+        if kind == Kind.PING:
+            self._forget_lanes(set(self.used_lanes))
+            self._recover("")
+            return Status.PONG, 0, None
+        return Status.BYE, 0, None
+
+    def _enter_lane(self, lane: int, kind: int, *, is_alone: bool) -> None:
+        self.lane = self.lanes[lane]
+        if self.used_lanes != {lane}:
+            others = self.used_lanes - {lane}
+            if is_alone:
+                self._forget_lanes(others)
+            elif kind == Kind.CALL:
+                self._detach_outputs(others)
+            self.used_lanes.add(lane)
 
     def _settle_inputs(self, prepared: PreparedPlan) -> None:
         """See to what a function keeps of its inputs, so that later calls do not change it, nor it them."""
@@ -292,6 +297,26 @@ class Worker:
 
     def _take_in(self, extras: Extras) -> None:
         self.quiet.clear()
+        self._drop(extras)
+        for segment_id, arena_id, offset, nbytes in extras.parts:  # after those that may have lain in their places
+            arena = self.segments.get(arena_id)  # None: the message that brought it could not be taken in
+            if arena is not None and segment_id not in self.segments:
+                self.add_segment(arena.part(segment_id, offset, nbytes))
+        if extras.exchange is not None:
+            lane, segment_id, slot_nbytes = extras.exchange
+            executor = self.lanes[lane].executor
+            executor.exchange, executor.slot_nbytes = self.segments[segment_id], slot_nbytes
+            for prepared in self.plans.values():  # views of the old slots would keep their memory
+                prepared.slot_views, prepared.slot_key, prepared.slots = [], None, None
+        if extras.collective is not None:
+            lane, segment_id = extras.collective
+            segment = self.segments[segment_id]
+            self.lanes[lane].communicator = ShmCommunicator(segment, self.rank, self.world_size, self._eventfds)
+        self.variables.forget(extras.dropped_variables)
+        self.variables.declare(extras.declarations)
+
+    def _drop(self, extras: Extras) -> None:
+        """Let go of what the master has dropped."""
         for plan_id in extras.dropped_plans:
             self.plans.pop(plan_id, None)
         for function_id in extras.dropped_functions:
@@ -309,22 +334,6 @@ class Worker:
                 if segment is not None:
                     self.backend.forget_segment(segment)
                     segment.close()
-        for segment_id, arena_id, offset, nbytes in extras.parts:  # after those that may have lain in their places
-            arena = self.segments.get(arena_id)  # None: the message that brought it could not be taken in
-            if arena is not None and segment_id not in self.segments:
-                self.add_segment(arena.part(segment_id, offset, nbytes))
-        if extras.exchange is not None:
-            lane, segment_id, slot_nbytes = extras.exchange
-            executor = self.lanes[lane].executor
-            executor.exchange, executor.slot_nbytes = self.segments[segment_id], slot_nbytes
-            for prepared in self.plans.values():  # views of the old slots would keep their memory
-                prepared.slot_views, prepared.slot_key, prepared.slots = [], None, None
-        if extras.collective is not None:
-            lane, segment_id = extras.collective
-            segment = self.segments[segment_id]
-            self.lanes[lane].communicator = ShmCommunicator(segment, self.rank, self.world_size, self._eventfds)
-        self.variables.forget(extras.dropped_variables)
-        self.variables.declare(extras.declarations)
 
     def _guarded(self, action: Callable[[], Any]) -> Reply:
         """Run code that may be the user's: an exception or an interrupt becomes a reply."""

@@ -83,8 +83,6 @@ class WorkerLoop:
         worker = self._worker
         assert worker is not None
         channel = self._channel
-        pid = os.getpid()
-        os.register_at_fork(after_in_child=self._note_copy)
         waiting = select.poll()
         waiting.register(channel.read_fd, select.POLLIN)
         waiting.register(self._master_fd, select.POLLIN)
@@ -107,42 +105,45 @@ class WorkerLoop:
             answer = None if quiet is None else quiet.run(worker, sequence, channel)
             if answer is REPLIED:
                 continue
-            try:
-                extras = self._receive_extras(sequence) if flags & HAS_BODY else None
-            except SharedMemoryError as error:  # a limit of this process: the master sends all of it again
-                if kind == Kind.CALL:
-                    worker.lane = worker.lanes[flags >> LANE_SHIFT]
-                    worker.leave_call()
-                failure = pack_failure(error, worker.rank, worker.device)
-                self._reply(Status.ERROR, IS_UNRECEIVED, sequence, pickle.dumps(failure, protocol=5))
-                continue
-            try:
-                status, reply_flags, body = answer or worker.handle(kind, flags, sequence, value, extras)
-            except DeviceLost as error:
-                sys.stderr.write(f"{error}\n")
-                flush_output()
-                os._exit(1)  # nothing of the array library may touch the device any more
-            if os.getpid() != pid:  # the function has forked, and this is the child: it must not answer
-                os._exit(0)
-            if kind == Kind.CALL:
-                flush_output()
-                worker.failpoint("call.before_reply")
-            elif kind == Kind.CLOSE:
-                worker.failpoint("close.received")
-                flush_output()
-            self._reply(status, reply_flags, sequence, body)
-            if kind == Kind.CALL:
-                worker.failpoint("call.after_reply")
-            elif kind == Kind.CLOSE:
+            if not self._answer(worker, message, answer):
                 return
-            worker.tidy(kind, status)
-            if kind == Kind.CALL and status == Status.DONE and extras is None and QuietCall.fits(worker, value):
-                worker.quiet[value] = QuietCall(worker, worker.plans[value])
-            del body, extras, answer
+            del answer
 
-    def _note_copy(self) -> None:
-        assert self._worker is not None
-        self._worker.is_copy = True
+    def _answer(self, worker: Worker, message: Doorbell, answer: Any) -> bool:
+        """Act on a message, unless ``answer`` is there already, and reply; return False where it was the last one."""
+        kind, flags, sequence, value = message
+        try:
+            extras = self._receive_extras(sequence) if flags & HAS_BODY else None
+        except SharedMemoryError as error:  # a limit of this process: the master sends all of it again
+            if kind == Kind.CALL:
+                worker.lane = worker.lanes[flags >> LANE_SHIFT]
+                worker.leave_call()
+            failure = pack_failure(error, worker.rank, worker.device)
+            self._reply(Status.ERROR, IS_UNRECEIVED, sequence, pickle.dumps(failure, protocol=5))
+            return True
+        try:
+            status, reply_flags, body = answer or worker.handle(kind, flags, sequence, value, extras)
+        except DeviceLost as error:
+            sys.stderr.write(f"{error}\n")
+            flush_output()
+            os._exit(1)  # nothing of the array library may touch the device any more
+        if os.getpid() != worker.pid:  # the function has forked, and this is the child: it must not answer
+            os._exit(0)
+        if kind == Kind.CALL:
+            flush_output()
+            worker.failpoint("call.before_reply")
+        elif kind == Kind.CLOSE:
+            worker.failpoint("close.received")
+            flush_output()
+        self._reply(status, reply_flags, sequence, body)
+        if kind == Kind.CALL:
+            worker.failpoint("call.after_reply")
+        elif kind == Kind.CLOSE:
+            return False
+        worker.tidy(kind, status)
+        if kind == Kind.CALL and status == Status.DONE and extras is None and QuietCall.fits(worker, value):
+            worker.quiet[value] = QuietCall(worker, worker.plans[value])
+        return True
 
     def _peek(self) -> Doorbell | None:
         """Return the next doorbell if it has arrived; it stays the next one."""

@@ -111,7 +111,7 @@ def fake_pynccl() -> dict[str, types.ModuleType]:
     return {"pynccl": package, "pynccl.binding": binding}
 
 
-def fake_cupy(path: Path) -> dict[str, types.ModuleType]:
+def fake_cupy(path: Path) -> dict[str, types.ModuleType]:  # noqa: C901
     """Return modules of ``cupy.cuda.nccl``'s shape over the library at ``path``: CuPy 14's names, errors and gaps."""
     dll = ctypes.CDLL(str(path))
     size_t, p, i = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int

@@ -1,0 +1,77 @@
+"""A call on its way: what is called, what was sent, and what a call on trial has shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from synk._master.arguments import (
+    Signature,
+)
+from synk._master.plans import CachedPlan, Call, PlanCache
+from synk._master.results import Lease
+from synk._master.row_shapes import RowShapes
+from synk._master.session import Session
+from synk._master.variable import Variable
+from synk._master.workers import Flight
+from synk._wire.control import Traits
+
+
+class Callee(Protocol):
+    """What a call needs of the function that is called."""
+
+    name: str
+    id: int
+    signature: Signature
+    outputs: Any
+    per_rank: bool
+    row_shapes: RowShapes
+    plans: PlanCache
+    variables: set[Variable]
+    is_stale: bool
+
+    def load(self, session: Session, deadline: float | None) -> None:
+        """See that the workers have it."""
+
+
+@dataclass(slots=True)
+class Launched:
+    """A call that was sent to the workers."""
+
+    function: Callee
+    call: Call
+    cached: CachedPlan
+    number: int
+    flight: Flight
+    lease: Lease | None
+    deadline: float | None
+    started_ns: int = 0
+    staged_nbytes: int = 0
+    pickled_nbytes: int = 0
+
+
+@dataclass
+class Tried:
+    """What a call on trial showed.
+
+    Attributes
+    ----------
+    leaves : list
+        The outputs; where they were not combined, each a list with one entry per rank.
+    skeleton
+        The nesting of the outputs, with leaf positions as leaves.
+    ranks, rows : list of int
+        Who ran, and the rows of each.
+    traits : Traits
+    assigned : dict of Variable to list of lists of ndarray
+        New values of variables by rank that ran, each as its arrays. None of them holds.
+    """
+
+    leaves: list[Any]
+    skeleton: Any
+    ranks: list[int]
+    rows: list[int]
+    traits: Traits
+    assigned: dict[Variable, list[list[np.ndarray]]]

@@ -1,0 +1,149 @@
+"""A call brought into place: its plan, its arguments in the staging segment, its numbers in the control segment."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from synk._master.arguments import aligned, capacity_for, input_of
+from synk._master.lanes import Lane
+from synk._master.launched import Callee
+from synk._master.plans import CachedPlan, Call, CallOptions, Places
+from synk._master.session import Session
+from synk._pure.arrays import copy_into
+from synk._wire.control import Down
+from synk._wire.messages import Plan
+
+_plan_ids = itertools.count(1)
+
+
+def plan_call(session: Session, function: Callee, call: Call, options: CallOptions, lane: Lane) -> CachedPlan:
+    """Return the plan for this call's signature, from the cache where it was seen before."""
+    plans = function.plans
+    index_arrays = call.index_arrays
+    buffer_sizes: tuple[int, ...] = ()
+    capacity = 0
+    if call.objects is not None:
+        capacity = capacity_for(len(call.objects[0]))
+        buffer_sizes = tuple(view.nbytes for view in call.objects[1])
+    key = (
+        function.id,
+        tuple([(argument.keyword, argument.key) for argument in call.arguments]),
+        options.num_slices,
+        options.output_subset,
+        options.is_trial,
+        options.is_apart,
+        tuple([-1 if indices is None else len(indices) for indices in index_arrays]),
+        capacity,
+        buffer_sizes,
+        lane.index,
+        lane.staging.id if lane.staging is not None else 0,
+    )
+    cached = plans.get(key)
+    if cached is not None:
+        return cached
+    offset = 0
+    offsets: list[int] = []
+
+    def reserve(nbytes: int) -> int:
+        nonlocal offset
+        start = aligned(offset, nbytes)
+        offset = start + nbytes
+        offsets.append(start)
+        return start
+
+    array_places = [reserve(a.array.size * a.dtype.itemsize) if a.array is not None else 0 for a in call.arguments]
+    pickle_at = reserve(capacity) if capacity else 0
+    buffers_at = [reserve(size) for size in buffer_sizes]
+    indices_at = [reserve(indices.nbytes) if indices is not None else 0 for indices in index_arrays]
+    staging = session.grow_staging(lane, offset)
+    key = (*key[:-1], staging.id)
+    staged: list[np.ndarray] = []
+    inputs = []
+    num_objects = 0
+    for argument, place in zip(call.arguments, array_places):
+        inputs.append(input_of(argument, staging.id, num_objects if argument.kind == "object" else place))
+        num_objects += argument.kind == "object"
+        if argument.array is not None:
+            staged.append(staging.view(place, argument.array.shape, argument.dtype))
+    index_places = [
+        (staging.id, at, len(indices)) if indices is not None else None for at, indices in zip(indices_at, index_arrays)
+    ]
+    plan = Plan(
+        next(_plan_ids),
+        function.id,
+        tuple(inputs),
+        options.num_slices,
+        options.output_subset,
+        (staging.id, pickle_at, capacity) if capacity else None,
+        tuple((staging.id, at, size) for at, size in zip(buffers_at, buffer_sizes)),
+        is_rowless=call.selection is None,
+        indices_place=index_places[0],
+        local_indices_place=index_places[1],
+        order_place=index_places[2],
+        is_trial=options.is_trial,
+        is_apart=options.is_apart,
+    )
+    contents = [argument.contents for argument in call.arguments if argument.contents is not None]
+    segments = [each.segment for each in contents if each.segment is not None]
+    if offset:
+        segments.append(staging)
+    places = Places(
+        staging.buffer[pickle_at : pickle_at + capacity] if capacity else None,
+        [staging.buffer[at : at + size] for at, size in zip(buffers_at, buffer_sizes)],
+        [
+            staging.view(at, indices.shape, indices.dtype) if indices is not None else None
+            for at, indices in zip(indices_at, index_arrays)
+        ],
+    )
+    cached = CachedPlan(plan, lane, segments, staged, places)
+    plans.put(key, cached, session.team)
+    return cached
+
+
+def stage(session: Session, cached: CachedPlan, call: Call) -> None:
+    """Copy plain arrays, pickles and indices into shared memory: the one copy that the master makes."""
+    nbytes = 0
+    arrays = (argument.array for argument in call.arguments if argument.array is not None)
+    for target, source in zip(cached.staged, arrays):
+        copy_into(target, source)
+        nbytes += target.nbytes
+    places = cached.places
+    if call.objects is not None and places.pickle is not None:
+        data, buffers = call.objects
+        places.pickle[: len(data)] = np.frombuffer(data, np.uint8)
+        for target, view in zip(places.buffers, buffers):
+            copy_into(target, np.frombuffer(view, np.uint8))
+            nbytes += view.nbytes
+    for place, indices in zip(places.indices, call.index_arrays):
+        if place is not None:
+            place[...] = indices
+            nbytes += place.nbytes
+    session.counters["bytes_staged"] += nbytes
+
+
+def write_numbers(lane: Lane, call: Call) -> None:
+    """Write each rank's bounds into the control segment, where they differ from those of the call before."""
+    selection = call.selection
+    rows = dict(zip(call.ranks, call.rows))
+    start, step, count = (0, 1, 0) if selection is None else (selection.start, selection.step, selection.count)
+    local = call.owned.local_ranges if call.owned is not None else None
+    key = (call.bounds, call.ranks, call.rows, start, step, count, local)
+    if lane.last_numbers != key:
+        lane.last_numbers = None  # until all of them are written
+        running = set(call.ranks)
+        lane.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1] = [
+            (
+                rank in running,
+                low,
+                high,
+                start,
+                step,
+                count,
+                rows.get(rank, 0),
+                *(local[rank] if local else (0, 1)),
+            )
+            for rank, (low, high) in enumerate(call.bounds)
+        ]
+        lane.last_numbers = key
