@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 from collections.abc import Sequence
 from functools import reduce as fold
@@ -92,7 +93,12 @@ class Assembly:
         for leaf in self._wanted:
             self._check_leaf(leaf)
             self._place(leaf)
-        self.small = self._short_way()
+        self._small = self._reduced_slots()
+        self._is_tuple = self.skeleton == tuple(range(self._num_leaves)) and type(self.skeleton) is tuple
+        # Overflow and NaN are the caller's numbers, as in a NumPy reduction. To enter np.errstate for each call takes
+        # longer than to reduce.
+        self._context = contextvars.Context()
+        self._context.run(np.seterr, all="ignore")
 
     @property
     def is_small_and_plain(self) -> bool:
@@ -203,6 +209,8 @@ class Assembly:
             Row k of gathered outputs goes to position ``order[k]``; None: they are in order.
         """
         weights = None if len(set(rows)) <= 1 else rows
+        if self._small is not None and weights is None:
+            return self._context.run(self._build_small, self._small)
         parts = self._parts(objects)
         values: list[Any] = [None] * self._num_leaves
         with np.errstate(all="ignore"):  # overflow and NaN are the caller's numbers, as in a NumPy reduction
@@ -210,7 +218,7 @@ class Assembly:
                 values[leaf] = self._value(leaf, parts.get(leaf, []), weights, root, order)
         return self._select(values)
 
-    def _short_way(self) -> list[tuple[Any, list[np.ndarray], bool]] | None:
+    def _reduced_slots(self) -> list[tuple[Any, list[np.ndarray], bool]] | None:
         """Return ``(ufunc, slots, is_average)`` of each output where all are small, reduced, and of full precision."""
         if self._subset is not None or self.result_nbytes:
             return None
@@ -221,6 +229,16 @@ class Assembly:
                 return None
             outputs.append((UFUNCS[str(op)], slots, op == "avg"))
         return outputs
+
+    def _build_small(self, outputs: list[tuple[Any, list[np.ndarray], bool]]) -> Any:
+        """Reduce the slots as ``reduce_into`` does, to the same bits, with nothing else on the way."""
+        values = []
+        for ufunc, slots, is_average in outputs:
+            value = ufunc(slots[0], slots[1]) if len(slots) > 1 else _own(slots[0])
+            for slot in slots[2:]:
+                value = ufunc(value, slot)
+            values.append(value / len(slots) if is_average and len(slots) > 1 else value)
+        return tuple(values) if self._is_tuple else unflatten(self.structure, values)
 
     def _parts(self, objects: list[list[Any]] | None) -> dict[int, list[Any]]:
         """Return for each leaf the voters' outputs that are no arrays (None where one is)."""

@@ -63,7 +63,7 @@ _PLAIN_TYPES = (np.ndarray, *_FIXED_TYPES)
 
 
 class OutputSlots:
-    """Where the outputs of a quiet call go, as long as they look like those of the call before.
+    """Where the outputs go, as long as they look like those of the call before.
 
     Only for a value or a tuple of them that are all small arrays or numbers, which is what most functions return.
     """
@@ -421,6 +421,10 @@ class Executor:
         The body is ``(layout or None, objects)``: the layout where it differs from that of the plan's last call, and
         the outputs that are no arrays.
         """
+        slots = prepared.slots
+        if slots is not None and not variables.assigned and slots.fill(result):
+            self.output_nbytes = slots.nbytes
+            return Status.DONE, None
         function = prepared.function
         subset = prepared.plan.output_subset
         values, structure = flatten(result)
@@ -469,7 +473,7 @@ class Executor:
         return status, (layout if is_new else None, objects) if is_new or objects else None
 
     def _slots(self, prepared: PreparedPlan, result: Any, values: Sequence[Any]) -> OutputSlots | None:
-        """Return where the outputs of the next call go, if it can be a quiet one."""
+        """Return where the outputs of the next call go if they look like these, where it can be told so easily."""
         is_flat = type(result) is tuple or (len(values) == 1 and values[0] is result)
         is_flat = is_flat and len(values) == len(result if type(result) is tuple else values)
         is_plain = all(type(value) in _PLAIN_TYPES or isinstance(value, np.generic) for value in values)

@@ -91,7 +91,7 @@ class WorkerLoop:
             message, self._peeked = self._peeked, None
             if message is None:
                 events = patience.wait(waiting)
-                if events[0][0] != channel.read_fd:  # it was registered first, so it comes first
+                if len(events) == 1 and events[0][0] != channel.read_fd:
                     os.killpg(0, signal.SIGKILL)  # only the master's pidfd is ready: it is gone
                 message = channel.answer()
             if message is None:
