@@ -10,6 +10,7 @@ import ast
 import gc
 import itertools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -360,54 +361,57 @@ def test_an_idle_worker_sleeps(shared_runtimes: Any) -> None:
         assert wait_for(lambda stat=stat: stat.read_text().rpartition(")")[2].split()[0] == "S")
 
 
-# ----- the layers
-
-FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "_shards", "_ops", "_messages"),
-    ("_memory", "_channel", "backends"),
-    ("communicators",),
-    ("data", "shared", "_comm", "collectives"),
-    ("_worker",),
-    ("runtime",),
-    ("function", "profile"),
-)
+# ----- the path as the design page shows it
 
 
-def loaded_by(path: Path) -> set[str]:
-    """Return the modules of this package that are loaded with a file; those imported at need, by a call, are not."""
-    found: set[str] = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "synk":
-            found |= {node.module.split(".")[1]} if "." in node.module else {alias.name for alias in node.names}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("synk.")}
-    return found
+def shown_paths() -> list[list[tuple[str, str]]]:
+    """Return the (file, function) of each line of the two paths of a call on the design page."""
+    page = (PACKAGE_FOLDER / "docs" / "design.md").read_text(encoding="utf-8")
+    section = page.partition("## The path of one call")[2].partition("Five invariants")[0]
+    blocks = section.split("```")[1::2]
+    return [re.findall(r"(_\w+/\w+\.py) +([\w.]+)", block) for block in blocks]
 
 
-def test_a_file_imports_only_lower_floors() -> None:
-    floor = {name: number for number, names in enumerate(FLOORS) for name in names}
-    for path in sorted((PACKAGE_FOLDER / "synk").rglob("*.py")):
-        name = path.relative_to(PACKAGE_FOLDER / "synk").parts[0].removesuffix(".py")
-        if name in floor:
-            for imported in loaded_by(path):
-                assert floor.get(imported, 0) <= floor[name], f"{path.name} imports {imported}"
+def test_the_design_page_shows_functions_that_exist() -> None:
+    paths = shown_paths()
+    assert [len(path) for path in paths] == [4, 18]
+    for file, name in itertools.chain(*paths):
+        tree: ast.AST = ast.parse((PACKAGE_FOLDER / "synk" / file).read_text(encoding="utf-8"))
+        for part in name.split("."):
+            found = [
+                node for node in ast.iter_child_nodes(tree)
+                if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == part
+            ]  # fmt: skip
+            assert found, f"{file}: {name}"
+            tree = found[-1]
 
 
-def test_no_two_files_import_each_other() -> None:
-    files = sorted((PACKAGE_FOLDER / "synk").glob("*.py"))
-    graph = {path.stem: loaded_by(path) for path in files if path.name not in ("__init__.py", "__main__.py")}
+@pytest.mark.parametrize("is_quiet", [True, False])
+def test_a_call_takes_the_path_that_the_design_page_shows(shared_runtimes: Any, is_quiet: bool) -> None:
+    rt = shared_runtimes[2]
+    f = rt.function(lambda x: x.sum(), outputs="sum")
+    x = np.arange(6.0)
+    for _ in range(3 if is_quiet else 0):
+        f(x)
+    called: list[tuple[str, str]] = []
 
-    def reachable(start: str) -> set[str]:
-        seen: set[str] = set()
-        pending = list(graph[start])
-        while pending:
-            name = pending.pop()
-            if name not in seen:
-                seen.add(name)
-                pending += graph.get(name, ())
-        return seen
+    def look(frame: Any, event: str, argument: Any) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.is_relative_to(PACKAGE_FOLDER / "synk"):
+            called.append((f"{file.parent.name}/{file.name}", frame.f_code.co_name))
 
-    assert not [name for name in graph if name in reachable(name)]
+    sys.setprofile(look)
+    try:
+        f(x)
+    finally:
+        sys.setprofile(None)
+    shown = [(file, name.rpartition(".")[2]) for file, name in shown_paths()[0 if is_quiet else 1]]
+    shown = [step for step in shown if not step[0].startswith("_worker")]
+    steps = iter(called)
+    assert [step for step in shown if step not in steps] == [], "these did not come, or not in this order"
+
+
+# ----- what is imported
 
 
 def test_import_loads_no_array_library_but_numpy() -> None:
