@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import saboteurs
 from harness import Child, assert_right, mapped_memfds
 
 from synk._wire import mapping as _mapping
+from synk._wire.memory import create_fd
 
 Fork = Callable[..., Any]
 SIZE = (1 << 18) // 8
@@ -154,6 +156,31 @@ def test_E16_wherever_the_fork_is_made(reused: Fork, how: str) -> None:
         fork()
     assert (result == 5).all()
     assert_right(rt)
+
+
+@pytest.mark.parametrize("what", ["memory", "descriptor"])
+def test_E16_what_another_thread_drops_meanwhile_is_left_alone(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """The number of a descriptor that was closed may be another file's already."""
+    result = _mapping.MappedFile(create_fd(8192), 8192, is_writable=True)
+    result[:5] = b"right"
+    if what == "memory":
+        result.close()
+        result.make_private()
+        return
+    mmap, taken = _mapping._mmap, []
+
+    def drop_first(*arguments: Any) -> int:
+        number = result.fd
+        result.close_fd()
+        taken.append(os.memfd_create("another file"))
+        os.ftruncate(taken[0], 8192)
+        assert taken[0] == number
+        return int(mmap(*arguments))
+
+    monkeypatch.setattr(_mapping, "_mmap", drop_first)
+    result.make_private()
+    assert result[:5] == b"right"
+    os.close(taken[0])
 
 
 def test_E16_a_fork_while_calls_are_in_flight(reused: Fork) -> None:
