@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 import pytest
 from harness import Child, assert_right, pids, wait_for
@@ -795,6 +796,27 @@ def test_close_between_and_meanwhile(runtime: Fork) -> None:
     closer.join()
     with pytest.raises(ClosedError):
         f(np.zeros(1), X)
+
+
+def test_a_copy_of_the_master_made_without_hooks_rings_at_no_worker() -> None:
+    """By a C library, say: Python's hooks, which end the epoch, do not run there."""
+    harness.script("""
+        import ctypes
+        rt = synk.fork(2, backend="numpy")
+        total = rt.function(lambda x: x.sum(), outputs="sum")
+        x = np.arange(6.0)
+        assert [total(x) for _ in range(4)] == [15.0] * 4
+        child = ctypes.PyDLL(None).fork()
+        if child == 0:
+            try:
+                total(10 * x)
+            except synk.errors.ReentrancyError as error:
+                print("refused" if "forked copy" in str(error) else error, flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert [total(x + k) for k in range(4)] == [15.0 + 6 * k for k in range(4)]
+        rt.close()
+    """).check("refused\n")
 
 
 def test_restart_between(runtime: Fork, ordinary: Ordinary) -> None:

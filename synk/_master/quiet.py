@@ -133,6 +133,7 @@ class QuietCall(Flight):
                 or session.functions.dropped
                 or session.variables.dropped
                 or function.is_stale
+                or os.getpid() != session.pid  # a copy of the master that was made without at-fork hooks
                 or not cached.is_agreed
                 or cached.assembly is not self._assembly
                 # Ctrl-C would only cancel a task of asyncio, and not be heard here.

@@ -109,7 +109,7 @@ class Session:
             ),
             0,
         )  # fmt: skip
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._lock = threading.RLock()
         self.profile = Profile()
         self.numbers = itertools.count(1)
@@ -154,7 +154,7 @@ class Session:
 
     def check_open(self, verb: str) -> None:
         """Raise ClosedError or ReentrancyError where ``verb`` cannot work any more."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             self.check_process(verb)
         if self.team.is_closed or self.team.is_closing:
             raise ClosedError(f"cannot {verb}: the runtime is closed. Call synk.fork() again.") from self.cause
@@ -162,11 +162,11 @@ class Session:
     @property
     def is_own_process(self) -> bool:
         """Whether this process, and not one that was forked from it, owns the workers."""
-        return os.getpid() == self._pid
+        return os.getpid() == self.pid
 
     def check_process(self, verb: str) -> None:
         """Raise ReentrancyError in a forked copy of the master."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             raise ReentrancyError(
                 f"cannot {verb}: this process is a forked copy of the master, and the workers belong to the original."
             )
@@ -321,7 +321,7 @@ class Session:
     def close(self) -> None:
         """End the workers and release everything; safe to repeat, bounded in time."""
         team = self.team
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             return
         refuse_inside_worker("close")
         if self.is_mine():
@@ -356,7 +356,7 @@ class Session:
 
     def __del__(self) -> None:
         team = getattr(self, "team", None)
-        if team is None or team.is_closed or os.getpid() != self._pid:
+        if team is None or team.is_closed or os.getpid() != self.pid:
             return
         if not sys.is_finalizing():
             warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, stacklevel=2, source=self)
