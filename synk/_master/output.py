@@ -14,6 +14,7 @@ import sys
 import termios
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 from synk._pure.interrupts import is_from_handler
@@ -44,10 +45,10 @@ class Output:
         self.fd: int = fd
         self._prefix = f"[rank {rank}] "
         self._stream_name = stream_name
-        self._rest = b""
+        self._line: list[tuple[float, bytes]] = []  # the unfinished line: its pieces, and when they came
         self._unwritten = ""
-        self._backlog = 0  # bytes, of the unfinished line and in the pipe, from before the operation under way
-        self._tail: deque[tuple[float, str]] = deque(maxlen=_STDERR_LINES)  # the last lines, and when they came
+        self._backlog = 0  # bytes in the pipe that were written before the operation under way
+        self._tail: deque[list[tuple[float, bytes]]] = deque(maxlen=_STDERR_LINES)  # the last lines
         os.set_blocking(fd, False)
 
     def forward(self, max_nbytes: int = 1 << 22) -> bool:
@@ -60,39 +61,49 @@ class Output:
             except BlockingIOError:
                 return True
             if not data:
-                self._write([self._rest] if self._rest else [])
-                self._rest = b""
+                self._write([self._end_line()] if self._line else [])
                 return False
             max_nbytes -= len(data)
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            if len(self._rest) > _LINE_NBYTES:
-                lines.append(self._rest)
-                self._rest = b""
-            self._write(lines)
+            old, new = data[: self._backlog], data[self._backlog :]
+            self._backlog -= len(old)
+            self._write([*self._take(old, 0.0), *self._take(new, time.monotonic())])
         return True
 
     def note_backlog(self) -> None:
-        """Remember that what was written so far is of earlier operations, the beginning of a line too."""
+        """Remember that what lies in the pipe is of earlier operations: the master's own stream is full."""
         fd = self.fd
         if fd >= 0:
-            (in_pipe,) = _INT.unpack(fcntl.ioctl(fd, termios.FIONREAD, bytes(_INT.size)))
-            self._backlog = len(self._rest) + in_pipe
+            (self._backlog,) = _INT.unpack(fcntl.ioctl(fd, termios.FIONREAD, bytes(_INT.size)))
 
     def since(self, began: float) -> list[str]:
-        """Return the last lines that were written since the monotonic time ``began``."""
-        return [text for came, text in self._tail if came >= began]
+        """Return the last lines that were written since the monotonic time ``began``; of one begun before, the rest."""
+        found = []
+        for pieces in self._tail:
+            new = [piece for came, piece in pieces if came >= began]
+            if any(new) or len(new) == len(pieces):
+                found.append(_decoded(b"".join(new)[:2000]))
+        return found
 
-    def _write(self, lines: list[bytes]) -> None:
-        if not lines:
-            return
-        now = time.monotonic()
-        for line in lines:
-            new = line[self._backlog :]
-            if new or self._backlog <= 0:
-                self._tail.append((now, _decoded(new[:2000])))
-            self._backlog = max(self._backlog - len(line) - 1, 0)
-        self._unwritten += "".join(f"{self._prefix}{_decoded(line)}\n" for line in lines)
-        self._flush()
+    def _take(self, data: bytes, came: float) -> Iterator[str]:
+        """Yield the lines that ``data`` ends, as they are to be written."""
+        *ends, rest = data.split(b"\n")
+        for end in ends:
+            self._line.append((came, end))
+            yield self._end_line()
+        if rest:
+            self._line.append((came, rest))
+            if sum(len(piece) for _, piece in self._line) > _LINE_NBYTES:
+                yield self._end_line()
+
+    def _end_line(self) -> str:
+        pieces, self._line = self._line, []
+        self._tail.append(pieces)
+        return f"{self._prefix}{_decoded(b''.join([piece for _, piece in pieces]))}\n"
+
+    def _write(self, lines: list[str]) -> None:
+        if lines:
+            self._unwritten += "".join(lines)
+            self._flush()
 
     def _flush(self) -> bool:
         """Write what can be written without blocking for long; return False if something is left."""

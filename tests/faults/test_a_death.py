@@ -463,21 +463,24 @@ def test_a_death_after_the_function_quotes_what_the_function_wrote(reused: Fork)
         rt.function(warn, outputs="sum")(ROWS)
 
 
-@pytest.mark.parametrize("is_read", [True, False])
+@pytest.mark.parametrize(("is_read", "is_noted"), [(True, True), (True, False), (False, True)])
 def test_of_a_line_begun_before_the_call_only_its_rest_is_quoted(
-    is_read: bool, capsys: pytest.CaptureFixture[str]
+    is_read: bool, is_noted: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Whether its beginning was read in the call before, or when this one began."""
     source, worker = os.pipe()
     output = Output(Descriptor(source), 0, "stderr")
     os.write(worker, b"earlier\nbegun before")
     if is_read:
         output.forward()
-    output.note_backlog()
+    if is_noted:
+        output.note_backlog()
     began = time.monotonic()
-    os.write(worker, b", ended now\n\nnext\nbegun again")
+    os.write(worker, b", ended now\n\nnext\nbegun")
+    output.forward()
+    os.write(worker, b" again")
     output.forward()
     assert output.since(began) == [", ended now", "", "next"]
-    output.note_backlog()
     began = time.monotonic()
     os.write(worker, b"\nlast\n")
     output.forward()
@@ -510,7 +513,7 @@ def test_lines_that_wait_for_the_masters_stream_are_of_earlier_calls(monkeypatch
             while os.read(terminal, 1 << 20):
                 pass
         output.forward()
-        assert output.since(0.0) == ["read, not shown", "of this call"]
+        assert output.since(0.0) == ["read, not shown", "not even read", "of this call"]
         assert output.since(began) == ["of this call"]
         monkeypatch.undo()
     output.close()
