@@ -145,6 +145,34 @@ def test_attributes_and_keys(shared_runtimes: Any) -> None:
     check()
 
 
+class AnswersEveryName(type):
+    """The class of classes that have whatever attribute is asked for, as those of mocks and proxies."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return True
+
+
+class Proxy(metaclass=AnswersEveryName):
+    def __init__(self, rows: list[float]) -> None:
+        self.rows = rows
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.rows, dtype)
+
+
+def test_an_object_with_whatever_attribute_is_asked_for_is_taken_for_itself(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    captured = Proxy([1.0, 2.0])
+    total = rt.function(lambda x: float((np.asarray(x) + sum(captured.rows)).sum()), outputs="sum", name="total")
+    rt.distribute()
+    assert total(Proxy([1.0, 2.0, 3.0])) == 15.0
+    w = rt.shared(np.zeros(2), name="w")
+    rt.set_value(w, Proxy([4.0, 5.0]))  # type: ignore[arg-type]
+    assert np.array_equal(w.value, [4.0, 5.0])
+
+
 def test_a_bound_method_a_callable_object_and_a_partial(shared_runtimes: Any) -> None:
     class Model:
         def __init__(self) -> None:

@@ -5,6 +5,7 @@ Results are ordinary arrays, and never the object itself, but for what works in 
 
 from __future__ import annotations
 
+import abc
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 
-class ArrayLike(NDArrayOperatorsMixin):
+class ArrayLike(NDArrayOperatorsMixin, abc.ABC):
     """Base of :class:`synk.Data`.
 
     The binary operators are the array's own. Those of the mixin call the ufuncs, which know neither records (``==``)
@@ -25,13 +26,13 @@ class ArrayLike(NDArrayOperatorsMixin):
     __hash__ = object.__hash__  # by identity, though == compares elements
 
     @property
+    @abc.abstractmethod
     def data(self) -> np.ndarray:
         """The array, to be kept or written to."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _operand(self) -> np.ndarray:
         """Return the array, to be read at once."""
-        raise NotImplementedError
 
     # -- ufuncs -------------------------------------------------------------------------------------------------------
 

@@ -16,16 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from synk._api.array_like import ArrayLike
-from synk._master.arguments import Contents
+from synk._master.contents import Contents, DataHandle
 from synk._master.session import Session
 from synk._pure.arrays import as_plain_array, check_shareable
 from synk._pure.interrupts import deferred
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.memory import Segment
-from synk.errors import ClosedError
 
 
-class Data(ArrayLike):
+class Data(DataHandle, ArrayLike):
     """An array in shared memory, of fixed dtype and number of axes; axis 0 is the rows that calls scatter.
 
     Made by :func:`synk.data`. Reads like a NumPy array: indexing gives views, assignment writes through to where the
@@ -54,8 +53,6 @@ class Data(ArrayLike):
         ``batch`` picks; see :class:`synk.Function`.
     name : str or None
     """
-
-    _synk_data = True
 
     def __init__(
         self,
@@ -99,17 +96,7 @@ class Data(ArrayLike):
         self._contents = Contents(None, np.empty((0,) * self._ndim, self._dtype))
         self.set_shape(shape if shape is not None else (0,) * self._ndim, oversize=oversize)
 
-    @property
-    def _label(self) -> str:
-        return f"Data {self.name!r}" if self.name else "Data"
-
     # -- reading ------------------------------------------------------------------------------------------------------
-
-    @property
-    def data(self) -> np.ndarray:
-        """The array, a view of the shared memory; shape as ``shape``."""
-        self._session.check_open(f"use {self._label}")
-        return self._await_readers().array
 
     def _operand(self) -> np.ndarray:
         self._session.check_open(f"use {self._label}")
@@ -122,10 +109,6 @@ class Data(ArrayLike):
     @property
     def dtype(self) -> np.dtype:
         return self._dtype
-
-    @property
-    def ndim(self) -> int:
-        return self._ndim
 
     @property
     def size(self) -> int:
@@ -299,24 +282,6 @@ class Data(ArrayLike):
             old, self._contents = self._contents, contents
             if old.segment is not None:
                 self._session.release(old.segment)
-
-    def _await_readers(self) -> Contents:
-        """Wait for submitted calls that read this: they must see it as it was. Return what may be written to."""
-        while True:
-            contents = self._contents
-            if contents.segment is not None:
-                self._session.queue.release(contents.segment)
-            if self._contents is contents:
-                return contents
-
-    def _check_owner(self, session: Session, what: str) -> None:
-        """Raise where this belongs to another runtime."""
-        if self._session is not session:
-            if self._session.is_closed:
-                raise ClosedError(f"cannot pass {what}: its runtime was closed. Make it again with synk.data(...).")
-            raise ValueError(
-                f"cannot pass {what}: it belongs to another runtime. Make it with this runtime's data(...)."
-            )
 
     def __del__(self) -> None:
         # Finalizers run anywhere, also in the middle of a call: the segment is only queued.

@@ -8,12 +8,12 @@ import numpy as np
 
 from synk._master import collectives
 from synk._master.session import Session
-from synk._master.variable import Variable
+from synk._master.variable import Variable, VariableHandle
 from synk._pure.read_only import read_only
 from synk._wire.variables import value_as_array
 
 
-class Shared:
+class Shared(VariableHandle):
     """A variable on every rank: an array, or a nesting of arrays (the parameters of a model). Made by
     :func:`synk.shared`.
 
@@ -25,8 +25,7 @@ class Shared:
     ``synk.get_value(w)`` gives one that is the caller's own. ``w.value += 1`` assigns.
     """
 
-    _synk_shared = True
-    __slots__ = ("__weakref__", "_session", "_variable")  # so that a misspelt ``w.vlaue = ...`` is an error
+    __slots__ = ("__weakref__", "_session")  # so that a misspelt ``w.vlaue = ...`` is an error
 
     def __init__(self, session: Session, variable: Variable) -> None:
         self._session = session

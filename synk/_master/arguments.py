@@ -9,43 +9,24 @@ import inspect
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 import numpy as np
 
+from synk._master.contents import Contents, DataHandle
 from synk._master.session import Session
-from synk._master.variable import Variable, check_owner, is_shared
+from synk._master.variable import Variable, VariableHandle, check_owner
 from synk._pure.arrays import as_plain_array, check_shareable
 from synk._pure.interrupts import is_from_handler
 from synk._pure.read_only import ReadOnlyArray
 from synk._pure.shards import Assignment, Selection, assign_local, assign_owned, bounds_of, select_common
-from synk._wire.memory import Segment
 from synk._wire.messages import Input
 from synk.errors import SerializationError
 
 _ALIGNMENT = 64
 _PAGE = 4096
 _PLAIN_TYPES = (int, float, complex, bool, str, bytes, type(None))
-
-
-class Contents(NamedTuple):
-    """What a ``Data`` holds at one moment.
-
-    Replaced as a whole, so that whoever has taken it has the memory and the rows of one moment.
-    """
-
-    segment: Segment | None
-    array: np.ndarray
-
-    @property
-    def segment_id(self) -> int:
-        return self.segment.id if self.segment is not None else 0
-
-
-def is_data(value: Any) -> bool:
-    """Whether ``value`` is a :class:`synk.Data`."""
-    return hasattr(type(value), "_synk_data")
 
 
 @dataclass
@@ -212,12 +193,12 @@ def check_argument(
     ClosedError, ValueError
         If it is a ``Data`` or ``Shared`` of another runtime.
     """
-    if is_data(value):
+    if isinstance(value, DataHandle):
         value._check_owner(session, f"{label} of {function_name!r}")
         if not is_broadcast and value.ndim == 0:
             raise TypeError(_no_rows(label, function_name, "a Data with no axes"))
         return Argument(label, keyword, "whole" if is_broadcast else "rows", data=value, contents=value._contents)
-    if is_shared(value):
+    if isinstance(value, VariableHandle):
         return _check_shared(label, keyword, is_broadcast, value._variable, function_name, session)
     if isinstance(value, ReadOnlyArray):
         value = value.view(np.ndarray)

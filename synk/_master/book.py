@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synk._master.parcels import NUMBERS, UNKNOWN, Known, Parcel, contents_of, elements_of, is_same
-from synk._master.variable import VariablePickler, is_shared
+from synk._master.variable import VariableHandle, VariablePickler
 from synk._master.watch import (
     MISSING,
     Part,
@@ -36,7 +36,7 @@ from synk._wire.messages import Reload
 from synk._wire.parcels import Absent, Found, fill_function, make_cell
 
 _ATOMIC = (
-    type(None), types.CodeType, types.ModuleType, types.BuiltinFunctionType, np.dtype, np.generic,
+    type(None), types.CodeType, types.ModuleType, types.BuiltinFunctionType, np.dtype, np.generic, VariableHandle,
 )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ class _Pickler(VariablePickler):
         self._passing[id(state)] = state
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, _ATOMIC) or is_shared(obj):
+        if isinstance(obj, _ATOMIC):
             return super().reducer_override(obj)
         if isinstance(obj, types.CellType) and id(obj) in self._cells:
             self._meet(obj)

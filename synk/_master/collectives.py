@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._master.arguments import is_data
+from synk._master.contents import DataHandle
 from synk._master.failures import raise_failures
 from synk._master.session import Session
 from synk._master.variable import Variable
@@ -48,7 +48,7 @@ def pair(variables: Any, listed: Sequence[Variable], values: Any) -> list[tuple[
     else:
         pairs = list(zip(listed, values))
     for variable, value in pairs:
-        variable.check(value.data if is_data(value) else value)
+        variable.check(value.data if isinstance(value, DataHandle) else value)
     return pairs
 
 
@@ -138,7 +138,7 @@ def _copy(leaf: np.ndarray) -> np.ndarray:
 
 def check_scatter(variable: Variable, value: Any, batch: Any) -> tuple[list[np.ndarray], Selection]:
     """Return the arrays to scatter and the rows that ``batch`` picks of them."""
-    arrays = variable.check(value.data if is_data(value) else value)
+    arrays = variable.check(value.data if isinstance(value, DataHandle) else value)
     if any(array.ndim == 0 for array in arrays) or len({len(array) for array in arrays}) > 1:
         raise ValueError(
             f"cannot scatter to variable {variable.name!r}: got shapes {[array.shape for array in arrays]}, "

@@ -16,7 +16,7 @@ from synk._master.call import CallOptions, abandon, launch
 from synk._master.launched import Callee, Launched
 from synk._master.replies import collecting
 from synk._master.session import Session
-from synk._master.variable import is_shared
+from synk._master.variable import VariableHandle
 from synk._master.workers import Flight
 from synk._pure.interrupts import is_from_handler, num_cancels
 from synk._pure.limits import as_seconds
@@ -147,7 +147,7 @@ class Queue:
         """Send a call and return at once, or as soon as fewer than ``NUM_LANES`` are under way. The runtime is held."""
         session, verb = self._session, f"submit {function.name!r}"
         # What rows a rank has of a sharded variable can depend on what the calls before assign.
-        has_variables = any(is_shared(value) for value in (*args, *kwargs.values())) or any(
+        has_variables = any(isinstance(value, VariableHandle) for value in (*args, *kwargs.values())) or any(
             variable.is_sharded for variable in function.variables
         )
         if has_variables or not self._can_join(function):

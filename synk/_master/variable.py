@@ -443,15 +443,17 @@ class VariablePickler(cloudpickle.Pickler):
         self.variables: set[Variable] = set()
 
     def reducer_override(self, obj: Any) -> Any:
-        if is_shared(obj):
+        if isinstance(obj, VariableHandle):
             self.variables.add(obj._variable)
             return resolve_variable, (obj._variable.id,)
         return super().reducer_override(obj)
 
 
-def is_shared(value: Any) -> bool:
-    """Whether ``value`` is a :class:`synk.Shared`, which holds a variable."""
-    return hasattr(type(value), "_synk_shared")
+class VariableHandle:
+    """The base of :class:`synk.Shared`. Calls know one by its class; a mark could be borne by other objects."""
+
+    __slots__ = ("_variable",)
+    _variable: Variable
 
 
 def check_owner(variable: Variable, variables: Variables, what: str) -> None:
