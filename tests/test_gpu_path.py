@@ -452,7 +452,7 @@ def test_a_rank_that_fails_before_a_reduction_frees_the_others(gpu: Any, monkeyp
         from synk._wire.cell import cell
 
         if synk.comm.rank == 1:
-            collectives = cell.worker.executor.collectives  # type: ignore[union-attr]
+            collectives = cell.worker.executor.outputs.large.collectives  # type: ignore[union-attr]
 
             def fail(items: Any) -> Any:
                 raise MemoryError("no room for a block")

@@ -31,7 +31,7 @@ def num_ahead() -> int:
     """Inside a function: how many inputs of this call were brought before it began."""
     from synk._wire.cell import cell
 
-    return cell.worker.executor.num_ahead
+    return cell.worker.executor.inputs.num_ahead
 
 
 def reader(rt: synk.Runtime) -> synk.Function:

@@ -152,12 +152,12 @@ def test_no_room_for_a_copy_is_an_error_of_the_call_before(reused: Any) -> None:
     rt = reused(1)
 
     def spoil(x: Any) -> None:
-        from synk._worker import execute as _execute
+        from synk._worker import large_outputs, outputs
 
-        def refuse(self: Any, holder: Any, position: int) -> Any:
+        def refuse(backend: Any, holder: Any, position: int) -> Any:
             raise MemoryError("no room")
 
-        _execute.Executor._own = refuse  # type: ignore[method-assign]
+        outputs.own = large_outputs.own = refuse
 
     f = rt.function(Model(LARGE).step, outputs="sum")
     rt.function(spoil, outputs=None)(np.ones(1))
@@ -174,19 +174,19 @@ def test_only_what_the_function_still_refers_to_is_copied(reused: Any, method: s
 
     def count(x: Any) -> int:
         """Replace the question whether a copy is needed by one that counts; return the number of copies so far."""
-        from synk._worker import execute as _execute
+        from synk._worker import ownership
 
-        if not hasattr(_execute, "copies"):
-            _execute.copies = []
-            ask = _execute.is_only_reference
+        if not hasattr(ownership, "copies"):
+            ownership.copies = []
+            ask = ownership.is_only_reference
 
             def asked(holder: Any, position: int) -> bool:
                 answer = ask(holder, position)
-                _execute.copies.append(not answer)
+                ownership.copies.append(not answer)
                 return answer
 
-            _execute.is_only_reference = asked
-        return sum(_execute.copies)
+            ownership.is_only_reference = asked
+        return sum(ownership.copies)
 
     counter = rt.function(count, outputs=None)
     counter(np.ones(2))

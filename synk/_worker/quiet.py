@@ -20,7 +20,7 @@ from synk._wire.channel import Channel
 from synk._wire.control import Down, Phase, Up, is_interrupted
 from synk._wire.messages import DOORBELL, Status
 from synk._worker import failpoints as _failpoints
-from synk._worker.execute import PreparedPlan
+from synk._worker.plans import PreparedPlan
 from synk._worker.rank import RSS_INTERVAL_NS, Interrupted, Outcome, Worker
 
 REPLIED: Any = object()
@@ -91,7 +91,7 @@ class QuietCall:
         if (
             worker.lane is not lane
             or worker.used_lanes != _ALONE_IN_FIRST
-            or lane.executor.held_plan is not None
+            or lane.executor.outputs.held_plan is not None
             or worker.kept_data
             or not variables.is_plain
             or variables.stored[1]

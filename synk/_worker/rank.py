@@ -1,7 +1,7 @@
 """A rank: acts on one message after the other. All of its state is in one object.
 
-The path of a call here: doorbell -> (body: new segments, the plan) -> ``Executor.run`` -> ``Executor.publish`` ->
-(large outputs, where all ranks are as far: ``Executor.assemble``) -> doorbell. A worker learns everything from its
+The path of a call here: doorbell -> (body: new segments, the plan) -> ``Executor.run`` -> ``Outputs.publish`` ->
+(large outputs, where all ranks are as far: ``Outputs.assemble``) -> doorbell. A worker learns everything from its
 messages; it never asks. It ends when the master says so, and when the master ends.
 """
 
@@ -36,9 +36,10 @@ from synk._wire.messages import (
 from synk._wire.steps import run_steps
 from synk._worker import failpoints as _failpoints
 from synk._worker.comm import HostCollectives
-from synk._worker.execute import Executor, LoadedFunction, PreparedPlan
+from synk._worker.execute import Executor
 from synk._worker.failures import pack_failure
 from synk._worker.pages import give_back, is_written
+from synk._worker.plans import LoadedFunction, PreparedPlan
 from synk._worker.received import Received
 from synk._worker.variables import Replica, VariableStore
 from synk.backends import Backend, DeviceBackend, open_backend
@@ -142,7 +143,7 @@ class Worker:
         self.peek: Callable[[], Doorbell | None] = _see_nothing
         if self.backend.is_device:
             for lane in self.lanes:
-                lane.executor.look_ahead = self._look_ahead
+                lane.executor.inputs.look_ahead = self._look_ahead
         self.sequence = -1
         self.pid = os.getpid()  # a function may fork; what it makes so is no worker
         self.is_interruptible = False
@@ -293,7 +294,7 @@ class Worker:
         """Before the user's code runs again: let it change nothing of what calls before have returned."""
         with self.backend.running():
             for index in lanes:
-                self.lanes[index].executor.detach()
+                self.lanes[index].executor.outputs.detach()
 
     def _take_in(self, extras: Extras) -> None:
         self.quiet.clear()
@@ -304,8 +305,8 @@ class Worker:
                 self.add_segment(arena.part(segment_id, offset, nbytes))
         if extras.exchange is not None:
             lane, segment_id, slot_nbytes = extras.exchange
-            executor = self.lanes[lane].executor
-            executor.exchange, executor.slot_nbytes = self.segments[segment_id], slot_nbytes
+            slots = self.lanes[lane].executor.outputs.slots
+            slots.segment, slots.nbytes = self.segments[segment_id], slot_nbytes
             for prepared in self.plans.values():  # views of the old slots would keep their memory
                 prepared.slot_views, prepared.slot_key, prepared.slots = [], None, None
         if extras.collective is not None:
@@ -421,7 +422,7 @@ class Worker:
         self.leave_call()
         ended = time.monotonic_ns()
         up[Up.PHASE] = Phase.IDLE
-        up[Up.OUTPUT_NBYTES] += lane.executor.output_nbytes
+        up[Up.OUTPUT_NBYTES] += lane.executor.outputs.nbytes
         lane.own_up[Up.WORKER_NS] = ended - started
         if ended - self.rss_measured > RSS_INTERVAL_NS:
             self.measure(ended)
@@ -451,7 +452,7 @@ class Worker:
             lane.own_up[Up.FUNCTION_NS] = function_ns
             up[Up.PHASE] = Phase.PUBLISHING
             self.failpoint("call.after_function")
-            status, body = executor.publish(prepared, result, self.variables)
+            status, body = executor.outputs.publish(prepared, result, self.variables)
             self._check_group()
             self.failpoint("call.published")
             result_id = lane.first_down[Down.RESULT]
@@ -460,7 +461,7 @@ class Worker:
                 return status, 0, body
             self.failpoint("reduce.before")
             up[Up.PHASE] = Phase.REDUCING
-            executor.assemble(prepared.moves, self.segments[result_id])
+            executor.outputs.assemble(prepared.moves, self.segments[result_id])
             self.failpoint("reduce.after")
             return status, IS_ASSEMBLED, body
 
@@ -486,7 +487,7 @@ class Worker:
         published = self.lane.published
         self._fence()  # the outputs come before the word that tells of them
         published[self.rank] = call
-        ranks = self.executor.participants
+        ranks = self.executor.outputs.slots.participants
         end = time.monotonic() + self.patience_s
         while (words := {published[rank] for rank in ranks}) != {call}:
             if -call in words or time.monotonic() >= end:
@@ -521,7 +522,7 @@ class Worker:
         prepared = self.plans.get(plan_id)
         if prepared is not None:
             self.used_lanes.add(lane)
-            self.lanes[lane].executor.prefetch(prepared, is_hurried=is_hurried)
+            self.lanes[lane].executor.inputs.prefetch(prepared, is_hurried=is_hurried)
 
     def leave_call(self) -> None:
         """Let nobody wait for this rank any longer."""
@@ -562,7 +563,7 @@ class Worker:
         lane = self.lane
         communicator = lane.communicator
         assert communicator is not None and function is not None
-        ranks = tuple(lane.executor.participants)
+        ranks = tuple(lane.executor.outputs.slots.participants)
         if not self.is_communicating:
             communicator.begin(ranks, lane.first_down[Down.CALL])
             self.is_communicating = True
@@ -570,7 +571,7 @@ class Worker:
         if self.backend.is_device:
             from synk._worker.nccl_group import device_collectives
 
-            has_group = lane.executor.has_group
+            has_group = lane.executor.outputs.slots.has_group
             return device_collectives(self.backend, communicator, self.group if has_group else None, framework)
         return HostCollectives(communicator, len(ranks), framework)
 
@@ -588,7 +589,9 @@ class Worker:
             if isinstance(content, Fetch):
                 self.variables.fetch(content.variable_id)
             elif isinstance(content, Exchange):
-                self.variables.exchange(content.variable_id, content.kind, content.op, self.executor.collectives)
+                self.variables.exchange(
+                    content.variable_id, content.kind, content.op, self.executor.outputs.large.collectives
+                )
                 assert self.group is not None
                 self.group.check()
             else:
@@ -606,7 +609,7 @@ class Worker:
 
         def assemble() -> None:
             with self.backend.running():
-                self.executor.assemble(prepared.moves, self.segments[result_id])
+                self.executor.outputs.assemble(prepared.moves, self.segments[result_id])
             self._check_group()
             self.failpoint("reduce.after")
 
@@ -616,13 +619,13 @@ class Worker:
         """After the reply: drop outputs that nobody needs any more. Finalizers of the user's objects run here."""
         is_call = kind in (Kind.CALL, Kind.PUBLISH, Kind.ASSEMBLE)
         executor = self.lane.executor
-        if is_call and status == Status.DONE and not executor.is_waiting:
+        if is_call and status == Status.DONE and not executor.outputs.is_waiting:
             executor.forget()
 
     def _publish_again(self) -> Reply:
         def publish() -> Status:
             with self.backend.running():
-                return self.executor.republish(self.variables)
+                return self.executor.outputs.republish(self.variables)
 
         status, flags, body = self._guarded(publish)
         return (body, 0, None) if status == Status.DONE else (status, flags, body)
@@ -645,13 +648,13 @@ class Worker:
             with self.backend.running():
                 library = self.group.join(order.number, order.unique_id)
             for lane in self.lanes:
-                lane.executor.collectives = self.group.collectives()
+                lane.executor.outputs.large.collectives = self.group.collectives()
             return {"library": library}
 
         return self._guarded(join)
 
     def _check_group(self) -> None:
-        if self.group is not None and self.executor.has_group:
+        if self.group is not None and self.executor.outputs.slots.has_group:
             self.group.check()
 
 

@@ -23,7 +23,7 @@ from synk._wire.control import Traits
 from synk.errors import SerializationError
 
 if TYPE_CHECKING:
-    from synk._worker.execute import LoadedFunction
+    from synk._worker.plans import LoadedFunction
 
 _GENERATORS = {("numpy", "Generator"), ("numpy", "RandomState"), ("random", "Random"), ("torch", "Generator")}
 _STATES = (

@@ -1,0 +1,108 @@
+"""A function and a plan of calls as a rank holds them: views of shared memory, ready to be cut into rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from synk._pure.ops import Op
+from synk._wire.memory import Segment
+from synk._wire.messages import IN_SEGMENTS, Layout, Move, Plan
+from synk._worker.loans import Loans
+from synk.backends import Backend
+
+FIXED_TYPES = (float, complex, bool)
+"""Python's numbers whose dtype does not depend on their value."""
+
+
+class LoadedFunction:
+    """A function as a worker holds it."""
+
+    def __init__(
+        self, fn: Callable[..., Any], name: str, outputs: Any, framework: str | None, updates: Any, backend: Backend
+    ) -> None:
+        self.fn = fn
+        self.name = name
+        self.outputs = outputs
+        self.updates = updates
+        self.to_framework: Callable[[Any], Any] | None = None
+        self.from_framework: Callable[[Any], Any] | None = None
+        if framework is not None:
+            self.to_framework, self.from_framework = backend.converters(framework)
+
+
+class OutputSlots:
+    """Where the outputs go, as long as they look like those of the call before.
+
+    Only for a value or a tuple of them that are all small arrays or numbers, which is what most functions return.
+    """
+
+    def __init__(self, result: Any, values: Sequence[Any], views: Sequence[np.ndarray]) -> None:
+        self._kind = type(result)
+        self._slots = [(type(value), view.dtype, view.shape, view) for value, view in zip(values, views)]
+        self.nbytes = sum(view.nbytes for view in views)
+
+    def fill(self, result: Any) -> bool:
+        """Write ``result`` into the slots; return False where it looks different, nothing having been told."""
+        if type(result) is not self._kind:
+            return False
+        values = result if self._kind is tuple else (result,)
+        if len(values) != len(self._slots):
+            return False
+        for value, (kind, dtype, shape, view) in zip(values, self._slots):
+            if type(value) is not kind:
+                return False
+            if kind not in FIXED_TYPES and (value.dtype != dtype or value.shape != shape):
+                return False
+            view[...] = value
+        return True
+
+
+class PreparedPlan:
+    """A plan with its segments mapped: full-length array views, ready to be cut into rows."""
+
+    def __init__(self, plan: Plan, function: LoadedFunction, segments: dict[int, Segment]) -> None:
+        self.plan = plan
+        self.function = function
+        self.nothing = (None,) * len(plan.inputs)  # for inputs of which none was brought ahead
+        self.map(segments)
+        self.segment_ids = {item.segment_id for item in plan.inputs if item.kind in IN_SEGMENTS}
+        places = (plan.pickle_place, plan.indices_place, plan.local_indices_place, plan.order_place, *plan.buffers)
+        self.segment_ids.update(place[0] for place in places if place is not None)
+        self.layout: Layout | None = None
+        self.ops: list[Op] = []
+        self.structure: Any = None
+        self.slot_views: list[np.ndarray] = []
+        self.slot_key: Any = None
+        self.slots: OutputSlots | None = None
+        self.moves: Sequence[Move] = ()  # this rank's part of the large outputs
+
+    def map(self, segments: dict[int, Segment]) -> None:
+        """Make the views of shared memory; again where a segment was mapped anew."""
+        plan = self.plan
+        self.loans = Loans(plan, segments, is_writable=self.function.to_framework is not None)
+        self.bases: list[Any] = self.loans.arrays
+        self.whole: dict[int, list[Any]] = {}  # all rows of sharded variables, by variable, for a serial call
+        for item, base in zip(plan.inputs, self.bases):
+            if item.kind == "closed over":
+                self.whole.setdefault(int(item.name), []).append(base)
+        self.indices = self._index_view(plan.indices_place, segments)
+        self.local_indices = self._index_view(plan.local_indices_place, segments)
+        self.order = self._index_view(plan.order_place, segments)
+        self.pickle_view: memoryview | None = None
+        if plan.pickle_place is not None:
+            self.pickle_view = self._bytes_view(plan.pickle_place, segments)
+
+    @staticmethod
+    def _index_view(place: tuple[int, int, int] | None, segments: dict[int, Segment]) -> np.ndarray | None:
+        if place is None:
+            return None
+        segment_id, offset, count = place
+        return segments[segment_id].view(offset, (count,), np.dtype(np.int64))
+
+    @staticmethod
+    def _bytes_view(place: tuple[int, int, int], segments: dict[int, Segment]) -> memoryview:
+        segment_id, offset, nbytes = place
+        return segments[segment_id].buffer[offset : offset + nbytes].data

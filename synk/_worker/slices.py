@@ -1,0 +1,61 @@
+"""A call in several slices on one rank: the function runs once for each, and its outputs are accumulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from synk._pure.ops import Accumulator, Op, match_ops
+from synk._pure.trees import flatten, skeleton_of, unflatten
+from synk._worker.plans import LoadedFunction
+from synk._worker.values import Object, array_or_object, as_object, snapshot
+from synk.backends import Backend
+
+
+def run_slices(
+    function: LoadedFunction,
+    backend: Backend,
+    bounds: Sequence[tuple[int, int]],
+    call: Callable[[int, int], Any],
+    take_back: Callable[[int, int], None],
+) -> Any:
+    """Return the result of ``function`` over all slices of this rank's rows.
+
+    Parameters
+    ----------
+    bounds : sequence of (int, int)
+        The first row of each slice, and the one behind its last.
+    call : callable
+        Runs the function on the rows from the one to the other.
+    take_back : callable
+        Drops what the function has written into its inputs when it got these rows.
+    """
+    accumulators: list[Accumulator] = []
+    structure: Any = None
+    ops: list[Op] = []
+    for start, stop in bounds:
+        result = call(start, stop)
+        values, got_structure = flatten(result)
+        if structure is None:
+            structure = got_structure
+            skeleton = skeleton_of(structure, len(values))
+            ops = match_ops(function.outputs, skeleton, len(values), repr(function.name))
+            accumulators = [Accumulator(op, f"output {k} of {function.name!r}", backend.xp) for k, op in enumerate(ops)]
+        elif got_structure != structure:
+            raise ValueError(
+                f"cannot accumulate the outputs of {function.name!r} over slices: got structure {got_structure}, "
+                f"expected {structure} as in the first slice."
+            )
+        for position, (accumulator, value) in enumerate(zip(accumulators, values)):
+            value = array_or_object(backend, value, ops[position], position, function)
+            value = snapshot(backend, value, position, function)
+            if callable(ops[position]):
+                value = as_object(backend, value)
+            accumulator.add(value, stop - start)
+        if function.to_framework is not None:  # the next slice sees the inputs as they were
+            take_back(start, stop)
+    totals = [
+        Object([as_object(backend, part) for part in a.result()]) if op is None else a.result()
+        for a, op in zip(accumulators, ops)
+    ]
+    return unflatten(structure, totals)

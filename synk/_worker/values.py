@@ -1,0 +1,80 @@
+"""What a function has returned, leaf by leaf: an array of the backend, or an object that travels in a pickle."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+
+from synk._pure.ops import Op, check_op, is_reducible
+from synk._worker.plans import LoadedFunction
+from synk.backends import Backend
+from synk.errors import SerializationError
+
+_IMMUTABLE_TYPES = (int, float, complex, str, bytes, type(None))
+
+
+class Object:
+    """An output that is one object, whatever it holds: an array of objects, or the values over a rank's slices."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def array_or_object(backend: Backend, value: Any, op: Op, position: int, function: LoadedFunction) -> Any:
+    """Return an output as an array of the backend where it is one, checked against its op."""
+    if isinstance(value, Object):
+        return value
+    if function.from_framework is not None:
+        value = function.from_framework(value)
+    is_number = isinstance(value, (int, float, complex)) and not isinstance(value, np.generic)
+    if is_number and not is_reducible(op) and op != "gather":
+        return value  # nothing is computed with it: a Python number stays one, of whatever class
+    array = backend.as_output(value)
+    what = f"output {position} of {function.name!r}"
+    if array is None:
+        if op is None or op == "first" or callable(op):
+            return Object(value) if isinstance(value, np.ndarray) else value
+        raise TypeError(
+            f"cannot apply op {op!r} to {what}: got {_kind_of(value)}, expected an array of numbers or a number. "
+            "Use op None to get one object per rank."
+        )
+    if is_reducible(op):
+        check_op(str(op), array.dtype, what)
+    elif op == "gather" and array.ndim == 0:
+        raise ValueError(f"cannot gather {what}: got a single number, expected an array with rows on axis 0.")
+    return array
+
+
+def snapshot(backend: Backend, value: Any, position: int, function: LoadedFunction) -> Any:
+    """Return an object as it is now: the function may change it in the next slice. Arrays are copied elsewhere."""
+    if isinstance(value, (np.ndarray, np.generic, backend.xp.ndarray, *_IMMUTABLE_TYPES)):
+        return value
+    from synk._worker.pickling import dumps
+
+    try:  # it will be pickled in any case
+        if isinstance(value, Object):
+            return Object(pickle.loads(dumps(value.value)))
+        return pickle.loads(dumps(value))
+    except Exception as error:
+        raise SerializationError(
+            f"cannot keep output {position} of {function.name!r} from one slice to the next: "
+            f"{type(error).__name__}: {error}. Return arrays, numbers or picklable objects, or pass num_slices=1."
+        ) from error
+
+
+def as_object(backend: Backend, value: Any) -> Any:
+    """Return a value as it can travel in a pickle: the master must not touch a device."""
+    if isinstance(value, Object):
+        return value.value
+    if not isinstance(value, backend.xp.ndarray):
+        return value
+    array = backend.fetch(value)
+    return array if array.ndim else array[()]
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of dtype {value.dtype}, which holds Python objects"
+    return "an int of more than 64 bits" if isinstance(value, int) else type(value).__name__
