@@ -327,8 +327,8 @@ def ring(rank: int) -> Block:
 
 def launch(call: int) -> Block:
     """The numbers of a call, then the doorbells."""
-    fly = block("Team._fly", *(block("Team._send", note("call ring"), ring(rank)) for rank in range(2)))
-    send = block("send", store("CALL", call), store("RESULT", call), block("Team.launch", note("call _fly"), fly))
+    fly = block("Workers._fly", *(block("Workers._send", note("call ring"), ring(rank)) for rank in range(2)))
+    send = block("send", store("CALL", call), store("RESULT", call), block("Workers.launch", note("call _fly"), fly))
     return block("launch", note("store CALL"), note("call send"), send)
 
 
@@ -394,7 +394,7 @@ def calls() -> Protocol:
 def interrupt() -> Protocol:
     """The master interrupts a call; the signal comes before the worker takes the call, which looks for itself."""
     master = block(
-        "Team._interrupt",
+        "Workers._interrupt",
         store("INTERRUPT", 1),
         write("SIGINT", name="call signal"),
         note("call ring"),

@@ -456,8 +456,8 @@ def test_objects_are_let_go_of_with_the_last_function_that_needs_them(runtime: C
     assert alive() is None
     assert (
         set(rt._session.functions.book.parcels)
-        == rt._session.team.links[0].parcels
-        == rt._session.team.links[1].parcels
+        == rt._session.workers.by_rank[0].parcels
+        == rt._session.workers.by_rank[1].parcels
     )
 
 
@@ -480,7 +480,7 @@ def test_a_replaced_worker_gets_what_the_others_have(runtime: Callable[..., Any]
 
 
 def kill(rt: Any, rank: int) -> None:
-    pid = rt._session.team.links[rank].process.pid
+    pid = rt._session.workers.by_rank[rank].process.pid
     os.kill(pid, signal.SIGKILL)
     harness.wait_until_dead(pid, 10.0)
 

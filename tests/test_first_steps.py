@@ -69,7 +69,7 @@ def test_ranks_that_return_different_structures_are_told_what_to_do(shared_runti
 def slow_start() -> Any:
     """Return a runtime of which one worker cannot come up, as its process is stopped, and that process."""
     rt = synk.Runtime(2, backend="numpy")
-    return rt, rt._session.team.links[1].process.pid
+    return rt, rt._session.workers.by_rank[1].process.pid
 
 
 def test_ctrl_c_while_the_workers_start_loses_none_of_them() -> None:
@@ -79,7 +79,7 @@ def test_ctrl_c_while_the_workers_start_loses_none_of_them() -> None:
         f = rt.function(lambda x: x.sum(), outputs="sum")
 
         def interrupt() -> None:
-            while not rt._session.team._hellos:  # the other worker is up
+            while not rt._session.workers._hellos:  # the other worker is up
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(pid, signal.SIGCONT)

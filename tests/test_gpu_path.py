@@ -329,10 +329,10 @@ def test_nccl_that_cannot_start_again_is_not_waited_for(gpu: Any, monkeypatch: p
     rt = gpu(2)
     f = rt.function(lambda x: x[:1].repeat(LARGE * 4) + 1, outputs="sum")
     assert (f(np.arange(2.0)) == 3.0).all()
-    for environment in rt._session.team._placement.environments:
+    for environment in rt._session.workers._placement.environments:
         environment["SYNK_FAKE_NCCL"] = "refuse"
-    for link in rt._session.team.links:
-        os.kill(link.process.pid, signal.SIGKILL)
+    for worker in rt._session.workers.by_rank:
+        os.kill(worker.process.pid, signal.SIGKILL)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deaths that were seen between two calls
         with contextlib.suppress(synk.errors.WorkerDied):
@@ -442,7 +442,7 @@ def test_a_death_while_the_others_are_in_nccl(gpu: Any) -> None:
     assert time.monotonic() - started < 10
     got = rt.function(lambda x: np.full(LARGE * 4, 1.0), outputs="sum")(np.ones(3))
     assert (got == 3.0).all()
-    assert rt._session.group.is_usable(rt._session.team)
+    assert rt._session.group.is_usable(rt._session.workers)
 
 
 def test_a_rank_that_fails_before_a_reduction_frees_the_others(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ from weak_memory import (
 
 from synk._master import call as _calls
 from synk._master import variable
-from synk._master import workers as _team
+from synk._master import workers as _workers
 from synk._wire import channel as _channel
 from synk._wire.control import Down, Up
 from synk._worker import rank as _worker
@@ -167,7 +167,7 @@ MODULES = {
     "ShmCommunicator": _shm,
     "Worker": _worker,
     "VariableStore": _variables,
-    "Team": _team,
+    "Workers": _workers,
     "Channel": _channel,
     "Variables": variable,
     "launch": _calls,

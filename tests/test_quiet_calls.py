@@ -657,7 +657,7 @@ def test_a_worker_that_dies_while_idle(runtime: Fork) -> None:
     rt = runtime(2)
     f = make(rt)
     warm(f, W, X)
-    victim = rt._session.team.links[1].process.pid
+    victim = rt._session.workers.by_rank[1].process.pid
     os.kill(victim, signal.SIGKILL)
     stat = Path(f"/proc/{victim}/stat")
     assert wait_for(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z")
@@ -990,9 +990,9 @@ def test_what_ends_the_epoch(runtime: Fork) -> None:
         "close": rt.close,
     }
     for what, act in acts.items():
-        number = rt._session.team.epoch.number
+        number = rt._session.workers.epoch.number
         act()
-        assert rt._session.team.epoch.number != number, what
+        assert rt._session.workers.epoch.number != number, what
         if what != "close":
             check(f(W, data))
 
@@ -1002,8 +1002,8 @@ def test_nothing_ends_the_epoch_of_quiet_calls(shared_runtimes: Any) -> None:
     f = make(rt)
     data = rt.data(X)
     warm(f, W, data)
-    number = rt._session.team.epoch.number
+    number = rt._session.workers.epoch.number
     for k in range(5):
         data[0] = k
         f(W * k, data)
-    assert rt._session.team.epoch.number == number
+    assert rt._session.workers.epoch.number == number

@@ -387,10 +387,10 @@ def test_what_a_close_breaks_inside_is_told_as_the_close(runtime: Any, monkeypat
     call = total.submit(np.ones(4))
 
     def broken(flight: Any) -> Any:
-        rt._session.team.tear_down()
+        rt._session.workers.tear_down()
         raise TypeError("an inner error")
 
-    monkeypatch.setattr(rt._session.team, "finish", broken)
+    monkeypatch.setattr(rt._session.workers, "finish", broken)
     for _ in range(2):
         with pytest.raises(ClosedError, match="closed by another thread"):
             call.result()

@@ -65,7 +65,7 @@ with synk.fork(2, timeout=60.0) as rt:
 
 SLIPS = {
     "f.sumbit(1)": 'has no attribute "sumbit"',
-    "rt.team": 'has no attribute "team"',
+    "rt.workers": 'has no attribute "workers"',
     "weights.close()": 'has no attribute "close"',
     "weights.vlaue = 1": 'has no attribute "vlaue"',
     "reveal_type(f)": 'Revealed type is "synk._api.function.Function[[x:',

@@ -444,7 +444,7 @@ def distribute_functions(session: Session, only: Sequence[Function] | None = Non
     orders = [(f.id, f._fn, f.options, watched) for f, watched in zip(functions, watches)]
     for function in functions:
         if function._session is session and not session.functions.book.has(function.id, function._fn):
-            function.plans.drop_all(session.team)  # workers plan with the function that they have
+            function.plans.drop_all(session.workers)  # workers plan with the function that they have
     sent = session.functions.bring(orders, names, deadline)
     for function, watched, own in zip(functions, watches, variables):
         with deferred():  # what is on the workers must be dropped there some day

@@ -273,18 +273,18 @@ class Runtime:
         """
         if self.is_closed:
             raise ClosedError("cannot look at the workers: the runtime is closed.") from self._session.cause
-        return self._session.team.where()
+        return self._session.workers.where()
 
     def info(self) -> str:
         """Return a description of the runtime, one line per rank."""
-        title = f"runtime: {self.world_size} x {self.backend}{' inline' if self._session.team.is_inline else ''}"
+        title = f"runtime: {self.world_size} x {self.backend}{' inline' if self._session.workers.is_inline else ''}"
         if self.is_closed:
             return f"{title}, closed"
         with self._session.entered("describe the workers"):
             self._session.begin("describe the workers")
             lines = [
-                f"  rank {link.rank}: {self.devices[link.rank]}, pid {link.process.pid}, {link.description}"
-                for link in self._session.team.links
+                f"  rank {worker.rank}: {self.devices[worker.rank]}, pid {worker.process.pid}, {worker.description}"
+                for worker in self._session.workers.by_rank
             ]
         lines += [f"  NCCL: {self._session.group.library}"] if self._session.group.library else []
         lines += [f"  NCCL is not used: {self._session.group.problem}"] if self._session.group.problem else []

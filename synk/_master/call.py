@@ -51,7 +51,7 @@ def launch(
     if is_alone and session.queue.calls:
         lane.down[0, Down.CALL] = number
         if session.has_devices:
-            session.team.prefetch(call.ranks, cached.plan.plan_id, lane.index)
+            session.workers.prefetch(call.ranks, cached.plan.plan_id, lane.index)
         session.resume(f"submit {function.name!r}", deadline)
         _load(session, function, call, deadline)
     launched = send(session, function, call, cached, number, deadline)
@@ -63,19 +63,19 @@ def send(
     session: Session, function: Callee, call: Call, cached: CachedPlan, number: int, deadline: float | None
 ) -> Launched:
     """Send call ``number``, whose arguments and bounds are in place."""
-    team, lane, plan_id, name = session.team, cached.lane, cached.plan.plan_id, repr(function.name)
+    workers, lane, plan_id, name = session.workers, cached.lane, cached.plan.plan_id, repr(function.name)
     lease = None
     try:
-        call.has_group = session.group.announce(team, lane, len(call.ranks))
-        contents = {rank: cached.plan for rank in call.ranks if plan_id not in team.links[rank].plans}
+        call.has_group = session.group.announce(workers, lane, len(call.ranks))
+        contents = {rank: cached.plan for rank in call.ranks if plan_id not in workers.by_rank[rank].plans}
         lease = _lease(session, cached, call)
         segments = cached.segments if lease is None else [*cached.segments, lease.segment]
         cached.is_agreed = False  # until the call has ended well: a worker may tell of a layout that is not taken in
         for rank in contents:
-            team.links[rank].plans.add(plan_id)
+            workers.by_rank[rank].plans.add(plan_id)
         lane.down[0, Down.CALL] = number
         lane.down[0, Down.RESULT] = 0 if lease is None else lease.segment.id
-        flight = team.launch(Kind.CALL, call.ranks, plan_id, contents, segments, deadline, "call", name, lane.index)
+        flight = workers.launch(Kind.CALL, call.ranks, plan_id, contents, segments, deadline, "call", name, lane.index)
     except BaseException as error:
         _forget(session, function, cached, lease, error)
         raise
@@ -88,7 +88,7 @@ def collect(session: Session, launched: Launched) -> Any:
     try:
         flight = next(steps)
         while True:
-            flight = steps.send(session.team.finish(flight))
+            flight = steps.send(session.workers.finish(flight))
     except BaseException as error:
         if isinstance(error, StopIteration) and not is_from_handler(error):
             return error.value
@@ -104,7 +104,7 @@ def abandon(session: Session, launched: Launched, error: BaseException) -> None:
 
 def _forget(session: Session, function: Callee, cached: CachedPlan, lease: Lease | None, error: BaseException) -> None:
     """Forget the plan of a call that did not end well, and take its buffer back."""
-    function.plans.discard(cached, session.team)
+    function.plans.discard(cached, session.workers)
     if lease is not None:
         session.memory.results.give_back(lease)
     is_known = not isinstance(error, Exception) or isinstance(error, SynkError)
@@ -137,7 +137,7 @@ def _prepare(
 def _load(session: Session, function: Callee, call: Call, deadline: float | None) -> None:
     """See that all workers live, have the function, and hold the values that it reads."""
     function.load(session, deadline)
-    while session.team.has_dead:  # one that died after it had loaded the function
+    while session.workers.has_dead:  # one that died after it had loaded the function
         session.resume(f"call {function.name!r}", deadline)
         function.load(session, deadline)
     if session.has_devices:  # a value there ends with its worker
@@ -153,9 +153,9 @@ def _lease(session: Session, cached: CachedPlan, call: Call) -> Lease | None:
     assembly = cached.assembly
     if assembly is None or not assembly.result_nbytes or call.has_group:
         return None
-    links = session.team.links
+    by_rank = session.workers.by_rank
     plan_id = cached.plan.plan_id
-    if any(links[rank].assemblies.get(plan_id) != assembly.number for rank in call.ranks):
+    if any(by_rank[rank].assemblies.get(plan_id) != assembly.number for rank in call.ranks):
         return None
     layouts = [cached.layouts[rank] for rank in call.ranks]
     if not assembly.fits(call.ranks, layouts, cached.lane.exchange, False):

@@ -15,7 +15,7 @@ from synk._master.failures import raise_failures
 from synk._master.lanes import Lanes
 from synk._master.nccl_group import Group
 from synk._master.variable import Variable, Variables
-from synk._master.workers import Team
+from synk._master.workers import Workers
 from synk._wire.control import Down
 from synk._wire.messages import DEVICE_DTYPES, Exchange, Fetch, Kind, Layout
 from synk._wire.variables import Shapes
@@ -27,7 +27,7 @@ class DeviceValues:
 
     Parameters
     ----------
-    team : Team
+    workers : Workers
     lanes : Lanes
     group : Group
     variables : Variables
@@ -35,8 +35,10 @@ class DeviceValues:
         Of calls and of collectives.
     """
 
-    def __init__(self, team: Team, lanes: Lanes, group: Group, variables: Variables, numbers: Iterator[int]) -> None:
-        self._team = team
+    def __init__(
+        self, workers: Workers, lanes: Lanes, group: Group, variables: Variables, numbers: Iterator[int]
+    ) -> None:
+        self._workers = workers
         self._lanes = lanes
         self._group = group
         self._variables = variables
@@ -44,17 +46,17 @@ class DeviceValues:
 
     def refresh(self, variable: Variable, deadline: float | None, ranks: Sequence[int] | range | None = None) -> None:
         """Have values that lie on devices copied into shared memory, where what follows reads them."""
-        wanted = range(self._team.world_size) if ranks is None else ranks
+        wanted = range(self._workers.world_size) if ranks is None else ranks
         stale = [rank for rank in wanted if variable.is_stale[rank]]
         if not stale:
             return
         check_not_lost([variable], stale, f"read variable {variable.name!r}")
         segments = [variable.reserve_front(rank) for rank in stale]
         contents = dict.fromkeys(stale, Fetch(variable.id))
-        replies = self._team.exchange(
+        replies = self._workers.exchange(
             Kind.VARIABLE, stale, 0, contents, segments, deadline, "read", f"variable {variable.name!r}"
         )
-        raise_failures(replies, self._team.world_size, variable.name)
+        raise_failures(replies, self._workers.world_size, variable.name)
         for rank in stale:
             variable.is_stale[rank] = False
 
@@ -68,16 +70,16 @@ class DeviceValues:
         shapes : Shapes
             Of the result on every rank.
         """
-        if not any(variable.is_stale) or not self._group.is_usable(self._team):
+        if not any(variable.is_stale) or not self._group.is_usable(self._workers):
             return False
         fronts = [pairs[front] for pairs, front in zip(variable.shapes, variable.front)]
         if len(set(fronts)) > 1 or any(dtype.name not in DEVICE_DTYPES for dtype in variable.dtypes):
             return False
         check_not_lost([variable], [0] if kind == "broadcast" else None, f"{kind} variable {variable.name!r}")
-        ranks = list(range(self._team.world_size))
+        ranks = list(range(self._workers.world_size))
         number = next(self._numbers)
         self._lanes.first.down[0, Down.CALL] = number
-        replies = self._team.exchange(
+        replies = self._workers.exchange(
             Kind.VARIABLE,
             ranks,
             0,
@@ -87,7 +89,7 @@ class DeviceValues:
             "collective",
             f"variable {variable.name!r}",
         )
-        raise_failures(replies, self._team.world_size, variable.name)
+        raise_failures(replies, self._workers.world_size, variable.name)
         self._variables.commit(ranks, [Layout(None, (), ((variable.id, shapes),))] * len(ranks), number)
         return True
 
@@ -97,7 +99,7 @@ class DeviceValues:
             gone = [rank for rank in ranks if variable.is_stale[rank]]
             if not gone:
                 continue
-            survivors = [rank for rank in range(self._team.world_size) if rank not in gone]
+            survivors = [rank for rank in range(self._workers.world_size) if rank not in gone]
             if not variable.is_sharded and survivors and self._is_alike(variable, survivors, deadline):
                 values = variable.leaves(survivors[0])
                 for rank in gone:

@@ -15,7 +15,7 @@ from synk.errors import SynkError
 
 def _close_all() -> None:
     for session in list(open_sessions):
-        session.team.is_exiting = True
+        session.workers.is_exiting = True
         with contextlib.suppress(SynkError):
             session.close()
 
@@ -27,7 +27,7 @@ def _before_fork() -> None:
     with deferred():
         _fork_lock.acquire()
         for session in list(open_sessions):  # the child must not take what is remembered for its own
-            session.team.epoch.end()
+            session.workers.epoch.end()
         before_fork()
 
 
@@ -40,7 +40,7 @@ def _in_forked_child() -> None:
     """A child must not hold descriptors that tell workers whether the master lives, nor memory that nobody can use."""
     _after_fork()
     for session in list(open_sessions):
-        session.team.abandon()
+        session.workers.abandon()
         session.abandon_memory()
     open_sessions.clear()
 

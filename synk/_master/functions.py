@@ -13,7 +13,7 @@ from synk._master.failures import rebuild
 from synk._master.lanes import Lanes
 from synk._master.program import search_path
 from synk._master.watch import Part, Watch, watch
-from synk._master.workers import Team
+from synk._master.workers import Workers
 from synk._pure.interrupts import deferred, is_from_handler
 from synk._wire.messages import Kind, LoadOrder, Reload, Status
 from synk.errors import SerializationError, StartupError
@@ -27,7 +27,7 @@ class Functions:
 
     Parameters
     ----------
-    team : Team
+    workers : Workers
     lanes : Lanes
     on_restart : (callable, dict) or None
         What replacements run before their first call, and its options as a function.
@@ -42,8 +42,8 @@ class Functions:
         Functions, by id, that no longer exist, with their plans; filled by finalizers.
     """
 
-    def __init__(self, team: Team, lanes: Lanes, on_restart: tuple[Any, dict[str, Any]] | None) -> None:
-        self._team = team
+    def __init__(self, workers: Workers, lanes: Lanes, on_restart: tuple[Any, dict[str, Any]] | None) -> None:
+        self._workers = workers
         self._lanes = lanes
         self._on_restart = on_restart
         self._num_loaded_restarts = 0
@@ -52,11 +52,11 @@ class Functions:
         self.book = self._new_book()
 
     def _new_book(self) -> Book:
-        return Book(self._drop_parcel, is_inline=self._team.is_inline)
+        return Book(self._drop_parcel, is_inline=self._workers.is_inline)
 
     def _drop_parcel(self, number: int, unbound: list[tuple[tuple[int, int], Any]]) -> None:
-        for link in self._team.links:
-            link.drop_parcel(number, unbound)
+        for worker in self._workers.by_rank:
+            worker.drop_parcel(number, unbound)
 
     def free_dropped(self) -> None:
         """Have the workers forget functions that no longer exist, and their plans."""
@@ -64,9 +64,9 @@ class Functions:
             with deferred():
                 function_id, plans = self.dropped.popleft()
                 self.book.forget_function(function_id)
-                plans.drop_all(self._team)
-                for link in self._team.links:
-                    link.drop_function(function_id)
+                plans.drop_all(self._workers)
+                for worker in self._workers.by_rank:
+                    worker.drop_function(function_id)
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class Functions:
     def ensure_loaded(self, deadline: float | None) -> None:
         """Send each worker the functions that it misses: all of them after it was started again."""
         self.book.roll_back()  # an operation that was broken off may not have come to it
-        restarts = self._team.counters["restarts"]
+        restarts = self._workers.counters["restarts"]
         if restarts != self._num_loaded_restarts:
             self._load_missing("functions", deadline)
             self.prepare_restarted(deadline)
@@ -122,34 +122,34 @@ class Functions:
 
     def prepare_restarted(self, deadline: float | None) -> None:
         """Run ``on_restart`` on the workers that were started in the place of others."""
-        waiting = [link for link in self._team.links if not link.is_prepared]
+        waiting = [worker for worker in self._workers.by_rank if not worker.is_prepared]
         if waiting and self._on_restart is not None:
             fn, options = self._on_restart
             self.bring([(_ON_RESTART, fn, options, watch(fn))], "on_restart", deadline)
-            orders = {link.rank: LoadOrder([], [], search_path(), _ON_RESTART) for link in waiting}
+            orders = {worker.rank: LoadOrder([], [], search_path(), _ON_RESTART) for worker in waiting}
             failures, was_interrupted = self._order(orders, "on_restart", deadline)
             if failures or was_interrupted:
                 what = f"{failures[0].type_name}: {failures[0].message}" if failures else "an interrupt"
-                ranks, world_size = ", ".join(str(link.rank) for link in waiting), self._team.world_size
+                ranks, world_size = ", ".join(str(worker.rank) for worker in waiting), self._workers.world_size
                 raise StartupError(
                     f"cannot use the worker that was started again as rank {ranks} "
                     f"of {world_size}: on_restart ended with {what}. The next call runs it again."
                 ) from (rebuild(failures, world_size, "on_restart") if failures else None)
-        for link in waiting:
-            link.is_prepared = True
+        for worker in waiting:
+            worker.is_prepared = True
 
     def _load_missing(self, names: str, deadline: float | None, reloads: Sequence[Reload] = ()) -> None:
         orders: dict[int, LoadOrder] = {}
-        for link in self._team.links:
-            missing = [(number, p.data) for number, p in self.book.parcels.items() if number not in link.parcels]
+        for worker in self._workers.by_rank:
+            missing = [(number, p.data) for number, p in self.book.parcels.items() if number not in worker.parcels]
             if missing or reloads:
-                orders[link.rank] = LoadOrder(list(reloads), missing, search_path())
+                orders[worker.rank] = LoadOrder(list(reloads), missing, search_path())
         failures, was_interrupted = self._order(orders, names, deadline)
         if failures:
             raise SerializationError(
                 f"cannot load {names} on the workers: {failures[0].type_name}: {failures[0].message}. "
                 "What a function needs must be importable there, or defined in the script itself."
-            ) from rebuild(failures, self._team.world_size, names)
+            ) from rebuild(failures, self._workers.world_size, names)
         if was_interrupted:
             raise SerializationError(f"loading {names} was interrupted.")
 
@@ -157,12 +157,12 @@ class Functions:
         """Have workers load, and note what those have that say so; return failures, and if one was interrupted."""
         if not orders:
             return [], False
-        self._lanes.first.connect(self._team)
-        replies = self._team.exchange(Kind.LOAD, list(orders), 0, orders, [], deadline, "distribute", names)
+        self._lanes.first.connect(self._workers)
+        replies = self._workers.exchange(Kind.LOAD, list(orders), 0, orders, [], deadline, "distribute", names)
         for rank, reply in replies.items():
             if reply.status == Status.DONE:
-                self._team.links[rank].parcels.update(number for number, _ in orders[rank].parcels)
-                self._team.links[rank].functions.update(self.book.function_ids)
+                self._workers.by_rank[rank].parcels.update(number for number, _ in orders[rank].parcels)
+                self._workers.by_rank[rank].functions.update(self.book.function_ids)
         failures = [pickle.loads(reply.body) for reply in replies.values() if reply.status == Status.ERROR]
         return failures, any(reply.status == Status.INTERRUPTED for reply in replies.values())
 

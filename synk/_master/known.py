@@ -10,7 +10,7 @@ from synk._wire.memory import Segment
 from synk._wire.messages import Extras
 
 
-class Link:
+class WorkerState:
     """One rank, whichever process plays it."""
 
     def __init__(self, rank: int, process: Any, epoch: Epoch) -> None:

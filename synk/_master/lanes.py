@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._master.workers import Team
+from synk._master.workers import Workers
 from synk._pure.interrupts import deferred
 from synk._wire.control import NUM_LANES
 from synk._wire.memory import PAGE_NBYTES, Segment, round_up
@@ -28,7 +28,7 @@ class Lane:
     ----------
     index : int
         Smaller than ``NUM_LANES``.
-    team : Team
+    workers : Workers
         Its workers.
 
     Attributes
@@ -53,15 +53,15 @@ class Lane:
     SharedMemoryError
     """
 
-    def __init__(self, index: int, team: Team) -> None:
+    def __init__(self, index: int, workers: Workers) -> None:
         self.index = index
         self.slot_nbytes = _SLOT_NBYTES
-        self.exchange = Segment.create(team.world_size * _SLOT_NBYTES, is_worker_writable=True)
+        self.exchange = Segment.create(workers.world_size * _SLOT_NBYTES, is_worker_writable=True)
         self.staging: Segment | None = None
         self.collective: Segment | None = None
         self.ids = (self.exchange.id, 0)
         self.last_numbers: Any = None
-        self.down, self.up = team.blocks(index)
+        self.down, self.up = workers.blocks(index)
         self.up_words = [memoryview(row) for row in self.up]
 
     def replace_staging(self, nbytes: int) -> Segment | None:
@@ -84,25 +84,25 @@ class Lane:
             self.ids = (larger.id, self.ids[1])
         return old
 
-    def connect(self, team: Team) -> None:
+    def connect(self, workers: Workers) -> None:
         """Make the segment through which functions communicate, where there is none yet."""
         if self.collective is None:
-            team.epoch.end()
-            nbytes = required_nbytes(team.world_size, _COLLECTIVE_SLOT_NBYTES)
+            workers.epoch.end()
+            nbytes = required_nbytes(workers.world_size, _COLLECTIVE_SLOT_NBYTES)
             with deferred():  # the workers learn of it by its id
                 self.collective = Segment.create(nbytes, is_worker_writable=True)
-                reset(self.collective, team.world_size, team.eventfds)
+                reset(self.collective, workers.world_size, workers.eventfds)
                 self.ids = (self.ids[0], self.collective.id)
 
-    def abort_collectives(self, team: Team) -> None:
+    def abort_collectives(self, workers: Workers) -> None:
         """Have ranks that wait for one another give up."""
         if self.collective is not None:
-            set_abort(self.collective, team.eventfds)
+            set_abort(self.collective, workers.eventfds)
 
-    def reset_collectives(self, team: Team) -> None:
+    def reset_collectives(self, workers: Workers) -> None:
         """Make functions' collectives usable again; all ranks are idle."""
         if self.collective is not None:
-            reset(self.collective, team.world_size, team.eventfds)
+            reset(self.collective, workers.world_size, workers.eventfds)
 
     def close(self) -> None:
         """Release the memory; safe to repeat."""
@@ -124,20 +124,20 @@ class Lanes(list[Lane]):
 
     first: Lane
 
-    def begin(self, team: Team) -> None:
+    def begin(self, workers: Workers) -> None:
         """Make the first lane."""
-        self._team = team
-        self.first = Lane(0, team)
+        self._workers = workers
+        self.first = Lane(0, workers)
         self.append(self.first)
 
     def after(self, lane: Lane) -> Lane:
         """Return the lane whose turn follows that of ``lane``."""
         index = (lane.index + 1) % NUM_LANES
         if index == len(self):
-            self._team.epoch.end()
-            new = Lane(index, self._team)
+            self._workers.epoch.end()
+            new = Lane(index, self._workers)
             try:
-                new.connect(self._team)
+                new.connect(self._workers)
             except BaseException:
                 new.close()
                 raise

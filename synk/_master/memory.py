@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from synk._master.results import Lease, ResultPool
-from synk._master.workers import Team
+from synk._master.workers import Workers
 from synk._pure.interrupts import deferred
 from synk._wire.arenas import Arenas
 from synk._wire.memory import Segment
@@ -17,7 +17,7 @@ class Memory:
 
     Parameters
     ----------
-    team : Team
+    workers : Workers
         Who maps them.
 
     Attributes
@@ -29,8 +29,8 @@ class Memory:
     results : ResultPool
     """
 
-    def __init__(self, team: Team) -> None:
-        self._team = team
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
         self.released: deque[Segment] = deque()
         self.arenas = Arenas(self.released)
         self.results = ResultPool()
@@ -50,8 +50,8 @@ class Memory:
     def forget(self, segment: Segment) -> None:
         """Free a segment here; workers forget it with their next message."""
         with deferred():  # all of them, or an interrupt would leave some that hold what is gone
-            for link in self._team.links:
-                link.drop_segment(segment.id)
+            for worker in self._workers.by_rank:
+                worker.drop_segment(segment.id)
             segment.discard()
             self.arenas.sweep()
 

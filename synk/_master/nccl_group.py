@@ -11,7 +11,7 @@ import pickle
 from typing import Any
 
 from synk._master.lanes import Lane
-from synk._master.workers import Team
+from synk._master.workers import Workers
 from synk._wire.control import Down, Up
 from synk._wire.messages import JoinOrder, Kind, Status
 
@@ -42,7 +42,7 @@ class Group:
         self.problem = ""
         self.library = ""
 
-    def prepare(self, team: Team) -> bool:
+    def prepare(self, workers: Workers) -> bool:
         """Join the group if it is wanted and not there; return whether it is there.
 
         Raises
@@ -51,60 +51,60 @@ class Group:
         """
         if not self._is_wanted:
             return False
-        if self.is_usable(team):
+        if self.is_usable(workers):
             return True
         self._is_joined = False
         # Also after a join that was broken off: no rank may wait in it any longer.
-        self.break_up(team)
+        self.break_up(workers)
         self._number += 1
-        self._num_restarts = team.counters["restarts"]
-        self._join(team)
+        self._num_restarts = workers.counters["restarts"]
+        self._join(workers)
         return self._is_joined
 
-    def break_up(self, team: Team) -> None:
+    def break_up(self, workers: Workers) -> None:
         """Have all ranks leave the group: one of them cannot go on with it."""
         if self._is_wanted:
             self._is_joined = False
-            team.down[:, Down.BROKEN] = self._number
+            workers.down[:, Down.BROKEN] = self._number
 
-    def _join(self, team: Team) -> None:
-        answer = self._order(team, [0], None)
+    def _join(self, workers: Workers) -> None:
+        answer = self._order(workers, [0], None)
         if answer is None:
             return
-        answer = self._order(team, range(team.world_size), answer["unique_id"])
+        answer = self._order(workers, range(workers.world_size), answer["unique_id"])
         if answer is not None:
             self.library = answer["library"]
             self._is_joined = True
 
-    def _order(self, team: Team, ranks: range | list[int], unique_id: bytes | None) -> dict[str, Any] | None:
+    def _order(self, workers: Workers, ranks: range | list[int], unique_id: bytes | None) -> dict[str, Any] | None:
         """Send the order; return the lowest rank's answer, or None and give up where one could not follow."""
         contents = dict.fromkeys(ranks, JoinOrder(self._number, unique_id))
-        replies = team.exchange(Kind.GROUP, list(ranks), 0, contents, [], None, "join NCCL", "the start of NCCL")
+        replies = workers.exchange(Kind.GROUP, list(ranks), 0, contents, [], None, "join NCCL", "the start of NCCL")
         for reply in replies.values():
             if reply.status != Status.DONE:
                 failure = pickle.loads(reply.body) if reply.body else None  # None: it was interrupted
                 self.problem = failure.message if failure is not None else "the start was interrupted"
-                self.break_up(team)
+                self.break_up(workers)
                 self._is_wanted = failure is None
                 if failure is not None:
                     logger.warning("NCCL is not used, large outputs go through host memory: %s", self.problem)
                 return None
         return dict(pickle.loads(replies[ranks[0]].body))
 
-    def is_usable(self, team: Team) -> bool:
+    def is_usable(self, workers: Workers) -> bool:
         """Whether all ranks are in the group, and none has given it up or was started anew since."""
         return (
             self._is_joined
-            and self._num_restarts == team.counters["restarts"]
-            and not (team.up[:, Up.BROKEN] >= self._number).any()
+            and self._num_restarts == workers.counters["restarts"]
+            and not (workers.up[:, Up.BROKEN] >= self._number).any()
         )
 
-    def announce(self, team: Team, lane: Lane, num_ranks: int) -> bool:
+    def announce(self, workers: Workers, lane: Lane, num_ranks: int) -> bool:
         """Return whether a call in ``lane`` reduces its large outputs by NCCL, as it does if all ranks run it.
 
         The workers are told before the call is sent.
         """
-        is_in_use = num_ranks == team.world_size and self.is_usable(team)
+        is_in_use = num_ranks == workers.world_size and self.is_usable(workers)
         if self._number:  # also when the group was given up: the word of an earlier call must not stay
             lane.down[:, Down.GROUP] = self._number if is_in_use else 0
         return is_in_use

@@ -17,7 +17,7 @@ from synk._master.arguments import Argument
 from synk._master.assembly import Assembly
 from synk._master.lanes import Lane
 from synk._master.variable import Variable
-from synk._master.workers import Team
+from synk._master.workers import Workers
 from synk._pure.arrays import copy_into
 from synk._pure.interrupts import deferred
 from synk._pure.read_only import ReadOnlyArray
@@ -72,20 +72,20 @@ class PlanCache:
         self._plans.move_to_end(key)
         return cached
 
-    def put(self, key: Any, cached: CachedPlan, team: Team) -> None:
+    def put(self, key: Any, cached: CachedPlan, workers: Workers) -> None:
         with deferred():  # a plan that is lost here would stay with the workers
             broken = self._plans.pop(key, None)
             if broken is not None:
-                team.drop_plan(broken.plan.plan_id)
+                workers.drop_plan(broken.plan.plan_id)
             self._plans[key] = cached
             while len(self._plans) > _MAX_PLANS:
                 _, old = self._plans.popitem(last=False)
-                team.drop_plan(old.plan.plan_id)
+                workers.drop_plan(old.plan.plan_id)
 
-    def drop_staging(self, segment_id: int, team: Team) -> None:
+    def drop_staging(self, segment_id: int, workers: Workers) -> None:
         """Forget the plans that use a staging segment which has been replaced: nobody finds them any more."""
         for key in [key for key in self._plans if key[-1] == segment_id]:
-            team.drop_plan(self._plans.pop(key).plan.plan_id)
+            workers.drop_plan(self._plans.pop(key).plan.plan_id)
         self.forget_repeats()
 
     def drop_assemblies(self, lane: Lane) -> None:
@@ -95,10 +95,10 @@ class PlanCache:
                 cached.assembly = None
         self.quiet = None
 
-    def drop_all(self, team: Team) -> None:
+    def drop_all(self, workers: Workers) -> None:
         """Forget everything, here and on the workers: the function is gone."""
         for cached in self._plans.values():
-            team.drop_plan(cached.plan.plan_id)
+            workers.drop_plan(cached.plan.plan_id)
         self.forget()
 
     def forget(self) -> None:
@@ -111,13 +111,13 @@ class PlanCache:
         self.repeats.clear()
         self.quiet = None
 
-    def discard(self, cached: CachedPlan, team: Team) -> None:
+    def discard(self, cached: CachedPlan, workers: Workers) -> None:
         """Forget one plan, here and on the workers."""
         with deferred():
             self.repeats.pop(cached.lane.index, None)
             self.quiet = None
             self._plans = OrderedDict((key, value) for key, value in self._plans.items() if value is not cached)
-            team.drop_plan(cached.plan.plan_id)
+            workers.drop_plan(cached.plan.plan_id)
 
 
 @dataclass

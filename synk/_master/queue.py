@@ -168,21 +168,21 @@ class Queue:
         # Some variables are known only when the function has been sent.
         pending._begin(launched, collecting(session, launched), has_variables or bool(function.variables))
         self.calls.append(pending)
-        if session.team.is_inline:  # it has run already
+        if session.workers.is_inline:  # it has run already
             self._collect_oldest(verb, None)
         return pending
 
     def _can_join(self, function: Callee) -> bool:
         """Whether a call can be sent behind those under way: nothing else is to be done before it."""
-        session, team = self._session, self._session.team
+        session, workers = self._session, self._session.workers
         return (
             bool(self.calls)
-            and not team.is_inline
+            and not workers.is_inline
             and function in session.functions.bound
             and not function.is_stale
             and not session.has_dropped
-            and not team.has_dead
-            and len(team.flights) == len(self.calls)  # else one of them has no owner: an interrupt came
+            and not workers.has_dead
+            and len(workers.flights) == len(self.calls)  # else one of them has no owner: an interrupt came
         )
 
     # -- outcomes -----------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class Queue:
             raise TimeoutError(f"{pending.name!r} has not ended within {seconds:g} s; it goes on.")
 
     def _wait(self, pending: PendingCall, until: float | None) -> None:
-        self._session.team.num_cancels = num_cancels()
+        self._session.workers.num_cancels = num_cancels()
         while pending._launched is not None and self.calls:
             if not self._step_oldest(until):
                 return
@@ -237,7 +237,7 @@ class Queue:
             self.close()
             return
         try:
-            self._session.team.pump()
+            self._session.workers.pump()
         except BaseException as error:
             self._end_lost(error)
             if _is_foreign(error):
@@ -285,10 +285,10 @@ class Queue:
             self.calls.popleft()
             return True
         try:
-            if not session.team.wait_for(flight, until):
+            if not session.workers.wait_for(flight, until):
                 return False
             pending._is_stepping = True
-            pending._flight = steps.send(session.team.finish(flight))
+            pending._flight = steps.send(session.workers.finish(flight))
             pending._is_stepping = False
         except BaseException as error:
             if isinstance(error, StopIteration) and not is_from_handler(error):

@@ -7,8 +7,8 @@ has compared before (``synk._master.watch``). Then come the arguments. Up to the
 is an ordinary call.
 
 From the first doorbell on, the quiet call is a flight like others: an interrupt at any line finds it among those of the
-team, and what the workers answer is taken here only if it is, byte for byte, what a repeated call answers. Everything
-else (errors, deaths, prints, new outputs, time limits) is left to the ordinary wait, which knows about it.
+workers, and what they answer is taken here only if it is, byte for byte, what a repeated call answers. Everything else
+(errors, deaths, prints, new outputs, time limits) is left to the ordinary wait, which knows about it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from synk._master.launched import Callee, Launched
 from synk._master.plans import ARRAYS, RepeatedCall
 from synk._master.session import Session
 from synk._master.trials import try_shorter
-from synk._master.workers import Flight, Team
+from synk._master.workers import Flight, Workers
 from synk._pure.arrays import PARALLEL_NBYTES, copy_into
 from synk._pure.interrupts import num_cancels
 from synk._pure.limits import poll_ms
@@ -52,13 +52,13 @@ def run_call(
     deadline: float | None,
 ) -> Any:
     """Run one call the ordinary way, prepare the quiet ones that may follow, and return its result."""
-    epoch = session.team.epoch.number
+    epoch = session.workers.epoch.number
     launched = launch(session, function, args, kwargs, options, deadline, session.lanes.first)
     result = collect(session, launched)
     if function.row_shapes.wants_trial:
         try_shorter(session, launched)
     # Where the epoch has not ended no rank had to be told anything: the next call need not tell it either.
-    if session.team.epoch.number == epoch and options.is_plain and not kwargs:
+    if session.workers.epoch.number == epoch and options.is_plain and not kwargs:
         repeat = function.plans.repeats.get(launched.cached.lane.index)
         if repeat is not None and QuietCall.fits(session, repeat):
             function.plans.quiet = QuietCall(session, function, repeat, epoch)
@@ -94,7 +94,7 @@ class QuietCall(Flight):
         self._bounds = lane.last_numbers
         self._lane = lane
         self._ranks = frozenset(repeat.call.ranks)
-        self._poll, self._channels, self._rank_of = session.team.doorbells(repeat.call.ranks)
+        self._poll, self._channels, self._rank_of = session.workers.doorbells(repeat.call.ranks)
         self._numbers = memoryview(lane.down[0])
         self._function_ns = [lane.up_words[rank] for rank in repeat.call.ranks]
 
@@ -105,7 +105,7 @@ class QuietCall(Flight):
         return (
             assembly is not None
             and repeat.cached.is_agreed
-            and not session.team.is_inline
+            and not session.workers.is_inline
             and not session.has_devices
             and not repeat.call.sources
             and assembly.is_small_and_plain
@@ -124,10 +124,10 @@ class QuietCall(Flight):
             return NOT_QUIET
         started = time.monotonic_ns()
         with session._lock:
-            team, cached = session.team, self._cached
+            workers, cached = session.workers, self._cached
             if (
-                self._epoch != team.epoch.number
-                or team.flights
+                self._epoch != workers.epoch.number
+                or workers.flights
                 or session.queue.calls
                 or session.memory.released
                 or session.functions.dropped
@@ -145,15 +145,15 @@ class QuietCall(Flight):
             self._stage(args)
             number = next(session.numbers)
             self._numbers[_NUMBER], self._numbers[_RESULT] = number, 0
-            self.sequence = sequence = team.sequence = team.sequence % 0xFFFF + 1
+            self.sequence = sequence = workers.sequence = workers.sequence % 0xFFFF + 1
             self.pending, self.replies = set(self._ranks), {}
-            self.began = team.began = started * 1e-9
+            self.began = workers.began = started * 1e-9
             timeout = session.timeout
             self.deadline = None if timeout is None else self.began + timeout
-            team.num_cancels = -1
+            workers.num_cancels = -1
             cached.is_agreed = False  # until it has ended well, as in an ordinary call
             try:
-                team.flights[sequence] = self
+                workers.flights[sequence] = self
                 message = DOORBELL.pack(_CALL, IS_ALONE, sequence, self._plan_id)
                 for channel in self._channels:
                     os.write(channel.write_fd, message)
@@ -162,16 +162,16 @@ class QuietCall(Flight):
                 counters["messages_down"] += len(self._channels)
                 counters["bytes_down"] += 8 * len(self._channels)
                 counters["bytes_staged"] += self._staged_nbytes
-                is_expected = self._wait(team)
+                is_expected = self._wait(workers)
                 counters["messages_up"] += len(self.replies)
                 counters["bytes_up"] += 8 * len(self.replies)
             except BaseException as error:
-                team.settle_after(error)
+                workers.settle_after(error)
                 abandon(session, self._launched(function, number, started), error)
                 raise
             if not is_expected:
                 return collect(session, self._launched(function, number, started))
-            team.flights.pop(sequence, None)
+            workers.flights.pop(sequence, None)
             return self._result(session, started)
 
     def _are_like(self, args: tuple[Any, ...]) -> bool:
@@ -196,13 +196,13 @@ class QuietCall(Flight):
         if self._lane.last_numbers is not self._bounds:
             self._repeat.write_numbers()
 
-    def _wait(self, team: Team) -> bool:
-        """Take the replies of all ranks; return False where there is something else, which is left to the team."""
+    def _wait(self, workers: Workers) -> bool:
+        """Take the replies of all ranks; return False where something else has come, for the ordinary wait."""
         timeout_ms = _WAIT_MS if self.deadline is None else min(poll_ms(self.deadline - self.began), _WAIT_MS)
         expected = DOORBELL.pack(_DONE, 0, self.sequence, 0)
         rank_of, pending = self._rank_of, self.pending
         while pending:
-            events = team.patience.wait(self._poll, timeout_ms)
+            events = workers.patience.wait(self._poll, timeout_ms)
             if not events:
                 return False
             for fd, _ in events:
@@ -212,7 +212,7 @@ class QuietCall(Flight):
                 rank, channel = rank_of[fd]
                 reply = os.read(channel.read_fd, 8)
                 if reply != expected:
-                    team.take_doorbell(rank, reply)
+                    workers.take_doorbell(rank, reply)
                     return False
                 self.replies[rank] = DONE
                 pending.discard(rank)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from synk._master.epoch import Epoch
-from synk._master.known import Link
+from synk._master.known import WorkerState
 from synk._master.placement import Placement
 from synk._master.process import WorkerProcess, setup_message, startup_text
 from synk._pure.environment import spin_s
@@ -29,7 +29,7 @@ ARMED: contextvars.ContextVar[Sequence[Sequence[Any]]] = contextvars.ContextVar(
 
 
 class Crew:
-    """The processes of one runtime, and the lower half of ``Team``, which uses what begins with ``_``.
+    """The processes of one runtime, and the lower half of ``Workers``, which uses what begins with ``_``.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class Crew:
 
     Attributes
     ----------
-    links : list of Link
+    by_rank : list of WorkerState
         One per rank.
     down, up : ndarray of int64, shape (world_size, BLOCK_LENGTH)
         The numbers of lane 0 in shared memory; see ``synk._wire.messages``.
@@ -49,7 +49,7 @@ class Crew:
     epoch : Epoch
         Ends with everything that a remembered call relies on.
 
-    Nothing is opened before :meth:`start`, so that whoever made the crew can end it wherever the start is broken off.
+    Nothing is opened before :meth:`start`, so that whoever made it can end it wherever the start is broken off.
     """
 
     def __init__(self, placement: Placement, *, process_type: type, token: bytes) -> None:
@@ -60,7 +60,7 @@ class Crew:
         self._process_type = process_type
         self.is_closed = False
         self.epoch = Epoch()
-        self.links: list[Link] = []
+        self.by_rank: list[WorkerState] = []
         self.eventfds: list[Descriptor] = []
         self.down = self.up = np.empty((0, 0), np.int64)
         self._placement = placement
@@ -97,8 +97,8 @@ class Crew:
         for _ in range(self.world_size):
             self.eventfds.append(_eventfd())
         for rank in range(self.world_size):
-            self.links.append(Link(rank, self._new_process(rank), self.epoch))
-            self._start(self.links[rank], self._failpoints)
+            self.by_rank.append(WorkerState(rank, self._new_process(rank), self.epoch))
+            self._start(self.by_rank[rank], self._failpoints)
 
     def blocks(self, lane: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers ``(down, up)`` of a lane."""
@@ -108,8 +108,8 @@ class Crew:
     def drop_plan(self, plan_id: int) -> None:
         """Have the workers forget a plan with their next message."""
         with deferred():
-            for link in self.links:
-                link.drop_plan(plan_id)
+            for worker in self.by_rank:
+                worker.drop_plan(plan_id)
 
     # -- starting ------------------------------------------------------------------------------------------------------
 
@@ -121,20 +121,20 @@ class Crew:
         control, eventfds, failpoints = self._control, self.eventfds, self._failpoints
         return self._process_type(rank, self.world_size, self.backend, device, control, eventfds, failpoints)
 
-    def _start(self, link: Link, failpoints: Sequence[Sequence[Any]]) -> None:
+    def _start(self, worker: WorkerState, failpoints: Sequence[Sequence[Any]]) -> None:
         """Start a process for a rank, in the place of one that ended."""
-        process, rank = link.process, link.rank
+        process, rank = worker.process, worker.rank
         if isinstance(process, WorkerProcess):
             assert self._control is not None
             if process.pid >= 0:
-                process = link.process = WorkerProcess(rank)
+                process = worker.process = WorkerProcess(rank)
             placement, device = self._placement, self.devices[rank]
             setup = setup_message(self.world_size, self.backend, device, placement.cpus_of(rank), failpoints)
             setup |= {"control_nbytes": self._control.nbytes, "spin_s": self._spin_s}
             events: dict[str, int] = {f"event{peer}": fd for peer, fd in enumerate(self.eventfds)}
             process.start(setup, placement.environment(rank), self._control.fd, self._token, events)
-            link.restart(process)
-            self._watch_link(link)
+            worker.restart(process)
+            self._watch_worker(worker)
 
     # -- watching ------------------------------------------------------------------------------------------------------
 
@@ -146,78 +146,80 @@ class Crew:
         if self._fds.pop(fd, None) is not None:
             self._poll.unregister(fd)
 
-    def _watch_link(self, link: Link) -> None:
-        process = link.process
+    def _watch_worker(self, worker: WorkerState) -> None:
+        process = worker.process
         if isinstance(process, WorkerProcess):
-            self._watch(process.channel.read_fd, "up", link.rank)
-            self._watch(process.pidfd, "death", link.rank)
+            self._watch(process.channel.read_fd, "up", worker.rank)
+            self._watch(process.pidfd, "death", worker.rank)
             for fd in process.output_fds:
-                self._watch(fd, "output", link.rank)
+                self._watch(fd, "output", worker.rank)
 
-    def _unwatch_link(self, link: Link) -> None:
-        for fd in [fd for fd, (_, rank) in self._fds.items() if rank == link.rank]:
+    def _unwatch_worker(self, worker: WorkerState) -> None:
+        for fd in [fd for fd, (_, rank) in self._fds.items() if rank == worker.rank]:
             self._unwatch(fd)
 
-    def _forward(self, link: Link, fd: int) -> None:
-        if isinstance(link.process, WorkerProcess) and not link.process.forward_output(fd):
+    def _forward(self, worker: WorkerState, fd: int) -> None:
+        if isinstance(worker.process, WorkerProcess) and not worker.process.forward_output(fd):
             self._unwatch(fd)
 
     @property
     def has_dead(self) -> bool:
         """Whether a worker died that was not started again yet."""
-        for link in self.links:  # asked at each call: no generator  # noqa: SIM110
-            if link.is_dead:
+        for worker in self.by_rank:  # asked at each call: no generator  # noqa: SIM110
+            if worker.is_dead:
                 return True
         return False
 
     def where(self) -> str:
         """Return what each rank is doing: phase, bytes published, Python stacks. For any thread, also during a call."""
         parts = []
-        for link in self.links:
-            if link.is_dead:
-                parts.append(f"rank {link.rank}: ended with {link.process.exit_text}")
+        for worker in self.by_rank:
+            if worker.is_dead:
+                parts.append(f"rank {worker.rank}: ended with {worker.process.exit_text}")
                 continue
-            if not link.is_ready:  # it has no handler yet: the signal would end it
-                parts.append(f"rank {link.rank} (pid {link.process.pid}, {self.devices[link.rank]}): still starting")
+            if not worker.is_ready:  # it has no handler yet: the signal would end it
+                parts.append(
+                    f"rank {worker.rank} (pid {worker.process.pid}, {self.devices[worker.rank]}): still starting"
+                )
                 continue
-            phase = Phase(int(self.up[link.rank, Up.PHASE])).name.lower() if len(self.up) else "closed"
-            nbytes = int(self.up[link.rank, Up.OUTPUT_NBYTES]) if len(self.up) else 0
-            stacks = link.process.stacks(1.0).strip().replace("\n", "\n    ")
+            phase = Phase(int(self.up[worker.rank, Up.PHASE])).name.lower() if len(self.up) else "closed"
+            nbytes = int(self.up[worker.rank, Up.OUTPUT_NBYTES]) if len(self.up) else 0
+            stacks = worker.process.stacks(1.0).strip().replace("\n", "\n    ")
             parts.append(
-                f"rank {link.rank} (pid {link.process.pid}, {self.devices[link.rank]}): {phase}, {nbytes} bytes of "
-                f"outputs published so far\n    {stacks}"
+                f"rank {worker.rank} (pid {worker.process.pid}, {self.devices[worker.rank]}): {phase}, {nbytes} bytes "
+                f"of outputs published so far\n    {stacks}"
             )
         return "\n".join(parts)
 
     # -- deaths --------------------------------------------------------------------------------------------------------
 
-    def _bury(self, link: Link) -> str:
+    def _bury(self, worker: WorkerState) -> str:
         """Release a dead worker's descriptors and return how it ended."""
-        process = link.process
+        process = worker.process
         assert isinstance(process, WorkerProcess)
         with deferred():  # half a burial would leave a death that nobody sees, or descriptors that nobody closes
             self.epoch.end()
-            link.is_dead = True
-            self._unwatch_link(link)
+            worker.is_dead = True
+            self._unwatch_worker(worker)
             return process.reap()
 
     def _worker_died(self, ranks: list[int], phase: str, what: str, began: float) -> WorkerDied:
         """Return the error for ``ranks``, with what they wrote to stderr since the monotonic time ``began``."""
-        links = [self.links[rank] for rank in ranks]
-        exits = tuple(link.process.exit_text for link in links)
+        workers = [self.by_rank[rank] for rank in ranks]
+        exits = tuple(worker.process.exit_text for worker in workers)
         ended = "; ".join(
-            f"rank {link.rank} of {self.world_size} (pid {link.process.pid}, {self.devices[link.rank]}) "
+            f"rank {worker.rank} of {self.world_size} (pid {worker.process.pid}, {self.devices[worker.rank]}) "
             f"ended with {how}"
-            for link, how in zip(links, exits)
+            for worker, how in zip(workers, exits)
         )
-        hints = "".join(self._kill_hint(link.rank) for link, how in zip(links, exits) if how == "SIGKILL")
+        hints = "".join(self._kill_hint(worker.rank) for worker, how in zip(workers, exits) if how == "SIGKILL")
         message = f"{ended} during {what or phase}.{hints} The next call starts dead workers again."
         if phase != "start":
             message += " What functions kept there, in closures or globals, is gone."
         return WorkerDied(
-            "\n".join([message, *stderr_tails(links, began)]),
+            "\n".join([message, *stderr_tails(workers, began)]),
             ranks=tuple(ranks),
-            pids=tuple(link.process.pid for link in links),
+            pids=tuple(worker.process.pid for worker in workers),
             exits=exits,
             phase=phase,
         )
@@ -237,8 +239,8 @@ class Crew:
 
     def kill(self) -> None:
         """Kill all workers."""
-        for link in self.links:
-            link.process.kill()
+        for worker in self.by_rank:
+            worker.process.kill()
 
     def tear_down(self) -> None:
         """Kill what still runs and release every descriptor. Never waits long; safe to repeat, in several threads."""
@@ -246,10 +248,10 @@ class Crew:
             self.is_closed = True
             self.epoch.end()
             self.kill()
-            for link in self.links:
-                self._unwatch_link(link)
-                link.process.reap()
-                link.is_dead = True
+            for worker in self.by_rank:
+                self._unwatch_worker(worker)
+                worker.process.reap()
+                worker.is_dead = True
             self._unwatch(self._wake_fd)
             self._release()
             self.down = self.up = np.empty((0, 0), np.int64)
@@ -259,9 +261,9 @@ class Crew:
     def abandon(self) -> None:
         """Close our copies of the descriptors in a forked child; the workers belong to the parent."""
         self.epoch.end()
-        for link in self.links:
-            link.process.disown()
-            link.process.close()
+        for worker in self.by_rank:
+            worker.process.disown()
+            worker.process.close()
         self._release()
 
     def _release(self) -> None:
@@ -273,12 +275,12 @@ def _eventfd() -> Descriptor:
     return Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
 
 
-def stderr_tails(links: Sequence[Link], began: float) -> list[str]:
+def stderr_tails(workers: Sequence[WorkerState], began: float) -> list[str]:
     """Return the last lines that workers wrote to stderr since the monotonic time ``began``, a text for each rank."""
     return [
-        f"stderr of rank {link.rank}: " + "\n  ".join(lines)
-        for link in links
-        if (lines := link.process.stderr_since(began))
+        f"stderr of rank {worker.rank}: " + "\n  ".join(lines)
+        for worker in workers
+        if (lines := worker.process.stderr_since(began))
     ]
 
 

@@ -98,7 +98,7 @@ def _large_outputs(
             session.memory.results.give_back(lease)  # the exception may be kept, and this frame with it
             raise
         for rank in waiting:
-            session.team.links[rank].assemblies[launched.cached.plan.plan_id] = assembly.number
+            session.workers.by_rank[rank].assemblies[launched.cached.plan.plan_id] = assembly.number
     return lease.deliver()
 
 
@@ -194,7 +194,7 @@ def _ask(
             "under way was ended. Submit it again."
         )
     name, lane = repr(launched.function.name), launched.cached.lane.index
-    return session.team.launch(kind, ranks, value, contents, segments, launched.deadline, phase, name, lane)
+    return session.workers.launch(kind, ranks, value, contents, segments, launched.deadline, phase, name, lane)
 
 
 def _republish(session: Session, launched: Launched, layouts: list[Layout], waiting: list[int]) -> Flight:
@@ -219,6 +219,8 @@ def _republish(session: Session, launched: Launched, layouts: list[Layout], wait
 
 def _assemble_large(session: Session, launched: Launched, assembly: Assembly, ranks: list[int], lease: Lease) -> Flight:
     """Have ``ranks`` bring their parts of the large outputs into a leased buffer."""
-    links, plan_id = session.team.links, launched.cached.plan.plan_id
-    contents = {rank: assembly.moves[rank] for rank in ranks if links[rank].assemblies.get(plan_id) != assembly.number}
+    by_rank, plan_id = session.workers.by_rank, launched.cached.plan.plan_id
+    contents = {
+        rank: assembly.moves[rank] for rank in ranks if by_rank[rank].assemblies.get(plan_id) != assembly.number
+    }
     return _ask(session, launched, Kind.ASSEMBLE, ranks, lease.segment.id, contents, [lease.segment], "reduce")

@@ -1,4 +1,4 @@
-"""What every part of the master is handed: one team of workers, what they share, and one operation at a time on it.
+"""What every part of the master is handed: the workers, what they share, and one operation at a time on it.
 
 An operation holds the lock and begins with :meth:`Session.begin`: the calls under way end, what an interrupt has torn
 is settled, the dead are started again. Everything above (calls, collectives, the user's verbs) works inside of one.
@@ -21,14 +21,14 @@ import optree  # noqa: F401  (used when a result is nested: by then a file of th
 
 from synk._master.device_values import DeviceValues
 from synk._master.functions import Functions
-from synk._master.known import Link
+from synk._master.known import WorkerState
 from synk._master.lanes import Lane, Lanes
 from synk._master.memory import Memory
 from synk._master.nccl_group import Group
 from synk._master.placement import Placement
 from synk._master.profile import Profile
 from synk._master.variable import Variables
-from synk._master.workers import Team
+from synk._master.workers import Workers
 from synk._pure.interrupts import deferred, is_from_handler, num_cancels
 from synk._pure.limits import lock_s
 from synk._wire.cell import cell, refuse_inside_worker
@@ -63,7 +63,7 @@ class UnderWay(Protocol):
 
 
 class Session:
-    """One team of workers, and everything that they share with the master.
+    """The workers of one runtime, and everything that they share with the master.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ class Session:
 
     Attributes
     ----------
-    team, lanes, group, memory, functions, variables, device_values, queue, profile
+    workers, lanes, group, memory, functions, variables, device_values, queue, profile
         Its parts.
     counters : dict of str to int
     numbers : iterator of int
@@ -113,7 +113,7 @@ class Session:
         self._lock = threading.RLock()
         self.profile = Profile()
         self.numbers = itertools.count(1)
-        self.team = Team(
+        self.workers = Workers(
             placement,
             process_type=process_type,
             max_restarts=max_restarts,
@@ -125,19 +125,19 @@ class Session:
         )
         self.group = Group(placement.can_use_nccl)
         self.lanes = Lanes()
-        self.memory = Memory(self.team)
-        self.functions = Functions(self.team, self.lanes, on_restart)
-        self.variables = Variables(self.team, self.memory)
-        self.device_values = DeviceValues(self.team, self.lanes, self.group, self.variables, self.numbers)
+        self.memory = Memory(self.workers)
+        self.functions = Functions(self.workers, self.lanes, on_restart)
+        self.variables = Variables(self.workers, self.memory)
+        self.device_values = DeviceValues(self.workers, self.lanes, self.group, self.variables, self.numbers)
         self.queue = under_way(self)
         open_sessions.add(self)
         try:
             with deferred():  # what is opened meanwhile has an owner that ends it
-                self.team.start()
-                self.lanes.begin(self.team)
+                self.workers.start()
+                self.lanes.begin(self.workers)
         except BaseException:
             with deferred():
-                self.team.tear_down()
+                self.workers.tear_down()
                 self._release_memory()
             raise
 
@@ -145,18 +145,18 @@ class Session:
 
     @property
     def is_closed(self) -> bool:
-        return self.team.is_closed
+        return self.workers.is_closed
 
     @property
     def cause(self) -> BaseException | None:
         """What closed the runtime, if it was a fault."""
-        return self.team.cause
+        return self.workers.cause
 
     def check_open(self, verb: str) -> None:
         """Raise ClosedError or ReentrancyError where ``verb`` cannot work any more."""
         if os.getpid() != self.pid:
             self.check_process(verb)
-        if self.team.is_closed or self.team.is_closing:
+        if self.workers.is_closed or self.workers.is_closing:
             raise ClosedError(f"cannot {verb}: the runtime is closed. Call synk.fork() again.") from self.cause
 
     @property
@@ -234,15 +234,15 @@ class Session:
     def resume(self, verb: str, deadline: float | None) -> None:
         """Do as ``begin`` in the middle of an operation: nothing is freed, because it may be in use."""
         self.check_open(verb)  # it may have been closed while this thread waited for the lock
-        self.team.num_cancels = num_cancels()
+        self.workers.num_cancels = num_cancels()
         if self.queue.calls:
             self.queue.drain(verb, deadline)
         self.variables.finish_commit()
-        self.team.prepare(deadline)
-        self.group.prepare(self.team)
-        if self.team.restarted:
-            self.device_values.restore(self.team.restarted, self.deadline(None))
-            self.team.restarted.clear()
+        self.workers.prepare(deadline)
+        self.group.prepare(self.workers)
+        if self.workers.restarted:
+            self.device_values.restore(self.workers.restarted, self.deadline(None))
+            self.workers.restarted.clear()
 
     @property
     def has_dropped(self) -> bool:
@@ -257,21 +257,21 @@ class Session:
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def _pack(
-        self, link: Link, content: Any, needed: Sequence[Segment], lane: int
+        self, worker: WorkerState, content: Any, needed: Sequence[Segment], lane: int
     ) -> tuple[Extras | None, list[Segment]]:
         """Return the body of a message: its content, and whatever the rank does not know yet."""
-        news = self.variables.news_for(link)
-        wanted = [*needed, *(segment for variable in news for segment in variable.segments(link.rank))]
-        return link.extras(content, wanted, self.lanes[lane], news)
+        news = self.variables.news_for(worker)
+        wanted = [*needed, *(segment for variable in news for segment in variable.segments(worker.rank))]
+        return worker.extras(content, wanted, self.lanes[lane], news)
 
     def _abort_collectives(self) -> None:
-        self.group.break_up(self.team)
+        self.group.break_up(self.workers)
         for lane in self.lanes:
-            lane.abort_collectives(self.team)
+            lane.abort_collectives(self.workers)
 
     def _reset_collectives(self) -> None:
         for lane in self.lanes:
-            lane.reset_collectives(self.team)
+            lane.reset_collectives(self.workers)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -282,25 +282,25 @@ class Session:
 
     def reclaim(self) -> None:
         """Free what finalizers dropped, if nothing is running."""
-        if self.memory.has_dropped and not self.queue.calls and not self.team.flights:
+        if self.memory.has_dropped and not self.queue.calls and not self.workers.flights:
             self.if_free(self.memory.free_dropped)
 
     def grow_staging(self, lane: Lane, nbytes: int) -> Segment:
         """Return the staging segment of a lane, grown to at least ``nbytes`` bytes."""
         if lane.staging is None or lane.staging.nbytes < nbytes:
-            self.team.epoch.end()
+            self.workers.epoch.end()
             with deferred():
                 old = lane.replace_staging(nbytes)
                 if old is not None:
                     self.memory.forget(old)
                     for function in list(self.functions.bound):  # their views of the old one would keep its memory
-                        function.plans.drop_staging(old.id, self.team)
+                        function.plans.drop_staging(old.id, self.workers)
         assert lane.staging is not None
         return lane.staging
 
     def grow_exchange(self, lane: Lane, slot_nbytes: int, published: Sequence[int]) -> None:
         """Make room for ``slot_nbytes`` bytes of outputs per rank; what ``published`` ranks wrote is carried over."""
-        self.team.epoch.end()
+        self.workers.epoch.end()
         with deferred():
             self.memory.forget(lane.replace_exchange(slot_nbytes, published))
             for function in list(self.functions.bound):
@@ -314,26 +314,26 @@ class Session:
         for variable in self.variables.living():
             self.device_values.refresh(variable, deadline)
         self.functions.begin_anew()
-        self.team.replace(deadline)
+        self.workers.replace(deadline)
         self.begin("restart", deadline)
         self.functions.prepare_restarted(deadline)
 
     def close(self) -> None:
         """End the workers and release everything; safe to repeat, bounded in time."""
-        team = self.team
+        workers = self.workers
         if os.getpid() != self.pid:
             return
         refuse_inside_worker("close")
         if self.is_mine():
             raise ReentrancyError("cannot close the runtime while this thread is in a call.")
-        with deferred(team.kill):  # a runtime that is closed in part could neither be used nor be closed
-            team.wake()
+        with deferred(workers.kill):  # a runtime that is closed in part could neither be used nor be closed
+            workers.wake()
             try:
-                if not self._lock.acquire(timeout=team.grace_s + 1):
-                    team.kill()
-                    self._lock.acquire(timeout=team.grace_s + 1)
-                team.say_goodbye()
-                team.tear_down()
+                if not self._lock.acquire(timeout=workers.grace_s + 1):
+                    workers.kill()
+                    self._lock.acquire(timeout=workers.grace_s + 1)
+                workers.say_goodbye()
+                workers.tear_down()
                 self._release_memory()
             finally:
                 if self.is_mine():
@@ -355,16 +355,16 @@ class Session:
             cell.session = cell.runtime = None
 
     def __del__(self) -> None:
-        team = getattr(self, "team", None)
-        if team is None or team.is_closed or os.getpid() != self.pid:
+        workers = getattr(self, "workers", None)
+        if workers is None or workers.is_closed or os.getpid() != self.pid:
             return
         if not sys.is_finalizing():
             warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, stacklevel=2, source=self)
-        team.tear_down()
+        workers.tear_down()
         self._release_memory()
 
     def __repr__(self) -> str:
-        state = "closed" if self.is_closed else "inline" if self.team.is_inline else "open"
+        state = "closed" if self.is_closed else "inline" if self.workers.is_inline else "open"
         return f"<synk.Runtime {self.world_size} x {self.backend}, {state}>"
 
 

@@ -98,7 +98,7 @@ def plan_call(session: Session, function: Callee, call: Call, options: CallOptio
         ],
     )
     cached = CachedPlan(plan, lane, segments, staged, places)
-    plans.put(key, cached, session.team)
+    plans.put(key, cached, session.workers)
     return cached
 
 

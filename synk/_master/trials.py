@@ -61,7 +61,7 @@ def try_shorter(session: Session, launched: Launched) -> None:
         write_numbers(lane, shorter)
         number = next(session.numbers)
         tried = collect(session, send(session, function, shorter, cached, number, launched.deadline))
-        function.plans.discard(cached, session.team)
+        function.plans.discard(cached, session.workers)
     except Exception as error:
         if is_from_handler(error):
             raise

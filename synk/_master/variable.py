@@ -15,9 +15,9 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from synk._master.known import Link
+from synk._master.known import WorkerState
 from synk._master.memory import Memory
-from synk._master.workers import Team
+from synk._master.workers import Workers
 from synk._pure.arrays import as_plain_array, check_shareable, copy_into
 from synk._pure.interrupts import deferred
 from synk._pure.read_only import ordinary
@@ -322,7 +322,7 @@ class Variables:
 
     Parameters
     ----------
-    team : Team
+    workers : Workers
     memory : Memory
 
     Attributes
@@ -333,14 +333,14 @@ class Variables:
         Ids of those that no longer exist; filled by finalizers.
     """
 
-    def __init__(self, team: Team, memory: Memory) -> None:
+    def __init__(self, workers: Workers, memory: Memory) -> None:
         self.memory = memory
-        self.world_size = team.world_size
+        self.world_size = workers.world_size
         self.is_closed = False
         self.num_changes = 0
         self.dropped: deque[int] = deque()
-        self._team = team
-        self._has_devices = team.backend != "numpy"
+        self._workers = workers
+        self._has_devices = workers.backend != "numpy"
         self._living: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
         self._to_flip: list[tuple[Variable, int, int, bool]] = []
         self._flip_call = -1
@@ -359,16 +359,16 @@ class Variables:
     def note_change(self) -> None:
         """A variable has changed from the master's side: look for news before the next message."""
         self.num_changes += 1
-        self._team.epoch.end()
+        self._workers.epoch.end()
 
-    def news_for(self, link: Link) -> list[Variable]:
+    def news_for(self, worker: WorkerState) -> list[Variable]:
         """Return the variables of which a rank does not know what the master does."""
         num_changes = self.num_changes  # read first: another thread may make a variable meanwhile
-        if link.num_changes == num_changes:
+        if worker.num_changes == num_changes:
             return []
-        news = [v for v in self.living() if link.variables.get(v.id) != v.version]
+        news = [v for v in self.living() if worker.variables.get(v.id) != v.version]
         if not news:
-            link.num_changes = num_changes
+            worker.num_changes = num_changes
         return news
 
     def free_dropped(self) -> None:
@@ -376,8 +376,8 @@ class Variables:
         while self.dropped:
             with deferred():
                 variable_id = self.dropped.popleft()
-                for link in self._team.links:
-                    link.drop_variable(variable_id)
+                for worker in self._workers.by_rank:
+                    worker.drop_variable(variable_id)
 
     def commit(self, ranks: Sequence[int], layouts: Sequence[Layout], number: int) -> None:
         """Make the assignments of call ``number`` hold, on all of its ranks at once.
@@ -402,7 +402,7 @@ class Variables:
                 flips += [(variable, rank, 1 - variable.front[rank], True) for rank in absent]
         self._flip_call = number
         self._to_flip = flips
-        self._team.down[list(ranks), Down.COMMITTED] = number
+        self._workers.down[list(ranks), Down.COMMITTED] = number
         self.finish_commit()
 
     def finish_commit(self) -> None:
@@ -410,7 +410,7 @@ class Variables:
         flips = self._to_flip
         if not flips:
             return
-        if int(self._team.down[flips[0][1], Down.COMMITTED]) == self._flip_call:
+        if int(self._workers.down[flips[0][1], Down.COMMITTED]) == self._flip_call:
             for variable, rank, front, is_followed in flips:
                 variable.front[rank] = front
                 if is_followed:

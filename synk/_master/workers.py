@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from synk._master.failures import raise_failures
-from synk._master.known import Link
+from synk._master.known import WorkerState
 from synk._master.output import report
 from synk._master.process import WorkerProcess
 from synk._master.recovery import Crew, stderr_tails
@@ -60,7 +60,7 @@ AWAKE_S = 200e-6
 RESTART_WINDOW_S = 60.0
 START_TIMEOUT_S = 120.0
 
-Pack = Callable[[Link, Any, Sequence[Segment], int], tuple["Extras | None", list[Segment]]]
+Pack = Callable[[WorkerState, Any, Sequence[Segment], int], tuple["Extras | None", list[Segment]]]
 Packed = dict[int, tuple["Extras | None", list[Segment]]]
 """By rank: the body of its message, and the segments that it brings: their descriptors ride along, if they have one."""
 
@@ -103,7 +103,7 @@ class Flight:
         self.what = what
 
 
-class Team(Crew):
+class Workers(Crew):
     """The workers of one runtime.
 
     Parameters
@@ -114,7 +114,7 @@ class Team(Crew):
     counters : dict of str to int
     token : bytes
     pack : callable
-        ``pack(link, content, segments, lane)`` returns the body of a message for a rank (None if it needs none) and
+        ``pack(worker, content, segments, lane)`` returns the body of a message for a rank (None if it needs none) and
         the segments that it brings.
     on_idle : callable
         Called when workers were made idle after a failure, before anything else is sent.
@@ -126,7 +126,7 @@ class Team(Crew):
     restarted : list of int
         Ranks that were started anew; whoever has seen to them takes them out.
     cause : BaseException or None
-        The fault that closed the team.
+        The fault that closed the runtime.
     grace_s : float
         How long a worker may take to answer an interrupt before it is killed.
     """
@@ -181,9 +181,9 @@ class Team(Crew):
         CallTimeout
             If they had not at ``deadline``; they go on starting.
         """
-        while waiting := [link for link in self.links if not link.is_ready]:
+        while waiting := [worker for worker in self.by_rank if not worker.is_ready]:
             # From the start of the process on: calls that give up sooner must not put it off.
-            silent = [link.process.started for link in waiting if link.rank not in self._hellos]
+            silent = [worker.process.started for worker in waiting if worker.rank not in self._hellos]
             limit = min(silent, default=math.inf) + START_TIMEOUT_S
             try:
                 self._await_hellos(waiting, limit if deadline is None else min(deadline, limit))
@@ -192,8 +192,8 @@ class Team(Crew):
                     raise
                 self._replace_stuck()
 
-    def _await_hellos(self, waiting: Sequence[Link], deadline: float) -> None:
-        ranks = {link.rank for link in waiting}
+    def _await_hellos(self, waiting: Sequence[WorkerState], deadline: float) -> None:
+        ranks = {worker.rank for worker in waiting}
         try:
             hello = Flight(_HELLO, ranks - self._hellos.keys(), deadline, "start", "")
             hello.replies = self._hellos
@@ -203,8 +203,8 @@ class Team(Crew):
                     self._wait(hello)
             finally:
                 self.flights.pop(_HELLO, None)
-            for link in waiting:
-                self._greet(link, self._hellos[link.rank])
+            for worker in waiting:
+                self._greet(worker, self._hellos[worker.rank])
         except (WorkerDied, ProtocolError, SerializationError) as error:
             if isinstance(error, WorkerDied) and self._restarts:
                 raise  # a replacement: one more death, and the next operation starts another
@@ -223,28 +223,28 @@ class Team(Crew):
     def _replace_stuck(self) -> None:
         """Kill the workers whose time to start is over, and start others; a second one that is stuck is the last."""
         latest = time.monotonic() - START_TIMEOUT_S
-        stuck = [link for link in self.links if not link.is_ready and link.process.started <= latest]
-        stuck = [link for link in stuck if link.rank not in self._hellos]
-        for link in stuck:
-            link.process.kill()
-            self._bury(link)
-            self._unreported_deaths[link.rank] = f"was not up {START_TIMEOUT_S:g} s after its start, was killed,"
-        ranks = {link.rank for link in stuck}
+        stuck = [worker for worker in self.by_rank if not worker.is_ready and worker.process.started <= latest]
+        stuck = [worker for worker in stuck if worker.rank not in self._hellos]
+        for worker in stuck:
+            worker.process.kill()
+            self._bury(worker)
+            self._unreported_deaths[worker.rank] = f"was not up {START_TIMEOUT_S:g} s after its start, was killed,"
+        ranks = {worker.rank for worker in stuck}
         if self.max_restarts == 0 or ranks & self._once_stuck:
             tails = "\n".join(["", *stderr_tails(stuck, 0.0)])
             self._fail_to_start(sorted(ranks), f"was not up {START_TIMEOUT_S:g} s after its start.{tails}", None)
         self._once_stuck |= ranks
         self._restart_dead()
 
-    def _greet(self, link: Link, reply: Reply) -> None:
+    def _greet(self, worker: WorkerState, reply: Reply) -> None:
         hello = pickle.loads(reply.body)
         mine = own_versions()
         if hello["versions"] != mine:
             differing = [f"{k} {v} (master: {mine[k]})" for k, v in hello["versions"].items() if v != mine[k]]
-            raise StartupError(f"cannot use worker rank {link.rank}: it runs {', '.join(differing)}.")
-        link.description = hello["device"]
-        link.is_ready = True
-        self._once_stuck.discard(link.rank)
+            raise StartupError(f"cannot use worker rank {worker.rank}: it runs {', '.join(differing)}.")
+        worker.description = hello["device"]
+        worker.is_ready = True
+        self._once_stuck.discard(worker.rank)
 
     # -- between messages ---------------------------------------------------------------------------------------------
 
@@ -262,12 +262,12 @@ class Team(Crew):
             self.flights.clear()
         if not self.is_inline:
             self._drain_events()
-        for link in self.links:
-            if link.is_dead:
+        for worker in self.by_rank:
+            if worker.is_dead:
                 self._restart_dead()
                 break
-        for link in self.links:
-            if not link.is_ready:
+        for worker in self.by_rank:
+            if not worker.is_ready:
                 self.await_ready(deadline)
                 break
         if self._news:
@@ -283,28 +283,28 @@ class Team(Crew):
         """Handle what happened while nobody waited: deaths, and lines printed by threads of workers."""
         for fd, _ in self._poll.poll(0):
             kind, rank = self._fds.get(fd, ("", -1))
-            link = self.links[rank]
+            worker = self.by_rank[rank]
             if kind == "death":
-                self._unreported_deaths[rank] = f"ended with {self._bury(link)} while idle"
+                self._unreported_deaths[rank] = f"ended with {self._bury(worker)} while idle"
             elif kind == "output":
-                self._forward(link, fd)
-                link.process.note_backlog()
+                self._forward(worker, fd)
+                worker.process.note_backlog()
             elif kind == "wake":
                 self._on_wake(fd)
 
     def _restart_dead(self) -> None:
         """Start dead ranks again; they get functions with the next load, segments and plans with the next call."""
-        dead = [link for link in self.links if link.is_dead]
+        dead = [worker for worker in self.by_rank if worker.is_dead]
         now = time.monotonic()
         while self._restarts and now - self._restarts[0] > RESTART_WINDOW_S:
             self._restarts.popleft()
         news = [
-            f"rank {rank} (pid {self.links[rank].process.pid}) {what_happened}"
+            f"rank {rank} (pid {self.by_rank[rank].process.pid}) {what_happened}"
             for rank, what_happened in sorted(self._unreported_deaths.items())
         ]
         self._unreported_deaths.clear()
         if len(self._restarts) >= self.max_restarts:
-            ended = ", ".join(f"rank {link.rank} ({link.process.exit_text})" for link in dead)
+            ended = ", ".join(f"rank {worker.rank} ({worker.process.exit_text})" for worker in dead)
             error = ClosedError(
                 f"the runtime closed itself: workers died {len(self._restarts) + 1} times within "
                 f"{RESTART_WINDOW_S:.0f} s, last {ended}; max_restarts is {self.max_restarts}. Call synk.fork() again."
@@ -317,30 +317,30 @@ class Team(Crew):
         self._start_again(dead)
         self._news += news
 
-    def _start_again(self, links: Sequence[Link]) -> None:
+    def _start_again(self, workers: Sequence[WorkerState]) -> None:
         self._on_idle()
         lasting = [point for point in self._failpoints if point[2] == 0]
         with deferred():
-            for link in links:
+            for worker in workers:
                 self.counters["restarts"] += 1
-                self._hellos.pop(link.rank, None)
-                self._start(link, lasting)
-                link.is_prepared = False
-                self.restarted.append(link.rank)
+                self._hellos.pop(worker.rank, None)
+                self._start(worker, lasting)
+                worker.is_prepared = False
+                self.restarted.append(worker.rank)
 
     def replace(self, deadline: float | None) -> None:
         """End all workers, which are idle, and start others in their place."""
         self.say_goodbye()
-        for link in self.links:
-            if isinstance(link.process, WorkerProcess):
-                if not link.is_dead:
-                    link.process.kill()
-                    self._bury(link)
+        for worker in self.by_rank:
+            if isinstance(worker.process, WorkerProcess):
+                if not worker.is_dead:
+                    worker.process.kill()
+                    self._bury(worker)
             else:
-                link.process.close()
-                link.restart(self._new_process(link.rank))
+                worker.process.close()
+                worker.restart(self._new_process(worker.rank))
         self._unreported_deaths.clear()
-        self._start_again(self.links)
+        self._start_again(self.by_rank)
         self.await_ready(deadline)
 
     # -- exchanging ---------------------------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ class Team(Crew):
 
         Good until the epoch ends. No descriptor is held: a channel closes its own, whoever refers to it.
         """
-        channels = [self.links[rank].process.channel for rank in ranks]
+        channels = [self.by_rank[rank].process.channel for rank in ranks]
         return self._poll, channels, {int(each.read_fd): (rank, each) for rank, each in zip(ranks, channels)}
 
     def next_sequence(self) -> int:
@@ -410,7 +410,7 @@ class Team(Crew):
         WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
             As :meth:`exchange`.
         """
-        fallen = [rank for rank in ranks if self.links[rank].is_dead]
+        fallen = [rank for rank in ranks if self.by_rank[rank].is_dead]
         if fallen:  # it answered an earlier message of this operation and died then
             for rank in fallen:
                 self._unreported_deaths.pop(rank, None)
@@ -423,20 +423,22 @@ class Team(Crew):
             surplus = {rank: part[:MAX_FDS] for rank, part in own.items() if len(part) > MAX_FDS}
             if not surplus:
                 break
-            supplies: Packed = {rank: (Extras(segments=Link.describe(part)), part) for rank, part in surplus.items()}
+            supplies: Packed = {
+                rank: (Extras(segments=WorkerState.describe(part)), part) for rank, part in surplus.items()
+            }
             replies = self.finish(self._fly(Kind.SUPPLY, 0, supplies, 0, deadline, phase, what))
             raise_failures(replies, self.world_size, phase)
             messages = self._packed(ranks, contents, needed, lane)
         return self._fly(kind, value, messages, lane, deadline, phase, what)
 
     def _packed(self, ranks: Sequence[int], contents: dict[int, Any], segments: Sequence[Segment], lane: int) -> Packed:
-        return {rank: self._pack(self.links[rank], contents.get(rank), segments, lane) for rank in ranks}
+        return {rank: self._pack(self.by_rank[rank], contents.get(rank), segments, lane) for rank in ranks}
 
     def prefetch(self, ranks: Sequence[int], plan_id: int, lane: int) -> None:
         """Have ranks bring the inputs of a call to their devices, which follows when those under way have ended."""
         for rank in ranks:
-            process = self.links[rank].process
-            if isinstance(process, WorkerProcess) and plan_id in self.links[rank].plans:
+            process = self.by_rank[rank].process
+            if isinstance(process, WorkerProcess) and plan_id in self.by_rank[rank].plans:
                 self.counters["messages_down"] += 1
                 self.counters["bytes_down"] += 8
                 process.channel.ring(Kind.PREFETCH, lane << LANE_SHIFT, 0, plan_id)
@@ -453,7 +455,7 @@ class Team(Crew):
         flight.began = self.began
         try:
             for rank, (extras, missing) in messages.items():
-                self._send(self.links[rank], kind, flags, sequence, value, extras, missing)
+                self._send(self.by_rank[rank], kind, flags, sequence, value, extras, missing)
         except BaseException as error:
             self.settle_after(error)
             raise
@@ -472,7 +474,7 @@ class Team(Crew):
         replies = flight.replies
         for rank, reply in replies.items():
             if reply.flags & IS_UNRECEIVED:
-                self.links[rank].forget_sent()
+                self.by_rank[rank].forget_sent()
         self.flights.pop(flight.sequence, None)
         return replies
 
@@ -517,7 +519,7 @@ class Team(Crew):
 
     def _send(
         self,
-        link: Link,
+        worker: WorkerState,
         kind: Kind,
         flags: int,
         sequence: int,
@@ -525,13 +527,13 @@ class Team(Crew):
         extras: Extras | None,
         missing: list[Segment],
     ) -> None:
-        process = link.process
+        process = worker.process
         self.counters["messages_down"] += 1
         self.counters["bytes_down"] += 8
         if self.is_inline:
             for segment in missing:
                 process.give(segment)
-            link.note_sent(extras, missing)
+            worker.note_sent(extras, missing)
             process.handle(kind, sequence, value, extras)
             return
         if extras is None:
@@ -543,7 +545,7 @@ class Team(Crew):
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its death is found in the wait
                 process.channel.send_body(sequence, body, [each.fd for each in missing if each.arena is None])
             process.channel.ring(kind, HAS_BODY | flags, sequence, value)
-            link.note_sent(extras, missing)
+            worker.note_sent(extras, missing)
 
     def _wait(self, flight: Flight, until: float | None = None) -> bool:
         """Wait until no rank owes ``flight`` a reply, or until ``until``; return whether it is so.
@@ -551,7 +553,7 @@ class Team(Crew):
         A death, or the time limit of any flight, ends the wait with an error.
         """
         if self.is_inline:
-            process = self.links[0].process
+            process = self.by_rank[0].process
             self.counters["messages_up"] += 1
             self.counters["bytes_up"] += 8
             flight.replies[0] = process.reply()
@@ -603,7 +605,7 @@ class Team(Crew):
             elif kind == "death":
                 dead.append(rank)
             elif kind == "output":
-                self._forward(self.links[rank], fd)
+                self._forward(self.by_rank[rank], fd)
             elif kind == "wake":
                 self._on_wake(fd)
         if dead:
@@ -612,11 +614,11 @@ class Team(Crew):
 
     def _take_reply(self, rank: int) -> bool:
         """Read one doorbell and its body into its flight; return False where there is none."""
-        return self._note_reply(rank, self._read_reply(self.links[rank]))
+        return self._note_reply(rank, self._read_reply(self.by_rank[rank]))
 
     def take_doorbell(self, rank: int, doorbell: bytes) -> None:
         """Take a doorbell that was read, and its body, into its flight."""
-        self._note_reply(rank, self._reply_of(self.links[rank], Channel.understood(doorbell)))
+        self._note_reply(rank, self._reply_of(self.by_rank[rank], Channel.understood(doorbell)))
 
     def _note_reply(self, rank: int, message: tuple[int, Reply] | None) -> bool:
         if message is None:
@@ -636,15 +638,15 @@ class Team(Crew):
         if self.is_closing:
             raise ClosedError("the call was ended: the runtime is being closed by another thread.")
 
-    def _read_reply(self, link: Link) -> tuple[int, Reply] | None:
+    def _read_reply(self, worker: WorkerState) -> tuple[int, Reply] | None:
         """Read one doorbell and its body; return the number of the message that it answers, and the reply."""
-        process = link.process
+        process = worker.process
         assert isinstance(process, WorkerProcess)
-        return self._reply_of(link, process.channel.answer())
+        return self._reply_of(worker, process.channel.answer())
 
-    def _reply_of(self, link: Link, message: tuple[int, int, int, int] | None) -> tuple[int, Reply] | None:
+    def _reply_of(self, worker: WorkerState, message: tuple[int, int, int, int] | None) -> tuple[int, Reply] | None:
         """Return what a doorbell stands for, with its body."""
-        process = link.process
+        process = worker.process
         assert isinstance(process, WorkerProcess)
         if message is None:
             self._unwatch(process.channel.read_fd)  # its end is closed; the pidfd tells of the death
@@ -672,7 +674,7 @@ class Team(Crew):
     def _on_deaths(self, dead: list[int]) -> None:
         """Take late replies of dead ranks; raise WorkerDied if one of them still owed a reply."""
         for rank in dead:
-            process = self.links[rank].process
+            process = self.by_rank[rank].process
             assert isinstance(process, WorkerProcess)
             os.set_blocking(process.channel.read_fd, False)
             with contextlib.suppress(BlockingIOError):
@@ -681,7 +683,7 @@ class Team(Crew):
         owed = [flight for flight in self.flights.values() if not flight.pending.isdisjoint(dead)]
         owing = [rank for rank in dead if any(rank in flight.pending for flight in owed)]
         for rank in dead:
-            how = self._bury(self.links[rank])
+            how = self._bury(self.by_rank[rank])
             if rank not in owing:
                 self._unreported_deaths[rank] = f"ended with {how} while idle"
         if not owing:
@@ -691,7 +693,7 @@ class Team(Crew):
         if flight.phase != "start":  # a worker that is still coming up cannot be interrupted; the teardown ends it
             survivors = self._debtors() - fallen
             self._end_calls(survivors)
-            fallen |= {rank for rank in survivors if self.links[rank].is_dead}
+            fallen |= {rank for rank in survivors if self.by_rank[rank].is_dead}
         error = self._worker_died(sorted(fallen), flight.phase, flight.what, flight.began)
         self._last_death = copy.copy(error)  # without the traceback that will hold the caller's frames
         raise error
@@ -719,7 +721,7 @@ class Team(Crew):
         They get SIGINT, then a ping whose answer proves them idle, then, when ``_kill_at`` has come, SIGKILL.
         """
         self._kill_at = time.monotonic() + self.grace_s
-        ranks = [rank for rank in ranks if not self.links[rank].is_dead]
+        ranks = [rank for rank in ranks if not self.by_rank[rank].is_dead]
         if ranks:
             self._interrupt(ranks)
         for flight in self.flights.values():
@@ -732,12 +734,12 @@ class Team(Crew):
         self._on_trouble()
         for rank in ranks:
             self.down[rank, Down.INTERRUPT] = interrupted
-            process = self.links[rank].process
+            process = self.by_rank[rank].process
             assert isinstance(process, WorkerProcess)
             process.signal(signal.SIGINT)
         ping = self.next_sequence()
         for rank in ranks:
-            process = self.links[rank].process
+            process = self.by_rank[rank].process
             assert isinstance(process, WorkerProcess)
             process.channel.ring(Kind.PING, 0, ping, 0)
         silent = set(ranks)
@@ -745,21 +747,21 @@ class Team(Crew):
             for fd, _ in self._poll.poll(poll_ms(self._kill_at - time.monotonic())):
                 kind, rank = self._fds.get(fd, ("", -1))
                 if kind == "up":
-                    message = self._read_reply(self.links[rank])
+                    message = self._read_reply(self.by_rank[rank])
                     if message is not None and message[0] == ping:
                         silent.discard(rank)
                 elif kind == "death":
-                    self._bury(self.links[rank])
+                    self._bury(self.by_rank[rank])
                     silent.discard(rank)
                 elif kind == "output":
-                    self._forward(self.links[rank], fd)
+                    self._forward(self.by_rank[rank], fd)
                 elif kind == "wake":
                     os.eventfd_read(fd)
         for rank in silent:
-            process = self.links[rank].process
+            process = self.by_rank[rank].process
             assert isinstance(process, WorkerProcess)
             process.kill()
-            self._bury(self.links[rank])
+            self._bury(self.by_rank[rank])
         for rank in ranks:
             self.down[rank, Down.INTERRUPT] = -1
         self._on_idle()
@@ -768,7 +770,7 @@ class Team(Crew):
         """After an exception in the middle of an exchange: every rank idle again, or dead. All flights are lost.
 
         A Ctrl-C meanwhile ends the wait for workers that do not answer: they are killed. The second one, which the
-        first is where ``is_interrupted`` (a Ctrl-C has brought us here), closes the team.
+        first is where ``is_interrupted`` (a Ctrl-C has brought us here), closes the runtime.
         """
         ranks = sorted(self._debtors())
         if self.is_inline:
@@ -795,13 +797,13 @@ class Team(Crew):
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Have a wait in another thread end with ``ClosedError``: the team is closing."""
+        """Have a wait in another thread end with ``ClosedError``: the runtime is closing."""
         self.is_closing = True
         self.epoch.end()
         self._end_wait()
 
     def _end_wait(self) -> None:
-        fd = self._wake_fd  # held: another thread may close the team meanwhile
+        fd = self._wake_fd  # held: another thread may close the runtime meanwhile
         if fd >= 0:
             os.eventfd_write(fd, 1)
 
@@ -811,21 +813,21 @@ class Team(Crew):
             return
         sequence = self.next_sequence()
         waiting = set()
-        for link in self.links:
-            if link.is_ready and not link.is_dead and isinstance(link.process, WorkerProcess):
-                link.process.channel.ring(Kind.CLOSE, 0, sequence, 0)
-                waiting.add(link.rank)
+        for worker in self.by_rank:
+            if worker.is_ready and not worker.is_dead and isinstance(worker.process, WorkerProcess):
+                worker.process.channel.ring(Kind.CLOSE, 0, sequence, 0)
+                waiting.add(worker.rank)
         deadline = time.monotonic() + self.grace_s
         while waiting and (remaining := deadline - time.monotonic()) > 0:
             for fd, _ in self._poll.poll(poll_ms(remaining)):
                 kind, rank = self._fds.get(fd, ("", -1))
                 if kind == "death":
-                    self._bury(self.links[rank])
+                    self._bury(self.by_rank[rank])
                     waiting.discard(rank)
                 elif kind == "output":
-                    self._forward(self.links[rank], fd)
+                    self._forward(self.by_rank[rank], fd)
                 elif kind == "up":
-                    self._read_reply(self.links[rank])  # the bye; the death follows
+                    self._read_reply(self.by_rank[rank])  # the bye; the death follows
                 elif kind == "wake":
                     os.eventfd_read(fd)
 

@@ -430,7 +430,7 @@ def test_what_was_written_between_calls_is_not_quoted(reused: Fork, tmp_path: Pa
     fifo = str(tmp_path / "fifo")
     os.mkfifo(fifo)
     rt.function(complain_later, outputs=None, bcast_inputs="fifo")(ROWS, fifo)
-    stderr = rt._session.team.links[0].process.output_fds[1]
+    stderr = rt._session.workers.by_rank[0].process.output_fds[1]
     with open(fifo, "wb"):
         assert select.select([stderr], [], [], 30.0)[0]
     with pytest.raises(WorkerDied) as died:
@@ -619,7 +619,7 @@ def chaos(rt: Any, call: Callable[[np.ndarray], np.ndarray], seeds: range) -> No
     """
     rng = random.Random(seeds[0])
     x = np.random.default_rng(seeds[0]).normal(size=(rng.randrange(2, 40), 4))
-    victims = rng.sample([link.process.pid for link in rt._session.team.links], len(seeds))
+    victims = rng.sample([worker.process.pid for worker in rt._session.workers.by_rank], len(seeds))
     timers = [threading.Timer(rng.uniform(0, 2 * CALL_S), os.kill, (victim, signal.SIGKILL)) for victim in victims]
     for timer in timers:
         timer.start()

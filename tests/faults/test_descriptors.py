@@ -131,7 +131,7 @@ INTERRUPTED_START = """
 
 @pytest.mark.parametrize("part", ["in between", "at the end"])
 def test_D5_ctrl_c_at_any_instruction_of_a_start_leaves_nothing(part: str, storm_count: Count) -> None:
-    """As the crew is complete, and its owner not yet, too."""
+    """As the workers are complete, and their owner not yet, too."""
     num_points = storm_count(50 if part == "at the end" else 20)
     points = {
         "in between": f"range(1, count, max(count // {num_points}, 1))",

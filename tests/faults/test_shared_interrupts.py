@@ -56,14 +56,14 @@ def test_ctrl_c_at_the_deciding_store_leaves_all_ranks_old_or_all_new(
     x = np.ones(rows)
     f(x)
     before = everywhere(rt, w)
-    numbers_down = rt._session.team.down
+    numbers_down = rt._session.workers.down
     Interrupting.when = when
-    rt._session.team.down = numbers_down.view(Interrupting)
+    rt._session.workers.down = numbers_down.view(Interrupting)
     try:
         with pytest.raises(KeyboardInterrupt):
             f(x)
     finally:
-        rt._session.team.down = numbers_down
+        rt._session.workers.down = numbers_down
     sums = [part.sum() for part in np.array_split(x, 2)]
     new = [value + total for value, total in zip(before, sums, strict=True)]
     new = [new[0]] * 2 if rows == 1 else new
@@ -80,18 +80,18 @@ def test_ctrl_c_during_a_large_collective_leaves_all_old_or_all_new(shared_runti
     values = [np.full(BIG, 1.0), np.full(BIG, 2.0)]
     for rank, value in enumerate(values):
         rt.set_value(w, value, rank=rank)
-    exchange = rt._session.team.exchange
+    exchange = rt._session.workers.exchange
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
         return exchange(*args, **kwargs)
 
-    rt._session.team.exchange = interrupted
+    rt._session.workers.exchange = interrupted
     try:
         with pytest.raises(KeyboardInterrupt):
             rt.all_reduce(w, "sum")
     finally:
-        del rt._session.team.exchange
+        del rt._session.workers.exchange
     assert_same(everywhere(rt, w), values)
     rt.all_reduce(w, "sum")
     assert_same(everywhere(rt, w), [np.full(BIG, 3.0)] * 2)
@@ -216,7 +216,7 @@ def test_message_numbers_that_come_round_again_decide_nothing(shared_runtimes: A
     f = rt.function(add, bcast_inputs="fail")
     f(False, np.ones(2))
     f(False, np.ones(2))
-    rt._session.team.sequence = (rt._session.team.sequence - 1) & 0xFFFF
+    rt._session.workers.sequence = (rt._session.workers.sequence - 1) & 0xFFFF
     with pytest.raises(LookupError):
         f(True, np.ones(2))
     assert_same(everywhere(rt, w), [np.full(2, 2.0)] * 2)
@@ -287,7 +287,7 @@ def test_D1_a_worker_that_is_interrupted_at_any_instruction_holds_the_old_values
         f = make(rt, w)
         x = np.ones((2, size))
         f(x)
-        worker = rt._session.team.links[0].process._worker
+        worker = rt._session.workers.by_rank[0].process._worker
         expected, nth, was_interrupted = 2.0, 1, True
         while was_interrupted:
             was_interrupted = False

@@ -611,12 +611,12 @@ def test_one_ctrl_c_ends_a_call_under_asyncio_run() -> None:
 
 
 def test_ctrl_c_before_the_wait_of_a_call_under_asyncio_run() -> None:
-    body = """launch = rt._session.team.launch
+    body = """launch = rt._session.workers.launch
             def launch_and_interrupt(*args, **kwargs):
-                del rt._session.team.launch
+                del rt._session.workers.launch
                 signal.raise_signal(signal.SIGINT)
                 return launch(*args, **kwargs)
-            rt._session.team.launch = launch_and_interrupt
+            rt._session.workers.launch = launch_and_interrupt
             endless(np.zeros(2))"""
     result = script(ASYNCIO.format(body=body)).check(stderr="")
     assert result.stdout.endswith("interrupted\nclosed\n")
@@ -643,13 +643,13 @@ def test_a_handler_of_the_users_own_keeps_its_meaning_under_asyncio() -> None:
         double = rt.function(lambda x: 2 * x, outputs="gather")
 
         async def main():
-            wait_for = rt._session.team.wait_for
+            wait_for = rt._session.workers.wait_for
             def interrupt_and_wait(*args):
                 signal.raise_signal(signal.SIGINT)
                 return wait_for(*args)
-            rt._session.team.wait_for = interrupt_and_wait
+            rt._session.workers.wait_for = interrupt_and_wait
             print((double(np.arange(3.0)) == 2 * np.arange(3.0)).all(), len(noted) > 0)
-            del rt._session.team.wait_for
+            del rt._session.workers.wait_for
         asyncio.run(main())
         rt.close()
     """).check("True True\n")

@@ -59,8 +59,8 @@ def test_where_shows_phase_and_stack_of_each_rank(reused: Fork, tmp_path: Path) 
     thread = stuck_call(rt, path, stuck_here)
     text = explained(rt, "in stuck_here")
     assert text.count("function, ") == 2
-    for link in rt._session.team.links:
-        assert f"rank {link.rank} (pid {link.process.pid}" in text
+    for worker in rt._session.workers.by_rank:
+        assert f"rank {worker.rank} (pid {worker.process.pid}" in text
     path.touch()
     thread.join()
     assert rt.where().count("idle, ") == 2

@@ -50,7 +50,7 @@ def total_of(rt: Any, seconds: float = 0.0) -> Any:
 def num_waiting_bytes(rt: Any, rank: int) -> int:
     """Return how much of what a worker has answered lies in its pipe."""
     waiting = array.array("i", [0])
-    fcntl.ioctl(rt._session.team.links[rank].process.channel.read_fd, termios.FIONREAD, waiting)
+    fcntl.ioctl(rt._session.workers.by_rank[rank].process.channel.read_fd, termios.FIONREAD, waiting)
     return waiting[0]
 
 
@@ -346,7 +346,9 @@ def test_A_chaos(reused: Fork, seed: int, storm_count: Callable[[int], int]) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(storm_count(12)):
-            workers = [link.process.pid for link in rt._session.team.links]  # not pids(rt), which might meet a death
+            workers = [
+                worker.process.pid for worker in rt._session.workers.by_rank
+            ]  # not pids(rt), which might meet a death
             victim = rng.randrange(3)
             timer = threading.Timer(rng.uniform(0, 0.02), _kill, (workers[victim],))
             timer.start()
@@ -445,8 +447,8 @@ def test_A_a_call_that_was_answered_survives_a_death_in_the_next(reused: Fork) -
     f(np.ones(4), np.int64(0))
     for _ in range(2):
         answered, died = f.submit(np.ones(4), np.int64(0)), f.submit(np.ones(4), np.int64(1))
-        for link in rt._session.team.links:
-            assert wait_until_dead(link.process.pid)
+        for worker in rt._session.workers.by_rank:
+            assert wait_until_dead(worker.process.pid)
         assert answered.result() == 4.0
         with pytest.raises(WorkerDied):
             died.result()
@@ -459,7 +461,7 @@ def test_A_large_outputs_that_a_death_has_lost(reused: Fork) -> None:
     large = rt.function(lambda x: np.full(100_000, x.sum()), outputs="sum")
     kill = rt.function(lambda x: os.kill(os.getpid(), signal.SIGKILL), outputs=None)
     rt.distribute()
-    workers = [link.process.pid for link in rt._session.team.links]
+    workers = [worker.process.pid for worker in rt._session.workers.by_rank]
     answered, died = large.submit(np.ones(4)), kill.submit(np.ones(1))
     assert wait_until_dead(workers[0])
     for call in (answered, died):
@@ -493,7 +495,7 @@ def test_E_a_runtime_dropped_with_calls_under_way_is_collected() -> None:
         nap = sleeper(rt)
         calls = [nap(30.0) for _ in range(3)]
         assert not calls[0].done()
-        return weakref.ref(rt), [link.process.pid for link in rt._session.team.links]
+        return weakref.ref(rt), [worker.process.pid for worker in rt._session.workers.by_rank]
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
@@ -516,7 +518,7 @@ def test_G_workers_remember_nothing_of_calls_that_are_over(runtime: Fork) -> Non
     failing = rt.function(half, outputs="sum")
     total = rt.function(lambda x: x.sum(), outputs="sum")
     warm(total)
-    pid = rt._session.team.links[0].process.pid
+    pid = rt._session.workers.by_rank[0].process.pid
     before = len(mapped_memfds(pid))
     for call in [failing.submit(np.array([0.0, 1.0])) for _ in range(3)]:
         with pytest.raises(ValueError, match="rank 1"):
@@ -576,7 +578,7 @@ def test_D_inline_ctrl_c_between_running_and_collecting(runtime: Fork) -> None:
     rt = runtime(None, inline=True)
     total = rt.function(lambda x: x.sum(), outputs="sum")
     total(np.ones(4))
-    sys.settrace(interrupted_at(Queue.submit.__code__, "if session.team.is_inline"))
+    sys.settrace(interrupted_at(Queue.submit.__code__, "if session.workers.is_inline"))
     try:
         with pytest.raises(KeyboardInterrupt):
             total.submit(np.ones(4))

@@ -272,7 +272,7 @@ CHDIR = """
             pass
         with warnings.catch_warnings(record=True):
             assert total(np.arange(4.0)) == 6
-        kill_and_wait(rt._session.team.links[0].process.pid)
+        kill_and_wait(rt._session.workers.by_rank[0].process.pid)
         with warnings.catch_warnings(record=True):
             warnings.simplefilter("always")
             assert total(np.arange(4.0)) == 6
