@@ -8,7 +8,7 @@ from typing import Any
 
 from synk._pure.interrupts import deferred
 from synk._wire.memory import Segment
-from synk._wire.messages import HAS_BODY, Extras, Kind, Reply
+from synk._wire.messages import HAS_BODY, Body, Kind, Reply
 from synk._worker import failpoints as _failpoints
 from synk._worker.rank import Worker
 from synk.errors import SharedMemoryError
@@ -56,15 +56,15 @@ class InlineProcess:
             twin.is_arena = segment.is_arena
             self._worker.add_segment(twin)
 
-    def handle(self, kind: Kind, sequence: int, value: int, extras: Extras | None) -> None:
+    def handle(self, kind: Kind, sequence: int, value: int, body: Body | None) -> None:
         """Act on a message at once; the reply waits for :meth:`reply`."""
         worker = self._worker
         assert worker is not None
-        status, flags, body = worker.handle(kind, 0, sequence, value, extras)
-        if body is not None:
+        status, flags, data = worker.handle(kind, 0, sequence, value, body)
+        if data is not None:
             flags |= HAS_BODY
         worker.tidy(kind, status)
-        self._reply = Reply(status, flags, body or b"")
+        self._reply = Reply(status, flags, data or b"")
 
     def reply(self) -> Reply:
         assert self._reply is not None

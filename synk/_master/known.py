@@ -7,7 +7,7 @@ from typing import Any
 
 from synk._master.epoch import Epoch
 from synk._wire.memory import Segment
-from synk._wire.messages import Extras
+from synk._wire.messages import Body
 
 
 class WorkerState:
@@ -94,9 +94,9 @@ class WorkerState:
         arenas = [segment.arena for segment in segments if segment.arena is not None]
         return list({each.id: each for each in (*arenas, *segments) if each.id not in self.segments}.values())
 
-    def extras(
+    def body(
         self, content: Any, needed: Sequence[Segment], lane: Any, news: Sequence[Any]
-    ) -> tuple[Extras | None, list[Segment]]:
+    ) -> tuple[Body | None, list[Segment]]:
         """Return the body of a message (None if it needs none) and the segments that it brings.
 
         ``lane`` is that of the call, and ``news`` are shared variables of which the rank must learn.
@@ -122,7 +122,7 @@ class WorkerState:
         if content is None and not (missing or new_exchange or new_collective or is_dropping or news):
             return None, missing
         return (
-            Extras(
+            Body(
                 segments=self.describe([segment for segment in missing if segment.arena is None]),
                 parts=[
                     (each.id, each.arena.id, each.offset, each.nbytes) for each in missing if each.arena is not None
@@ -140,22 +140,22 @@ class WorkerState:
             missing,
         )
 
-    def note_sent(self, extras: Extras | None, segments: Sequence[Segment]) -> None:
+    def note_sent(self, body: Body | None, segments: Sequence[Segment]) -> None:
         """Remember what the rank holds now. Called after sending: a message lost to an interrupt is sent again."""
-        if extras is None:
+        if body is None:
             return
         self._epoch.end()
         self.segments.update(segment.id for segment in segments)
-        del self._dropped_segments[: len(extras.dropped_segments)]
-        del self._dropped_plans[: len(extras.dropped_plans)]
-        del self._dropped_functions[: len(extras.dropped_functions)]
-        del self._dropped_parcels[: len(extras.dropped_parcels)]
-        del self._dropped_variables[: len(extras.dropped_variables)]
-        for declaration in extras.declarations:
+        del self._dropped_segments[: len(body.dropped_segments)]
+        del self._dropped_plans[: len(body.dropped_plans)]
+        del self._dropped_functions[: len(body.dropped_functions)]
+        del self._dropped_parcels[: len(body.dropped_parcels)]
+        del self._dropped_variables[: len(body.dropped_variables)]
+        for declaration in body.declarations:
             self.variables[declaration.variable_id] = declaration.version
-        if extras.exchange is not None:
-            lane, exchange_id, _ = extras.exchange
+        if body.exchange is not None:
+            lane, exchange_id, _ = body.exchange
             self._lane_ids[lane] = (exchange_id, self._lane_ids.get(lane, (0, 0))[1])
-        if extras.collective is not None:
-            lane, collective_id = extras.collective
+        if body.collective is not None:
+            lane, collective_id = body.collective
             self._lane_ids[lane] = (self._lane_ids.get(lane, (0, 0))[0], collective_id)

@@ -33,7 +33,7 @@ from synk._pure.interrupts import deferred, is_from_handler, num_cancels
 from synk._pure.limits import lock_s
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.memory import Segment
-from synk._wire.messages import Extras
+from synk._wire.messages import Body
 from synk.errors import ClosedError, NotForkedError, ReentrancyError
 
 open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -258,11 +258,11 @@ class Session:
 
     def _pack(
         self, worker: WorkerState, content: Any, needed: Sequence[Segment], lane: int
-    ) -> tuple[Extras | None, list[Segment]]:
+    ) -> tuple[Body | None, list[Segment]]:
         """Return the body of a message: its content, and whatever the rank does not know yet."""
         news = self.variables.news_for(worker)
         wanted = [*needed, *(segment for variable in news for segment in variable.segments(worker.rank))]
-        return worker.extras(content, wanted, self.lanes[lane], news)
+        return worker.body(content, wanted, self.lanes[lane], news)
 
     def _abort_collectives(self) -> None:
         self.group.break_up(self.workers)

@@ -41,7 +41,7 @@ from synk._wire.messages import (
     IS_ASSEMBLED,
     IS_UNRECEIVED,
     LANE_SHIFT,
-    Extras,
+    Body,
     Kind,
     Reply,
     Status,
@@ -60,8 +60,8 @@ AWAKE_S = 200e-6
 RESTART_WINDOW_S = 60.0
 START_TIMEOUT_S = 120.0
 
-Pack = Callable[[WorkerState, Any, Sequence[Segment], int], tuple["Extras | None", list[Segment]]]
-Packed = dict[int, tuple["Extras | None", list[Segment]]]
+Pack = Callable[[WorkerState, Any, Sequence[Segment], int], tuple["Body | None", list[Segment]]]
+Packed = dict[int, tuple["Body | None", list[Segment]]]
 """By rank: the body of its message, and the segments that it brings: their descriptors ride along, if they have one."""
 
 _HELLO = 0  # the sequence number of a worker's first word; messages count from 1
@@ -424,7 +424,7 @@ class Workers(Crew):
             if not surplus:
                 break
             supplies: Packed = {
-                rank: (Extras(segments=WorkerState.describe(part)), part) for rank, part in surplus.items()
+                rank: (Body(segments=WorkerState.describe(part)), part) for rank, part in surplus.items()
             }
             replies = self.finish(self._fly(Kind.SUPPLY, 0, supplies, 0, deadline, phase, what))
             raise_failures(replies, self.world_size, phase)
@@ -454,8 +454,8 @@ class Workers(Crew):
         flight = self.flights[sequence] = Flight(sequence, messages, deadline, phase, what)
         flight.began = self.began
         try:
-            for rank, (extras, missing) in messages.items():
-                self._send(self.by_rank[rank], kind, flags, sequence, value, extras, missing)
+            for rank, (body, missing) in messages.items():
+                self._send(self.by_rank[rank], kind, flags, sequence, value, body, missing)
         except BaseException as error:
             self.settle_after(error)
             raise
@@ -524,7 +524,7 @@ class Workers(Crew):
         flags: int,
         sequence: int,
         value: int,
-        extras: Extras | None,
+        body: Body | None,
         missing: list[Segment],
     ) -> None:
         process = worker.process
@@ -533,19 +533,19 @@ class Workers(Crew):
         if self.is_inline:
             for segment in missing:
                 process.give(segment)
-            worker.note_sent(extras, missing)
-            process.handle(kind, sequence, value, extras)
+            worker.note_sent(body, missing)
+            process.handle(kind, sequence, value, body)
             return
-        if extras is None:
+        if body is None:
             process.channel.ring(kind, flags, sequence, value)
             return
-        body = pickle.dumps(extras, protocol=5)
-        self.counters["bytes_down"] += len(body)
+        data = pickle.dumps(body, protocol=5)
+        self.counters["bytes_down"] += len(data)
         with deferred():  # what the rank holds and what is noted must not differ
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its death is found in the wait
-                process.channel.send_body(sequence, body, [each.fd for each in missing if each.arena is None])
+                process.channel.send_body(sequence, data, [each.fd for each in missing if each.arena is None])
             process.channel.ring(kind, HAS_BODY | flags, sequence, value)
-            worker.note_sent(extras, missing)
+            worker.note_sent(body, missing)
 
     def _wait(self, flight: Flight, until: float | None = None) -> bool:
         """Wait until no rank owes ``flight`` a reply, or until ``until``; return whether it is so.

@@ -239,7 +239,7 @@ class JoinOrder:
 
 
 @dataclass
-class Extras:
+class Body:
     """What a message brings besides its own content: segments (their descriptors ride along) and what to forget.
 
     Attributes

@@ -25,8 +25,8 @@ from synk._wire.messages import (
     IS_ASSEMBLED,
     IS_COLLATERAL,
     LANE_SHIFT,
+    Body,
     Exchange,
-    Extras,
     Fetch,
     JoinOrder,
     Kind,
@@ -193,10 +193,10 @@ class Worker:
         return self.lane.executor
 
     def handle(
-        self, kind: int, flags: int, sequence: int, value: int, extras: Extras | None
+        self, kind: int, flags: int, sequence: int, value: int, body: Body | None
     ) -> tuple[Status, int, bytes | None]:
         """Act on one message; return ``(status, flags, body)`` of the reply. Never raises but what ends the process."""
-        return self._finished(kind, self._act(kind, flags, sequence, value, extras))
+        return self._finished(kind, self._act(kind, flags, sequence, value, body))
 
     def go_on(self, plan_id: int, sequence: int, outcome: Outcome) -> tuple[Status, int, bytes | None]:
         """Go on with a call whose function has been run, but has not done what it did the last time; as ``handle``."""
@@ -219,32 +219,32 @@ class Worker:
                 body = pickle_reply(self, status, reply_flags, content)[2]
         return status, reply_flags, body
 
-    def _act(self, kind: int, flags: int, sequence: int, value: int, extras: Extras | None) -> Reply:
+    def _act(self, kind: int, flags: int, sequence: int, value: int, body: Body | None) -> Reply:
         self.sequence = sequence
         self._enter_lane(flags >> LANE_SHIFT, kind, is_alone=bool(flags & IS_ALONE))
         outer, cell.worker = cell.worker, self
         try:
             if kind not in (Kind.PUBLISH, Kind.ASSEMBLE, Kind.SUPPLY):  # those belong to the call before
                 self.variables.resolve()
-            if extras is not None:
-                self._take_in(extras)
-            return self._do(kind, sequence, value, extras)
+            if body is not None:
+                self._take_in(body)
+            return self._do(kind, sequence, value, body)
         finally:
             cell.worker = outer
 
-    def _do(self, kind: int, sequence: int, value: int, extras: Extras | None) -> Reply:
+    def _do(self, kind: int, sequence: int, value: int, body: Body | None) -> Reply:
         if kind == Kind.CALL:
-            return self._call(value, sequence, extras)
+            return self._call(value, sequence, body)
         if kind == Kind.LOAD:
-            return self._load(extras)
+            return self._load(body)
         if kind == Kind.PUBLISH:
             return self._publish_again()
         if kind == Kind.ASSEMBLE:
-            return self._assemble(value, extras)
+            return self._assemble(value, body)
         if kind == Kind.VARIABLE:
-            return self._move(extras)
+            return self._move(body)
         if kind == Kind.GROUP:
-            return self._join(extras)
+            return self._join(body)
         if kind == Kind.SUPPLY:
             return Status.DONE, 0, None
         if kind == Kind.PING:
@@ -296,36 +296,36 @@ class Worker:
             for index in lanes:
                 self.lanes[index].executor.outputs.detach()
 
-    def _take_in(self, extras: Extras) -> None:
+    def _take_in(self, body: Body) -> None:
         self.quiet.clear()
-        self._drop(extras)
-        for segment_id, arena_id, offset, nbytes in extras.parts:  # after those that may have lain in their places
+        self._drop(body)
+        for segment_id, arena_id, offset, nbytes in body.parts:  # after those that may have lain in their places
             arena = self.segments.get(arena_id)  # None: the message that brought it could not be taken in
             if arena is not None and segment_id not in self.segments:
                 self.add_segment(arena.part(segment_id, offset, nbytes))
-        if extras.exchange is not None:
-            lane, segment_id, slot_nbytes = extras.exchange
+        if body.exchange is not None:
+            lane, segment_id, slot_nbytes = body.exchange
             slots = self.lanes[lane].executor.outputs.slots
             slots.segment, slots.nbytes = self.segments[segment_id], slot_nbytes
             for prepared in self.plans.values():  # views of the old slots would keep their memory
                 prepared.slot_views, prepared.slot_key, prepared.slots = [], None, None
-        if extras.collective is not None:
-            lane, segment_id = extras.collective
+        if body.collective is not None:
+            lane, segment_id = body.collective
             segment = self.segments[segment_id]
             self.lanes[lane].communicator = ShmCommunicator(segment, self.rank, self.world_size, self._eventfds)
-        self.variables.forget(extras.dropped_variables)
-        self.variables.declare(extras.declarations)
+        self.variables.forget(body.dropped_variables)
+        self.variables.declare(body.declarations)
 
-    def _drop(self, extras: Extras) -> None:
+    def _drop(self, body: Body) -> None:
         """Let go of what the master has dropped."""
-        for plan_id in extras.dropped_plans:
+        for plan_id in body.dropped_plans:
             self.plans.pop(plan_id, None)
-        for function_id in extras.dropped_functions:
+        for function_id in body.dropped_functions:
             if self.functions.pop(function_id, None) is self.function:
                 self.function = None
-        for number, unbound in extras.dropped_parcels:
+        for number, unbound in body.dropped_parcels:
             self.received.drop(number, unbound)
-        dropped = set(extras.dropped_segments)
+        dropped = set(body.dropped_segments)
         if dropped:
             for plan_id in [p for p, prepared in self.plans.items() if prepared.segment_ids & dropped]:
                 del self.plans[plan_id]
@@ -371,15 +371,15 @@ class Worker:
         if not self.backend.recover():
             raise DeviceLost(f"{text}{self.device} reports errors to every call from now on: this worker ends.")
 
-    def _load(self, extras: Extras | None) -> Reply:
-        assert extras is not None
+    def _load(self, body: Body | None) -> Reply:
+        assert body is not None
 
         def load() -> None:
             self.failpoint("distribute.loading")
             self._own_up[Up.PHASE] = Phase.LOADING
-            self.received.load(extras.content, self._load_function)
-            if extras.content.prepare is not None:
-                self._prepare(self.functions[extras.content.prepare])
+            self.received.load(body.content, self._load_function)
+            if body.content.prepare is not None:
+                self._prepare(self.functions[body.content.prepare])
 
         return self._guarded(load)
 
@@ -396,7 +396,7 @@ class Worker:
         finally:
             self.variables.abandon()
 
-    def _call(self, plan_id: int, sequence: int, extras: Extras | None, outcome: Outcome | None = None) -> Reply:
+    def _call(self, plan_id: int, sequence: int, body: Body | None, outcome: Outcome | None = None) -> Reply:
         started = time.monotonic_ns()
         self.failpoint("call.received")
         self.quiet.pop(plan_id, None)  # it relies on what the call before has told the master
@@ -408,7 +408,7 @@ class Worker:
                 interrupt = self._own_down[Down.INTERRUPT]
                 if interrupt >= 0 and is_interrupted(interrupt, sequence):
                     raise Interrupted  # the signal came before this call could take it
-                reply = self._run(self._prepared(plan_id, extras), outcome)
+                reply = self._run(self._prepared(plan_id, body), outcome)
             except Interrupted:
                 raise
             except BaseException as error:  # whatever the user's function raises is an answer
@@ -537,10 +537,10 @@ class Worker:
             else:
                 lane.communicator.skip(call)
 
-    def _prepared(self, plan_id: int, extras: Extras | None) -> PreparedPlan:
+    def _prepared(self, plan_id: int, body: Body | None) -> PreparedPlan:
         """Return the plan of a call, which its first message brings."""
-        if extras is not None and isinstance(extras.content, Plan):
-            plan = extras.content
+        if body is not None and isinstance(body.content, Plan):
+            plan = body.content
             try:
                 self.plans[plan_id] = PreparedPlan(plan, self.functions[plan.function_id], self.segments)
             except KeyError as error:
@@ -579,13 +579,13 @@ class Worker:
     def function_name(self) -> str:
         return self.function.name if self.function is not None else ""
 
-    def _move(self, extras: Extras | None) -> Reply:
+    def _move(self, body: Body | None) -> Reply:
         """Do this rank's share of a collective over shared variables."""
-        assert extras is not None
+        assert body is not None
 
         def move() -> None:
             self.failpoint("collective.before")
-            content = extras.content
+            content = body.content
             if isinstance(content, Fetch):
                 self.variables.fetch(content.variable_id)
             elif isinstance(content, Exchange):
@@ -600,12 +600,12 @@ class Worker:
 
         return self._guarded(move)
 
-    def _assemble(self, result_id: int, extras: Extras | None) -> Reply:
+    def _assemble(self, result_id: int, body: Body | None) -> Reply:
         self.failpoint("reduce.before")
         prepared = self.lane.called
         assert prepared is not None
-        if extras is not None and extras.content is not None:
-            prepared.moves = extras.content
+        if body is not None and body.content is not None:
+            prepared.moves = body.content
 
         def assemble() -> None:
             with self.backend.running():
@@ -632,10 +632,10 @@ class Worker:
 
     # -- NCCL ---------------------------------------------------------------------------------------------------------
 
-    def _join(self, extras: Extras | None) -> Reply:
+    def _join(self, body: Body | None) -> Reply:
         """Make the id of a group, or join one."""
-        assert extras is not None
-        order: JoinOrder = extras.content
+        assert body is not None
+        order: JoinOrder = body.content
 
         def join() -> dict[str, Any]:
             if self.group is None:

@@ -22,7 +22,7 @@ from synk._wire.control import Down, control_nbytes, is_interrupted
 from synk._wire.descriptors import NONE, Descriptor
 from synk._wire.lifeline import tie_to_pipe, tie_to_pulse
 from synk._wire.memory import Segment
-from synk._wire.messages import HAS_BODY, IS_ALONE, IS_UNRECEIVED, LANE_SHIFT, Extras, Kind, Status
+from synk._wire.messages import HAS_BODY, IS_ALONE, IS_UNRECEIVED, LANE_SHIFT, Body, Kind, Status
 from synk._worker import failpoints as _failpoints
 from synk._worker.failures import pack_failure
 from synk._worker.quiet import REPLIED, QuietCall, flush_output
@@ -113,7 +113,7 @@ class WorkerLoop:
         """Act on a message, unless ``answer`` is there already, and reply; return False where it was the last one."""
         kind, flags, sequence, value = message
         try:
-            extras = self._receive_extras(sequence) if flags & HAS_BODY else None
+            body = self._receive_body(sequence) if flags & HAS_BODY else None
         except SharedMemoryError as error:  # a limit of this process: the master sends all of it again
             if kind == Kind.CALL:
                 worker.lane = worker.lanes[flags >> LANE_SHIFT]
@@ -122,7 +122,7 @@ class WorkerLoop:
             self._reply(Status.ERROR, IS_UNRECEIVED, sequence, pickle.dumps(failure, protocol=5))
             return True
         try:
-            status, reply_flags, body = answer or worker.handle(kind, flags, sequence, value, extras)
+            status, reply_flags, reply = answer or worker.handle(kind, flags, sequence, value, body)
         except DeviceLost as error:
             sys.stderr.write(f"{error}\n")
             flush_output()
@@ -135,13 +135,13 @@ class WorkerLoop:
         elif kind == Kind.CLOSE:
             worker.failpoint("close.received")
             flush_output()
-        self._reply(status, reply_flags, sequence, body)
+        self._reply(status, reply_flags, sequence, reply)
         if kind == Kind.CALL:
             worker.failpoint("call.after_reply")
         elif kind == Kind.CLOSE:
             return False
         worker.tidy(kind, status)
-        if kind == Kind.CALL and status == Status.DONE and extras is None and QuietCall.fits(worker, value):
+        if kind == Kind.CALL and status == Status.DONE and body is None and QuietCall.fits(worker, value):
             worker.quiet[value] = QuietCall(worker, worker.plans[value])
         return True
 
@@ -156,12 +156,12 @@ class WorkerLoop:
         self._channel.close()
         self._master_fd = NONE
 
-    def _receive_extras(self, sequence: int) -> Extras:
+    def _receive_body(self, sequence: int) -> Body:
         assert self._worker is not None
-        body, fds = self._channel.receive_body(sequence)
-        extras = pickle.loads(body)
-        assert isinstance(extras, Extras)
-        arriving = iter(list(zip(extras.segments, fds)))
+        data, fds = self._channel.receive_body(sequence)
+        body = pickle.loads(data)
+        assert isinstance(body, Body)
+        arriving = iter(list(zip(body.segments, fds)))
         for (segment_id, nbytes, is_writable, is_staging, is_arena), fd in arriving:
             if segment_id in self._worker.segments:  # sent twice after an interrupt
                 os.close(fd)
@@ -175,7 +175,7 @@ class WorkerLoop:
                 raise
             segment.is_arena = is_arena
             self._worker.add_segment(segment)
-        return extras
+        return body
 
     def _reply(self, status: Status, flags: int, sequence: int, body: bytes | None) -> None:
         channel = self._channel
