@@ -327,8 +327,9 @@ def ring(rank: int) -> Block:
 
 def launch(call: int) -> Block:
     """The numbers of a call, then the doorbells."""
-    fly = block("Workers._fly", *(block("Workers._send", note("call ring"), ring(rank)) for rank in range(2)))
-    send = block("send", store("CALL", call), store("RESULT", call), block("Workers.launch", note("call _fly"), fly))
+    to_all = [block("Workers._send_one", note("call ring"), ring(rank)) for rank in range(2)]
+    message = block("Workers.send", note("call _send_all"), block("Workers._send_all", *to_all))
+    send = block("send", store("CALL", call), store("RESULT", call), note("call send"), message)
     return block("launch", note("store CALL"), note("call send"), send)
 
 

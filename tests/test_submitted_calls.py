@@ -386,11 +386,11 @@ def test_what_a_close_breaks_inside_is_told_as_the_close(runtime: Any, monkeypat
     total(np.ones(4))
     call = total.submit(np.ones(4))
 
-    def broken(flight: Any) -> Any:
+    def broken(request: Any) -> Any:
         rt._session.workers.tear_down()
         raise TypeError("an inner error")
 
-    monkeypatch.setattr(rt._session.workers, "finish", broken)
+    monkeypatch.setattr(rt._session.workers, "wait", broken)
     for _ in range(2):
         with pytest.raises(ClosedError, match="closed by another thread"):
             call.result()

@@ -75,20 +75,20 @@ def send(
             workers.by_rank[rank].plans.add(plan_id)
         lane.down[0, Down.CALL] = number
         lane.down[0, Down.RESULT] = 0 if lease is None else lease.segment.id
-        flight = workers.launch(Kind.CALL, call.ranks, plan_id, contents, segments, deadline, "call", name, lane.index)
+        request = workers.send(Kind.CALL, call.ranks, plan_id, contents, segments, deadline, "call", name, lane.index)
     except BaseException as error:
         _forget(session, function, cached, lease, error)
         raise
-    return Launched(function, call, cached, number, flight, lease, deadline)
+    return Launched(function, call, cached, number, request, lease, deadline)
 
 
 def collect(session: Session, launched: Launched) -> Any:
     """Wait for the replies to a call and return its result."""
     steps = collecting(session, launched)
     try:
-        flight = next(steps)
+        request = next(steps)
         while True:
-            flight = steps.send(session.workers.finish(flight))
+            request = steps.send(session.workers.wait(request))
     except BaseException as error:
         if isinstance(error, StopIteration) and not is_from_handler(error):
             return error.value

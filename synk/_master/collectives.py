@@ -62,7 +62,7 @@ def _do(session: Session, variable: Variable, steps: dict[int, list[Step]], extr
             run_steps(own, by_id)
         return
     ranks = [rank for rank, own in steps.items() if own]
-    replies = session.workers.exchange(
+    replies = session.workers.ask(
         Kind.VARIABLE, ranks, 0, steps, segments, session.deadline(None), "collective", f"variable {variable.name!r}"
     )
     raise_failures(replies, session.world_size, variable.name)

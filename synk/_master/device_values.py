@@ -53,7 +53,7 @@ class DeviceValues:
         check_not_lost([variable], stale, f"read variable {variable.name!r}")
         segments = [variable.reserve_front(rank) for rank in stale]
         contents = dict.fromkeys(stale, Fetch(variable.id))
-        replies = self._workers.exchange(
+        replies = self._workers.ask(
             Kind.VARIABLE, stale, 0, contents, segments, deadline, "read", f"variable {variable.name!r}"
         )
         raise_failures(replies, self._workers.world_size, variable.name)
@@ -79,7 +79,7 @@ class DeviceValues:
         ranks = list(range(self._workers.world_size))
         number = next(self._numbers)
         self._lanes.first.down[0, Down.CALL] = number
-        replies = self._workers.exchange(
+        replies = self._workers.ask(
             Kind.VARIABLE,
             ranks,
             0,

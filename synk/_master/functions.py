@@ -158,7 +158,7 @@ class Functions:
         if not orders:
             return [], False
         self._lanes.first.connect(self._workers)
-        replies = self._workers.exchange(Kind.LOAD, list(orders), 0, orders, [], deadline, "distribute", names)
+        replies = self._workers.ask(Kind.LOAD, list(orders), 0, orders, [], deadline, "distribute", names)
         for rank, reply in replies.items():
             if reply.status == Status.DONE:
                 self._workers.by_rank[rank].parcels.update(number for number, _ in orders[rank].parcels)

@@ -15,7 +15,7 @@ from synk._master.results import Lease
 from synk._master.row_shapes import RowShapes
 from synk._master.session import Session
 from synk._master.variable import Variable
-from synk._master.workers import Flight
+from synk._master.workers import Request
 from synk._wire.control import Traits
 
 
@@ -44,7 +44,7 @@ class Launched:
     call: Call
     cached: CachedPlan
     number: int
-    flight: Flight
+    request: Request
     lease: Lease | None
     deadline: float | None
     started_ns: int = 0

@@ -79,7 +79,7 @@ class Group:
     def _order(self, workers: Workers, ranks: range | list[int], unique_id: bytes | None) -> dict[str, Any] | None:
         """Send the order; return the lowest rank's answer, or None and give up where one could not follow."""
         contents = dict.fromkeys(ranks, JoinOrder(self._number, unique_id))
-        replies = workers.exchange(Kind.GROUP, list(ranks), 0, contents, [], None, "join NCCL", "the start of NCCL")
+        replies = workers.ask(Kind.GROUP, list(ranks), 0, contents, [], None, "join NCCL", "the start of NCCL")
         for reply in replies.values():
             if reply.status != Status.DONE:
                 failure = pickle.loads(reply.body) if reply.body else None  # None: it was interrupted

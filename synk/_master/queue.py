@@ -17,7 +17,7 @@ from synk._master.launched import Callee, Launched
 from synk._master.replies import collecting
 from synk._master.session import Session
 from synk._master.variable import VariableHandle
-from synk._master.workers import Flight
+from synk._master.workers import Request
 from synk._pure.interrupts import is_from_handler, num_cancels
 from synk._pure.limits import as_seconds
 from synk._wire.control import NUM_LANES
@@ -25,7 +25,7 @@ from synk._wire.memory import Segment
 from synk._wire.messages import Reply
 from synk.errors import CallCancelled, CallTimeout, ClosedError, WorkerDied
 
-Steps = Generator["Flight", dict[int, Reply], Any]
+Steps = Generator["Request", dict[int, Reply], Any]
 
 _logger = logging.getLogger("synk")
 
@@ -48,7 +48,7 @@ class PendingCall:
         self._queue = queue
         self._launched: Launched | None = None  # None: it has an outcome
         self._steps: Steps | None = None
-        self._flight: Flight | None = None  # what it waits for
+        self._request: Request | None = None  # what it waits for
         self._is_alone = True  # whether no other call may be under way with it
         self._is_stepping = False
         self._trouble: BaseException | None = None  # after which the workers remember nothing of it
@@ -93,7 +93,7 @@ class PendingCall:
 
     def _begin(self, launched: Launched, steps: Steps, is_alone: bool) -> None:
         self._launched, self._steps, self._is_alone = launched, steps, is_alone
-        self._flight = next(steps)
+        self._request = next(steps)
 
     def _end(self, value: Any, error: BaseException | None) -> None:
         if error is not None:  # its frames hold this object, and arrays
@@ -101,7 +101,7 @@ class PendingCall:
             if not isinstance(error, (CallCancelled, ClosedError)):
                 self._unasked = _Unasked(self.name, error)
         self._value, self._error = value, error
-        self._launched = self._steps = self._flight = None
+        self._launched = self._steps = self._request = None
 
     def __repr__(self) -> str:
         state = "under way" if self._launched is not None else "failed" if self._error is not None else "done"
@@ -182,7 +182,7 @@ class Queue:
             and not function.is_stale
             and not session.has_dropped
             and not workers.has_dead
-            and len(workers.flights) == len(self.calls)  # else one of them has no owner: an interrupt came
+            and len(workers.requests) == len(self.calls)  # else one of them has no owner: an interrupt came
         )
 
     # -- outcomes -----------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class Queue:
             self._end_lost(error)
             if _is_foreign(error):
                 raise
-        while self.calls and ((flight := self.calls[0]._flight) is None or not flight.pending):
+        while self.calls and ((request := self.calls[0]._request) is None or not request.pending):
             self._step_oldest(None)
 
     def release(self, segment: Segment) -> None:
@@ -278,23 +278,23 @@ class Queue:
         if not self.calls:  # closed meanwhile
             return True
         pending, session = self.calls[0], self._session
-        launched, steps, flight = pending._launched, pending._steps, pending._flight
-        if launched is None or steps is None or flight is None or pending._is_stepping or flight.is_lost:
+        launched, steps, request = pending._launched, pending._steps, pending._request
+        if launched is None or steps is None or request is None or pending._is_stepping or request.is_lost:
             if launched is not None:  # an interrupt has broken this off
                 pending._end(None, _cancelled(pending, None))
             self.calls.popleft()
             return True
         try:
-            if not session.workers.wait_for(flight, until):
+            if not session.workers.wait_until(request, until):
                 return False
             pending._is_stepping = True
-            pending._flight = steps.send(session.workers.finish(flight))
+            pending._request = steps.send(session.workers.wait(request))
             pending._is_stepping = False
         except BaseException as error:
             if isinstance(error, StopIteration) and not is_from_handler(error):
                 pending._end(error.value, None)
             else:
-                self._on_error(pending, launched, steps, flight, error)
+                self._on_error(pending, launched, steps, request, error)
                 if _is_foreign(error):
                     raise
         if pending._launched is None and self.calls and self.calls[0] is pending:
@@ -302,11 +302,11 @@ class Queue:
         return True
 
     def _on_error(
-        self, pending: PendingCall, launched: Launched, steps: Steps, flight: Flight, error: BaseException
+        self, pending: PendingCall, launched: Launched, steps: Steps, request: Request, error: BaseException
     ) -> None:
         """After ``error`` in a step of ``pending``: give it an outcome, unless the error is not about it."""
         self._end_lost(error)
-        if flight.is_cut and not pending._is_stepping:  # answered by all: what came is not about this call
+        if request.is_cut and not pending._is_stepping:  # answered by all: what came is not about this call
             return
         steps.close()
         outcome = _outcome(pending, error)
@@ -320,9 +320,9 @@ class Queue:
     def _end_lost(self, error: BaseException) -> None:
         """After ``error``: end the calls that it has taken along."""
         for pending in list(self.calls):
-            if pending._flight is not None and pending._flight.is_lost:
+            if pending._request is not None and pending._request.is_lost:
                 pending._end(None, _outcome(pending, error))
-            elif pending._flight is not None and pending._flight.is_cut:
+            elif pending._request is not None and pending._request.is_cut:
                 pending._trouble = pending._trouble or error
         self.calls = deque(pending for pending in self.calls if pending._launched is not None)
 
@@ -334,9 +334,9 @@ def _is_foreign(error: BaseException) -> bool:
 
 def _outcome(pending: PendingCall, error: BaseException) -> BaseException:
     """Return what a call raises that ``error`` has ended."""
-    flight = pending._flight
-    if flight is not None and flight.error is not None:
-        return flight.error
+    request = pending._request
+    if request is not None and request.error is not None:
+        return request.error
     if isinstance(error, CallCancelled):
         error = pending._trouble or error
     if isinstance(error, (WorkerDied, ClosedError)):

@@ -6,9 +6,9 @@ other calls in flight, whatever the workers' descriptors report), and what the f
 has compared before (``synk._master.watch``). Then come the arguments. Up to there nothing is written, and anything else
 is an ordinary call.
 
-From the first doorbell on, the quiet call is a flight like others: an interrupt at any line finds it among those of the
-workers, and what they answer is taken here only if it is, byte for byte, what a repeated call answers. Everything else
-(errors, deaths, prints, new outputs, time limits) is left to the ordinary wait, which knows about it.
+From the first doorbell on, the quiet call is a request like others: an interrupt at any line finds it among those in
+flight, and what the workers answer is taken here only if it is, byte for byte, what a repeated call answers. Everything
+else (errors, deaths, prints, new outputs, time limits) is left to the ordinary wait, which knows about it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from synk._master.launched import Callee, Launched
 from synk._master.plans import ARRAYS, RepeatedCall
 from synk._master.session import Session
 from synk._master.trials import try_shorter
-from synk._master.workers import Flight, Workers
+from synk._master.workers import Request, Workers
 from synk._pure.arrays import PARALLEL_NBYTES, copy_into
 from synk._pure.interrupts import num_cancels
 from synk._pure.limits import poll_ms
@@ -65,7 +65,7 @@ def run_call(
     return result
 
 
-class QuietCall(Flight):
+class QuietCall(Request):
     """The quiet calls of one function, which are one object: there is never more than one of them in flight.
 
     Holds neither the function nor its arguments: what the user drops is freed.
@@ -127,7 +127,7 @@ class QuietCall(Flight):
             workers, cached = session.workers, self._cached
             if (
                 self._epoch != workers.epoch.number
-                or workers.flights
+                or workers.requests
                 or session.queue.calls
                 or session.memory.released
                 or session.functions.dropped
@@ -153,7 +153,7 @@ class QuietCall(Flight):
             workers.num_cancels = -1
             cached.is_agreed = False  # until it has ended well, as in an ordinary call
             try:
-                workers.flights[sequence] = self
+                workers.requests[sequence] = self
                 message = DOORBELL.pack(_CALL, IS_ALONE, sequence, self._plan_id)
                 for channel in self._channels:
                     os.write(channel.write_fd, message)
@@ -171,7 +171,7 @@ class QuietCall(Flight):
                 raise
             if not is_expected:
                 return collect(session, self._launched(function, number, started))
-            workers.flights.pop(sequence, None)
+            workers.requests.pop(sequence, None)
             return self._result(session, started)
 
     def _are_like(self, args: tuple[Any, ...]) -> bool:

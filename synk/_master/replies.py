@@ -16,7 +16,7 @@ from synk._master.plans import CachedPlan
 from synk._master.results import Lease
 from synk._master.row_shapes import tell
 from synk._master.session import Session
-from synk._master.workers import Flight
+from synk._master.workers import Request
 from synk._pure.interrupts import is_from_handler
 from synk._pure.ops import match_ops
 from synk._pure.trees import flatten, leaves_of
@@ -29,13 +29,13 @@ from synk.errors import (
 )
 
 
-def collecting(session: Session, launched: Launched) -> Generator[Flight, dict[int, Reply], Any]:
+def collecting(session: Session, launched: Launched) -> Generator[Request, dict[int, Reply], Any]:
     """Turn replies into the result: errors first, then agreement, then the large outputs, then the values.
 
     A generator: it yields each message whose replies it needs, is sent these, and returns the result.
     """
     call, cached, name = launched.call, launched.cached, launched.function.name
-    replies = yield launched.flight
+    replies = yield launched.request
     is_plain = all(reply is DONE or reply is ASSEMBLED for reply in replies.values())
     if not is_plain:
         raise_failures(replies, session.world_size, name)
@@ -85,7 +85,7 @@ def _agree(session: Session, launched: Launched, layouts: list[Layout]) -> tuple
 
 def _large_outputs(
     session: Session, launched: Launched, assembly: Assembly, replies: dict[int, Reply], lease: Lease | None
-) -> Generator[Flight, dict[int, Reply], Any]:
+) -> Generator[Request, dict[int, Reply], Any]:
     """Have the ranks that have not done so bring their parts of the large outputs into place; return the bytes."""
     call, name = launched.call, launched.function.name
     waiting = [rank for rank in call.ranks if not replies[rank].flags & IS_ASSEMBLED]
@@ -186,18 +186,18 @@ def _ask(
     contents: dict[int, Any],
     segments: Sequence[Segment],
     phase: str,
-) -> Flight:
+) -> Request:
     """Send ranks a message about the outputs of a call that they have run."""
-    if launched.flight.is_cut:
+    if launched.request.is_cut:
         raise CallCancelled(
             f"the outputs of {launched.function.name!r} were lost before they were collected: another call that was "
             "under way was ended. Submit it again."
         )
     name, lane = repr(launched.function.name), launched.cached.lane.index
-    return session.workers.launch(kind, ranks, value, contents, segments, launched.deadline, phase, name, lane)
+    return session.workers.send(kind, ranks, value, contents, segments, launched.deadline, phase, name, lane)
 
 
-def _republish(session: Session, launched: Launched, layouts: list[Layout], waiting: list[int]) -> Flight:
+def _republish(session: Session, launched: Launched, layouts: list[Layout], waiting: list[int]) -> Request:
     """Make room for the outputs and new values of shared variables; the ranks ``waiting`` for it publish again."""
     call, lane = launched.call, launched.cached.lane
     function, ranks = launched.function, call.ranks
@@ -217,7 +217,9 @@ def _republish(session: Session, launched: Launched, layouts: list[Layout], wait
     return _ask(session, launched, Kind.PUBLISH, waiting, 0, {}, [], "publish")
 
 
-def _assemble_large(session: Session, launched: Launched, assembly: Assembly, ranks: list[int], lease: Lease) -> Flight:
+def _assemble_large(
+    session: Session, launched: Launched, assembly: Assembly, ranks: list[int], lease: Lease
+) -> Request:
     """Have ``ranks`` bring their parts of the large outputs into a leased buffer."""
     by_rank, plan_id = session.workers.by_rank, launched.cached.plan.plan_id
     contents = {

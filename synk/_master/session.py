@@ -282,7 +282,7 @@ class Session:
 
     def reclaim(self) -> None:
         """Free what finalizers dropped, if nothing is running."""
-        if self.memory.has_dropped and not self.queue.calls and not self.workers.flights:
+        if self.memory.has_dropped and not self.queue.calls and not self.workers.requests:
             self.if_free(self.memory.free_dropped)
 
     def grow_staging(self, lane: Lane, nbytes: int) -> Segment:

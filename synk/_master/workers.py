@@ -67,7 +67,7 @@ Packed = dict[int, tuple["Body | None", list[Segment]]]
 _HELLO = 0  # the sequence number of a worker's first word; messages count from 1
 
 
-class Flight:
+class Request:
     """A message on its way: sent to some ranks, of which not all may have answered.
 
     Attributes
@@ -121,7 +121,7 @@ class Workers(Crew):
 
     Attributes
     ----------
-    flights : dict of int to Flight
+    requests : dict of int to Request
         Messages that were not answered by all, by sequence number, oldest first.
     restarted : list of int
         Ranks that were started anew; whoever has seen to them takes them out.
@@ -154,7 +154,7 @@ class Workers(Crew):
         self._pack = pack
         self._on_trouble = on_trouble
         self._on_idle = on_idle
-        self.flights: dict[int, Flight] = {}
+        self.requests: dict[int, Request] = {}
         self._hellos: dict[int, Reply] = {}  # kept here: an interrupt in the wait must not lose one
         self._restarts: deque[float] = deque()
         self._last_death: WorkerDied | None = None  # of the workers that are dead now
@@ -195,14 +195,14 @@ class Workers(Crew):
     def _await_hellos(self, waiting: Sequence[WorkerState], deadline: float) -> None:
         ranks = {worker.rank for worker in waiting}
         try:
-            hello = Flight(_HELLO, ranks - self._hellos.keys(), deadline, "start", "")
+            hello = Request(_HELLO, ranks - self._hellos.keys(), deadline, "start", "")
             hello.replies = self._hellos
-            self.flights[_HELLO] = hello
+            self.requests[_HELLO] = hello
             try:
                 with plain_interrupts(self.num_cancels) if self.num_cancels >= 0 else contextlib.nullcontext():
-                    self._wait(hello)
+                    self._await(hello)
             finally:
-                self.flights.pop(_HELLO, None)
+                self.requests.pop(_HELLO, None)
             for worker in waiting:
                 self._greet(worker, self._hellos[worker.rank])
         except (WorkerDied, ProtocolError, SerializationError) as error:
@@ -257,9 +257,9 @@ class Workers(Crew):
             If workers died too often.
         StartupError
         """
-        if self.flights:
+        if self.requests:
             self._settle(is_interrupted=False)
-            self.flights.clear()
+            self.requests.clear()
         if not self.is_inline:
             self._drain_events()
         for worker in self.by_rank:
@@ -343,7 +343,7 @@ class Workers(Crew):
         self._start_again(self.by_rank)
         self.await_ready(deadline)
 
-    # -- exchanging ---------------------------------------------------------------------------------------------------
+    # -- sending and waiting ------------------------------------------------------------------------------------------
 
     def doorbells(self, ranks: Sequence[int]) -> tuple[select.poll, list[Channel], dict[int, tuple[int, Channel]]]:
         """Return the poll set, the channels of ranks, and the rank and its channel by the descriptor of its replies.
@@ -357,7 +357,7 @@ class Workers(Crew):
         self.sequence = self.sequence % 0xFFFF + 1
         return self.sequence
 
-    def exchange(
+    def ask(
         self,
         kind: Kind,
         ranks: Sequence[int],
@@ -374,11 +374,11 @@ class Workers(Crew):
         Raises
         ------
         WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
-            The workers that are alive then are idle again, and all flights are lost.
+            The workers that are alive then are idle again, and all requests are lost.
         """
-        return self.finish(self.launch(kind, ranks, value, contents, segments, deadline, phase, what, lane))
+        return self.wait(self.send(kind, ranks, value, contents, segments, deadline, phase, what, lane))
 
-    def launch(
+    def send(
         self,
         kind: Kind,
         ranks: Sequence[int],
@@ -389,8 +389,8 @@ class Workers(Crew):
         phase: str,
         what: str,
         lane: int = 0,
-    ) -> Flight:
-        """Send one message to each of ``ranks``; :meth:`finish` returns the replies.
+    ) -> Request:
+        """Send one message to each of ``ranks``; :meth:`wait` returns the replies.
 
         Parameters
         ----------
@@ -399,7 +399,7 @@ class Workers(Crew):
         segments : iterable of Segment
             What the message refers to; ranks that do not hold one yet get it with the message.
         deadline : float or None
-            Monotonic time at which the exchange ends with ``CallTimeout``.
+            Monotonic time at which the wait ends with ``CallTimeout``.
         phase, what : str
             For errors.
         lane : int
@@ -408,15 +408,28 @@ class Workers(Crew):
         Raises
         ------
         WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
-            As :meth:`exchange`.
+            As :meth:`ask`.
         """
         fallen = [rank for rank in ranks if self.by_rank[rank].is_dead]
         if fallen:  # it answered an earlier message of this operation and died then
             for rank in fallen:
                 self._unreported_deaths.pop(rank, None)
             raise self._worker_died(fallen, phase, what, self.began)
-        needed = list(segments)
-        messages = self._packed(ranks, contents, needed, lane)
+        messages = self._fitting(ranks, contents, list(segments), lane, deadline, phase, what)
+        return self._send_all(kind, value, messages, lane, deadline, phase, what)
+
+    def _fitting(
+        self,
+        ranks: Sequence[int],
+        contents: dict[int, Any],
+        segments: Sequence[Segment],
+        lane: int,
+        deadline: float | None,
+        phase: str,
+        what: str,
+    ) -> Packed:
+        """Pack the messages; descriptors for which one has no room go ahead, in messages of their own."""
+        messages = self._packed(ranks, contents, segments, lane)
         # No rank gets the message before all have room for its descriptors: what it answers would be taken for nothing.
         while not self.is_inline and any(len(part) > MAX_FDS for _, part in messages.values()):
             own = {rank: [each for each in part if each.arena is None] for rank, (_, part) in messages.items()}
@@ -426,10 +439,10 @@ class Workers(Crew):
             supplies: Packed = {
                 rank: (Body(segments=WorkerState.describe(part)), part) for rank, part in surplus.items()
             }
-            replies = self.finish(self._fly(Kind.SUPPLY, 0, supplies, 0, deadline, phase, what))
+            replies = self.wait(self._send_all(Kind.SUPPLY, 0, supplies, 0, deadline, phase, what))
             raise_failures(replies, self.world_size, phase)
-            messages = self._packed(ranks, contents, needed, lane)
-        return self._fly(kind, value, messages, lane, deadline, phase, what)
+            messages = self._packed(ranks, contents, segments, lane)
+        return messages
 
     def _packed(self, ranks: Sequence[int], contents: dict[int, Any], segments: Sequence[Segment], lane: int) -> Packed:
         return {rank: self._pack(self.by_rank[rank], contents.get(rank), segments, lane) for rank in ranks}
@@ -443,60 +456,60 @@ class Workers(Crew):
                 self.counters["bytes_down"] += 8
                 process.channel.ring(Kind.PREFETCH, lane << LANE_SHIFT, 0, plan_id)
 
-    def _fly(
+    def _send_all(
         self, kind: Kind, value: int, messages: Packed, lane: int, deadline: float | None, phase: str, what: str
-    ) -> Flight:
+    ) -> Request:
         """Send each rank its message."""
         sequence = self.next_sequence()
-        flags = lane << LANE_SHIFT | (0 if self.flights else IS_ALONE)
-        if kind == Kind.CALL and self.flights:  # it was submitted, and joins others
+        flags = lane << LANE_SHIFT | (0 if self.requests else IS_ALONE)
+        if kind == Kind.CALL and self.requests:  # it was submitted, and joins others
             self.began = time.monotonic()
-        flight = self.flights[sequence] = Flight(sequence, messages, deadline, phase, what)
-        flight.began = self.began
+        request = self.requests[sequence] = Request(sequence, messages, deadline, phase, what)
+        request.began = self.began
         try:
             for rank, (body, missing) in messages.items():
-                self._send(self.by_rank[rank], kind, flags, sequence, value, body, missing)
+                self._send_one(self.by_rank[rank], kind, flags, sequence, value, body, missing)
         except BaseException as error:
             self.settle_after(error)
             raise
-        return flight
+        return request
 
-    def finish(self, flight: Flight) -> dict[int, Reply]:
+    def wait(self, request: Request) -> dict[int, Reply]:
         """Wait for the replies of all ranks and return them.
 
         Raises
         ------
         WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
-            As :meth:`exchange`; ``CallTimeout`` also for another flight, whose ``error`` it is then.
+            As :meth:`ask`; ``CallTimeout`` also for another request, whose ``error`` it is then.
         """
-        if flight.pending:
-            self.wait_for(flight, None)
-        replies = flight.replies
+        if request.pending:
+            self.wait_until(request, None)
+        replies = request.replies
         for rank, reply in replies.items():
             if reply.flags & IS_UNRECEIVED:
                 self.by_rank[rank].forget_sent()
-        self.flights.pop(flight.sequence, None)
+        self.requests.pop(request.sequence, None)
         return replies
 
-    def wait_for(self, flight: Flight, until: float | None) -> bool:
-        """Wait until no rank owes ``flight`` a reply, at most until the monotonic time given; return whether it is so.
+    def wait_until(self, request: Request, until: float | None) -> bool:
+        """Wait until no rank owes ``request`` a reply, at most until the monotonic time given; return whether it is so.
 
         Raises
         ------
         WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
-            As :meth:`finish`.
+            As :meth:`wait`.
         """
         try:
             if self.num_cancels < 0:
-                return self._wait(flight, until)
+                return self._await(request, until)
             with plain_interrupts(self.num_cancels):
-                return self._wait(flight, until)
+                return self._await(request, until)
         except BaseException as error:
             self.settle_after(error)
             raise
 
     def pump(self) -> None:
-        """Take in, without waiting, what workers have answered; a death or a time limit ends all flights.
+        """Take in, without waiting, what workers have answered; a death or a time limit ends all requests.
 
         Raises
         ------
@@ -505,9 +518,9 @@ class Workers(Crew):
         try:
             while self._take_events(0):
                 pass
-            for flight in list(self.flights.values()):
-                if flight.pending and flight.deadline is not None and time.monotonic() >= flight.deadline:
-                    self._on_timeout(flight)
+            for request in list(self.requests.values()):
+                if request.pending and request.deadline is not None and time.monotonic() >= request.deadline:
+                    self._on_timeout(request)
         except BaseException as error:
             self.settle_after(error)
             raise
@@ -517,7 +530,7 @@ class Workers(Crew):
         if self._debtors() and not self.is_closed:
             self._settle(is_interrupted=isinstance(error, KeyboardInterrupt))
 
-    def _send(
+    def _send_one(
         self,
         worker: WorkerState,
         kind: Kind,
@@ -547,26 +560,26 @@ class Workers(Crew):
             process.channel.ring(kind, HAS_BODY | flags, sequence, value)
             worker.note_sent(body, missing)
 
-    def _wait(self, flight: Flight, until: float | None = None) -> bool:
-        """Wait until no rank owes ``flight`` a reply, or until ``until``; return whether it is so.
+    def _await(self, request: Request, until: float | None = None) -> bool:
+        """Wait until no rank owes ``request`` a reply, or until ``until``; return whether it is so.
 
-        A death, or the time limit of any flight, ends the wait with an error.
+        A death, or the time limit of any request, ends the wait with an error.
         """
         if self.is_inline:
             process = self.by_rank[0].process
             self.counters["messages_up"] += 1
             self.counters["bytes_up"] += 8
-            flight.replies[0] = process.reply()
-            flight.pending.clear()
+            request.replies[0] = process.reply()
+            request.pending.clear()
             return True
         report_at = time.monotonic() + self._stuck_after_s
-        while flight.pending:
+        while request.pending:
             now = time.monotonic()
             if now >= report_at:
                 report_at = math.inf
-                what = flight.what or flight.phase
+                what = request.what or request.phase
                 report("%s has run for more than %g s:\n%s", what, self._stuck_after_s, self.where())
-            urgent = flight if len(self.flights) == 1 else self._most_urgent(flight)
+            urgent = request if len(self.requests) == 1 else self._most_urgent(request)
             next_event = report_at if urgent.deadline is None else min(report_at, urgent.deadline)
             if until is not None:
                 next_event = min(next_event, until)
@@ -579,10 +592,10 @@ class Workers(Crew):
                 return False
         return True
 
-    def _most_urgent(self, flight: Flight) -> Flight:
-        """Return the flight whose time limit comes first; ``flight`` if none has one."""
-        limited = [each for each in self.flights.values() if each.pending and each.deadline is not None]
-        return min(limited, key=lambda each: each.deadline or 0.0, default=flight)
+    def _most_urgent(self, request: Request) -> Request:
+        """Return the request whose time limit comes first; ``request`` if none has one."""
+        limited = [each for each in self.requests.values() if each.pending and each.deadline is not None]
+        return min(limited, key=lambda each: each.deadline or 0.0, default=request)
 
     def _take_events(self, timeout_ms: int | None) -> bool:
         """Handle what happens within a time limit; return whether replies came.
@@ -597,7 +610,7 @@ class Workers(Crew):
             kind, rank = self._fds.get(fd, ("", -1))
             if kind == "up":
                 has_replies = True
-                if _HELLO in self.flights:
+                if _HELLO in self.requests:
                     with deferred():  # a hello comes once
                         self._take_reply(rank)
                 else:
@@ -613,21 +626,21 @@ class Workers(Crew):
         return has_replies
 
     def _take_reply(self, rank: int) -> bool:
-        """Read one doorbell and its body into its flight; return False where there is none."""
+        """Read one doorbell and its body into its request; return False where there is none."""
         return self._note_reply(rank, self._read_reply(self.by_rank[rank]))
 
     def take_doorbell(self, rank: int, doorbell: bytes) -> None:
-        """Take a doorbell that was read, and its body, into its flight."""
+        """Take a doorbell that was read, and its body, into its request."""
         self._note_reply(rank, self._reply_of(self.by_rank[rank], Channel.understood(doorbell)))
 
     def _note_reply(self, rank: int, message: tuple[int, Reply] | None) -> bool:
         if message is None:
             return False
         sequence, reply = message
-        flight = self.flights.get(sequence)  # None: the answer to a message that was given up
-        if flight is not None and rank in flight.pending:
-            flight.replies[rank] = reply
-            flight.pending.discard(rank)
+        request = self.requests.get(sequence)  # None: the answer to a message that was given up
+        if request is not None and rank in request.pending:
+            request.replies[rank] = reply
+            request.pending.discard(rank)
         return True
 
     def _on_wake(self, fd: int) -> None:
@@ -680,43 +693,43 @@ class Workers(Crew):
             with contextlib.suppress(BlockingIOError):
                 while self._take_reply(rank):
                     pass
-        owed = [flight for flight in self.flights.values() if not flight.pending.isdisjoint(dead)]
-        owing = [rank for rank in dead if any(rank in flight.pending for flight in owed)]
+        owed = [request for request in self.requests.values() if not request.pending.isdisjoint(dead)]
+        owing = [rank for rank in dead if any(rank in request.pending for request in owed)]
         for rank in dead:
             how = self._bury(self.by_rank[rank])
             if rank not in owing:
                 self._unreported_deaths[rank] = f"ended with {how} while idle"
         if not owing:
             return
-        flight = owed[0]  # the oldest: what they were at
+        request = owed[0]  # the oldest: what they were at
         fallen = set(owing)
-        if flight.phase != "start":  # a worker that is still coming up cannot be interrupted; the teardown ends it
+        if request.phase != "start":  # a worker that is still coming up cannot be interrupted; the teardown ends it
             survivors = self._debtors() - fallen
             self._end_calls(survivors)
             fallen |= {rank for rank in survivors if self.by_rank[rank].is_dead}
-        error = self._worker_died(sorted(fallen), flight.phase, flight.what, flight.began)
+        error = self._worker_died(sorted(fallen), request.phase, request.what, request.began)
         self._last_death = copy.copy(error)  # without the traceback that will hold the caller's frames
         raise error
 
     def _debtors(self) -> set[int]:
         """Return the ranks that owe a reply."""
-        return {rank for flight in self.flights.values() for rank in flight.pending}
+        return {rank for request in self.requests.values() for rank in request.pending}
 
-    def _on_timeout(self, flight: Flight) -> None:
-        ranks = f"rank {', '.join(map(str, sorted(flight.pending)))} of {self.world_size}"
-        if flight.phase == "start":
+    def _on_timeout(self, request: Request) -> None:
+        ranks = f"rank {', '.join(map(str, sorted(request.pending)))} of {self.world_size}"
+        if request.phase == "start":
             raise CallTimeout(
                 f"the workers were not up in time: {ranks} is still starting. Raise timeout=, or call again."
             )
-        flight.error = CallTimeout(
-            f"{flight.what or flight.phase} did not end in time on {ranks}. "
+        request.error = CallTimeout(
+            f"{request.what or request.phase} did not end in time on {ranks}. "
             "Raise timeout=, or give the function less to do."
         )
         self._settle(is_interrupted=False)
-        raise flight.error
+        raise request.error
 
     def _end_calls(self, ranks: Iterable[int]) -> None:
-        """End all flights, which only ``ranks`` still work on; those that were answered by all stay.
+        """End all requests, which only ``ranks`` still work on; those that were answered by all stay.
 
         They get SIGINT, then a ping whose answer proves them idle, then, when ``_kill_at`` has come, SIGKILL.
         """
@@ -724,12 +737,12 @@ class Workers(Crew):
         ranks = [rank for rank in ranks if not self.by_rank[rank].is_dead]
         if ranks:
             self._interrupt(ranks)
-        for flight in self.flights.values():
-            flight.is_lost, flight.is_cut = bool(flight.pending), not flight.pending
-        self.flights = {sequence: flight for sequence, flight in self.flights.items() if not flight.is_lost}
+        for request in self.requests.values():
+            request.is_lost, request.is_cut = bool(request.pending), not request.pending
+        self.requests = {sequence: request for sequence, request in self.requests.items() if not request.is_lost}
 
     def _interrupt(self, ranks: list[int]) -> None:
-        interrupted = interrupt_word(next(iter(self.flights)), self.sequence)
+        interrupted = interrupt_word(next(iter(self.requests)), self.sequence)
         self.epoch.end()
         self._on_trouble()
         for rank in ranks:
@@ -767,14 +780,14 @@ class Workers(Crew):
         self._on_idle()
 
     def _settle(self, *, is_interrupted: bool) -> None:
-        """After an exception in the middle of an exchange: every rank idle again, or dead. All flights are lost.
+        """After an exception in the middle of a message: every rank idle again, or dead. All requests are lost.
 
         A Ctrl-C meanwhile ends the wait for workers that do not answer: they are killed. The second one, which the
         first is where ``is_interrupted`` (a Ctrl-C has brought us here), closes the runtime.
         """
         ranks = sorted(self._debtors())
         if self.is_inline:
-            self.flights.clear()
+            self.requests.clear()
             return
         num_interrupts = int(is_interrupted)
 

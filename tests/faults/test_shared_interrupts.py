@@ -80,18 +80,18 @@ def test_ctrl_c_during_a_large_collective_leaves_all_old_or_all_new(shared_runti
     values = [np.full(BIG, 1.0), np.full(BIG, 2.0)]
     for rank, value in enumerate(values):
         rt.set_value(w, value, rank=rank)
-    exchange = rt._session.workers.exchange
+    ask = rt._session.workers.ask
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
-        return exchange(*args, **kwargs)
+        return ask(*args, **kwargs)
 
-    rt._session.workers.exchange = interrupted
+    rt._session.workers.ask = interrupted
     try:
         with pytest.raises(KeyboardInterrupt):
             rt.all_reduce(w, "sum")
     finally:
-        del rt._session.workers.exchange
+        del rt._session.workers.ask
     assert_same(everywhere(rt, w), values)
     rt.all_reduce(w, "sum")
     assert_same(everywhere(rt, w), [np.full(BIG, 3.0)] * 2)

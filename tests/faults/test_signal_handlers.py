@@ -294,7 +294,7 @@ def test_a_handler_that_raises_in_the_wait_for_a_call(
     double(np.ones(2))
     alarm.kind = kind
     with same_workers(rt):
-        alarm.ring_in("finish")
+        alarm.ring_in("wait")
         with pytest.raises(kind) as caught:
             double(np.ones(2))
         assert alarm.raised == [caught.value]
@@ -306,7 +306,7 @@ def test_a_handler_that_raises_while_an_earlier_call_is_awaited(shared_runtimes:
     double = rt.function(lambda x: 2 * x, outputs="gather")
     with same_workers(rt):
         submitted = double.submit(np.ones(4))
-        alarm.ring_in("wait_for")
+        alarm.ring_in("wait_until")
         with pytest.raises(Limit) as caught:
             double(np.ones(2))
         assert alarm.raised == [caught.value]
@@ -611,12 +611,12 @@ def test_one_ctrl_c_ends_a_call_under_asyncio_run() -> None:
 
 
 def test_ctrl_c_before_the_wait_of_a_call_under_asyncio_run() -> None:
-    body = """launch = rt._session.workers.launch
-            def launch_and_interrupt(*args, **kwargs):
-                del rt._session.workers.launch
+    body = """send = rt._session.workers.send
+            def send_and_interrupt(*args, **kwargs):
+                del rt._session.workers.send
                 signal.raise_signal(signal.SIGINT)
-                return launch(*args, **kwargs)
-            rt._session.workers.launch = launch_and_interrupt
+                return send(*args, **kwargs)
+            rt._session.workers.send = send_and_interrupt
             endless(np.zeros(2))"""
     result = script(ASYNCIO.format(body=body)).check(stderr="")
     assert result.stdout.endswith("interrupted\nclosed\n")
@@ -643,13 +643,13 @@ def test_a_handler_of_the_users_own_keeps_its_meaning_under_asyncio() -> None:
         double = rt.function(lambda x: 2 * x, outputs="gather")
 
         async def main():
-            wait_for = rt._session.workers.wait_for
+            wait_until = rt._session.workers.wait_until
             def interrupt_and_wait(*args):
                 signal.raise_signal(signal.SIGINT)
-                return wait_for(*args)
-            rt._session.workers.wait_for = interrupt_and_wait
+                return wait_until(*args)
+            rt._session.workers.wait_until = interrupt_and_wait
             print((double(np.arange(3.0)) == 2 * np.arange(3.0)).all(), len(noted) > 0)
-            del rt._session.workers.wait_for
+            del rt._session.workers.wait_until
         asyncio.run(main())
         rt.close()
     """).check("True True\n")
