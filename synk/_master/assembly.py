@@ -34,7 +34,7 @@ class Assembly:
         The ranks that ran, ascending.
     layouts : list of Layout
         One per voter.
-    exchange : Segment
+    slots : Segment
     slot_nbytes : int
     world_size : int
     has_group : bool
@@ -53,7 +53,7 @@ class Assembly:
         subset: tuple[Any, ...] | None,
         voters: list[int],
         layouts: list[Layout],
-        exchange: Segment,
+        slots: Segment,
         slot_nbytes: int,
         world_size: int,
         has_group: bool = False,
@@ -61,7 +61,7 @@ class Assembly:
         self.name = name
         self.number = next(_numbers)
         self._has_group = has_group
-        self._exchange_id = exchange.id
+        self._slots_id = slots.id
         self.voters = voters
         self.has_assignments = any(layout.assigned for layout in layouts)
         self.layouts = layouts
@@ -81,7 +81,7 @@ class Assembly:
             base = rank * slot_nbytes
             self._views.append(
                 [
-                    exchange.view(base + offset, leaf.shape, leaf.dtype)
+                    slots.view(base + offset, leaf.shape, leaf.dtype)
                     if leaf.dtype is not None and leaf.nbytes < LARGE_NBYTES
                     else None
                     for offset, leaf in zip(offsets, layout.leaves)
@@ -106,12 +106,12 @@ class Assembly:
         leaves = (leaf for layout in self.layouts for leaf in layout.leaves)
         return not self.result_nbytes and not self.has_assignments and all(leaf.dtype is not None for leaf in leaves)
 
-    def fits(self, voters: Sequence[int], layouts: Sequence[Layout], exchange: Segment, has_group: bool) -> bool:
+    def fits(self, voters: Sequence[int], layouts: Sequence[Layout], slots: Segment, has_group: bool) -> bool:
         """Whether it is good for a call, of which the arguments are those of the constructor."""
         return (
             self.voters == voters
             and all(mine is layout for mine, layout in zip(self.layouts, layouts))
-            and self._exchange_id == exchange.id
+            and self._slots_id == slots.id
             and self._has_group == has_group
         )
 

@@ -158,7 +158,7 @@ def _lease(session: Session, cached: CachedPlan, call: Call) -> Lease | None:
     if any(by_rank[rank].assemblies.get(plan_id) != assembly.number for rank in call.ranks):
         return None
     layouts = [cached.layouts[rank] for rank in call.ranks]
-    if not assembly.fits(call.ranks, layouts, cached.lane.exchange, False):
+    if not assembly.fits(call.ranks, layouts, cached.lane.slots, False):
         return None
     try:
         return session.memory.lease_result(assembly.result_nbytes)

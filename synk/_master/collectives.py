@@ -86,7 +86,7 @@ def broadcast(session: Session, variable: Variable, value: Any = None) -> None:
         for target, source in zip(variable.back(0, shapes_of(arrays)), arrays):
             copy_into(target, source)
     else:
-        if session.device_values.exchange(
+        if session.device_values.collective(
             variable, session.deadline(None), "broadcast", variable.shapes[0][variable.front[0]]
         ):
             return
@@ -200,7 +200,7 @@ def all_gather(session: Session, variable: Variable) -> None:
     shapes: Shapes = tuple(
         (sum(front[leaf][0] for front in fronts), *fronts[0][leaf][1:]) for leaf in range(len(fronts[0]))
     )
-    if session.device_values.exchange(variable, session.deadline(None), "all_gather", shapes):
+    if session.device_values.collective(variable, session.deadline(None), "all_gather", shapes):
         return
     session.device_values.refresh(variable, session.deadline(None))
     source_offsets = [leaf_offsets(variable.dtypes, front)[0] for front in fronts]
@@ -254,7 +254,7 @@ def _reduce_steps(
 def all_reduce(session: Session, variable: Variable, op: str) -> None:
     """Reduce the values of all ranks into every rank."""
     common = check_reduction(session, variable, op)
-    if session.device_values.exchange(variable, session.deadline(None), "all_reduce", common, op):
+    if session.device_values.collective(variable, session.deadline(None), "all_reduce", common, op):
         return
     session.device_values.refresh(variable, session.deadline(None))
     variable.back(0, common)

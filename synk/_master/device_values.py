@@ -17,7 +17,7 @@ from synk._master.nccl_group import Group
 from synk._master.variable import Variable, Variables
 from synk._master.workers import Workers
 from synk._wire.control import Down
-from synk._wire.messages import DEVICE_DTYPES, Exchange, Fetch, Kind, Layout
+from synk._wire.messages import DEVICE_DTYPES, DeviceCollective, Fetch, Kind, Layout
 from synk._wire.variables import Shapes
 from synk.errors import WorkerDied
 
@@ -60,13 +60,13 @@ class DeviceValues:
         for rank in stale:
             variable.is_stale[rank] = False
 
-    def exchange(self, variable: Variable, deadline: float | None, kind: str, shapes: Shapes, op: str = "") -> bool:
+    def collective(self, variable: Variable, deadline: float | None, kind: str, shapes: Shapes, op: str = "") -> bool:
         """Do a collective by NCCL, if the values lie on the devices; return whether that was so.
 
         Parameters
         ----------
         kind : str
-            As in ``Exchange``.
+            As in ``DeviceCollective``.
         shapes : Shapes
             Of the result on every rank.
         """
@@ -83,7 +83,7 @@ class DeviceValues:
             Kind.VARIABLE,
             ranks,
             0,
-            dict.fromkeys(ranks, Exchange(variable.id, kind, op)),
+            dict.fromkeys(ranks, DeviceCollective(variable.id, kind, op)),
             [segment for rank in ranks for segment in variable.segments(rank)],
             deadline,
             "collective",

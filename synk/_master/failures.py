@@ -53,7 +53,7 @@ def rebuild(failures: list[Failure], world_size: int, name: str) -> Exception:
 
 
 def raise_failures(replies: Mapping[int, Reply], world_size: int, name: str) -> None:
-    """Raise the error of the lowest failing rank of an exchange, if any."""
+    """Raise the error of the lowest failing rank that replied, if any."""
     failures = []
     interrupted = []
     for rank in sorted(replies):

@@ -103,14 +103,14 @@ class WorkerState:
         """
         known = self.segments
         missing = [segment for segment in needed if segment.id not in known]
-        new_exchange = new_collective = None
+        new_slots = new_collective = None
         if self._lane_ids.get(lane.index) != lane.ids:
-            exchange_id, collective_id = self._lane_ids.get(lane.index, (0, 0))
-            exchange, collective = lane.exchange, lane.collective
-            if exchange_id != exchange.id:
-                new_exchange = (lane.index, exchange.id, lane.slot_nbytes)
-                if exchange.id not in known:
-                    missing.append(exchange)
+            slots_id, collective_id = self._lane_ids.get(lane.index, (0, 0))
+            slots, collective = lane.slots, lane.collective
+            if slots_id != slots.id:
+                new_slots = (lane.index, slots.id, lane.slot_nbytes)
+                if slots.id not in known:
+                    missing.append(slots)
             if collective is not None and collective_id != collective.id:
                 new_collective = (lane.index, collective.id)
                 if collective.id not in known:
@@ -119,7 +119,7 @@ class WorkerState:
             missing = self._with_arenas(missing)
         dropped = self._dropped_segments or self._dropped_plans or self._dropped_functions or self._dropped_variables
         is_dropping = bool(dropped or self._dropped_parcels)
-        if content is None and not (missing or new_exchange or new_collective or is_dropping or news):
+        if content is None and not (missing or new_slots or new_collective or is_dropping or news):
             return None, missing
         return (
             Body(
@@ -131,7 +131,7 @@ class WorkerState:
                 dropped_plans=list(self._dropped_plans),
                 dropped_functions=list(self._dropped_functions),
                 dropped_parcels=list(self._dropped_parcels),
-                exchange=new_exchange,
+                slots=new_slots,
                 collective=new_collective,
                 declarations=[variable.declaration(self.rank) for variable in news],
                 dropped_variables=list(self._dropped_variables),
@@ -153,9 +153,9 @@ class WorkerState:
         del self._dropped_variables[: len(body.dropped_variables)]
         for declaration in body.declarations:
             self.variables[declaration.variable_id] = declaration.version
-        if body.exchange is not None:
-            lane, exchange_id, _ = body.exchange
-            self._lane_ids[lane] = (exchange_id, self._lane_ids.get(lane, (0, 0))[1])
+        if body.slots is not None:
+            lane, slots_id, _ = body.slots
+            self._lane_ids[lane] = (slots_id, self._lane_ids.get(lane, (0, 0))[1])
         if body.collective is not None:
             lane, collective_id = body.collective
             self._lane_ids[lane] = (self._lane_ids.get(lane, (0, 0))[0], collective_id)

@@ -37,14 +37,14 @@ class Lane:
         Its numbers; see ``synk._wire.messages``.
     up_words : list of memoryview
         The rows of ``up``: a word is read through them in a third of NumPy's time.
-    exchange : Segment
+    slots : Segment
         The slots in which ranks publish outputs, ``slot_nbytes`` bytes each.
     staging : Segment or None
         Where the master copies plain arrays, pickles and indices.
     collective : Segment or None
         Through which functions communicate.
     ids : tuple of int
-        Those of ``exchange`` and ``collective`` (0: none): what a rank has to know of the lane.
+        Those of ``slots`` and ``collective`` (0: none): what a rank has to know of the lane.
     last_numbers
         What stands in ``down``, to write only what changes; None where that is not known.
 
@@ -56,10 +56,10 @@ class Lane:
     def __init__(self, index: int, workers: Workers) -> None:
         self.index = index
         self.slot_nbytes = _SLOT_NBYTES
-        self.exchange = Segment.create(workers.world_size * _SLOT_NBYTES, is_worker_writable=True)
+        self.slots = Segment.create(workers.world_size * _SLOT_NBYTES, is_worker_writable=True)
         self.staging: Segment | None = None
         self.collective: Segment | None = None
-        self.ids = (self.exchange.id, 0)
+        self.ids = (self.slots.id, 0)
         self.last_numbers: Any = None
         self.down, self.up = workers.blocks(index)
         self.up_words = [memoryview(row) for row in self.up]
@@ -70,17 +70,17 @@ class Lane:
         self.staging.is_staging = True
         return old
 
-    def replace_exchange(self, slot_nbytes: int, published: Sequence[int]) -> Segment:
+    def replace_slots(self, slot_nbytes: int, published: Sequence[int]) -> Segment:
         """Take larger slots, with what ``published`` ranks wrote carried over, and return the old ones."""
         world_size = len(self.up)
         slot_nbytes = round_up(max(slot_nbytes, int(self.slot_nbytes * 1.25)), PAGE_NBYTES)
         larger = Segment.create(world_size * slot_nbytes, is_worker_writable=True)
         for rank in published:
             start = rank * self.slot_nbytes
-            slot = self.exchange.buffer[start : start + self.slot_nbytes]
+            slot = self.slots.buffer[start : start + self.slot_nbytes]
             larger.buffer[rank * slot_nbytes : rank * slot_nbytes + self.slot_nbytes] = slot
         with deferred():
-            old, self.exchange, self.slot_nbytes = self.exchange, larger, slot_nbytes
+            old, self.slots, self.slot_nbytes = self.slots, larger, slot_nbytes
             self.ids = (larger.id, self.ids[1])
         return old
 
@@ -106,7 +106,7 @@ class Lane:
 
     def close(self) -> None:
         """Release the memory; safe to repeat."""
-        for segment in (self.exchange, self.staging, self.collective):
+        for segment in (self.slots, self.staging, self.collective):
             if segment is not None:
                 segment.close()
         self.down = self.up = np.empty((0, 0), np.int64)

@@ -70,12 +70,12 @@ def _agree(session: Session, launched: Launched, layouts: list[Layout]) -> tuple
     """Return how the outputs of all ranks are put together, and whether that is new; raise where they do not fit."""
     call, cached, lane = launched.call, launched.cached, launched.cached.lane
     assembly = cached.assembly
-    is_new = assembly is None or not assembly.fits(call.ranks, layouts, lane.exchange, call.has_group)
+    is_new = assembly is None or not assembly.fits(call.ranks, layouts, lane.slots, call.has_group)
     if assembly is None or is_new:
         outputs = None if call.options.is_apart else launched.function.outputs
         assembly = cached.assembly = Assembly(
             launched.function.name, outputs, cached.plan.output_subset, call.ranks, layouts,
-            lane.exchange, lane.slot_nbytes, session.world_size, call.has_group,
+            lane.slots, lane.slot_nbytes, session.world_size, call.has_group,
         )  # fmt: skip
         cached.output_nbytes = sum(leaf.nbytes for layout in layouts for leaf in layout.leaves)
     if call.unequal and assembly.has_averages:
@@ -213,7 +213,7 @@ def _republish(session: Session, launched: Launched, layouts: list[Layout], wait
         ops = match_ops(outputs, layout.skeleton, len(leaves), repr(function.name))
         needed = max(needed, slot_offsets(layout.leaves, ops, len(ranks), call.has_group)[1])
     if needed > lane.slot_nbytes:
-        session.grow_exchange(lane, needed, [rank for rank in ranks if rank not in waiting])
+        session.grow_slots(lane, needed, [rank for rank in ranks if rank not in waiting])
     return _ask(session, launched, Kind.PUBLISH, waiting, 0, {}, [], "publish")
 
 

@@ -298,11 +298,11 @@ class Session:
         assert lane.staging is not None
         return lane.staging
 
-    def grow_exchange(self, lane: Lane, slot_nbytes: int, published: Sequence[int]) -> None:
+    def grow_slots(self, lane: Lane, slot_nbytes: int, published: Sequence[int]) -> None:
         """Make room for ``slot_nbytes`` bytes of outputs per rank; what ``published`` ranks wrote is carried over."""
         self.workers.epoch.end()
         with deferred():
-            self.memory.forget(lane.replace_exchange(slot_nbytes, published))
+            self.memory.forget(lane.replace_slots(slot_nbytes, published))
             for function in list(self.functions.bound):
                 function.plans.drop_assemblies(lane)
 

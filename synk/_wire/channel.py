@@ -162,7 +162,7 @@ class Channel:
     def receive_body(self, sequence: int | None) -> tuple[bytes, list[int]]:
         """Receive the body of message ``sequence`` (None: any), and its descriptors, close-on-exec.
 
-        Bodies of earlier messages, which an interrupted exchange left behind, are thrown away.
+        Bodies of earlier messages, which an interrupted wait left behind, are thrown away.
 
         Raises
         ------

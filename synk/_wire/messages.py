@@ -215,7 +215,7 @@ class Fetch:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class DeviceCollective:
     """Have all ranks do a collective over a variable on their devices.
 
     Attributes
@@ -250,7 +250,7 @@ class Body:
     dropped_parcels : list of (number, globals)
         With the globals that they brought: the address of the namespace, and the name.
     content : the message's own body
-    exchange : (lane, segment_id, slot_nbytes) or None
+    slots : (lane, segment_id, slot_nbytes) or None
         New slots for outputs.
     collective : (lane, segment_id) or None
         Segment through which functions communicate, where it is new.
@@ -264,7 +264,7 @@ class Body:
     dropped_plans: list[int] = field(default_factory=list)
     dropped_functions: list[int] = field(default_factory=list)
     dropped_parcels: list[tuple[int, list[tuple[tuple[int, int], Any]]]] = field(default_factory=list)
-    exchange: tuple[int, int, int] | None = None
+    slots: tuple[int, int, int] | None = None
     collective: tuple[int, int] | None = None
     declarations: list[Any] = field(default_factory=list)
     dropped_variables: list[int] = field(default_factory=list)

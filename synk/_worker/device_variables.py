@@ -65,7 +65,7 @@ class DeviceReplica(Replica):
         for target, source in zip(targets, pending):
             target[...] = source
 
-    def exchange(self, kind: str, op: str, collectives: DeviceCollectives) -> list[Any]:
+    def collective(self, kind: str, op: str, collectives: DeviceCollectives) -> list[Any]:
         """Do this rank's part of a collective and return the result."""
         with collectives.guard():
             if kind == "broadcast":

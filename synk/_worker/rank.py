@@ -26,7 +26,7 @@ from synk._wire.messages import (
     IS_COLLATERAL,
     LANE_SHIFT,
     Body,
-    Exchange,
+    DeviceCollective,
     Fetch,
     JoinOrder,
     Kind,
@@ -303,8 +303,8 @@ class Worker:
             arena = self.segments.get(arena_id)  # None: the message that brought it could not be taken in
             if arena is not None and segment_id not in self.segments:
                 self.add_segment(arena.part(segment_id, offset, nbytes))
-        if body.exchange is not None:
-            lane, segment_id, slot_nbytes = body.exchange
+        if body.slots is not None:
+            lane, segment_id, slot_nbytes = body.slots
             slots = self.lanes[lane].executor.outputs.slots
             slots.segment, slots.nbytes = self.segments[segment_id], slot_nbytes
             for prepared in self.plans.values():  # views of the old slots would keep their memory
@@ -588,8 +588,8 @@ class Worker:
             content = body.content
             if isinstance(content, Fetch):
                 self.variables.fetch(content.variable_id)
-            elif isinstance(content, Exchange):
-                self.variables.exchange(
+            elif isinstance(content, DeviceCollective):
+                self.variables.collective(
                     content.variable_id, content.kind, content.op, self.executor.outputs.large.collectives
                 )
                 assert self.group is not None

@@ -246,11 +246,11 @@ class VariableStore:
         for replica in self._replicas.values():
             replica.close()
 
-    def exchange(self, variable_id: int, kind: str, op: str, collectives: Any) -> None:
+    def collective(self, variable_id: int, kind: str, op: str, collectives: Any) -> None:
         """Do this rank's part of a collective over values on devices; it holds when the master commits it."""
         replica: Any = self.get(variable_id)
         with self.backend.running():
-            replica.store_on_device(replica.exchange(kind, op, collectives))
+            replica.store_on_device(replica.collective(kind, op, collectives))
             self.backend.synchronize()
         self.stored = (int(self._down[0, Down.CALL]), [replica])
 

@@ -35,7 +35,7 @@ class State:
     Parameters
     ----------
     output : int
-        Elements that the function returns; many of them take a second exchange.
+        Elements that the function returns; many of them take a second message.
     """
 
     def __init__(self, rt: Any, output: int = 1) -> None:
