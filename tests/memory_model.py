@@ -336,7 +336,7 @@ def launch(call: int) -> Block:
 def run(rank: int, call: int) -> Block:
     """Outputs into the slot, agreement, the part of the result."""
     return block(
-        "Worker._run",
+        "_run",
         note("store PHASE"),
         note("store FUNCTION_NS"),
         note("store PHASE"),
@@ -350,7 +350,7 @@ def run(rank: int, call: int) -> Block:
 
 def meet_outputs(rank: int, peer: int, call: int) -> Block:
     return block(
-        "Worker._meet",
+        "Peers.meet",
         expect("CALL", call),
         FENCE,
         store(f"published[{rank}]", call),
@@ -361,7 +361,7 @@ def meet_outputs(rank: int, peer: int, call: int) -> Block:
 
 def take_call(*parts: Step | Block) -> Block:
     return block(
-        "Worker._call",
+        "run_call",
         note("store FUNCTION_NS"),
         *parts,
         note("call leave_call"),

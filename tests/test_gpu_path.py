@@ -430,7 +430,7 @@ def test_a_death_while_the_others_are_in_nccl(gpu: Any) -> None:
 
         if synk.comm.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        group = cell.worker.group  # type: ignore[union-attr]
+        group = cell.worker.peers.group  # type: ignore[union-attr]
         buffer = Buffer(x.data.ptr, 1, "float64")
         group.communicator.all_reduce(buffer, buffer, "sum", stream=5000)  # without the agreement before it
         return 1.0

@@ -30,7 +30,7 @@ BELOW: dict[str, tuple[str, ...]] = {
 
 FOLDERS = ("_api", "_master", "_worker", "_wire", "_pure")
 
-YET_TO_SPLIT = ("workers.py", "rank.py")
+YET_TO_SPLIT = ("workers.py",)
 
 SEES_BOTH = {"synk._api.inline": "_worker"}
 """A rank in the master's process is the one place where both halves meet."""

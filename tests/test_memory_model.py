@@ -39,7 +39,8 @@ from synk._master import variable
 from synk._master import workers as _workers
 from synk._wire import channel as _channel
 from synk._wire.control import Down, Up
-from synk._worker import rank as _worker
+from synk._worker import calls as _worker_calls
+from synk._worker import peers
 from synk._worker import variables as _variables
 from synk.communicators import _mailbox, _rendezvous, _shm
 
@@ -133,7 +134,7 @@ UNORDERED = {
     # Who wakes up must say so before it changes what others would judge it by, and they judge by ``written``.
     ("Rendezvous.rouse store sleeps", "Mailbox._write store rings"),
     # The fence is for the loads between the two.
-    ("Worker._meet store published", "assemble store results"),
+    ("Peers.meet store published", "assemble store results"),
 }
 
 
@@ -165,7 +166,9 @@ MODULES = {
     "set_abort": _rendezvous,
     "Mailbox": _mailbox,
     "ShmCommunicator": _shm,
-    "Worker": _worker,
+    "Peers": peers,
+    "run_call": _worker_calls,
+    "_run": _worker_calls,
     "VariableStore": _variables,
     "Workers": _workers,
     "Channel": _channel,

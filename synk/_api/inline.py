@@ -10,6 +10,7 @@ from synk._pure.interrupts import deferred
 from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, Body, Kind, Reply
 from synk._worker import failpoints as _failpoints
+from synk._worker.dispatch import handle
 from synk._worker.rank import Worker
 from synk.errors import SharedMemoryError
 
@@ -42,25 +43,25 @@ class InlineProcess:
         """Share a segment: inline, the very same mapping where a worker writes, else one like a worker's."""
         assert self._worker is not None
         if segment.is_worker_writable:
-            self._worker.add_segment(segment.shared_view())
+            self._worker.held.add_segment(segment.shared_view())
             return
         if segment.arena is not None:  # the message says where in the arena
             return
         with deferred():  # until the mapping owns it, the descriptor has no owner
             fd = segment.duplicate_fd()
             try:
-                twin = self._worker.map_segment(fd, segment.id, segment.nbytes, False, segment.is_staging)
+                twin = self._worker.held.map_segment(fd, segment.id, segment.nbytes, False, segment.is_staging)
             except SharedMemoryError:  # it was not mapped
                 os.close(fd)
                 raise
             twin.is_arena = segment.is_arena
-            self._worker.add_segment(twin)
+            self._worker.held.add_segment(twin)
 
     def handle(self, kind: Kind, sequence: int, value: int, body: Body | None) -> None:
         """Act on a message at once; the reply waits for :meth:`reply`."""
         worker = self._worker
         assert worker is not None
-        status, flags, data = worker.handle(kind, 0, sequence, value, body)
+        status, flags, data = handle(worker, kind, 0, sequence, value, body)
         if data is not None:
             flags |= HAS_BODY
         worker.tidy(kind, status)

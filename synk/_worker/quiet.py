@@ -20,8 +20,10 @@ from synk._wire.channel import Channel
 from synk._wire.control import Down, Phase, Up, is_interrupted
 from synk._wire.messages import DOORBELL, Status
 from synk._worker import failpoints as _failpoints
+from synk._worker.calls import Outcome
+from synk._worker.dispatch import go_on
 from synk._worker.plans import PreparedPlan
-from synk._worker.rank import RSS_INTERVAL_NS, Interrupted, Outcome, Worker
+from synk._worker.rank import RSS_INTERVAL_NS, Interrupted, Worker
 
 REPLIED: Any = object()
 """What a quiet call returns that has ended with the reply of a repeated call."""
@@ -66,7 +68,7 @@ class QuietCall:
     @staticmethod
     def fits(worker: Worker, plan_id: int) -> bool:
         """Whether the next call of a plan, of which one has just ended well, can be quiet."""
-        prepared = worker.plans.get(plan_id)
+        prepared = worker.held.plans.get(plan_id)
         if prepared is None or prepared.slots is None or worker.lane.index or worker.lane.called is not prepared:
             return False
         plan, function = prepared.plan, prepared.function
@@ -92,7 +94,7 @@ class QuietCall:
             worker.lane is not lane
             or worker.used_lanes != _ALONE_IN_FIRST
             or lane.executor.outputs.held_plan is not None
-            or worker.kept_data
+            or worker.held.kept_data
             or not variables.is_plain
             or variables.stored[1]
             or variables.assigned
@@ -104,7 +106,7 @@ class QuietCall:
             return None
         own_up = self._own_up
         worker.sequence = sequence
-        lane.called, worker.function, cell.worker = prepared, prepared.function, worker
+        lane.called, cell.worker = prepared, worker
         arguments: Any = []
         result = failure = None
         is_expected = False
@@ -129,11 +131,11 @@ class QuietCall:
             worker.is_interruptible = False
             failure = error
         arguments = None
-        if not is_expected or worker.is_communicating or prepared.loans.are_open():
+        if not is_expected or worker.peers.is_communicating or prepared.loans.are_open():
             outcome = Outcome(result, failure, ended - started)
             result = failure = None
             try:
-                return worker.go_on(self._plan_id, sequence, outcome)
+                return go_on(worker, self._plan_id, sequence, outcome)
             finally:
                 cell.worker = None
         cell.worker = None

@@ -24,6 +24,7 @@ from synk._wire.lifeline import tie_to_pipe, tie_to_pulse
 from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, IS_ALONE, IS_UNRECEIVED, LANE_SHIFT, Body, Kind, Status
 from synk._worker import failpoints as _failpoints
+from synk._worker.dispatch import handle
 from synk._worker.failures import pack_failure
 from synk._worker.quiet import REPLIED, QuietCall, flush_output
 from synk._worker.rank import DeviceLost, Doorbell, Interrupted, Worker
@@ -69,7 +70,7 @@ class WorkerLoop:
         self._worker = Worker(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
         self._worker.failpoint = failpoint
         self._worker.peek = self._peek
-        self._worker.patience_s = setup["spin_s"]
+        self._worker.peers.patience_s = setup["spin_s"]
         control.close_fd()
         failpoint("start.ready")
         import platform
@@ -101,7 +102,7 @@ class WorkerLoop:
             if kind == Kind.PREFETCH:
                 worker.prefetch(flags >> LANE_SHIFT, value)
                 continue
-            quiet = worker.quiet.get(value) if kind == Kind.CALL and flags == IS_ALONE else None
+            quiet = worker.held.quiet.get(value) if kind == Kind.CALL and flags == IS_ALONE else None
             answer = None if quiet is None else quiet.run(worker, sequence, channel)
             if answer is REPLIED:
                 continue
@@ -117,12 +118,12 @@ class WorkerLoop:
         except SharedMemoryError as error:  # a limit of this process: the master sends all of it again
             if kind == Kind.CALL:
                 worker.lane = worker.lanes[flags >> LANE_SHIFT]
-                worker.leave_call()
+                worker.peers.leave_call(worker.lane)
             failure = pack_failure(error, worker.rank, worker.device)
             self._reply(Status.ERROR, IS_UNRECEIVED, sequence, pickle.dumps(failure, protocol=5))
             return True
         try:
-            status, reply_flags, reply = answer or worker.handle(kind, flags, sequence, value, body)
+            status, reply_flags, reply = answer or handle(worker, kind, flags, sequence, value, body)
         except DeviceLost as error:
             sys.stderr.write(f"{error}\n")
             flush_output()
@@ -142,7 +143,7 @@ class WorkerLoop:
             return False
         worker.tidy(kind, status)
         if kind == Kind.CALL and status == Status.DONE and body is None and QuietCall.fits(worker, value):
-            worker.quiet[value] = QuietCall(worker, worker.plans[value])
+            worker.held.quiet[value] = QuietCall(worker, worker.held.plans[value])
         return True
 
     def _peek(self) -> Doorbell | None:
@@ -163,18 +164,18 @@ class WorkerLoop:
         assert isinstance(body, Body)
         arriving = iter(list(zip(body.segments, fds)))
         for (segment_id, nbytes, is_writable, is_staging, is_arena), fd in arriving:
-            if segment_id in self._worker.segments:  # sent twice after an interrupt
+            if segment_id in self._worker.held.segments:  # sent twice after an interrupt
                 os.close(fd)
                 continue
             try:
-                segment = self._worker.map_segment(fd, segment_id, nbytes, is_writable, is_staging)
+                segment = self._worker.held.map_segment(fd, segment_id, nbytes, is_writable, is_staging)
             except SharedMemoryError:
                 for _, later in arriving:
                     os.close(later)
                 os.close(fd)
                 raise
             segment.is_arena = is_arena
-            self._worker.add_segment(segment)
+            self._worker.held.add_segment(segment)
         return body
 
     def _reply(self, status: Status, flags: int, sequence: int, body: bytes | None) -> None:

@@ -225,7 +225,7 @@ def test_a_death_in_a_collective_frees_the_others(gpus: RealGpus, monkeypatch: p
         if synk.comm.rank == 1:
             time.sleep(1.0)  # the other one waits on the device by then
             os.kill(os.getpid(), signal.SIGKILL)
-        group = cell.worker.group  # type: ignore[union-attr]
+        group = cell.worker.peers.group  # type: ignore[union-attr]
         if group is None:
             return synk.comm.all_reduce(x.sum(), "sum")
         buffer = Buffer(x.data.ptr, 1, "float64")
