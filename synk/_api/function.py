@@ -18,13 +18,13 @@ from synk._api.captured import Changes, check_picklable, variables_of
 from synk._api.data import Data, make_data
 from synk._api.options import FRAMEWORKS, check_retry, check_slices, check_subset, check_updates, partial_name
 from synk._api.verify import Report, Tolerance, verify
-from synk._master.arguments import Signature
 from synk._master.call import CallOptions
 from synk._master.plans import PlanCache
 from synk._master.queue import PendingCall
 from synk._master.quiet import NOT_QUIET, run_call
 from synk._master.row_shapes import RowShapes
 from synk._master.session import Session, current_session
+from synk._master.signature import Signature
 from synk._master.variable import Variable, check_owner
 from synk._master.watch import Watch, is_users_module, watch
 from synk._pure.interrupts import deferred

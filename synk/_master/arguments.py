@@ -5,11 +5,10 @@ All checks happen here, before anything is sent.
 
 from __future__ import annotations
 
-import inspect
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
@@ -19,6 +18,7 @@ from synk._master.session import Session
 from synk._master.variable import Variable, VariableHandle, check_owner
 from synk._pure.arrays import as_plain_array, check_shareable
 from synk._pure.interrupts import is_from_handler
+from synk._pure.nested import SINGLE_VALUES, is_nested, paths, take_apart
 from synk._pure.read_only import ReadOnlyArray
 from synk._pure.shards import Assignment, Selection, assign_local, assign_owned, bounds_of, select_common
 from synk._wire.messages import Input
@@ -29,9 +29,16 @@ _PAGE = 4096
 _PLAIN_TYPES = (int, float, complex, bool, str, bytes, type(None))
 
 
+class Nest(NamedTuple):
+    """The nested value that an argument and those behind it are the leaves of; see ``synk._pure.nested``."""
+
+    num_leaves: int
+    structure: Any
+
+
 @dataclass
 class Argument:
-    """One argument of a call, checked.
+    """One argument of a call, or a leaf of a nested one, checked.
 
     Attributes
     ----------
@@ -49,6 +56,8 @@ class Argument:
         these.
     value : object
         For ``object``, ``shard`` and ``replica``.
+    nest : Nest or None
+        Of the first leaf of a nested argument.
     """
 
     label: str
@@ -59,6 +68,7 @@ class Argument:
     contents: Contents | None = None
     value: Any = None
     dtype: Any = None
+    nest: Nest | None = None
 
     @property
     def key(self) -> Any:
@@ -86,105 +96,10 @@ class Argument:
         return len(self.contents.array if self.contents is not None else self.array)  # type: ignore[arg-type]
 
 
-OPTION_NAMES = frozenset({"batch", "shard_batch", "num_slices", "output_subset", "timeout"})
-"""Keywords that a call takes for itself."""
-
-
-class Signature:
-    """The parameters of a user's function, and which of them are broadcast.
-
-    Raises
-    ------
-    ValueError
-        If ``bcast_inputs`` names a parameter that does not exist, or a keyword-only one has the name of an option.
-    """
-
-    def __init__(self, fn: Callable[..., Any], bcast_inputs: str | Sequence[str], name: str) -> None:
-        self.name = name
-        if not isinstance(bcast_inputs, Iterable):
-            raise TypeError(
-                f"cannot build function {name!r}: got bcast_inputs={bcast_inputs!r}, expected the name of a parameter, "
-                "or several."
-            )
-        self.broadcast = frozenset([bcast_inputs] if isinstance(bcast_inputs, str) else bcast_inputs)
-        try:
-            self._signature: inspect.Signature | None = inspect.signature(fn)
-        except (TypeError, ValueError) as error:  # some builtins have none: arguments by position are then scattered
-            if is_from_handler(error):
-                raise
-            self._signature = None
-        parameters = list(self._signature.parameters.values()) if self._signature else []
-        self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        self._required = sum(
-            p.default is p.empty for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        )
-        self._has_only_positional = all(
-            p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters
-        ) and bool(self._signature)
-        names = {p.name for p in parameters}
-        has_var_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        unknown = sorted(self.broadcast - names)
-        if unknown and self._signature is not None and not has_var_keyword:
-            raise ValueError(
-                f"cannot build function {name!r}: got bcast_inputs {unknown}, expected names of its parameters "
-                f"{[p.name for p in parameters]}."
-            )
-        hidden = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in OPTION_NAMES]
-        if hidden:
-            raise ValueError(
-                f"cannot build function {name!r}: its keyword-only parameter {hidden[0]!r} can never be given, because "
-                "that is an option of every call. Rename it."
-            )
-
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str, bool, Any]]:
-        """Return ``(label, keyword, is_broadcast, value)`` of each argument given.
-
-        Raises
-        ------
-        TypeError
-            As a Python call of the function would.
-        """
-        broadcast = self.broadcast
-        if not kwargs and self._has_only_positional and self._required <= len(args) <= len(self._positional):
-            return [(label, "", label in broadcast, value) for label, value in zip(self._positional, args)]
-        if self._signature is None:
-            return [(f"argument {k}", "", False, value) for k, value in enumerate(args)] + [
-                (key, key, key in broadcast, value) for key, value in kwargs.items()
-            ]
-        try:
-            self._signature.bind(*args, **kwargs)
-        except TypeError as error:
-            if is_from_handler(error):
-                raise
-            names = self._signature.parameters
-            unknown = [key for key in kwargs if key not in names]
-            if unknown:  # not that the argument it was meant for is missing
-                raise TypeError(
-                    f"{self.name}() got an unexpected keyword argument {unknown[0]!r}, expected one of {list(names)}"
-                ) from None
-            options = sorted(OPTION_NAMES.intersection(self._positional[len(args) :]))
-            hint = f". By keyword {options[0]!r} is an option of the call: give it by position" if options else ""
-            raise TypeError(f"{self.name}() {error}{hint}") from None
-        bound = []
-        var_positional = next(
-            (p.name for p in self._signature.parameters.values() if p.kind is p.VAR_POSITIONAL), "argument"
-        )
-        for position, value in enumerate(args):
-            is_named = position < len(self._positional)
-            label = self._positional[position] if is_named else f"{var_positional}[{position - len(self._positional)}]"
-            parameter = label if is_named else var_positional
-            bound.append((label, "", parameter in broadcast, value))
-        var_keyword = next((p.name for p in self._signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
-        for key, value in kwargs.items():
-            is_broadcast = key in broadcast or (key not in self._signature.parameters and var_keyword in broadcast)
-            bound.append((key, key, is_broadcast, value))
-        return bound
-
-
-def check_argument(
-    label: str, keyword: str, is_broadcast: bool, value: Any, function_name: str, session: Session
-) -> Argument:
-    """Classify one argument.
+def check_arguments(
+    bound: Iterable[tuple[str, str, bool, Any]], function_name: str, session: Session
+) -> list[Argument]:
+    """Classify the arguments of a call, as ``Signature.bind`` returned them; nested ones leaf by leaf.
 
     Raises
     ------
@@ -193,13 +108,60 @@ def check_argument(
     ClosedError, ValueError
         If it is a ``Data`` or ``Shared`` of another runtime.
     """
+    arguments: list[Argument] = []
+    for label, keyword, is_broadcast, value in bound:
+        if is_broadcast or not is_nested(value):
+            arguments.append(_check_argument(label, keyword, is_broadcast, value, function_name, session))
+        else:
+            arguments += _check_nested(label, keyword, value, function_name, session)
+    return arguments
+
+
+def _check_nested(label: str, keyword: str, value: Any, function_name: str, session: Session) -> list[Argument]:
+    """Classify the leaves of a scattered argument: those with rows are divided, single values go to every rank."""
+    what = f"{label} of {function_name!r}"
+    try:
+        leaves, structure = take_apart(value)
+    except TypeError as error:
+        if is_from_handler(error):
+            raise
+        raise TypeError(f"cannot scatter {what}: {error}. Pass its arrays in a dict or a tuple.") from None
+    except RecursionError:
+        raise ValueError(
+            f"cannot scatter {what}: got a {type(value).__name__} that holds itself, or is nested too deeply. "
+            "Pass its arrays in a dict or a tuple."
+        ) from None
+    arguments = []
+    for leaf, path in zip(leaves, paths(structure)):
+        if isinstance(leaf, SINGLE_VALUES):
+            arguments.append(Argument(label + path, keyword, "object", value=leaf))
+        else:
+            arguments.append(_check_argument(label + path, keyword, False, leaf, function_name, session, is_part=True))
+    if not any(argument.kind in ("rows", "shard") for argument in arguments):
+        raise TypeError(_no_rows(label, function_name, f"a {type(value).__name__} in which nothing has rows"))
+    arguments[0].nest = Nest(len(arguments), structure)
+    return arguments
+
+
+def _check_argument(
+    label: str,
+    keyword: str,
+    is_broadcast: bool,
+    value: Any,
+    function_name: str,
+    session: Session,
+    *,
+    is_part: bool = False,
+) -> Argument:
+    """Classify one argument; with ``is_part`` a leaf of a nested one, which may be a single value as well."""
     if isinstance(value, DataHandle):
         value._check_owner(session, f"{label} of {function_name!r}")
-        if not is_broadcast and value.ndim == 0:
+        is_whole = is_broadcast or (is_part and value.ndim == 0)
+        if not is_whole and value.ndim == 0:
             raise TypeError(_no_rows(label, function_name, "a Data with no axes"))
-        return Argument(label, keyword, "whole" if is_broadcast else "rows", data=value, contents=value._contents)
+        return Argument(label, keyword, "whole" if is_whole else "rows", data=value, contents=value._contents)
     if isinstance(value, VariableHandle):
-        return _check_shared(label, keyword, is_broadcast, value._variable, function_name, session)
+        return _check_shared(label, keyword, is_broadcast, is_part, value._variable, function_name, session)
     if isinstance(value, ReadOnlyArray):
         value = value.view(np.ndarray)
     if is_broadcast:
@@ -207,18 +169,27 @@ def check_argument(
             return Argument(label, keyword, "whole", array=value, dtype=check_shareable(value.dtype, label))
         return Argument(label, keyword, "object", value=value)
     array = as_plain_array(value, f"{label} of {function_name!r}")
-    if array.ndim == 0:
+    if array.ndim == 0 and not is_part:
         raise TypeError(_no_rows(label, function_name, f"a single value ({type(value).__name__})"))
-    return Argument(label, keyword, "rows", array=array, dtype=check_shareable(array.dtype, label))
+    kind = "rows" if array.ndim else "whole"
+    return Argument(label, keyword, kind, array=array, dtype=check_shareable(array.dtype, label))
 
 
 def _check_shared(
-    label: str, keyword: str, is_broadcast: bool, variable: Variable, function_name: str, session: Session
+    label: str,
+    keyword: str,
+    is_broadcast: bool,
+    is_part: bool,
+    variable: Variable,
+    function_name: str,
+    session: Session,
 ) -> Argument:
     check_owner(variable, session.variables, f"{label} of {function_name!r}")
     if is_broadcast == variable.is_sharded:
         is_kind = "sharded" if variable.is_sharded else "replicated"
         hint = "take it out of bcast_inputs" if variable.is_sharded else f"add {label!r} to bcast_inputs"
+        if is_part:
+            hint = "pass it as an argument of its own that bcast_inputs names"
         raise ValueError(f"cannot pass {label} of {function_name!r}: variable {variable.name!r} is {is_kind}; {hint}.")
     return Argument(label, keyword, "shard" if variable.is_sharded else "replica", value=variable)
 
@@ -343,6 +314,22 @@ def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> 
                 ) from inner
         raise SerializationError(f"cannot send the broadcast inputs of {function_name!r}: {error}") from error
     return data, [buffer.raw() for buffer in buffers]
+
+
+def pickle_nests(arguments: Sequence[Argument], function_name: str) -> bytes:
+    """Pickle ``(first, num_leaves, structure)`` of each nested argument; nothing where there are none."""
+    nests = [(first, *a.nest) for first, a in enumerate(arguments) if a.nest is not None]
+    if not nests:
+        return b""
+    try:
+        return cloudpickle.dumps(nests, protocol=5)
+    except Exception as error:
+        if is_from_handler(error):
+            raise
+        raise SerializationError(
+            f"cannot send the structure of the arguments of {function_name!r}: {type(error).__name__}: {error}. Keys "
+            "and classes of nested arguments must be picklable."
+        ) from error
 
 
 def aligned(offset: int, nbytes: int) -> int:

@@ -13,7 +13,7 @@ from synk._master import collectives
 from synk._master.arguments import (
     Argument,
     assign,
-    check_argument,
+    check_arguments,
     own_rows,
     pickle_objects,
     select,
@@ -39,10 +39,7 @@ def bind(
 ) -> Call:
     """Check the arguments and decide which rank works on which rows. Nothing is sent before this is done."""
     name = function.name
-    arguments = [
-        check_argument(label, keyword, is_broadcast, value, name, session)
-        for label, keyword, is_broadcast, value in function.signature.bind(args, kwargs)
-    ]
+    arguments = check_arguments(function.signature.bind(args, kwargs), name, session)
     if options.is_serial:
         _bring_together(session, function, arguments, deadline)
     call = _divide(session, function, arguments, options, deadline)

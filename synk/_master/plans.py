@@ -199,7 +199,10 @@ class RepeatedCall:
     def fits(call: Call) -> bool:
         """Whether the next call can take the short way."""
         return all(
-            not a.keyword and a.kind in ("rows", "whole") and (a.data is not None or type(a.array) is np.ndarray)
+            not a.keyword
+            and a.nest is None
+            and a.kind in ("rows", "whole")
+            and (a.data is not None or type(a.array) is np.ndarray)
             for a in call.arguments
         )
 

@@ -20,6 +20,7 @@ from synk._master.variable import VariableHandle
 from synk._master.workers import Request
 from synk._pure.interrupts import is_from_handler, num_cancels
 from synk._pure.limits import as_seconds
+from synk._pure.nested import holds
 from synk._wire.control import NUM_LANES
 from synk._wire.memory import Segment
 from synk._wire.messages import Reply
@@ -147,7 +148,7 @@ class Queue:
         """Send a call and return at once, or as soon as fewer than ``NUM_LANES`` are under way. The runtime is held."""
         session, verb = self._session, f"submit {function.name!r}"
         # What rows a rank has of a sharded variable can depend on what the calls before assign.
-        has_variables = any(isinstance(value, VariableHandle) for value in (*args, *kwargs.values())) or any(
+        has_variables = any(holds(value, VariableHandle) for value in (*args, *kwargs.values())) or any(
             variable.is_sharded for variable in function.variables
         )
         if has_variables or not self._can_join(function):

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from synk._master.arguments import aligned, capacity_for, input_of
+from synk._master.arguments import aligned, capacity_for, input_of, pickle_nests
 from synk._master.lanes import Lane
 from synk._master.launched import Callee
 from synk._master.plans import CachedPlan, Call, CallOptions, Places
@@ -29,7 +29,7 @@ def plan_call(session: Session, function: Callee, call: Call, options: CallOptio
         buffer_sizes = tuple(view.nbytes for view in call.objects[1])
     key = (
         function.id,
-        tuple([(argument.keyword, argument.key) for argument in call.arguments]),
+        tuple([(argument.keyword, argument.key, argument.nest) for argument in call.arguments]),
         options.num_slices,
         options.output_subset,
         options.is_trial,
@@ -84,6 +84,7 @@ def plan_call(session: Session, function: Callee, call: Call, options: CallOptio
         order_place=index_places[2],
         is_trial=options.is_trial,
         is_apart=options.is_apart,
+        nests=pickle_nests(call.arguments, function.name),
     )
     contents = [argument.contents for argument in call.arguments if argument.contents is not None]
     segments = [each.segment for each in contents if each.segment is not None]

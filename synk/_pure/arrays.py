@@ -56,8 +56,8 @@ def as_plain_array(value: Any, what: str) -> np.ndarray:
         kind = "" if isinstance(value, np.ndarray) else f" (from {type(value).__name__})"
         raise TypeError(
             f"cannot share {what}: got dtype object{kind}, expected numbers, text or records of equal shape. "
-            "Ragged lists and generators have no rows: make it an array to divide it, or name it in bcast_inputs to "
-            "pass it whole to every rank."
+            "Ragged lists and generators have no rows: make it an array to divide it, or pass it whole to every "
+            "rank, as a broadcast input (bcast_inputs)."
         )
     return array
 

@@ -130,6 +130,9 @@ class Plan:
         Nothing shall be left of the call but its outputs.
     is_apart : bool
         Of a call on trial: the outputs are not combined, as with op None.
+    nests : bytes
+        A pickle of ``(first, num_leaves, structure)`` for each nested argument: the inputs that are its leaves. Nothing
+        where there are none.
     """
 
     plan_id: int
@@ -145,6 +148,7 @@ class Plan:
     order_place: tuple[int, int, int] | None = None
     is_trial: bool = False
     is_apart: bool = False
+    nests: bytes = b""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from synk._pure.nested import build
 from synk._wire.control import Down
 from synk._wire.messages import Input
 from synk._worker.loans import RowsOf
@@ -75,8 +76,7 @@ class Inputs:
             The inputs that were brought ahead.
         """
         function = prepared.function
-        args: list[Any] = []
-        kwargs: dict[str, Any] = {}
+        values: list[Any] = []
         for item, base, ahead in zip(prepared.plan.inputs, prepared.bases, arrays or prepared.nothing):
             if ahead is not None:
                 value = ahead
@@ -92,11 +92,11 @@ class Inputs:
                 value = variables.argument(item, prepared.local_indices, low, high, numbers[Down.LOW])
             if function.to_framework is not None and item.kind in ("rows", "whole"):
                 value = function.to_framework(value)
-            if item.name:
-                kwargs[item.name] = value
-            else:
-                args.append(value)
-        return args, kwargs
+            values.append(value)
+        if prepared.nests:
+            values = nested(values, prepared.nests)
+        args = [value for value, keyword in zip(values, prepared.keywords) if not keyword]
+        return args, {keyword: value for value, keyword in zip(values, prepared.keywords) if keyword}
 
     def _rows(
         self, prepared: PreparedPlan, item: Input, base: np.ndarray, numbers: list[int], low: int, high: int
@@ -184,6 +184,17 @@ class Inputs:
         """Drop what was brought ahead."""
         self._ahead = None
         self.num_ahead = 0
+
+
+def nested(values: list[Any], nests: Sequence[tuple[int, int, Any]]) -> list[Any]:
+    """Return the arguments of a call whose leaves are ``values``."""
+    arguments: list[Any] = []
+    done = 0
+    for first, num_leaves, structure in nests:
+        arguments += values[done:first]
+        done = first + num_leaves
+        arguments.append(build(structure, iter(values[first:done])))
+    return arguments + values[done:]
 
 
 def do_nothing(is_hurried: bool) -> None:

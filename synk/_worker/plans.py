@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from synk._wire.memory import Segment
 from synk._wire.messages import IN_SEGMENTS, Layout, Move, Plan
 from synk._worker.loans import Loans
 from synk.backends import Backend
+from synk.errors import SerializationError
 
 FIXED_TYPES = (float, complex, bool)
 """Python's numbers whose dtype does not depend on their value."""
@@ -78,6 +80,12 @@ class PreparedPlan:
         self.slot_key: Any = None
         self.slots: OutputSlots | None = None
         self.moves: Sequence[Move] = ()  # this rank's part of the large outputs
+        self.nests: Sequence[tuple[int, int, Any]] = _load_nests(plan.nests, function.name)
+        inner = {first + k for first, num_leaves, _ in self.nests for k in range(1, num_leaves)}
+        # Under which name the function gets each argument; empty for by position.
+        self.keywords = [
+            item.name for k, item in enumerate(plan.inputs) if k not in inner and item.kind != "closed over"
+        ]
 
     def map(self, segments: dict[int, Segment]) -> None:
         """Make the views of shared memory; again where a segment was mapped anew."""
@@ -106,3 +114,16 @@ class PreparedPlan:
     def _bytes_view(place: tuple[int, int, int], segments: dict[int, Segment]) -> memoryview:
         segment_id, offset, nbytes = place
         return segments[segment_id].buffer[offset : offset + nbytes].data
+
+
+def _load_nests(data: bytes, name: str) -> Sequence[tuple[int, int, Any]]:
+    """Unpickle the structure of nested arguments: the user's classes are built here."""
+    try:
+        return pickle.loads(data) if data else ()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise SerializationError(
+            f"cannot load the structure of the arguments of {name!r} on the workers: {type(error).__name__}: {error}. "
+            "Keys and classes of nested arguments must be importable there, or defined in the script."
+        ) from error

@@ -78,6 +78,7 @@ class QuietCall:
             and worker.failpoint is _failpoints.nothing
             and plan.num_slices == 1
             and not plan.is_trial
+            and not plan.nests
             and prepared.pickle_view is None
             and prepared.indices is prepared.local_indices is prepared.order is None
             and not function.updates

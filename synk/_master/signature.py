@@ -1,0 +1,103 @@
+"""The parameters of a user's function: which value of a call belongs to which, and which of them are broadcast."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from synk._pure.interrupts import is_from_handler
+
+OPTION_NAMES = frozenset({"batch", "shard_batch", "num_slices", "output_subset", "timeout"})
+"""Keywords that a call takes for itself."""
+
+
+class Signature:
+    """The parameters of a user's function, and which of them are broadcast.
+
+    Raises
+    ------
+    ValueError
+        If ``bcast_inputs`` names a parameter that does not exist, or a keyword-only one has the name of an option.
+    """
+
+    def __init__(self, fn: Callable[..., Any], bcast_inputs: str | Sequence[str], name: str) -> None:
+        self.name = name
+        if not isinstance(bcast_inputs, Iterable):
+            raise TypeError(
+                f"cannot build function {name!r}: got bcast_inputs={bcast_inputs!r}, expected the name of a parameter, "
+                "or several."
+            )
+        self.broadcast = frozenset([bcast_inputs] if isinstance(bcast_inputs, str) else bcast_inputs)
+        try:
+            self._signature: inspect.Signature | None = inspect.signature(fn)
+        except (TypeError, ValueError) as error:  # some builtins have none: arguments by position are then scattered
+            if is_from_handler(error):
+                raise
+            self._signature = None
+        parameters = list(self._signature.parameters.values()) if self._signature else []
+        self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self._required = sum(
+            p.default is p.empty for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        )
+        self._has_only_positional = all(
+            p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters
+        ) and bool(self._signature)
+        names = {p.name for p in parameters}
+        has_var_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        unknown = sorted(self.broadcast - names)
+        if unknown and self._signature is not None and not has_var_keyword:
+            raise ValueError(
+                f"cannot build function {name!r}: got bcast_inputs {unknown}, expected names of its parameters "
+                f"{[p.name for p in parameters]}."
+            )
+        hidden = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in OPTION_NAMES]
+        if hidden:
+            raise ValueError(
+                f"cannot build function {name!r}: its keyword-only parameter {hidden[0]!r} can never be given, because "
+                "that is an option of every call. Rename it."
+            )
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str, bool, Any]]:
+        """Return ``(label, keyword, is_broadcast, value)`` of each argument given.
+
+        Raises
+        ------
+        TypeError
+            As a Python call of the function would.
+        """
+        broadcast = self.broadcast
+        if not kwargs and self._has_only_positional and self._required <= len(args) <= len(self._positional):
+            return [(label, "", label in broadcast, value) for label, value in zip(self._positional, args)]
+        if self._signature is None:
+            return [(f"argument {k}", "", False, value) for k, value in enumerate(args)] + [
+                (key, key, key in broadcast, value) for key, value in kwargs.items()
+            ]
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            if is_from_handler(error):
+                raise
+            names = self._signature.parameters
+            unknown = [key for key in kwargs if key not in names]
+            if unknown:  # not that the argument it was meant for is missing
+                raise TypeError(
+                    f"{self.name}() got an unexpected keyword argument {unknown[0]!r}, expected one of {list(names)}"
+                ) from None
+            options = sorted(OPTION_NAMES.intersection(self._positional[len(args) :]))
+            hint = f". By keyword {options[0]!r} is an option of the call: give it by position" if options else ""
+            raise TypeError(f"{self.name}() {error}{hint}") from None
+        bound = []
+        var_positional = next(
+            (p.name for p in self._signature.parameters.values() if p.kind is p.VAR_POSITIONAL), "argument"
+        )
+        for position, value in enumerate(args):
+            is_named = position < len(self._positional)
+            label = self._positional[position] if is_named else f"{var_positional}[{position - len(self._positional)}]"
+            parameter = label if is_named else var_positional
+            bound.append((label, "", parameter in broadcast, value))
+        var_keyword = next((p.name for p in self._signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+        for key, value in kwargs.items():
+            is_broadcast = key in broadcast or (key not in self._signature.parameters and var_keyword in broadcast)
+            bound.append((key, key, is_broadcast, value))
+        return bound

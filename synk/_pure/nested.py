@@ -1,0 +1,194 @@
+"""Nested arguments: dicts, tuples, named tuples and dataclasses of arrays, taken apart and built again.
+
+What counts as structure and what as rows is decided here. A list is rows, as ``numpy.asarray`` takes it, and so is a
+tuple of numbers or texts; every other tuple is structure, so arrays of equal length are never stacked.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from synk._pure.interrupts import is_from_handler
+
+SINGLE_VALUES = (str, bytes, bool, int, float, complex, np.generic)
+"""What has no rows to divide, beside None."""
+
+LEAF = "leaf"
+
+
+class Node(NamedTuple):
+    """One container of a nesting, without its leaves. Hashable, so that calls of one structure share a plan.
+
+    Attributes
+    ----------
+    kind : {"mapping", "fields", "named", "tuple"}
+    make : callable
+        What the container is built with: its class, in most cases.
+    keys : tuple
+        Of a mapping in its order; else the names of the fields, or nothing.
+    parts : tuple of Node, ``LEAF`` or None
+        None is a value that is None.
+    """
+
+    kind: str
+    make: Callable[..., Any]
+    keys: tuple[Any, ...]
+    parts: tuple[Any, ...]
+
+
+def is_nested(value: Any) -> bool:
+    """Whether a value is structure around its leaves, and no array, rows or single value itself.
+
+    Examples
+    --------
+    >>> is_nested({"x": [1, 2]}), is_nested(([1, 2], [3, 4]))
+    (True, True)
+    >>> is_nested([[1, 2], [3, 4]]), is_nested((1, 2))
+    (False, False)
+    """
+    cls = type(value)
+    if cls is np.ndarray or cls is list or hasattr(cls, "__array__"):
+        return False
+    if isinstance(value, tuple):
+        return hasattr(cls, "_fields") or not all(isinstance(part, SINGLE_VALUES) for part in value)
+    return isinstance(value, Mapping) or (dataclasses.is_dataclass(cls) and not isinstance(value, type))
+
+
+def take_apart(value: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of a nested value, and its structure.
+
+    Raises
+    ------
+    TypeError
+        If a dataclass cannot be built from its fields.
+    RecursionError
+        If it holds itself.
+
+    Examples
+    --------
+    >>> leaves, structure = take_apart({"x": [1, 2], "y": ([3, 4], None)})
+    >>> leaves, paths(structure)
+    ([[1, 2], [3, 4]], ["['x']", "['y'][0]"])
+    >>> build(structure, iter(["a", "b"]))
+    {'x': 'a', 'y': ('b', None)}
+    """
+    leaves: list[Any] = []
+    return leaves, _structure(value, leaves)
+
+
+def _structure(value: Any, leaves: list[Any]) -> Any:
+    if value is None:
+        return None
+    if not is_nested(value):
+        leaves.append(value)
+        return LEAF
+    kind, make, keys, parts = _opened(value)
+    return Node(kind, make, keys, tuple([_structure(part, leaves) for part in parts]))
+
+
+def _opened(value: Any) -> tuple[str, Callable[..., Any], tuple[Any, ...], Any]:
+    """Return the kind of a container, what builds another like it, its keys and its parts."""
+    cls = type(value)
+    if cls is dict:
+        return "mapping", dict, tuple(value), value.values()
+    if isinstance(value, tuple):
+        if hasattr(cls, "_fields"):
+            return "named", cls, cls._fields, value
+        return "tuple", tuple if cls is tuple else _maker(cls, tuple(value), tuple), (), value
+    if dataclasses.is_dataclass(cls):
+        fields = _field_names(cls)
+        return "fields", cls, fields, [getattr(value, name) for name in fields]
+    items = dict(value.items())
+    if cls is collections.defaultdict:
+        return "mapping", _DefaultDict(value.default_factory), tuple(items), items.values()
+    return "mapping", _maker(cls, items, dict), tuple(items), items.values()
+
+
+@functools.lru_cache(maxsize=64)
+def _field_names(cls: Any) -> tuple[str, ...]:
+    """Return the fields from which the constructor of a dataclass builds it; the others are its own affair."""
+    names = tuple(field.name for field in dataclasses.fields(cls) if field.init)
+    try:
+        inspect.signature(cls).bind(**dict.fromkeys(names))
+    except TypeError as error:
+        if is_from_handler(error):
+            raise
+        raise TypeError(f"the dataclass {cls.__qualname__} cannot be built from its fields ({error})") from None
+    return names
+
+
+@dataclasses.dataclass(frozen=True)
+class _DefaultDict:
+    """Builds a defaultdict from a dict; equal for equal factories, unlike a partial."""
+
+    factory: Any
+
+    def __call__(self, items: dict[Any, Any]) -> Any:
+        return collections.defaultdict(self.factory, items)
+
+
+_is_built_so: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+
+
+def _maker(cls: type, parts: Any, plain: type) -> Callable[..., Any]:
+    """Return ``cls`` where it can be built from its parts, as most can, else the plain type that holds them."""
+    is_built_so = _is_built_so.get(cls)
+    if is_built_so is None:
+        try:
+            is_built_so = len(cls(parts)) == len(parts)
+        except Exception as error:  # whatever the user's constructor raises
+            if is_from_handler(error):
+                raise
+            is_built_so = False
+        _is_built_so[cls] = is_built_so
+    return cls if is_built_so else plain
+
+
+def holds(value: Any, kind: type) -> bool:
+    """Whether ``value`` is of a class, or a leaf of it is; False where it cannot be taken apart."""
+    if not is_nested(value):
+        return isinstance(value, kind)
+    try:
+        return any(isinstance(leaf, kind) for leaf in take_apart(value)[0])
+    except (TypeError, RecursionError) as error:
+        if is_from_handler(error):
+            raise
+        return False
+
+
+def build(structure: Any, leaves: Iterator[Any]) -> Any:
+    """Return the nesting of ``structure`` with the next of ``leaves`` in place."""
+    if structure is LEAF or structure == LEAF:
+        return next(leaves)
+    if structure is None:
+        return None
+    kind, make, keys, parts = structure
+    built = [build(part, leaves) for part in parts]
+    if kind == "mapping":
+        items = dict(zip(keys, built))
+        return items if make is dict else make(items)
+    if kind == "fields":
+        return make(**dict(zip(keys, built)))
+    return make(*built) if kind == "named" else make(built)
+
+
+def paths(structure: Any, path: str = "") -> list[str]:
+    """Return the place of each leaf, as one would write it behind the argument's name."""
+    if structure is None:
+        return []
+    if structure == LEAF:
+        return [path]
+    kind, _, keys, parts = structure
+    if kind == "tuple":
+        steps = [f"[{position}]" for position in range(len(parts))]
+    else:
+        steps = [f"[{key!r}]" if kind == "mapping" else f".{key}" for key in keys]
+    return [place for step, part in zip(steps, parts) for place in paths(part, path + step)]
