@@ -49,8 +49,8 @@ class Function(Generic[P]):
 
     Call it like the function it was made from. Each argument is scattered along axis 0 unless it is named in
     ``bcast_inputs``: an array, or a dict, tuple, named tuple or dataclass of arrays with as many rows, of which the
-    function gets the same nesting with the rows of its rank. The outputs are combined by their ops. The keyword arguments below are synk's own; a parameter of
-    the same name can be passed by position.
+    function gets the same nesting with the rows of its rank. The outputs are combined by their ops. The keyword
+    arguments below are synk's own; a parameter of the same name can be passed by position.
 
     Parameters
     ----------
