@@ -5,6 +5,7 @@ from synk._api.build import function
 from synk._api.current import close, current, fork
 from synk._api.data import Data
 from synk._api.function import Function
+from synk._api.resident import Resident
 from synk._api.runtime import Runtime
 from synk._api.shared import Shared
 from synk._api.verbs import (
@@ -20,6 +21,7 @@ from synk._api.verbs import (
     info,
     profile,
     reduce,
+    resident,
     scatter,
     set_value,
     shared,
@@ -34,6 +36,7 @@ __all__ = [
     "Data",
     "Function",
     "PendingCall",
+    "Resident",
     "Runtime",
     "Shared",
     "__version__",
@@ -56,6 +59,7 @@ __all__ = [
     "info",
     "profile",
     "reduce",
+    "resident",
     "scatter",
     "set_value",
     "shared",

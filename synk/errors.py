@@ -28,9 +28,18 @@ __all__ = [
 
 
 class SynkError(RuntimeError):
-    """Base class of the runtime's errors."""
+    """Base class of the runtime's errors.
+
+    Attributes
+    ----------
+    step_counted : bool or None
+        Of an error that has ended a call which changes resident objects: whether all of them came through it on some
+        rank, so that the call counts and must not be repeated. The user's own exceptions and ``KeyboardInterrupt``
+        get this attribute too. None: unknown, or the call changes none.
+    """
 
     __module__ = "synk.errors"
+    step_counted: bool | None = None
 
 
 class NotForkedError(SynkError):

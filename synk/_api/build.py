@@ -33,6 +33,7 @@ def function(
     bcast_inputs: str | Sequence[str] = (),
     outputs: Any = "avg",
     updates: Any = (),
+    changes: Any = (),
     framework: str | None = None,
     name: str | None = None,
     retry: int = 0,
@@ -47,6 +48,7 @@ def function(
     bcast_inputs: str | Sequence[str] = (),
     outputs: Any = "avg",
     updates: Any = (),
+    changes: Any = (),
     framework: str | None = None,
     name: str | None = None,
     retry: int = 0,
@@ -60,6 +62,7 @@ def function(
     bcast_inputs: str | Sequence[str] = (),
     outputs: Any = "avg",
     updates: Any = (),
+    changes: Any = (),
     framework: str | None = None,
     name: str | None = None,
     retry: int = 0,
@@ -80,13 +83,15 @@ def function(
         structure like that of the result.
     updates : sequence of Shared, or of (Shared, op)
         Variables that the function updates; it then returns ``(outputs, new_values)``.
+    changes : Resident or sequence of Resident
+        Resident objects that the function changes; see :class:`synk.Resident`.
     framework : {None, "torch", "jax"}
         Library whose arrays the function gets and returns.
     name : str, optional
         For errors and profiles.
     retry : int
         How often a call is run again after a worker died in it (never after an exception, an interrupt or a timeout).
-        0: a call runs at most once. Not with ``updates``.
+        0: a call runs at most once. Not with ``updates`` or ``changes``.
     per_rank : bool
         Each rank contributes a value of its own (its random draws, its part of a search), so that ``"sum"``,
         ``"prod"``, ``"gather"`` and a callable op have a meaning where there are no rows to divide: without a scattered
@@ -130,6 +135,7 @@ def function(
         "bcast_inputs": bcast_inputs,
         "outputs": outputs,
         "updates": updates,
+        "changes": changes,
         "framework": framework,
         "name": name,
         "retry": retry,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from synk._api.shared import Shared
-from synk._master.variable import Variable, VariablePickler
+from synk._master.handles import HandlePickler
+from synk._master.resident import ResidentHandle, ResidentObject
+from synk._master.variable import Variable, VariableHandle
 from synk._master.watch import Part, Watch
 from synk._pure.interrupts import is_from_handler
 from synk.errors import SerializationError
@@ -52,17 +53,27 @@ class _Nowhere:
         return memoryview(data).nbytes
 
 
-def variables_in(value: Any) -> set[Variable]:
-    """Return the shared variables that ``value`` refers to; raise what its pickling raises."""
-    pickler = VariablePickler(_Nowhere(), buffer_callback=lambda buffer: None)
+class Referred(NamedTuple):
+    """What a function refers to that lives on the workers."""
+
+    variables: set[Variable]
+    residents: set[ResidentObject]
+
+
+def referred_in(value: Any) -> Referred:
+    """Return what ``value`` refers to; raise what its pickling raises."""
+    pickler = HandlePickler(_Nowhere(), buffer_callback=lambda buffer: None)
     pickler.dump(value)
-    return pickler.variables
+    return Referred(
+        {handle._variable for handle in pickler.handles if isinstance(handle, VariableHandle)},
+        {handle._resident for handle in pickler.handles if isinstance(handle, ResidentHandle)},
+    )
 
 
-def check_picklable(name: str, options: dict[str, Any]) -> set[Variable]:
-    """Return the variables that a function refers to; raise SerializationError if it cannot be sent."""
+def check_picklable(name: str, options: dict[str, Any]) -> Referred:
+    """Return what a function refers to; raise SerializationError if it cannot be sent."""
     try:
-        return variables_in(options)
+        return referred_in(options)
     except Exception as error:
         if is_from_handler(error):
             raise
@@ -85,7 +96,7 @@ def find_culprit(fn: Any) -> str:
         return ""
     for name, value in {**variables.nonlocals, **variables.globals}.items():
         try:
-            variables_in(value)
+            referred_in(value)
         except Exception as error:
             if is_from_handler(error):
                 raise
@@ -93,7 +104,11 @@ def find_culprit(fn: Any) -> str:
     return ""
 
 
-def variables_of(name: str, options: dict[str, Any], watched: Watch) -> set[Variable]:
-    """Return the shared variables that a function refers to now, in its own modules too."""
-    named = {part.value._variable for part in watched.parts if isinstance(part.value, Shared)}
-    return check_picklable(name, options) | named
+def referred_by(name: str, options: dict[str, Any], watched: Watch) -> Referred:
+    """Return what a function refers to now, in its own modules too."""
+    found = check_picklable(name, options)
+    values = [part.value for part in watched.parts]
+    return Referred(
+        found.variables | {value._variable for value in values if isinstance(value, VariableHandle)},
+        found.residents | {value._resident for value in values if isinstance(value, ResidentHandle)},
+    )

@@ -14,18 +14,27 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, overload
 
-from synk._api.captured import Changes, check_picklable, variables_of
+from synk._api.captured import Changes, Referred, check_picklable, referred_by
 from synk._api.data import Data, make_data
-from synk._api.options import FRAMEWORKS, check_retry, check_slices, check_subset, check_updates, partial_name
+from synk._api.options import (
+    FRAMEWORKS,
+    check_changes,
+    check_retry,
+    check_slices,
+    check_subset,
+    check_updates,
+    partial_name,
+)
 from synk._api.verify import Report, Tolerance, verify
 from synk._master.call import CallOptions
 from synk._master.plans import PlanCache
 from synk._master.queue import PendingCall
 from synk._master.quiet import NOT_QUIET, run_call
+from synk._master.resident import check_owner as check_owner_of_resident
 from synk._master.row_shapes import RowShapes
 from synk._master.session import Session, current_session
 from synk._master.signature import Signature
-from synk._master.variable import Variable, check_owner
+from synk._master.variable import check_owner
 from synk._master.watch import Watch, is_users_module, watch
 from synk._pure.interrupts import deferred
 from synk._pure.limits import check_timeout
@@ -82,6 +91,7 @@ class Function(Generic[P]):
         bcast_inputs: str | Sequence[str] = (),
         outputs: Any = "avg",
         updates: Any = (),
+        changes: Any = (),
         framework: str | None = None,
         name: str | None = None,
         retry: int = 0,
@@ -100,10 +110,12 @@ class Function(Generic[P]):
         self.signature = Signature(fn, bcast_inputs, self.name)
         self.outputs = outputs
         self.updates = tuple(updates) if isinstance(updates, (tuple, list)) else (updates,)
+        self._changed = check_changes(changes, self.name)
+        self.changes = tuple(resident._resident for resident in self._changed)
         self.framework = framework
         self.id = next(_function_ids)
         self._verb = f"call {self.name!r}"
-        self._retry = check_retry(retry, self.updates, self.name)
+        self._retry = check_retry(retry, self.updates, self.changes, self.name)
         if not isinstance(per_rank, bool):
             raise TypeError(f"cannot build {self.name!r}: got per_rank={per_rank!r}, expected True or False.")
         self.per_rank = per_rank
@@ -116,7 +128,7 @@ class Function(Generic[P]):
         self._home: tuple[dict[str, Any], str] | None = None  # the user's module that holds it, and its name there
         self._watch: Watch | None = None  # over what the workers have been told
         self._changes = Changes(self.name)
-        self.variables = check_picklable(self.name, self.options)
+        self.variables, self.residents = check_picklable(self.name, self.options)
         functools.update_wrapper(self, fn, updated=())
         _waiting.add(self)
 
@@ -129,6 +141,7 @@ class Function(Generic[P]):
             "outputs": self.outputs,
             "framework": self.framework,
             "updates": self.updates,
+            "changes": self._changed,
         }
 
     # -- calling ------------------------------------------------------------------------------------------------------
@@ -344,13 +357,13 @@ class Function(Generic[P]):
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
-    def _bind_to(self, session: Session, watch: Watch, variables: set[Variable]) -> None:
+    def _bind_to(self, session: Session, watch: Watch, referred: Referred) -> None:
         is_new = self._session is not session
         if self._session is not None and is_new:
             self.plans = PlanCache()
         self._session = session
         self._watch, self.is_stale = watch, False
-        self.variables = variables
+        self.variables, self.residents = referred
         session.functions.bound.add(self)
         _waiting.discard(self)
         if is_new:
@@ -437,17 +450,18 @@ def distribute_functions(session: Session, only: Sequence[Function] | None = Non
         return
     names = ", ".join(repr(function.name) for function in functions)
     watches = [function._look() for function in functions]
-    variables = [
-        variables_of(function.name, function.options, watched) for function, watched in zip(functions, watches)
-    ]
-    for variable in set().union(*variables):
-        check_owner(variable, session.variables, names)
+    referred = [referred_by(function.name, function.options, watched) for function, watched in zip(functions, watches)]
+    for variables, residents in referred:
+        for variable in variables:
+            check_owner(variable, session.variables, names)
+        for resident in residents:
+            check_owner_of_resident(resident, session.residents, names)
     orders = [(f.id, f._fn, f.options, watched) for f, watched in zip(functions, watches)]
     for function in functions:
         if function._session is session and not session.functions.book.has(function.id, function._fn):
             function.plans.drop_all(session.workers)  # workers plan with the function that they have
     sent = session.functions.bring(orders, names, deadline)
-    for function, watched, own in zip(functions, watches, variables):
+    for function, watched, own in zip(functions, watches, referred):
         with deferred():  # what is on the workers must be dropped there some day
             function._bind_to(session, watched, own)
     if len(functions) == 1:

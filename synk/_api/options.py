@@ -7,20 +7,34 @@ from typing import Any
 
 import numpy as np
 
+from synk._api.resident import Resident
 from synk._api.shared import Shared
 from synk._pure.ops import REDUCE_OPS
 
 FRAMEWORKS = (None, "torch", "jax")
 
 
-def check_retry(retry: Any, updates: Any, name: str) -> int:
+def check_retry(retry: Any, updates: Any, changes: Any, name: str) -> int:
     if isinstance(retry, bool) or not isinstance(retry, (int, np.integer)) or retry < 0:
         raise ValueError(f"cannot build {name!r}: got retry={retry!r}, expected an integer of 0 or more.")
-    if retry and updates:
+    if retry and (updates or changes):
         raise ValueError(
-            f"cannot build {name!r}: got retry={retry} with updates=, expected a function that changes nothing."
+            f"cannot build {name!r}: got retry={retry} with updates= or changes=, expected a function that changes "
+            "nothing."
         )
     return int(retry)
+
+
+def check_changes(changes: Any, name: str) -> tuple[Resident, ...]:
+    """Return the resident objects that a function says it changes."""
+    listed = tuple(changes) if isinstance(changes, (tuple, list, set)) else (changes,)
+    for resident in listed:
+        if not isinstance(resident, Resident):
+            raise TypeError(
+                f"cannot build {name!r}: got {type(resident).__name__} in changes, expected objects made by "
+                "synk.resident."
+            )
+    return listed
 
 
 def check_updates(updates: Any, name: str) -> None:

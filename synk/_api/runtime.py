@@ -12,6 +12,7 @@ from synk._api.build import Decorator, build_function
 from synk._api.data import Data, make_data
 from synk._api.function import Function, P, distribute_functions
 from synk._api.inline import InlineProcess
+from synk._api.resident import Resident, make_resident
 from synk._api.shared import Shared
 from synk._master import collectives
 from synk._master.ends import watch_over
@@ -146,6 +147,17 @@ class Runtime:
         session.check_open("make a shared variable")
         session.reclaim()
         return Shared(session, Variable(session.variables, value, sharded=sharded, name=name))
+
+    def resident(
+        self,
+        obj: Any,
+        *,
+        name: str | None = None,
+        dump: Callable[[Any], Any] | None = None,
+        load: Callable[[Any, Any], None] | None = None,
+    ) -> Resident:
+        """Make a :class:`synk.Resident` of this runtime; see :func:`synk.resident`."""
+        return make_resident(self._session, obj, name, dump, load)
 
     @overload
     def function(self, fn: Callable[P, Any], **options: Any) -> Function[P]: ...

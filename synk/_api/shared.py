@@ -10,7 +10,7 @@ from synk._master import collectives
 from synk._master.session import Session
 from synk._master.variable import Variable, VariableHandle
 from synk._pure.read_only import read_only
-from synk._wire.variables import value_as_array
+from synk._wire.variables import resolve_variable, value_as_array
 
 
 class Shared(VariableHandle):
@@ -30,6 +30,7 @@ class Shared(VariableHandle):
     def __init__(self, session: Session, variable: Variable) -> None:
         self._session = session
         self._variable = variable
+        self._reference = (resolve_variable, (variable.id,))
 
     @property
     def name(self) -> str:

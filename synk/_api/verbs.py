@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from synk._api.current import current
 from synk._api.data import Data
+from synk._api.resident import Resident
 from synk._api.shared import Shared
 from synk._master.placement import has_cupy
 from synk._master.profile import Profile
@@ -120,6 +121,53 @@ def shared(value: Any, *, sharded: bool = False, name: str | None = None) -> Sha
     array([1., 1., 1.])
     """
     return current().shared(value, sharded=sharded, name=name)
+
+
+def resident(
+    obj: Any,
+    *,
+    name: str | None = None,
+    dump: Callable[[Any], Any] | None = None,
+    load: Callable[[Any, Any], None] | None = None,
+) -> Resident:
+    """Give every rank a Python object of its own that it keeps between calls; see :class:`synk.Resident`.
+
+    Parameters
+    ----------
+    obj : object
+        Copied to every rank by one pickle, so that several objects in a tuple keep what they share.
+    name : str, optional
+        For errors; that of its class where not given.
+    dump, load : callable, optional
+        How another rank gets its state: ``load(object, dump(object_of_another_rank))`` changes ``object`` in place;
+        both are sent to the workers. By default ``state_dict`` and ``load_state_dict``, where the object, or each in a
+        tuple or list, has them; else a pickle of the whole object.
+
+    Returns
+    -------
+    Resident
+
+    Raises
+    ------
+    SerializationError
+        If the object cannot be pickled, or cannot be loaded on the workers.
+    NotForkedError, ClosedError
+
+    Examples
+    --------
+    >>> import numpy as np, synk
+    >>> with synk.fork(2):
+    ...     seen = synk.resident({"rows": 0})
+    ...     @synk.function(outputs="sum", changes=[seen])
+    ...     def count(x):
+    ...         seen.value["rows"] += synk.comm.total_rows
+    ...         return len(x)
+    ...     count(np.zeros(10)), count(np.zeros(7))
+    ...     seen.get()
+    (np.int64(10), np.int64(7))
+    {'rows': 17}
+    """
+    return current().resident(obj, name=name, dump=dump, load=load)
 
 
 def broadcast(variables: Any, values: Any = None) -> None:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from synk._master.handles import Handle, HandlePickler
 from synk._master.parcels import NUMBERS, UNKNOWN, Known, Parcel, contents_of, elements_of, is_same
-from synk._master.variable import VariableHandle, VariablePickler
 from synk._master.watch import (
     MISSING,
     Part,
@@ -36,7 +36,7 @@ from synk._wire.messages import Reload
 from synk._wire.parcels import Absent, Found, fill_function, make_cell
 
 _ATOMIC = (
-    type(None), types.CodeType, types.ModuleType, types.BuiltinFunctionType, np.dtype, np.generic, VariableHandle,
+    type(None), types.CodeType, types.ModuleType, types.BuiltinFunctionType, np.dtype, np.generic, Handle,
 )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ class _Entry(NamedTuple):
         return [known.sources[key] for known, key in self.parts if key in known.sources]
 
 
-class _Pickler(VariablePickler):
+class _Pickler(HandlePickler):
     """Pickles by cloudpickle's rules, but an object that the workers hold as its address."""
 
     def __init__(self, file: io.BytesIO, book: Book, parcel: Parcel) -> None:
@@ -251,7 +251,7 @@ class Book:
         except BaseException:
             self.roll_back(num_undo)
             raise
-        parcel.variables = pickler.variables
+        parcel.handles = pickler.handles
         parcel.data = file.getvalue()
         with deferred():
             self._keep(parcel)

@@ -36,6 +36,11 @@ def launch(
     is_alone: bool = False,
 ) -> Launched:
     """Send a call in ``lane``, which no call under way uses; with ``is_alone``, as soon as none is under way."""
+    if function.changes and options.num_slices > 1:
+        raise ValueError(
+            f"cannot call {function.name!r}: got num_slices={options.num_slices}, expected 1, because it changes "
+            "resident objects: each rank runs it once."
+        )
     started = time.monotonic_ns()
     counters = session.counters
     staged, pickled = counters["bytes_staged"], counters["bytes_pickled"]
@@ -54,6 +59,8 @@ def launch(
             session.workers.prefetch(call.ranks, cached.plan.plan_id, lane.index)
         session.resume(f"submit {function.name!r}", deadline)
         _load(session, function, call, deadline)
+    if is_alone:
+        session.queue.check_step(function)
     launched = send(session, function, call, cached, number, deadline)
     launched.started_ns, launched.staged_nbytes, launched.pickled_nbytes = started, staged, pickled
     return launched
@@ -110,6 +117,8 @@ def _forget(session: Session, function: Callee, cached: CachedPlan, lease: Lease
     is_known = not isinstance(error, Exception) or isinstance(error, SynkError)
     if session.is_closed and not is_known and not is_from_handler(error):
         raise ClosedError("the call was ended: the runtime was closed by another thread.") from error
+    if function.changes and not cached.plan.is_trial:
+        session.residents.note_failed(function.changes, error)
 
 
 def _prepare(
@@ -136,6 +145,8 @@ def _prepare(
 
 def _load(session: Session, function: Callee, call: Call, deadline: float | None) -> None:
     """See that all workers live, have the function, and hold the values that it reads."""
+    for resident in function.residents:
+        resident.check(f"call {function.name!r}")
     function.load(session, deadline)
     while session.workers.has_dead:  # one that died after it had loaded the function
         session.resume(f"call {function.name!r}", deadline)

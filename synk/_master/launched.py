@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from synk._master.plans import CachedPlan, Call, PlanCache
+from synk._master.resident import ResidentObject
 from synk._master.results import Lease
 from synk._master.row_shapes import RowShapes
 from synk._master.session import Session
@@ -28,6 +29,8 @@ class Callee(Protocol):
     row_shapes: RowShapes
     plans: PlanCache
     variables: set[Variable]
+    residents: set[ResidentObject]
+    changes: tuple[ResidentObject, ...]
     is_stale: bool
 
     def load(self, session: Session, deadline: float | None) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._master.variable import Variable
+from synk._master.handles import Handle
 from synk._master.watch import (
     MAX_KEYS,
     MISSING,
@@ -148,4 +148,4 @@ class Parcel:
         self.tells: list[tuple[Known, Any]] = []
         self.bound: set[Known] = set()
         self.objects: list[Known] = []
-        self.variables: set[Variable] = set()
+        self.handles: list[Handle] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Generator
 from typing import Any
@@ -56,6 +57,7 @@ class PendingCall:
         self._value: Any = None
         self._error: BaseException | None = None
         self._unasked: _Unasked | None = None
+        self._changes: frozenset[Any] = frozenset()
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the call to end and return its result.
@@ -94,6 +96,7 @@ class PendingCall:
 
     def _begin(self, launched: Launched, steps: Steps, is_alone: bool) -> None:
         self._launched, self._steps, self._is_alone = launched, steps, is_alone
+        self._changes = frozenset(launched.function.changes)
         self._request = next(steps)
 
     def _end(self, value: Any, error: BaseException | None) -> None:
@@ -101,6 +104,7 @@ class PendingCall:
             BaseException.with_traceback(error, None)
             if not isinstance(error, (CallCancelled, ClosedError)):
                 self._unasked = _Unasked(self.name, error)
+                self._queue.note_failed(self)
         self._value, self._error = value, error
         self._launched = self._steps = self._request = None
 
@@ -136,6 +140,7 @@ class Queue:
     def __init__(self, session: Session) -> None:
         self._session = session
         self.calls: deque[PendingCall] = deque()
+        self._failed_step: weakref.ref[PendingCall] | None = None  # the last one that was to change resident objects
 
     def submit(
         self,
@@ -153,7 +158,8 @@ class Queue:
         )
         if has_variables or not self._can_join(function):
             session.begin(verb, deadline)
-        is_alone = has_variables or bool(function.variables) or (bool(self.calls) and self.calls[-1]._is_alone)
+        has_state = bool(function.variables or function.changes)
+        is_alone = has_variables or has_state or (bool(self.calls) and self.calls[-1]._is_alone)
         while len(self.calls) >= NUM_LANES:
             self._collect_oldest(verb, deadline)
         newest = self.calls[-1]._launched if self.calls else None
@@ -163,11 +169,16 @@ class Queue:
             launched = launch(session, function, args, kwargs, options, deadline, lane, is_alone=is_alone)
         except BaseException as error:
             self._end_lost(error)
+            if isinstance(error, CallCancelled) and not is_from_handler(error):  # by a step before it that failed
+                pending._end(None, error)
+                return pending
             raise
         # The rest is up to synk, and its messages wait behind the calls that come after this one.
         launched.deadline = None
         # Some variables are known only when the function has been sent.
-        pending._begin(launched, collecting(session, launched), has_variables or bool(function.variables))
+        pending._begin(
+            launched, collecting(session, launched), has_variables or bool(function.variables or function.changes)
+        )
         self.calls.append(pending)
         if session.workers.is_inline:  # it has run already
             self._collect_oldest(verb, None)
@@ -185,6 +196,29 @@ class Queue:
             and not workers.has_dead
             and len(workers.requests) == len(self.calls)  # else one of them has no owner: an interrupt came
         )
+
+    def note_failed(self, pending: PendingCall) -> None:
+        """Remember a call that has failed, if it was to change resident objects."""
+        if pending._changes:
+            self._failed_step = weakref.ref(pending)
+
+    def check_step(self, function: Callee) -> None:
+        """Raise where a submitted call that changes the same objects has failed, and nobody has asked for its result.
+
+        The caller could not know of it, and takes the one about to begin for the next step.
+
+        Raises
+        ------
+        CallCancelled
+        """
+        failed = self._failed_step() if self._failed_step is not None else None
+        if failed is None or failed._unasked is None or (error := failed._unasked.error) is None:
+            return
+        if failed._changes & set(function.changes):
+            raise CallCancelled(
+                f"the call of {function.name!r} was not begun: one of {failed.name!r} that was submitted before it has "
+                f"failed, and both change the same resident objects. Ask for the result of that one, then submit again."
+            ) from error
 
     # -- outcomes -----------------------------------------------------------------------------------------------------
 

@@ -172,6 +172,8 @@ class QuietCall(Request):
             if not is_expected:
                 return collect(session, self._launched(function, number, started))
             workers.requests.pop(sequence, None)
+            if function.changes:
+                session.residents.note_changed(function.changes, number, self._call.ranks)
             return self._result(session, started)
 
     def _are_like(self, args: tuple[Any, ...]) -> bool:

@@ -59,6 +59,8 @@ def collecting(session: Session, launched: Launched) -> Generator[Request, dict[
         if call.options.is_serial:
             _check_serial_assignments(session, layouts[0], name)
         session.variables.commit(call.ranks, layouts, launched.number)
+    if launched.function.changes:
+        session.residents.note_changed(launched.function.changes, launched.number, call.ranks)
     cached.is_agreed = True
     _note_call(session, launched)
     if is_new and launched.function.row_shapes.is_open:

@@ -27,6 +27,7 @@ from synk._master.memory import Memory
 from synk._master.nccl_group import Group
 from synk._master.placement import Placement
 from synk._master.profile import Profile
+from synk._master.resident import Residents
 from synk._master.variable import Variables
 from synk._master.workers import Workers
 from synk._pure.interrupts import deferred, is_from_handler, num_cancels
@@ -48,6 +49,9 @@ class UnderWay(Protocol):
 
     def submit(self, function: Any, args: Any, kwargs: Any, options: Any, deadline: float | None) -> Any:
         """Send one more."""
+
+    def check_step(self, function: Any) -> None:
+        """Raise where a step before one of ``function`` has failed."""
 
     def drain(self, verb: str, deadline: float | None) -> None:
         """Wait for all of them."""
@@ -80,7 +84,7 @@ class Session:
 
     Attributes
     ----------
-    workers, lanes, group, memory, functions, variables, device_values, queue, profile
+    workers, lanes, group, memory, functions, variables, residents, device_values, queue, profile
         Its parts.
     counters : dict of str to int
     numbers : iterator of int
@@ -128,6 +132,7 @@ class Session:
         self.memory = Memory(self.workers)
         self.functions = Functions(self.workers, self.lanes, on_restart)
         self.variables = Variables(self.workers, self.memory)
+        self.residents = Residents(self.workers)
         self.device_values = DeviceValues(self.workers, self.lanes, self.group, self.variables, self.numbers)
         self.queue = under_way(self)
         open_sessions.add(self)
@@ -230,6 +235,7 @@ class Session:
             self.memory.free_dropped()  # no worker is at anything: small segments come to lie where others have lain
             self.functions.free_dropped()
             self.variables.free_dropped()
+            self.residents.free_dropped()
 
     def resume(self, verb: str, deadline: float | None) -> None:
         """Do as ``begin`` in the middle of an operation: nothing is freed, because it may be in use."""
@@ -241,13 +247,16 @@ class Session:
         self.workers.prepare(deadline)
         self.group.prepare(self.workers)
         if self.workers.restarted:
+            self.residents.note_restarted(self.workers.restarted)
             self.device_values.restore(self.workers.restarted, self.deadline(None))
             self.workers.restarted.clear()
+        if self.residents.is_unsettled:
+            self.residents.settle(self.deadline(None) if deadline is None else deadline)
 
     @property
     def has_dropped(self) -> bool:
         """Whether something was dropped that the next operation has to free."""
-        return bool(self.memory.released or self.functions.dropped or self.variables.dropped)
+        return bool(self.memory.released or self.functions.dropped or self.variables.dropped or self.residents.dropped)
 
     def deadline(self, timeout: float | None) -> float | None:
         """Return the monotonic time at which an operation that begins now must end."""
@@ -313,6 +322,7 @@ class Session:
         deadline = self.deadline(None)
         for variable in self.variables.living():
             self.device_values.refresh(variable, deadline)
+        self.residents.back_up(deadline)
         self.functions.begin_anew()
         self.workers.replace(deadline)
         self.begin("restart", deadline)

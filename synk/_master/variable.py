@@ -15,6 +15,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from synk._master.handles import Handle
 from synk._master.known import WorkerState
 from synk._master.memory import Memory
 from synk._master.workers import Workers
@@ -32,7 +33,6 @@ from synk._wire.variables import (
     check_value,
     flatten_value,
     leaf_offsets,
-    resolve_variable,
     shapes_of,
 )
 from synk.errors import ClosedError
@@ -429,27 +429,7 @@ class Variables:
             variable.close()
 
 
-class VariablePickler(cloudpickle.Pickler):
-    """Pickles by cloudpickle's rules, but a variable as a reference to what the rank has.
-
-    Attributes
-    ----------
-    variables : set of Variable
-        Those it has met.
-    """
-
-    def __init__(self, file: Any, **options: Any) -> None:
-        super().__init__(file, protocol=5, **options)
-        self.variables: set[Variable] = set()
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, VariableHandle):
-            self.variables.add(obj._variable)
-            return resolve_variable, (obj._variable.id,)
-        return super().reducer_override(obj)
-
-
-class VariableHandle:
+class VariableHandle(Handle):
     """The base of :class:`synk.Shared`. Calls know one by its class; a mark could be borne by other objects."""
 
     __slots__ = ("_variable",)

@@ -63,6 +63,7 @@ class Kind(IntEnum):
     CLOSE = 7
     GROUP = 8  # join NCCL
     SUPPLY = 9  # segments of the next message, where they are more than one can bring
+    RESIDENT = 11  # an operation on resident objects, see synk._wire.residents
     PREFETCH = 10  # value = plan: bring the inputs of the call that will follow in this lane; gets no answer
 
 

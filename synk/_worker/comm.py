@@ -5,6 +5,7 @@ A function refers to ``synk.comm`` as to any module; it means something only on 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -139,6 +140,15 @@ class Comm:
     def barrier(self) -> None:
         """Return when all ranks of the call have called it."""
         _worker().collectives().barrier()
+
+    def shielded(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which no interrupt of the call (Ctrl-C, a timeout, a worker that died) is heard.
+
+        For a short step that must not be left half done, as that of an optimizer; what it holds back is raised at its
+        end. A worker that does not answer an interrupt for two seconds is killed, so no collective may be in it.
+        """
+        context: contextlib.AbstractContextManager[None] = _worker().uninterrupted()
+        return context
 
     @staticmethod
     def _check_op(op: str) -> None:

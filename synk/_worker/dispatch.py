@@ -75,6 +75,8 @@ def _do(worker: Worker, kind: int, sequence: int, value: int, body: Body | None)
         return assemble(worker, value, body)
     if kind == Kind.VARIABLE:
         return _move(worker, body)
+    if kind == Kind.RESIDENT:
+        return _act_on_resident(worker, body)
     if kind == Kind.GROUP:
         return _join(worker, body)
     if kind == Kind.SUPPLY:
@@ -148,6 +150,11 @@ def _move(worker: Worker, body: Body | None) -> Reply:
         worker.failpoint("collective.after")
 
     return worker.guarded(move)
+
+
+def _act_on_resident(worker: Worker, body: Body | None) -> Reply:
+    assert body is not None
+    return worker.guarded(lambda: worker.residents.act(body.content))
 
 
 def _join(worker: Worker, body: Body | None) -> Reply:

@@ -6,6 +6,7 @@ The master must not touch a device: a context there costs memory on every GPU, a
 from __future__ import annotations
 
 import io
+import sys
 from typing import Any
 
 import cloudpickle
@@ -26,7 +27,7 @@ def _on_host(obj: Any) -> Any:
     package = type(obj).__module__.partition(".")[0]
     if package == "cupy" and hasattr(obj, "__cuda_array_interface__"):
         return obj.get()
-    if package == "torch" and getattr(obj, "is_cuda", False):
+    if package == "torch" and isinstance(obj, sys.modules["torch"].Tensor) and obj.is_cuda:
         return obj.detach().cpu()
     if package in ("jax", "jaxlib") and any(device.platform != "cpu" for device in _devices(obj)):
         return np.asarray(obj)

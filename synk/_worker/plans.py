@@ -12,6 +12,7 @@ from synk._pure.ops import Op
 from synk._wire.memory import Segment
 from synk._wire.messages import IN_SEGMENTS, Layout, Move, Plan
 from synk._worker.loans import Loans
+from synk._worker.residents import Changing
 from synk.backends import Backend
 from synk.errors import SerializationError
 
@@ -23,9 +24,16 @@ class LoadedFunction:
     """A function as a worker holds it."""
 
     def __init__(
-        self, fn: Callable[..., Any], name: str, outputs: Any, framework: str | None, updates: Any, backend: Backend
+        self,
+        fn: Callable[..., Any],
+        name: str,
+        outputs: Any,
+        framework: str | None,
+        updates: Any,
+        changes: Any,
+        backend: Backend,
     ) -> None:
-        self.fn = fn
+        self.fn = Changing(fn, changes) if changes else fn
         self.name = name
         self.outputs = outputs
         self.updates = updates

@@ -22,6 +22,7 @@ from synk._worker.held import Held
 from synk._worker.lanes import WorkerLane
 from synk._worker.peers import Peers
 from synk._worker.plans import PreparedPlan
+from synk._worker.residents import Residents
 from synk._worker.variables import Replica, VariableStore
 from synk.backends import Backend, open_backend
 from synk.errors import SynkError
@@ -72,6 +73,7 @@ class Worker:
         That of the message under way.
     held : Held
     variables : VariableStore
+    residents : Residents
     peers : Peers
     sequence : int
         Of the message under way.
@@ -101,6 +103,7 @@ class Worker:
         self.own_down, self.own_up = memoryview(self.down[rank]), self.lane.own_up
         self.held = Held(self.backend)
         self.variables = VariableStore(rank, self.held.segments, self.down, self.backend, _replica_type(self.backend))
+        self.residents = Residents()
         self.peers = Peers(rank, world_size, self.backend, self.down, self.up, eventfds)
         self.failpoint: Callable[[str], None] = _failpoints.nothing
         self.peek: Callable[[], Doorbell | None] = _see_nothing

@@ -1,0 +1,41 @@
+"""What a user holds of something that lives on the workers, and how a pickle refers to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+
+
+class Handle:
+    """The base of :class:`synk.Shared` and :class:`synk.Resident`, which are known by their class.
+
+    Attributes
+    ----------
+    _reference : (callable, tuple)
+        What becomes of it in a pickle: how a worker finds what it has itself.
+    """
+
+    __slots__ = ("_reference",)
+    _reference: tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+class HandlePickler(cloudpickle.Pickler):
+    """Pickles by cloudpickle's rules, but a handle as a reference to what the rank has.
+
+    Attributes
+    ----------
+    handles : list of Handle
+        Those it has met.
+    """
+
+    def __init__(self, file: Any, **options: Any) -> None:
+        super().__init__(file, protocol=5, **options)
+        self.handles: list[Handle] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Handle):
+            self.handles.append(obj)
+            return obj._reference
+        return super().reducer_override(obj)

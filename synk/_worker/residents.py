@@ -1,0 +1,104 @@
+"""The resident objects of one rank: kept between calls, and brought into the state of another rank where they must be.
+
+A call that changes one is a transaction only in part: nobody can undo what it did to the user's object. So the object
+counts as torn from the first line of such a call to its last, and tells the number of the last call that it came
+through; from both the master sees which rank is furthest.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from synk._wire.cell import cell
+from synk._wire.control import Down
+from synk._wire.residents import Adopt, Dump, Forget, Report, Restore
+from synk._worker.pickling import dumps
+
+
+class RankResident:
+    """One object of one rank; what a ``Resident`` is inside a function.
+
+    Attributes
+    ----------
+    name : str
+    value : object
+        This rank's own.
+    version : int
+        Number of the last call that has changed it and came to its end.
+    is_torn : bool
+        Whether a call that changes it has begun and did not come to its end.
+    """
+
+    def __init__(self, name: str, made: tuple[Any, Any, Any], version: int) -> None:
+        self.name = name
+        self.value, self._dump, self._load = made
+        self.version = version
+        self.is_torn = False
+
+    def state(self) -> bytes:
+        """Return what another rank needs to bring its object into the state of this one."""
+        return dumps(self.value if self._dump is None else self._dump(self.value))
+
+    def restore(self, state: bytes, version: int) -> None:
+        """Take over the state of another rank."""
+        self.is_torn = True  # until it is whole
+        loaded = pickle.loads(state)
+        if self._load is None:
+            self.value = loaded
+        else:
+            self._load(self.value, loaded)
+        self.version, self.is_torn = version, False
+
+
+class Residents:
+    """All resident objects of one rank, by number."""
+
+    def __init__(self) -> None:
+        self._objects: dict[int, RankResident] = {}
+
+    def get(self, resident_id: int) -> RankResident:
+        return self._objects[resident_id]
+
+    def act(self, order: Any) -> dict[str, Any]:
+        """Do what a message says and return the body of the reply."""
+        if isinstance(order, Adopt):
+            sys.path[:] = order.sys_path
+            made = pickle.loads(order.pickle)
+            old = self._objects.get(order.resident_id)
+            if old is None:
+                self._objects[order.resident_id] = RankResident(order.name, made, order.version)
+            else:  # functions refer to it
+                old.__init__(order.name, made, order.version)  # type: ignore[misc]
+        elif isinstance(order, Forget):
+            for resident_id in order.resident_ids:
+                self._objects.pop(resident_id, None)
+        elif isinstance(order, Report):
+            known = [self._objects[resident_id] for resident_id in order.resident_ids]
+            return {"states": [(resident.version, resident.is_torn) for resident in known]}
+        elif isinstance(order, Dump):
+            resident = self._objects[order.resident_id]
+            return {"state": dumps(resident.value) if order.is_whole else resident.state()}
+        elif isinstance(order, Restore):
+            self._objects[order.resident_id].restore(order.state, order.version)
+        return {}
+
+
+class Changing:
+    """A function, at whose end ``residents`` have come through one more call that changes them."""
+
+    def __init__(self, fn: Callable[..., Any], residents: Sequence[RankResident]) -> None:
+        self._fn = fn
+        self._residents = residents
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for resident in self._residents:
+            resident.is_torn = True
+        result = self._fn(*args, **kwargs)
+        with cell.worker.uninterrupted():  # all of them, or none
+            number = int(cell.worker.lane.first_down[Down.CALL])
+            for resident in self._residents:
+                resident.version, resident.is_torn = number, False
+        return result
