@@ -37,6 +37,8 @@ class WorkerState:
         self.segments: set[int] = set()
         self.variables: dict[int, int] = {}  # id -> version
         self.num_changes = -1
+        self.residents: dict[int, int] = {}  # id -> ``first_version`` of what it has
+        self._dropped_residents: list[int] = []
         self._dropped_variables: list[int] = []
         self._dropped_segments: list[int] = []
         self._dropped_plans: list[int] = []
@@ -84,6 +86,11 @@ class WorkerState:
         if self.variables.pop(variable_id, None) is not None:
             self._dropped_variables.append(variable_id)
 
+    def drop_resident(self, resident_id: int) -> None:
+        self._epoch.end()
+        if self.residents.pop(resident_id, None) is not None:
+            self._dropped_residents.append(resident_id)
+
     @staticmethod
     def describe(segments: Sequence[Segment]) -> list[tuple[int, int, bool, bool, bool]]:
         """Describe the segments whose descriptors ride along."""
@@ -118,7 +125,7 @@ class WorkerState:
         if missing:
             missing = self._with_arenas(missing)
         dropped = self._dropped_segments or self._dropped_plans or self._dropped_functions or self._dropped_variables
-        is_dropping = bool(dropped or self._dropped_parcels)
+        is_dropping = bool(dropped or self._dropped_parcels or self._dropped_residents)
         if content is None and not (missing or new_slots or new_collective or is_dropping or news):
             return None, missing
         return (
@@ -135,6 +142,7 @@ class WorkerState:
                 collective=new_collective,
                 declarations=[variable.declaration(self.rank) for variable in news],
                 dropped_variables=list(self._dropped_variables),
+                dropped_residents=list(self._dropped_residents),
                 content=content,
             ),
             missing,
@@ -151,6 +159,7 @@ class WorkerState:
         del self._dropped_functions[: len(body.dropped_functions)]
         del self._dropped_parcels[: len(body.dropped_parcels)]
         del self._dropped_variables[: len(body.dropped_variables)]
+        del self._dropped_residents[: len(body.dropped_residents)]
         for declaration in body.declarations:
             self.variables[declaration.variable_id] = declaration.version
         if body.slots is not None:

@@ -14,7 +14,7 @@ import pickle
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from synk._master.failures import raise_failures
@@ -23,7 +23,7 @@ from synk._master.program import search_path
 from synk._master.workers import Workers
 from synk._pure.interrupts import deferred, is_from_handler
 from synk._wire.messages import Kind, Reply
-from synk._wire.residents import NEVER, Adopt, Dump, Forget, Report, Restore, methods_of
+from synk._wire.residents import NEVER, Adopt, Dump, Report, Restore, methods_of
 from synk.errors import SerializationError, WorkerDied, add_note
 
 ASK_S = 5.0
@@ -76,7 +76,7 @@ class ResidentObject:
         with deferred():
             self.pickle, self.lost = data, ""
             self.version = self.first_version = version
-            self.residents.note_replaced(self)
+            self.residents.note_unsettled()
 
     def check(self, verb: str) -> None:
         """Raise where there is no state to work with.
@@ -111,7 +111,6 @@ class Residents:
         self.is_unsettled = False
         self.dropped: deque[int] = deque()
         self._living: weakref.WeakValueDictionary[int, ResidentObject] = weakref.WeakValueDictionary()
-        self._held: dict[int, set[int]] = {}  # by rank, what its process has
 
     def add(self, resident: ResidentObject) -> None:
         self._living[resident.id] = resident
@@ -125,18 +124,6 @@ class Residents:
         """Ranks may differ: no call may begin before they are asked."""
         self.is_unsettled = True
         self._workers.epoch.end()
-
-    def note_replaced(self, resident: ResidentObject) -> None:
-        for held in self._held.values():
-            held.discard(resident.id)
-        self.note_unsettled()
-
-    def note_restarted(self, ranks: Iterable[int]) -> None:
-        """Processes were started in the place of others, and hold nothing."""
-        for rank in ranks:
-            self._held.pop(rank, None)
-        if self._living:
-            self.note_unsettled()
 
     def note_changed(self, residents: Sequence[ResidentObject], number: int, ranks: Sequence[int]) -> None:
         """Call ``number`` has changed objects and ended well on ``ranks``."""
@@ -183,16 +170,14 @@ class Residents:
         """
         living = self._all()
         ranks = range(self._workers.world_size)
-        for rank in ranks:
-            self._held.setdefault(rank, set())
         for resident in living:
-            lacking = [rank for rank in ranks if resident.id not in self._held[rank]]
-            is_old = resident.version != resident.first_version
-            version = NEVER if is_old else resident.version
+            first = resident.first_version
+            lacking = [each for each in self._workers.by_rank if each.residents.get(resident.id) != first]
+            version = first if resident.version == first else NEVER
             adopt = Adopt(resident.id, resident.name, resident.pickle, version, search_path())
-            self._order(dict.fromkeys(lacking, adopt), f"load resident object {resident.name!r}", deadline)
-            for rank in lacking:
-                self._held[rank].add(resident.id)
+            self._order({each.rank: adopt for each in lacking}, f"load resident object {resident.name!r}", deadline)
+            for each in lacking:
+                each.residents[resident.id] = first
         residents = [resident for resident in living if not resident.lost]
         if residents:
             reports = self._reports(residents, ranks, deadline)
@@ -287,13 +272,10 @@ class Residents:
     def free_dropped(self) -> None:
         """Have the workers forget objects that no longer exist."""
         while self.dropped:
-            number = self.dropped[0]
-            ranks = [rank for rank, held in self._held.items() if number in held]
-            self._order({rank: Forget((number,)) for rank in ranks}, "drop a resident object", None)
             with deferred():
-                self.dropped.popleft()
-                for held in self._held.values():
-                    held.discard(number)
+                number = self.dropped.popleft()
+                for each in self._workers.by_rank:
+                    each.drop_resident(number)
 
 
 class ResidentHandle(Handle):

@@ -247,7 +247,7 @@ class Session:
         self.workers.prepare(deadline)
         self.group.prepare(self.workers)
         if self.workers.restarted:
-            self.residents.note_restarted(self.workers.restarted)
+            self.residents.note_unsettled()
             self.device_values.restore(self.workers.restarted, self.deadline(None))
             self.workers.restarted.clear()
         if self.residents.is_unsettled:

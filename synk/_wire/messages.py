@@ -273,6 +273,7 @@ class Body:
     collective: tuple[int, int] | None = None
     declarations: list[Any] = field(default_factory=list)
     dropped_variables: list[int] = field(default_factory=list)
+    dropped_residents: list[int] = field(default_factory=list)
     content: Any = None
 
 

@@ -24,13 +24,6 @@ class Adopt:
 
 
 @dataclass(frozen=True)
-class Forget:
-    """Drop objects."""
-
-    resident_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Report:
     """Tell of objects ``(version, is_torn)``."""
 

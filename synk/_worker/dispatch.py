@@ -102,6 +102,7 @@ def _take_in(worker: Worker, body: Body) -> None:
         worker.peers.connect(worker.lanes[lane], segments[segment_id])
     worker.variables.forget(body.dropped_variables)
     worker.variables.declare(body.declarations)
+    worker.residents.forget(body.dropped_residents)
 
 
 def _load(worker: Worker, body: Body | None) -> Reply:

@@ -14,7 +14,7 @@ from typing import Any
 
 from synk._wire.cell import cell
 from synk._wire.control import Down
-from synk._wire.residents import Adopt, Dump, Forget, Report, Restore
+from synk._wire.residents import Adopt, Dump, Report, Restore
 from synk._worker.pickling import dumps
 
 
@@ -62,6 +62,11 @@ class Residents:
     def get(self, resident_id: int) -> RankResident:
         return self._objects[resident_id]
 
+    def forget(self, resident_ids: Sequence[int]) -> None:
+        """Drop objects; functions that still refer to one keep it."""
+        for resident_id in resident_ids:
+            self._objects.pop(resident_id, None)
+
     def act(self, order: Any) -> dict[str, Any]:
         """Do what a message says and return the body of the reply."""
         if isinstance(order, Adopt):
@@ -72,9 +77,6 @@ class Residents:
                 self._objects[order.resident_id] = RankResident(order.name, made, order.version)
             else:  # functions refer to it
                 old.__init__(order.name, made, order.version)  # type: ignore[misc]
-        elif isinstance(order, Forget):
-            for resident_id in order.resident_ids:
-                self._objects.pop(resident_id, None)
         elif isinstance(order, Report):
             known = [self._objects[resident_id] for resident_id in order.resident_ids]
             return {"states": [(resident.version, resident.is_torn) for resident in known]}
