@@ -27,7 +27,7 @@ from synk._api.verbs import (
     shared,
 )
 from synk._api.wrap import wrap
-from synk._master.queue import PendingCall
+from synk._master.pending import PendingCall
 from synk._version import __version__
 from synk._worker.comm import comm
 from synk._worker.program import freeze_support

@@ -351,6 +351,29 @@ def test_a_repeated_call_goes_through_few_functions(shared_runtimes: Any) -> Non
         assert len(set(worker)) == len(worker), "a stage is entered twice"
 
 
+def test_a_submitted_call_goes_through_few_functions(shared_runtimes: Any) -> None:
+    """From ``submit`` to the result, with two others under way; what a busy machine adds is in some calls only."""
+    rt = shared_runtimes[2]
+    f = rt.function(lambda w, x: (x @ w).sum(), bcast_inputs="w", outputs="sum")
+    x = rt.data(np.ones((8, 5)))
+    met = []
+    pending: list[Any] = []
+
+    def step(number: int) -> None:
+        pending.append(f.submit(np.full(5, float(number)), x))
+        if len(pending) == 3:
+            assert pending.pop(0).result() == 40.0 * (number - 2)
+
+    for number in range(30):
+        met.append(functions_of(lambda number=number: step(number)))
+    fewest = min(met[15:], key=len)
+    assert len(fewest) <= 24, fewest
+    assert len({file for file, _ in fewest}) <= 10, fewest
+    assert not {"launch", "bind", "collecting"} & {name for _, name in fewest}
+    for each in pending:
+        each.result()
+
+
 def test_an_idle_worker_sleeps(shared_runtimes: Any) -> None:
     """Between calls a worker waits in the kernel: it is asleep, in poll or read, not spinning."""
     from harness import pids, wait_for

@@ -6,6 +6,7 @@ A call is quiet in the master where it does not go through ``launch``, and on a 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,20 @@ import pytest
 from harness import Child, assert_right, pids, wait_for
 
 import synk
+from synk._master import ordinary as _ordinary_way
+from synk._master import pending as _pending
+from synk._master import queue as _queue
 from synk._master import quiet as _quiet
 from synk._pure.read_only import ReadOnlyArray
-from synk.errors import CallTimeout, ClosedError, CollectiveMismatch, ReentrancyError, RemoteError, WorkerDied
+from synk.errors import (
+    CallCancelled,
+    CallTimeout,
+    ClosedError,
+    CollectiveMismatch,
+    ReentrancyError,
+    RemoteError,
+    WorkerDied,
+)
 
 Fork = Callable[..., Any]
 
@@ -34,7 +47,7 @@ W = np.array([1.0, -2.0, 0.5])
 
 
 class Ordinary(list[Any]):
-    """The calls that took the ordinary way."""
+    """The calls that took the ordinary way, from the beginning or, of submitted ones, from the middle."""
 
     def in_(self, act: Callable[[], Any]) -> int:
         """Return how many calls took the ordinary way in ``act``."""
@@ -46,13 +59,19 @@ class Ordinary(list[Any]):
 @pytest.fixture
 def ordinary(monkeypatch: pytest.MonkeyPatch) -> Ordinary:
     seen = Ordinary()
-    launch = _quiet.launch
+    launch, leave = _ordinary_way.launch, _pending.PendingCall._leave_quiet_way
 
     def count(*args: Any, **options: Any) -> Any:
         seen.append(args[1].name)
         return launch(*args, **options)
 
-    monkeypatch.setattr(_quiet, "launch", count)
+    def count_later(pending: Any, session: Any) -> None:
+        seen.append(pending.name)
+        leave(pending, session)
+
+    monkeypatch.setattr(_ordinary_way, "launch", count)
+    monkeypatch.setattr(_queue, "launch", count)
+    monkeypatch.setattr(_pending.PendingCall, "_leave_quiet_way", count_later)
     return seen
 
 
@@ -98,6 +117,86 @@ def test_the_third_call_is_quiet_on_both_sides(
         seen.append((len(ordinary) - before, is_quiet))
         np.testing.assert_allclose(total, (X * W * k).sum())
     assert seen[2:] == [(0, 1.0)] * 4
+
+
+def submit_all(f: Any, *calls: tuple[Any, ...]) -> list[Any]:
+    """Submit calls, never more than three under way, and return their results."""
+    results: list[Any] = []
+    pending: deque[Any] = deque()
+    for args in calls:
+        if len(pending) == 3:
+            results.append(pending.popleft().result())
+        pending.append(f.submit(*args))
+    return results + [each.result() for each in pending]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("as_data", [True, False])
+def test_submitted_calls_are_quiet_on_both_sides(
+    shared_runtimes: Any, ordinary: Ordinary, num_workers: int, as_data: bool
+) -> None:
+    """From the third one in each lane on; those that are waited for use what was prepared for the first lane."""
+    rt = shared_runtimes[num_workers]
+
+    def look(w: np.ndarray, x: np.ndarray) -> tuple[float, Any]:
+        caller = sys._getframe(1).f_code.co_filename
+        return float(caller.endswith("quiet.py")), (x * w).sum()
+
+    f = rt.function(look, bcast_inputs="w", outputs=("min", "sum"))
+    x = rt.data(X) if as_data else X
+    submit_all(f, *[(W, x)] * 12)
+    before = len(ordinary)
+    for k, (is_quiet, total) in enumerate(submit_all(f, *[(W * k, x) for k in range(9)])):
+        assert is_quiet
+        np.testing.assert_allclose(total, (X * W * k).sum())
+    pending = [f.submit(W, x) for _ in range(5)]  # the fourth waits for the first
+    assert [each.result()[0] for each in reversed(pending)] == [1.0] * 5
+    assert f(W, x)[0]
+    assert len(ordinary) == before
+
+
+def test_what_a_function_captured_is_that_of_the_submit(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    namespace: dict[str, Any] = {"SCALE": 1.0}
+    exec("def scaled(x):\n    return x.sum() * SCALE", namespace)
+    f = rt.function(namespace["scaled"], outputs="sum")
+    expected, pending = [], []
+    for k in range(30):
+        namespace["SCALE"] = float(k // 6)
+        pending.append(f.submit(X))
+        expected.append(X.sum() * (k // 6))
+    np.testing.assert_allclose([each.result() for each in pending], expected)
+
+
+def test_large_outputs_are_quiet_in_the_master(shared_runtimes: Any, ordinary: Ordinary) -> None:
+    """As long as the results are dropped; one that is kept takes its buffer along."""
+    rt = shared_runtimes[2]
+    f = rt.function(lambda k, x: (np.full(100_000, k), x.sum()), bcast_inputs="k", outputs=("max", "sum"))
+    for k in range(6):
+        f(np.float64(k) + np.zeros(1), X)
+    begun = ordinary.count(f.name)
+    for k in range(6):
+        large, total = f(np.full(1, float(k)), X)
+        assert large[0] == large[-1] == k and total == X.sum()
+        del large
+    assert ordinary.count(f.name) == begun
+    kept = [f(np.full(1, float(k)), X)[0] for k in range(6)]
+    kept += [large for large, _ in submit_all(f, *[(np.full(1, float(k)), X) for k in range(6, 20)])]
+    assert [each[0] for each in kept] == [each[-1] for each in kept] == list(range(20))
+
+
+def test_an_array_that_is_changed_in_place_after_it_was_submitted(shared_runtimes: Any) -> None:
+    """What the next call is compared with is what was sent."""
+    f = shared_runtimes[2].function(lambda x: x.sum(), outputs="sum")
+    for _ in range(4):
+        arrays = [np.arange(8.0) for _ in range(3)]
+        pending = [f.submit(array) for array in arrays]
+        for array in arrays:
+            array.dtype = np.int64
+        assert [each.result() for each in pending] == [28.0] * 3
+        assert f(np.arange(8)) == 28 and f(np.arange(8.0)) == 28.0
+        pending = [f.submit(np.arange(8)) for _ in range(3)]
+        assert [each.result() for each in pending] == [28] * 3
 
 
 @pytest.mark.parametrize("outputs", ["avg", "sum", "prod", "min", "max", "gather", "first", None])
@@ -785,6 +884,44 @@ def test_an_exception_of_a_handler_at_any_line(
     assert_right(rt)
 
 
+@pytest.mark.parametrize("file", [_quiet.__file__, _queue.__file__, _pending.__file__])
+def test_an_exception_of_a_handler_at_any_line_of_submitted_calls(
+    shared_runtimes: Any, alarm: Callable[[str, int], None], file: str
+) -> None:
+    """It comes out as itself, calls under way end well or are cancelled, and the next ones are right."""
+    rt = shared_runtimes[2]
+    f = make(rt)
+    data = rt.data(X)
+    before = pids(rt)
+    num_raised = 0
+    for nth in range(1, 300):
+        for result in submit_all(f, *[(W, data)] * 9):
+            check(result)
+        pending: list[Any] = []
+        alarm(file, nth)
+        try:
+            pending += [f.submit(W * 3, data)]
+            pending += [f.submit(W * 3, data)]
+            check(pending[0].result(), W * 3)
+            pending += [f.submit(W * 3, data)]
+            check(pending[-1].result(), W * 3)
+        except (Late, CallCancelled) as error:  # which the handler's own may be behind
+            num_raised += 1
+            assert isinstance(error, Late) or isinstance(error.__cause__, Late)
+        else:
+            break
+        finally:
+            sys.settrace(None)
+        for call in pending:
+            with contextlib.suppress(CallCancelled):
+                check(call.result(), W * 3)
+        for result in submit_all(f, *[(W * 5, data)] * 4):
+            check(result, W * 5)
+    assert 5 < num_raised == nth - 1
+    assert pids(rt) == before
+    assert_right(rt)
+
+
 def test_close_between_and_meanwhile(runtime: Fork) -> None:
     rt = runtime(2)
     f = rt.function(lambda k, x: (time.sleep(float(k[0])), x.sum())[1], bcast_inputs="k", outputs="sum")
@@ -894,8 +1031,11 @@ class Fuzz:
                 x = x[rows]
             elif how == 1 and name != "assign":
                 got = function.serial(w, source)
-            elif how == 2:
-                got = function.submit(w, source).result()
+            elif how in (2, 5, 6):
+                pending = [
+                    function.submit(w, source) for _ in range(self.rng.integers(1, 5) if name != "assign" else 1)
+                ]
+                got = [each.result() for each in pending][-1]
             elif how == 3:
                 got = function(w, x=source)
             else:

@@ -27,9 +27,10 @@ from synk._api.options import (
 )
 from synk._api.verify import Report, Tolerance, verify
 from synk._master.call import CallOptions
+from synk._master.ordinary import run_call
+from synk._master.pending import PendingCall
 from synk._master.plans import PlanCache
-from synk._master.queue import PendingCall
-from synk._master.quiet import NOT_QUIET, run_call
+from synk._master.quiet import NOT_QUIET
 from synk._master.resident import check_owner as check_owner_of_resident
 from synk._master.row_shapes import RowShapes
 from synk._master.session import Session, current_session
@@ -175,7 +176,7 @@ class Function(Generic[P]):
     ) -> Any:
         is_plain = batch is None and shard_batch is None and output_subset is None and timeout is None
         if is_plain and type(num_slices) is int and num_slices == 1:
-            quiet, watched = self.plans.quiet, self._watch
+            quiet, watched = self.plans.quiet[0], self._watch
             if quiet is not None and not kwargs and watched is not None and watched.is_current() and not self._retry:
                 result = quiet.run(self._session, self, args)
                 if result is not NOT_QUIET:
@@ -311,6 +312,13 @@ class Function(Generic[P]):
                 f"cannot submit {self.name!r}: it was built with retry={self._retry}, and a submitted call is never "
                 "run again. Call it, or build it without retry."
             )
+        is_plain = batch is None and shard_batch is None and output_subset is None and timeout is None
+        if is_plain and type(num_slices) is int and num_slices == 1 and not kwargs:
+            session, watched = self._session, self._watch
+            if session is not None and watched is not None and watched.is_current():
+                pending: PendingCall | None = session.queue.submit_quietly(self, args)
+                if pending is not None:
+                    return pending
         function = self._renewed()
         session = function._bound_session()
         options = CallOptions(
@@ -389,7 +397,7 @@ class Function(Generic[P]):
         fn = successor if isinstance(successor, types.FunctionType) else self._fn
         if fn is not self._fn or getattr(fn, "__code__", None) is not self._code:
             self.signature = Signature(fn, self._bcast_inputs, self.name)
-            self.plans.forget_repeats()
+            self.plans.forget_quiet()
             self._fn, self._code = fn, getattr(fn, "__code__", None)
         self.is_stale = True
         return self

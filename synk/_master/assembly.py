@@ -101,10 +101,10 @@ class Assembly:
         self._context.run(np.seterr, all="ignore")
 
     @property
-    def is_small_and_plain(self) -> bool:
-        """Whether all outputs are small arrays or numbers, and none is a variable's new value."""
+    def is_plain(self) -> bool:
+        """Whether all outputs are arrays or numbers, and none is a variable's new value."""
         leaves = (leaf for layout in self.layouts for leaf in layout.leaves)
-        return not self.result_nbytes and not self.has_assignments and all(leaf.dtype is not None for leaf in leaves)
+        return not self.has_assignments and all(leaf.dtype is not None for leaf in leaves)
 
     def fits(self, voters: Sequence[int], layouts: Sequence[Layout], slots: Segment, has_group: bool) -> bool:
         """Whether it is good for a call, of which the arguments are those of the constructor."""

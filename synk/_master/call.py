@@ -13,7 +13,7 @@ from synk._master.binding import bind
 from synk._master.device_values import check_not_lost
 from synk._master.lanes import Lane
 from synk._master.launched import Callee, Launched
-from synk._master.plans import CachedPlan, Call, CallOptions, RepeatedCall
+from synk._master.plans import CachedPlan, Call, CallOptions
 from synk._master.replies import collecting
 from synk._master.results import Lease
 from synk._master.session import Session
@@ -44,12 +44,12 @@ def launch(
     started = time.monotonic_ns()
     counters = session.counters
     staged, pickled = counters["bytes_staged"], counters["bytes_pickled"]
-    repeat = function.plans.repeats.get(lane.index) if options.is_plain and not kwargs else None
-    if repeat is not None and repeat.stage(session.counters, args):
-        call, cached = repeat.call, repeat.cached
-        _load(session, function, call, deadline)
-    else:
-        call, cached = _prepare(session, function, args, kwargs, options, deadline, lane)
+    epoch = session.workers.epoch.number
+    call = bind(session, function, args, kwargs, options, deadline)
+    _load(session, function, call, deadline)
+    cached = plan_call(session, function, call, options, lane)
+    stage(session, cached, call)
+    write_numbers(lane, call)
     staged, pickled = counters["bytes_staged"] - staged, counters["bytes_pickled"] - pickled
     counters["calls"] += 1
     number = next(session.numbers)
@@ -62,6 +62,7 @@ def launch(
     if is_alone:
         session.queue.check_step(function)
     launched = send(session, function, call, cached, number, deadline)
+    launched.epoch = epoch
     launched.started_ns, launched.staged_nbytes, launched.pickled_nbytes = started, staged, pickled
     return launched
 
@@ -119,28 +120,6 @@ def _forget(session: Session, function: Callee, cached: CachedPlan, lease: Lease
         raise ClosedError("the call was ended: the runtime was closed by another thread.") from error
     if function.changes and not cached.plan.is_trial:
         session.residents.note_failed(function.changes, error)
-
-
-def _prepare(
-    session: Session,
-    function: Callee,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: CallOptions,
-    deadline: float | None,
-    lane: Lane,
-) -> tuple[Call, CachedPlan]:
-    """Check, plan and stage a call; return it with its plan."""
-    call = bind(session, function, args, kwargs, options, deadline)
-    _load(session, function, call, deadline)
-    cached = plan_call(session, function, call, options, lane)
-    stage(session, cached, call)
-    write_numbers(lane, call)
-    if options.is_plain and not kwargs and RepeatedCall.fits(call):
-        function.plans.repeats[lane.index] = RepeatedCall(cached, call)
-    else:
-        function.plans.repeats.pop(lane.index, None)
-    return call, cached
 
 
 def _load(session: Session, function: Callee, call: Call, deadline: float | None) -> None:

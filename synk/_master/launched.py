@@ -51,6 +51,7 @@ class Launched:
     started_ns: int = 0
     staged_nbytes: int = 0
     pickled_nbytes: int = 0
+    epoch: int = 0  # in which it began
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 
 from synk._master.results import Lease, ResultPool
 from synk._master.workers import Workers
@@ -10,6 +11,7 @@ from synk._pure.interrupts import deferred
 from synk._wire.arenas import Arenas
 from synk._wire.memory import Segment
 from synk._wire.orphans import orphans
+from synk.errors import SharedMemoryError
 
 
 class Memory:
@@ -62,6 +64,18 @@ class Memory:
             for old in dropped:
                 self.forget(old)
         return lease
+
+    def lease_known(self, nbytes: int, ranks: Collection[int]) -> Lease | None:
+        """Lease a buffer for large results that all of ``ranks`` hold already; None where there is none."""
+        try:
+            lease = self.lease_result(nbytes)
+        except SharedMemoryError:  # a call that needs it says so
+            return None
+        by_rank = self._workers.by_rank
+        if all(lease.segment.id in by_rank[rank].segments for rank in ranks):
+            return lease
+        self.results.give_back(lease)
+        return None
 
     def close(self) -> None:
         """Let go of all but what the user's arrays lie in."""

@@ -1,14 +1,13 @@
-"""What the master keeps of a function's calls: plans, by the look of the arguments, and the last call for the next one.
+"""What the master keeps of a function's calls: plans, by the look of the arguments, and what makes the next one quiet.
 
 A plan says all that does not change from one call to the next; the numbers that do lie in shared memory.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,16 +17,13 @@ from synk._master.assembly import Assembly
 from synk._master.lanes import Lane
 from synk._master.variable import Variable
 from synk._master.workers import Workers
-from synk._pure.arrays import copy_into
 from synk._pure.interrupts import deferred
-from synk._pure.read_only import ReadOnlyArray
 from synk._pure.shards import Assignment, Selection
-from synk._wire.control import Down
+from synk._wire.control import NUM_LANES
 from synk._wire.memory import Segment
 from synk._wire.messages import Layout, Plan
 
 _MAX_PLANS = 64
-ARRAYS = (np.ndarray, ReadOnlyArray)
 
 
 class CachedPlan:
@@ -62,8 +58,7 @@ class PlanCache:
 
     def __init__(self) -> None:
         self._plans: OrderedDict[Any, CachedPlan] = OrderedDict()
-        self.repeats: dict[int, RepeatedCall] = {}  # by lane
-        self.quiet: Any = None  # what the next call may be, see synk._master.quiet
+        self.quiet: list[Any] = [None] * NUM_LANES  # by lane, what the next call may be; see synk._master.quiet
 
     def get(self, key: Any) -> CachedPlan | None:
         cached = self._plans.get(key)
@@ -86,14 +81,14 @@ class PlanCache:
         """Forget the plans that use a staging segment which has been replaced: nobody finds them any more."""
         for key in [key for key in self._plans if key[-1] == segment_id]:
             workers.drop_plan(self._plans.pop(key).plan.plan_id)
-        self.forget_repeats()
+        self.forget_quiet()
 
     def drop_assemblies(self, lane: Lane) -> None:
         """Forget the views of slots that have been replaced."""
         for cached in self._plans.values():
             if cached.lane is lane:
                 cached.assembly = None
-        self.quiet = None
+        self.quiet[lane.index] = None
 
     def drop_all(self, workers: Workers) -> None:
         """Forget everything, here and on the workers: the function is gone."""
@@ -103,19 +98,17 @@ class PlanCache:
 
     def forget(self) -> None:
         """Drop everything; the runtime is closed."""
-        self.forget_repeats()
+        self.forget_quiet()
         self._plans.clear()
 
-    def forget_repeats(self) -> None:
+    def forget_quiet(self) -> None:
         """Forget the last calls: the next ones are checked again from the beginning."""
-        self.repeats.clear()
-        self.quiet = None
+        self.quiet = [None] * NUM_LANES
 
     def discard(self, cached: CachedPlan, workers: Workers) -> None:
         """Forget one plan, here and on the workers."""
         with deferred():
-            self.repeats.pop(cached.lane.index, None)
-            self.quiet = None
+            self.quiet[cached.lane.index] = None
             self._plans = OrderedDict((key, value) for key, value in self._plans.items() if value is not cached)
             workers.drop_plan(cached.plan.plan_id)
 
@@ -170,73 +163,3 @@ class Call:
             return indices, None, None
         has_minibatch = any(argument.is_minibatch for argument in self.arguments)
         return indices, self.owned.local_indices, self.owned.order if has_minibatch else None
-
-
-class RepeatedCall:
-    """The short way for a call that looks like the last one of its function: the same rows, other numbers.
-
-    Only for arguments by position that are ``Data`` or arrays, all of their rows, in one slice. What it skips is the
-    checks, which the last call has passed. Holds no argument: what the user drops is freed.
-    """
-
-    def __init__(self, cached: CachedPlan, call: Call) -> None:
-        lane = cached.lane
-        self.cached = cached
-        self.call = replace(call, arguments=[], selection=None, sources=())
-        self._staging = lane.staging
-        self._numbers = lane.last_numbers
-        self._block = lane.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1].copy()
-        targets = iter(cached.staged)
-        self._lengths = [(variable, variable.lengths) for variable in call.sources]
-        self.arguments: list[tuple[Any, Any, np.ndarray | None]] = []
-        for argument in call.arguments:
-            if argument.data is not None and argument.contents is not None:
-                self.arguments.append((weakref.ref(argument.data), weakref.ref(argument.contents.array), None))
-            elif argument.array is not None:
-                self.arguments.append((_kind_of(argument.array), argument.array.shape, next(targets)))
-
-    @staticmethod
-    def fits(call: Call) -> bool:
-        """Whether the next call can take the short way."""
-        return all(
-            not a.keyword
-            and a.nest is None
-            and a.kind in ("rows", "whole")
-            and (a.data is not None or type(a.array) is np.ndarray)
-            for a in call.arguments
-        )
-
-    def stage(self, counters: dict[str, int], args: tuple[Any, ...]) -> bool:
-        """Bring the arguments of a new call into place; return False where it is another kind of call."""
-        lane = self.cached.lane
-        is_known = self.cached.is_agreed and lane.staging is self._staging
-        if not is_known or len(args) != len(self.arguments):
-            return False
-        for variable, lengths in self._lengths:
-            if variable.lengths != lengths:
-                return False
-        for value, (first, second, target) in zip(args, self.arguments):
-            if target is None:
-                if value is None or value is not first() or value._contents.array is not second():
-                    return False
-            elif type(value) not in ARRAYS or _kind_of(value) != first or value.shape != second:
-                return False
-        for value, (_, _, target) in zip(args, self.arguments):
-            if target is not None:
-                copy_into(target, value)
-                counters["bytes_staged"] += target.nbytes
-        if lane.last_numbers is not self._numbers:
-            self.write_numbers()
-        return True
-
-    def write_numbers(self) -> None:
-        """Write the bounds of the ranks again: a call with others came between."""
-        lane = self.cached.lane
-        lane.last_numbers = None  # until all of them are written
-        lane.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1] = self._block
-        lane.last_numbers = self._numbers
-
-
-def _kind_of(array: np.ndarray) -> tuple[np.dtype, type]:
-    """Return what tells the elements of two arrays apart: NumPy calls ``np.record`` equal to a plain record."""
-    return array.dtype, array.dtype.type

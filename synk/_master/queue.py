@@ -6,15 +6,17 @@ At most ``NUM_LANES`` are under way. Everything else that a runtime does begins 
 from __future__ import annotations
 
 import copy
-import logging
+import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Generator
 from typing import Any
 
 from synk._master.call import CallOptions, abandon, launch
 from synk._master.launched import Callee, Launched
+from synk._master.ordinary import prepare
+from synk._master.pending import PendingCall, Steps
+from synk._master.quiet import NOT_QUIET
 from synk._master.replies import collecting
 from synk._master.session import Session
 from synk._master.variable import VariableHandle
@@ -22,110 +24,10 @@ from synk._master.workers import Request
 from synk._pure.interrupts import is_from_handler, num_cancels
 from synk._pure.limits import as_seconds
 from synk._pure.nested import holds
+from synk._wire.cell import cell
 from synk._wire.control import NUM_LANES
 from synk._wire.memory import Segment
-from synk._wire.messages import Reply
 from synk.errors import CallCancelled, CallTimeout, ClosedError, WorkerDied
-
-Steps = Generator["Request", dict[int, Reply], Any]
-
-_logger = logging.getLogger("synk")
-
-
-class PendingCall:
-    """A call that was submitted, and its result once it is there. Made by :meth:`synk.Function.submit`.
-
-    Examples
-    --------
-    >>> import numpy as np, synk
-    >>> with synk.fork(2):
-    ...     total = synk.function(lambda x: x.sum(), outputs="sum")
-    ...     calls = [total.submit(np.full(4, k)) for k in range(3)]
-    ...     [int(call.result()) for call in calls]
-    [0, 4, 8]
-    """
-
-    def __init__(self, queue: Queue, name: str) -> None:
-        self.name = name
-        self._queue = queue
-        self._launched: Launched | None = None  # None: it has an outcome
-        self._steps: Steps | None = None
-        self._request: Request | None = None  # what it waits for
-        self._is_alone = True  # whether no other call may be under way with it
-        self._is_stepping = False
-        self._trouble: BaseException | None = None  # after which the workers remember nothing of it
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._unasked: _Unasked | None = None
-        self._changes: frozenset[Any] = frozenset()
-
-    def result(self, timeout: float | None = None) -> Any:
-        """Wait for the call to end and return its result.
-
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds to wait. The call goes on after that, unlike with the ``timeout`` of ``submit``.
-
-        Raises
-        ------
-        TimeoutError
-            If the call has not ended in that time, or another thread uses the runtime as long; ask again.
-        CallCancelled
-            If it was ended because of something else: another call that timed out, or Ctrl-C.
-        Exception
-            What the call raised; see :class:`synk.Function`.
-        """
-        if self._launched is not None:
-            self._queue.wait(self, timeout)
-        error = self._error
-        if error is None:
-            return self._value
-        if self._unasked is not None:
-            self._unasked.error = None
-        try:
-            raise BaseException.with_traceback(error, None)  # not those of earlier times
-        finally:
-            del self, error  # the traceback holds this frame
-
-    def done(self) -> bool:
-        """Return whether the call has ended, well or not; never waits for it."""
-        if self._launched is not None:
-            self._queue.look()
-        return self._launched is None
-
-    def _begin(self, launched: Launched, steps: Steps, is_alone: bool) -> None:
-        self._launched, self._steps, self._is_alone = launched, steps, is_alone
-        self._changes = frozenset(launched.function.changes)
-        self._request = next(steps)
-
-    def _end(self, value: Any, error: BaseException | None) -> None:
-        if error is not None:  # its frames hold this object, and arrays
-            BaseException.with_traceback(error, None)
-            if not isinstance(error, (CallCancelled, ClosedError)):
-                self._unasked = _Unasked(self.name, error)
-                self._queue.note_failed(self)
-        self._value, self._error = value, error
-        self._launched = self._steps = self._request = None
-
-    def __repr__(self) -> str:
-        state = "under way" if self._launched is not None else "failed" if self._error is not None else "done"
-        return f"<synk.PendingCall of {self.name!r}, {state}>"
-
-
-class _Unasked:
-    """An error of a call that nobody has asked for yet; says so when it is dropped.
-
-    Calls that end well have no finalizer: Ctrl-C, where it falls into one, is lost.
-    """
-
-    def __init__(self, name: str, error: BaseException) -> None:
-        self.name = name
-        self.error: BaseException | None = error
-
-    def __del__(self) -> None:
-        if self.error is not None:
-            _logger.error("a submitted call of %r failed, and nobody asked for its result: %r", self.name, self.error)
 
 
 class Queue:
@@ -182,6 +84,40 @@ class Queue:
         self.calls.append(pending)
         if session.workers.is_inline:  # it has run already
             self._collect_oldest(verb, None)
+        return pending
+
+    def submit_quietly(self, function: Callee, args: tuple[Any, ...]) -> PendingCall | None:
+        """Submit a call by a quiet one; None where it is not one, and nothing was done."""
+        session, calls = self._session, self.calls
+        if session.is_mine() or cell.worker is not None:
+            return None
+        started = time.monotonic_ns()
+        with session._lock:
+            while len(calls) >= NUM_LANES:
+                if not self._finish_oldest():
+                    return None
+            newest = calls[-1]._launched if calls else None
+            if function.variables or function.changes or (calls and (newest is None or calls[-1]._is_alone)):
+                return None
+            quiet = function.plans.quiet[(newest.cached.lane.index + 1) % NUM_LANES if newest is not None else 0]
+            if (
+                quiet is None
+                or len(session.workers.requests) != len(calls)  # one of them has no owner: an interrupt came
+                or not quiet.is_repeated(session, function, args)
+            ):
+                return None
+            pending = PendingCall(self, function.name)
+            try:
+                quiet.send(session, args, started)
+                pending._begin_quietly(quiet.launched(function), quiet)
+                calls.append(pending)
+            except BaseException as error:
+                session.workers.settle_after(error)
+                self._end_lost(error)
+                abandon(session, quiet.hand_over(function), error)
+                raise
+            if session.workers.is_inline:  # it has run already
+                self._collect_oldest(f"submit {function.name!r}", None)
         return pending
 
     def _can_join(self, function: Callee) -> bool:
@@ -241,6 +177,12 @@ class Queue:
         TimeoutError
         """
         session, verb = self._session, f"wait for {pending.name!r}"
+        if timeout is None and not session.is_mine() and cell.worker is None and os.getpid() == session.pid:
+            with session._lock:
+                while pending._launched is not None and self._finish_oldest():
+                    pass
+            if pending._launched is None:
+                return
         if timeout is None:
             with session.entered(verb):
                 self._wait(pending, None)
@@ -308,11 +250,38 @@ class Queue:
                     "wait for their results first."
                 )
 
+    def _finish_oldest(self) -> bool:
+        """Wait for the oldest call, if it is a quiet one, and end it; return False where that is left to others."""
+        pending = self.calls[0] if self.calls else None
+        if pending is None or pending._quiet is None or pending._is_stepping or num_cancels() >= 0:
+            return False
+        session, quiet, launched = self._session, pending._quiet, pending._launched
+        if quiet.is_lost or launched is None:
+            return False
+        pending._is_stepping = True
+        try:
+            value = quiet.finish(session, launched.function)
+            if value is not NOT_QUIET:
+                pending._end(value, None)
+        except BaseException as error:
+            session.workers.settle_after(error)
+            self._on_error(pending, quiet.hand_over(launched.function), None, quiet, error)
+            if _is_foreign(error):
+                raise
+            return True
+        if value is NOT_QUIET:
+            pending._is_stepping = False
+            return False
+        self.calls.popleft()
+        return True
+
     def _step_oldest(self, until: float | None) -> bool:
         """Wait for what the oldest call waits for, and go on with it; return False if it was not there at ``until``."""
         if not self.calls:  # closed meanwhile
             return True
         pending, session = self.calls[0], self._session
+        if pending._quiet is not None and not pending._is_stepping:
+            pending._leave_quiet_way(session)
         launched, steps, request = pending._launched, pending._steps, pending._request
         if launched is None or steps is None or request is None or pending._is_stepping or request.is_lost:
             if launched is not None:  # an interrupt has broken this off
@@ -328,6 +297,7 @@ class Queue:
         except BaseException as error:
             if isinstance(error, StopIteration) and not is_from_handler(error):
                 pending._end(error.value, None)
+                prepare(session, launched)
             else:
                 self._on_error(pending, launched, steps, request, error)
                 if _is_foreign(error):
@@ -337,13 +307,14 @@ class Queue:
         return True
 
     def _on_error(
-        self, pending: PendingCall, launched: Launched, steps: Steps, request: Request, error: BaseException
+        self, pending: PendingCall, launched: Launched, steps: Steps | None, request: Request, error: BaseException
     ) -> None:
         """After ``error`` in a step of ``pending``: give it an outcome, unless the error is not about it."""
         self._end_lost(error)
         if request.is_cut and not pending._is_stepping:  # answered by all: what came is not about this call
             return
-        steps.close()
+        if steps is not None:
+            steps.close()
         outcome = _outcome(pending, error)
         try:
             abandon(self._session, launched, error)

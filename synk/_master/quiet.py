@@ -1,10 +1,10 @@
-"""The quiet call: one like the last call of its function, when nothing has changed since.
+"""The quiet call: one like the last call of its function, when nothing has changed since. Waited for, or submitted.
 
-It is prepared by an ordinary call, and relies on all that this one has found out. Three comparisons tell whether it
-still may: the epoch (what the runtime itself has changed, ``synk._master.epoch``), the news (what finalizers dropped,
-other calls in flight, whatever the workers' descriptors report), and what the function's code names, which the caller
-has compared before (``synk._master.watch``). Then come the arguments. Up to there nothing is written, and anything else
-is an ordinary call.
+It is prepared by an ordinary call, one for each lane, and relies on all that this one has found out. Three comparisons
+tell whether it still may: the epoch (what the runtime itself has changed, ``synk._master.epoch``), the news (what
+finalizers dropped, calls in flight, whatever the workers' descriptors report), and what the function's code names,
+which the caller has compared before (``synk._master.watch``). Then come the arguments. Up to there nothing is written,
+and anything else is an ordinary call.
 
 From the first doorbell on, the quiet call is a request like others: an interrupt at any line finds it among those in
 flight, and what the workers answer is taken here only if it is, byte for byte, what a repeated call answers. Everything
@@ -17,100 +17,81 @@ import _signal  # type: ignore[import-not-found]  # the public functions make an
 import os
 import signal
 import time
+import weakref
+from dataclasses import replace
 from typing import Any
 
-from synk._master.call import CallOptions, abandon, collect, launch
+import numpy as np
+
+from synk._master.call import abandon, collect
 from synk._master.launched import Callee, Launched
-from synk._master.plans import ARRAYS, RepeatedCall
+from synk._master.results import Lease
 from synk._master.session import Session
-from synk._master.trials import try_shorter
-from synk._master.workers import Request, Workers
+from synk._master.workers import Request
 from synk._pure.arrays import PARALLEL_NBYTES, copy_into
 from synk._pure.interrupts import num_cancels
 from synk._pure.limits import poll_ms
+from synk._pure.read_only import ReadOnlyArray
 from synk._wire.cell import cell
 from synk._wire.control import Down, Up
-from synk._wire.messages import DONE, DOORBELL, IS_ALONE, Kind, Status
+from synk._wire.messages import ASSEMBLED, DONE, DOORBELL, IS_ALONE, LANE_SHIFT, Kind, Status
 
 NOT_QUIET: Any = object()
-"""What a call returns that has done nothing, because it is another one."""
+"""What a call returns that has done nothing, because it is another one, or whose end is left to the ordinary way."""
 
 _WAIT_MS = 100
 """The longest wait here; the ordinary one, which goes on then, knows deadlines and reports calls that seem stuck."""
 
+_ARRAYS = (np.ndarray, ReadOnlyArray)
 _SIGINT, _raises_keyboard_interrupt = int(signal.SIGINT), signal.default_int_handler
 _CALL, _DONE = int(Kind.CALL), int(Status.DONE)
 _NUMBER, _RESULT, _FUNCTION_NS = int(Down.CALL), int(Down.RESULT), int(Up.FUNCTION_NS)
 
 
-def run_call(
-    session: Session,
-    function: Callee,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: CallOptions,
-    deadline: float | None,
-) -> Any:
-    """Run one call the ordinary way, prepare the quiet ones that may follow, and return its result."""
-    epoch = session.workers.epoch.number
-    launched = launch(session, function, args, kwargs, options, deadline, session.lanes.first)
-    result = collect(session, launched)
-    if function.row_shapes.wants_trial:
-        try_shorter(session, launched)
-    # Where the epoch has not ended no rank had to be told anything: the next call need not tell it either.
-    if session.workers.epoch.number == epoch and options.is_plain and not kwargs:
-        repeat = function.plans.repeats.get(launched.cached.lane.index)
-        if repeat is not None and QuietCall.fits(session, repeat):
-            function.plans.quiet = QuietCall(session, function, repeat, epoch)
-    return result
-
-
 class QuietCall(Request):
-    """The quiet calls of one function, which are one object: there is never more than one of them in flight.
+    """The quiet calls of one function in one lane, which are one object: never more than one of them is in flight.
 
     Holds neither the function nor its arguments: what the user drops is freed.
     """
 
-    def __init__(self, session: Session, function: Callee, repeat: RepeatedCall, epoch: int) -> None:
-        super().__init__(0, (), None, "call", repr(function.name))
-        cached = repeat.cached
+    def __init__(self, session: Session, launched: Launched) -> None:
+        super().__init__(0, (), None, "call", repr(launched.function.name))
+        cached, call = launched.cached, replace(launched.call, arguments=[], selection=None)
         lane, assembly = cached.lane, cached.assembly
         assert assembly is not None
-        self._epoch = epoch
-        self._name = function.name
-        self._repeat = repeat
-        self._call = repeat.call
+        self._epoch = launched.epoch
+        self._name = launched.function.name
+        self._call = call
         self._cached = cached
         self._plan_id = cached.plan.plan_id
         self._assembly = assembly
-        # As RepeatedCall's, with the dtype alone: none of them is one of records.
-        self._arguments = [(kind[0] if into is not None else kind, what, into) for kind, what, into in repeat.arguments]
+        staged = iter(cached.staged)
+        # For Data it and its contents, for arrays the dtype, the shape, and where to copy them.
+        self._arguments: list[tuple[Any, Any, np.ndarray | None]] = []
+        for argument in launched.call.arguments:
+            if argument.data is not None and argument.contents is not None:
+                self._arguments.append((weakref.ref(argument.data), weakref.ref(argument.contents.array), None))
+            elif argument.array is not None:
+                self._arguments.append((argument.array.dtype, argument.array.shape, next(staged)))
         self._copies = [
             (position, target, target.nbytes >= PARALLEL_NBYTES)
             for position, (_, _, target) in enumerate(self._arguments)
             if target is not None
         ]
         self._staged_nbytes = sum(target.nbytes for _, target, _ in self._copies)
-        self._bounds = lane.last_numbers
         self._lane = lane
-        self._ranks = frozenset(repeat.call.ranks)
-        self._poll, self._channels, self._rank_of = session.workers.doorbells(repeat.call.ranks)
+        self._bounds = lane.last_numbers
+        self._block = lane.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1].copy()
+        self._ranks = frozenset(call.ranks)
+        self._poll, self._channels, self._rank_of = session.workers.doorbells(call.ranks)
+        self._flags = lane.index << LANE_SHIFT
         self._numbers = memoryview(lane.down[0])
-        self._function_ns = [lane.up_words[rank] for rank in repeat.call.ranks]
-
-    @staticmethod
-    def fits(session: Session, repeat: RepeatedCall) -> bool:
-        """Whether calls like the one that has just ended well can be quiet."""
-        assembly = repeat.cached.assembly
-        return (
-            assembly is not None
-            and repeat.cached.is_agreed
-            and not session.workers.is_inline
-            and not session.has_devices
-            and not repeat.call.sources
-            and assembly.is_small_and_plain
-            and all(value.dtype.kind != "V" for _, _, value in repeat.arguments if value is not None)
-        )
+        self._function_ns = [lane.up_words[rank] for rank in call.ranks]
+        self._result_nbytes = assembly.result_nbytes
+        self._answer = ASSEMBLED if assembly.result_nbytes else DONE
+        self._expected = b""  # the doorbell that stands for it
+        self._lease: Lease | None = None
+        self._number = self._started = 0
 
     def run(self, session: Session, function: Callee, args: tuple[Any, ...]) -> Any:
         """Return the result of one call, or ``NOT_QUIET`` where it is another one; what the function names is current.
@@ -124,105 +105,93 @@ class QuietCall(Request):
             return NOT_QUIET
         started = time.monotonic_ns()
         with session._lock:
-            workers, cached = session.workers, self._cached
-            if (
-                self._epoch != workers.epoch.number
-                or workers.requests
-                or session.queue.calls
-                or session.memory.released
-                or session.functions.dropped
-                or session.variables.dropped
-                or function.is_stale
-                or os.getpid() != session.pid  # a copy of the master that was made without at-fork hooks
-                or not cached.is_agreed
-                or cached.assembly is not self._assembly
-                # Ctrl-C would only cancel a task of asyncio, and not be heard here.
-                or (_signal.getsignal(_SIGINT) is not _raises_keyboard_interrupt and num_cancels() >= 0)
-                or not self._are_like(args)
-                or self._poll.poll(0)
-            ):
+            workers = session.workers
+            if workers.requests or session.queue.calls or not self.is_repeated(session, function, args):
                 return NOT_QUIET
-            self._stage(args)
-            number = next(session.numbers)
-            self._numbers[_NUMBER], self._numbers[_RESULT] = number, 0
-            self.sequence = sequence = workers.sequence = workers.sequence % 0xFFFF + 1
-            self.pending, self.replies = set(self._ranks), {}
-            self.began = workers.began = started * 1e-9
-            timeout = session.timeout
-            self.deadline = None if timeout is None else self.began + timeout
-            workers.num_cancels = -1
-            cached.is_agreed = False  # until it has ended well, as in an ordinary call
             try:
-                workers.requests[sequence] = self
-                message = DOORBELL.pack(_CALL, IS_ALONE, sequence, self._plan_id)
-                for channel in self._channels:
-                    os.write(channel.write_fd, message)
-                counters = session.counters
-                counters["calls"] += 1
-                counters["messages_down"] += len(self._channels)
-                counters["bytes_down"] += 8 * len(self._channels)
-                counters["bytes_staged"] += self._staged_nbytes
-                is_expected = self._wait(workers)
-                counters["messages_up"] += len(self.replies)
-                counters["bytes_up"] += 8 * len(self.replies)
+                self.send(session, args, started)
+                result = self.finish(session, function)
             except BaseException as error:
                 workers.settle_after(error)
-                abandon(session, self._launched(function, number, started), error)
+                abandon(session, self.hand_over(function), error)
                 raise
-            if not is_expected:
-                return collect(session, self._launched(function, number, started))
-            workers.requests.pop(sequence, None)
-            if function.changes:
-                session.residents.note_changed(function.changes, number, self._call.ranks)
-            return self._result(session, started)
+            return collect(session, self.hand_over(function)) if result is NOT_QUIET else result
 
-    def _are_like(self, args: tuple[Any, ...]) -> bool:
-        """Whether the arguments are the same ``Data``, unchanged, and arrays that look the same."""
-        if len(args) != len(self._arguments):
+    def is_repeated(self, session: Session, function: Callee, args: tuple[Any, ...]) -> bool:
+        """Whether a call with these arguments is like the last one, and nothing has changed since. Writes nothing."""
+        workers, cached = session.workers, self._cached
+        if (
+            self._epoch != workers.epoch.number
+            or session.memory.released
+            or session.functions.dropped
+            or session.variables.dropped
+            or function.is_stale
+            or os.getpid() != session.pid  # a copy of the master that was made without at-fork hooks
+            or not cached.is_agreed
+            or cached.assembly is not self._assembly
+            # Ctrl-C would only cancel a task of asyncio, and not be heard here.
+            or (_signal.getsignal(_SIGINT) is not _raises_keyboard_interrupt and num_cancels() >= 0)
+            or len(args) != len(self._arguments)
+        ):
             return False
         for value, (first, second, target) in zip(args, self._arguments):
             if target is None:
                 if value is None or value is not first() or value._contents.array is not second():
                     return False
-            elif type(value) not in ARRAYS or value.dtype != first or value.shape != second:
+            elif type(value) not in _ARRAYS or value.dtype != first or value.shape != second:
                 return False
-        return True
+        for fd, _ in self._poll.poll(0):
+            if fd not in self._rank_of or not workers.requests:  # more than replies to calls before this one
+                return False
+        if self._result_nbytes:
+            self._lease = session.memory.lease_known(self._result_nbytes, self._ranks)
+        return self._epoch == workers.epoch.number and (self._lease is not None or not self._result_nbytes)
 
-    def _stage(self, args: tuple[Any, ...]) -> None:
-        """Bring the arguments and the ranks' bounds to where the workers read them."""
+    def send(self, session: Session, args: tuple[Any, ...], started_ns: int) -> None:
+        """Bring the arguments and the ranks' bounds to where the workers read them, and ring."""
+        workers, lane, numbers, counters = session.workers, self._lane, self._numbers, session.counters
         for position, target, is_large in self._copies:
             if is_large:
                 copy_into(target, args[position])
             else:
                 target[...] = args[position]
-        if self._lane.last_numbers is not self._bounds:
-            self._repeat.write_numbers()
+        if lane.last_numbers is not self._bounds:  # a call with others came between
+            lane.last_numbers = None  # until all of them are written
+            lane.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1] = self._block
+            lane.last_numbers = self._bounds
+        self._number = numbers[_NUMBER] = next(session.numbers)
+        numbers[_RESULT] = 0 if self._lease is None else self._lease.segment.id
+        self.sequence = sequence = workers.sequence = workers.sequence % 0xFFFF + 1
+        self.pending, self.replies, self.is_lost, self.is_cut = set(self._ranks), {}, False, False
+        self._started, self.began = started_ns, started_ns * 1e-9
+        workers.began, workers.num_cancels = self.began, -1
+        timeout = session.timeout
+        self.deadline = None if timeout is None else self.began + timeout
+        self._expected = DOORBELL.pack(_DONE, self._answer.flags, sequence, 0)
+        self._cached.is_agreed = False  # until it has ended well, as in an ordinary call
+        flags = self._flags if workers.requests else self._flags | IS_ALONE
+        workers.requests[sequence] = self
+        message = DOORBELL.pack(_CALL, flags, sequence, self._plan_id)
+        for channel in self._channels:
+            os.write(channel.write_fd, message)
+        counters["calls"] += 1
+        counters["messages_down"] += len(self._channels)
+        counters["bytes_down"] += 8 * len(self._channels)
+        counters["bytes_staged"] += self._staged_nbytes
 
-    def _wait(self, workers: Workers) -> bool:
-        """Take the replies of all ranks; return False where something else has come, for the ordinary wait."""
-        timeout_ms = _WAIT_MS if self.deadline is None else min(poll_ms(self.deadline - self.began), _WAIT_MS)
-        expected = DOORBELL.pack(_DONE, 0, self.sequence, 0)
-        rank_of, pending = self._rank_of, self.pending
-        while pending:
-            events = workers.patience.wait(self._poll, timeout_ms)
-            if not events:
-                return False
-            for fd, _ in events:
-                if fd not in rank_of:  # a printed line, a death, the end of the runtime
-                    return False
-            for fd, _ in events:
-                rank, channel = rank_of[fd]
-                reply = os.read(channel.read_fd, 8)
-                if reply != expected:
-                    workers.take_doorbell(rank, reply)
-                    return False
-                self.replies[rank] = DONE
-                pending.discard(rank)
-        return True
-
-    def _result(self, session: Session, started_ns: int) -> Any:
-        """Return the result of a call that has ended well, and note what it cost."""
-        result = self._assembly.build(self._call.rows, None, None, None)
+    def finish(self, session: Session, function: Callee) -> Any:
+        """Wait for the replies and return the result; ``NOT_QUIET`` where something else has come than expected."""
+        if self.pending and not self._wait(session):
+            return NOT_QUIET
+        for reply in self.replies.values():
+            if reply is not self._answer:
+                return NOT_QUIET
+        lease = self._lease
+        result = self._assembly.build(self._call.rows, None, None if lease is None else lease.deliver(), None)
+        session.workers.requests.pop(self.sequence, None)
+        self._lease = None
+        if function.changes:
+            session.residents.note_changed(function.changes, self._number, self._call.ranks)
         self._cached.is_agreed = True
         slowest = 0
         for words in self._function_ns:
@@ -232,10 +201,41 @@ class QuietCall(Request):
         record.function_ns += slowest
         record.output_nbytes += self._cached.output_nbytes
         record.staged_nbytes += self._staged_nbytes
-        record.wall_ns += time.monotonic_ns() - started_ns
+        record.wall_ns += time.monotonic_ns() - self._started
         return result
 
-    def _launched(self, function: Callee, number: int, started_ns: int) -> Launched:
-        """Return what the ordinary way needs in order to go on with this call."""
-        nbytes = self._staged_nbytes
-        return Launched(function, self._call, self._cached, number, self, None, self.deadline, started_ns, nbytes)
+    def _wait(self, session: Session) -> bool:
+        """Take replies until all ranks have answered this call; return False where the ordinary wait must go on."""
+        workers, rank_of, pending, counters = session.workers, self._rank_of, self.pending, session.counters
+        timeout_ms = _WAIT_MS if self.deadline is None else min(poll_ms(self.deadline - self.began), _WAIT_MS)
+        while pending:
+            events = workers.patience.wait(self._poll, timeout_ms)
+            if not events:
+                return False
+            for fd, _ in events:
+                if fd not in rank_of:  # a printed line, a death, the end of the runtime
+                    return False
+            for fd, _ in events:
+                rank, channel = rank_of[fd]
+                doorbell = os.read(channel.read_fd, 8)
+                if doorbell == self._expected:
+                    self.replies[rank] = self._answer
+                    pending.discard(rank)
+                    counters["messages_up"] += 1
+                    counters["bytes_up"] += 8
+                elif not workers.take_doorbell(rank, doorbell):
+                    return False
+        return True
+
+    def launched(self, function: Callee) -> Launched:
+        """Return the call under way, as the ordinary way knows calls."""
+        return Launched(
+            function, self._call, self._cached, self._number, self, None, self.deadline, self._started,
+            self._staged_nbytes,
+        )  # fmt: skip
+
+    def hand_over(self, function: Callee) -> Launched:
+        """Return the call under way for the ordinary way to go on with it, which then owns its buffer."""
+        launched = self.launched(function)
+        launched.lease, self._lease = self._lease, None
+        return launched

@@ -629,9 +629,10 @@ class Workers(Crew):
         """Read one doorbell and its body into its request; return False where there is none."""
         return self._note_reply(rank, self._read_reply(self.by_rank[rank]))
 
-    def take_doorbell(self, rank: int, doorbell: bytes) -> None:
-        """Take a doorbell that was read, and its body, into its request."""
-        self._note_reply(rank, self._reply_of(self.by_rank[rank], Channel.understood(doorbell)))
+    def take_doorbell(self, rank: int, doorbell: bytes) -> bool:
+        """Take a doorbell that was read, and its body, into its request; return whether that is all there is to it."""
+        message = self._reply_of(self.by_rank[rank], Channel.understood(doorbell))
+        return self._note_reply(rank, message) and message is not None and message[1].status == Status.DONE
 
     def _note_reply(self, rank: int, message: tuple[int, Reply] | None) -> bool:
         if message is None:

@@ -31,7 +31,6 @@ REPLIED: Any = object()
 _INTERRUPT, _CALL, _RESULT = int(Down.INTERRUPT), int(Down.CALL), int(Down.RESULT)
 _FUNCTION_NS, _PHASE, _OUTPUT_NBYTES = int(Up.FUNCTION_NS), int(Up.PHASE), int(Up.OUTPUT_NBYTES)
 _IDLE, _FUNCTION, _DONE = int(Phase.IDLE), int(Phase.FUNCTION), int(Status.DONE)
-_ALONE_IN_FIRST = {0}
 
 
 class QuietCall:
@@ -56,8 +55,10 @@ class QuietCall:
             for position, (item, start) in enumerate(zip(plan.inputs, starts))
         ]
         self._slots = slots
-        self._own_down = memoryview(lane.down[worker.rank])
-        self._own_up = lane.own_up
+        # Of these some words belong to the rank, and only those of the first lane count.
+        self._rank_down = memoryview(worker.down[worker.rank])
+        self._rank_up = worker.lanes[0].own_up
+        self._lane_up = lane.own_up
         self._first_down = lane.first_down
         # What peers that communicate must see of a rank that does not; see ``Rendezvous.skip``.
         self._left: memoryview | None = None
@@ -69,7 +70,7 @@ class QuietCall:
     def fits(worker: Worker, plan_id: int) -> bool:
         """Whether the next call of a plan, of which one has just ended well, can be quiet."""
         prepared = worker.held.plans.get(plan_id)
-        if prepared is None or prepared.slots is None or worker.lane.index or worker.lane.called is not prepared:
+        if prepared is None or prepared.slots is None or worker.lane.called is not prepared:
             return False
         plan, function = prepared.plan, prepared.function
         numbers = worker.lane.down[worker.rank].tolist()
@@ -92,9 +93,7 @@ class QuietCall:
         lane, variables, prepared = self._lane, worker.variables, self._prepared
         arrays = prepared.bases
         if (
-            worker.lane is not lane
-            or worker.used_lanes != _ALONE_IN_FIRST
-            or lane.executor.outputs.held_plan is not None
+            holds_outputs(worker)
             or worker.held.kept_data
             or not variables.is_plain
             or variables.stored[1]
@@ -105,8 +104,10 @@ class QuietCall:
             or self._numbers.tobytes() != self._known_numbers
         ):
             return None
-        own_up = self._own_up
-        worker.sequence = sequence
+        rank_up, lane_up = self._rank_up, self._lane_up
+        worker.sequence, worker.lane = sequence, lane
+        worker.used_lanes.add(lane.index)
+        variables.call_down = lane.down
         lane.called, cell.worker = prepared, worker
         arguments: Any = []
         result = failure = None
@@ -115,16 +116,16 @@ class QuietCall:
         try:
             try:
                 worker.is_interruptible = True
-                interrupt = self._own_down[_INTERRUPT]
+                interrupt = self._rank_down[_INTERRUPT]
                 if interrupt >= 0 and is_interrupted(interrupt, sequence):
                     raise Interrupted  # the signal came before this call could take it
-                own_up[_PHASE] = _FUNCTION
-                for position, index in self._indices:
-                    arguments.append(arrays[position][index])
+                rank_up[_PHASE] = _FUNCTION
+                for position, rows in self._indices:
+                    arguments.append(arrays[position][rows])
                 started = time.monotonic_ns()
                 result = self._fn(*arguments)
                 ended = time.monotonic_ns()
-                own_up[_FUNCTION_NS] = ended - started
+                lane_up[_FUNCTION_NS] = ended - started
                 is_expected = not (variables.assigned or variables.given) and self._slots.fill(result)
             finally:
                 worker.is_interruptible = False
@@ -144,8 +145,8 @@ class QuietCall:
             os._exit(0)
         if self._left is not None:  # as leave_call
             self._left[worker.rank] = self._first_down[_CALL]
-        own_up[_PHASE] = _IDLE
-        own_up[_OUTPUT_NBYTES] += self._slots.nbytes
+        rank_up[_PHASE] = _IDLE
+        rank_up[_OUTPUT_NBYTES] += self._slots.nbytes
         if ended - worker.rss_measured > RSS_INTERVAL_NS:
             worker.measure(ended)
         flush_output()
@@ -154,6 +155,14 @@ class QuietCall:
             if number & 1:  # over a collective that this rank had no use for; the others look again by themselves
                 lane.communicator.wake_sleepers()  # type: ignore[union-attr]
         return REPLIED
+
+
+def holds_outputs(worker: Worker) -> bool:
+    """Whether something is kept of the outputs of a call that is not over."""
+    for index in worker.used_lanes:  # asked at each call: no generator  # noqa: SIM110
+        if worker.lanes[index].executor.outputs.held_plan is not None:
+            return True
+    return False
 
 
 def flush_output() -> None:

@@ -22,7 +22,7 @@ from synk._wire.control import Down, control_nbytes, is_interrupted
 from synk._wire.descriptors import NONE, Descriptor
 from synk._wire.lifeline import tie_to_pipe, tie_to_pulse
 from synk._wire.memory import Segment
-from synk._wire.messages import HAS_BODY, IS_ALONE, IS_UNRECEIVED, LANE_SHIFT, Body, Kind, Status
+from synk._wire.messages import HAS_BODY, IS_UNRECEIVED, LANE_SHIFT, Body, Kind, Status
 from synk._worker import failpoints as _failpoints
 from synk._worker.dispatch import handle
 from synk._worker.failures import pack_failure
@@ -102,7 +102,7 @@ class WorkerLoop:
             if kind == Kind.PREFETCH:
                 worker.prefetch(flags >> LANE_SHIFT, value)
                 continue
-            quiet = worker.held.quiet.get(value) if kind == Kind.CALL and flags == IS_ALONE else None
+            quiet = worker.held.quiet.get(value) if kind == Kind.CALL and not flags & HAS_BODY else None
             answer = None if quiet is None else quiet.run(worker, sequence, channel)
             if answer is REPLIED:
                 continue

@@ -1,0 +1,67 @@
+"""The ordinary way of a call, from beginning to end, and what it prepares: the quiet calls that may follow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from synk._master.call import CallOptions, collect, launch
+from synk._master.launched import Callee, Launched
+from synk._master.quiet import QuietCall
+from synk._master.session import Session
+from synk._master.trials import try_shorter
+
+
+def run_call(
+    session: Session,
+    function: Callee,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CallOptions,
+    deadline: float | None,
+) -> Any:
+    """Run one call the ordinary way, prepare the quiet ones that may follow, and return its result."""
+    launched = launch(session, function, args, kwargs, options, deadline, session.lanes.first)
+    result = collect(session, launched)
+    if function.row_shapes.wants_trial:
+        try_shorter(session, launched)
+    prepare(session, launched)
+    return result
+
+
+def prepare(session: Session, launched: Launched) -> None:
+    """After a call that went the ordinary way and ended well: prepare the quiet ones that may follow in its lane."""
+    # Where the epoch has not ended no rank had to be told anything: the next call need not tell it either.
+    if launched.epoch == session.workers.epoch.number and _can_repeat(session, launched):
+        launched.function.plans.quiet[launched.cached.lane.index] = QuietCall(session, launched)
+
+
+def _can_repeat(session: Session, launched: Launched) -> bool:
+    """Whether calls like one that has just ended well can be quiet."""
+    call, cached = launched.call, launched.cached
+    assembly, plan_id = cached.assembly, cached.plan.plan_id
+    if session.workers.is_inline or session.has_devices or assembly is None or not assembly.is_plain:
+        return False
+    if call.sources or not (call.options.is_plain and cached.is_agreed):
+        return False
+    # Ranks that know their parts of large outputs bring them into place without being asked.
+    known = [session.workers.by_rank[rank].assemblies.get(plan_id) for rank in call.ranks]
+    if assembly.result_nbytes and any(number != assembly.number for number in known):
+        return False
+    staged = iter(cached.staged)
+    for argument in call.arguments:
+        if argument.keyword or argument.nest is not None or argument.kind not in ("rows", "whole"):
+            return False
+        array, target = argument.array, None if argument.array is None else next(staged)
+        if array is None or target is None:
+            if argument.data is None:
+                return False
+        elif (  # records, of which equal dtypes can differ, and what was changed in place since it was passed
+            type(array) is not np.ndarray
+            or array.dtype.kind == "V"
+            or array.dtype.newbyteorder("=") != target.dtype
+            or array.shape != target.shape
+        ):
+            return False
+    return True
