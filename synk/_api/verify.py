@@ -11,7 +11,8 @@ import numpy as np
 from synk._master.call import CallOptions
 from synk._master.launched import Tried
 from synk._pure.interrupts import is_from_handler
-from synk._pure.ops import REDUCE_OPS, Op, check_op, concatenate, is_bfloat16, match_ops, reduce_into
+from synk._pure.ops import REDUCE_OPS, Op, check_op, is_bfloat16, match_ops
+from synk._pure.partials import concatenate, reduce_into
 from synk._pure.trees import flatten
 from synk._wire.control import Traits
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.ops import UFUNCS, accumulator_dtype, concatenate, is_reducible, match_ops, reduce_into, wanted_leaves
+from synk._pure.ops import is_reducible, match_ops, wanted_leaves
+from synk._pure.partials import Reduction, concatenate, equal_reduction, reduce_into
 from synk._pure.ranges import SLOT_ALIGNMENT, block_bounds, chunk_bounds
 from synk._pure.trees import flatten, unflatten
 from synk._wire.memory import Segment
@@ -218,26 +219,21 @@ class Assembly:
                 values[leaf] = self._value(leaf, parts.get(leaf, []), weights, root, order)
         return self._select(values)
 
-    def _reduced_slots(self) -> list[tuple[Any, list[np.ndarray], bool]] | None:
-        """Return ``(ufunc, slots, is_average)`` of each output where all are small, reduced, and of full precision."""
+    def _reduced_slots(self) -> list[Reduction] | None:
+        """Return the reduction of each output where all are small, reduced, and of full precision."""
         if self._subset is not None or self.result_nbytes:
             return None
-        outputs = []
-        for leaf, op in enumerate(self.ops):
-            slots = [view for row in self._views if (view := row[leaf]) is not None]
-            if not is_reducible(op) or any(slot.dtype != accumulator_dtype(slot.dtype) for slot in slots):
-                return None
-            outputs.append((UFUNCS[str(op)], slots, op == "avg"))
-        return outputs
+        slots = ([view for row in self._views if (view := row[leaf]) is not None] for leaf in range(self._num_leaves))
+        found = [equal_reduction(op, views) for op, views in zip(self.ops, slots)]
+        reductions = [reduction for reduction in found if reduction is not None]
+        return reductions if len(reductions) == len(found) else None
 
-    def _build_small(self, outputs: list[tuple[Any, list[np.ndarray], bool]]) -> Any:
-        """Reduce the slots as ``reduce_into`` does, to the same bits, with nothing else on the way."""
+    def _build_small(self, reductions: list[Reduction]) -> Any:
+        """Return the result of outputs that are only to be combined, and divided, where they lie."""
         values = []
-        for ufunc, slots, is_average in outputs:
-            value = ufunc(slots[0], slots[1]) if len(slots) > 1 else _own(slots[0])
-            for slot in slots[2:]:
-                value = ufunc(value, slot)
-            values.append(value / len(slots) if is_average and len(slots) > 1 else value)
+        for combine, slots, divisor in reductions:
+            value = fold(combine, slots) if len(slots) > 1 else _own(slots[0])
+            values.append(value / divisor if divisor > 1 else value)
         return tuple(values) if self._is_tuple else unflatten(self.structure, values)
 
     def _parts(self, objects: list[list[Any]] | None) -> dict[int, list[Any]]:

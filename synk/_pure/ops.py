@@ -1,9 +1,9 @@
-"""The reduction ops: their words, their dtype rules and their arithmetic. Pure NumPy, no process."""
+"""The reduction ops: their words, their dtype rules, and which output they are for. No process."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,16 +15,10 @@ Op = str | Callable[[Any, Any], Any] | None
 REDUCE_OPS = ("avg", "sum", "prod", "min", "max")
 OPS = (*REDUCE_OPS, "gather", "first")
 
-# An accumulator block of this size stays in the second-level cache while every rank's part streams through it.
-BLOCK_NBYTES = 1 << 18
-
-_UFUNC_NAMES = {"avg": "add", "sum": "add", "prod": "multiply", "min": "minimum", "max": "maximum"}
-UFUNCS = {op: getattr(np, name) for op, name in _UFUNC_NAMES.items()}
-
 
 def is_reducible(op: Op) -> bool:
     """Whether ``op`` combines the values of all ranks element by element."""
-    return isinstance(op, str) and op in UFUNCS
+    return isinstance(op, str) and op in REDUCE_OPS
 
 
 @functools.cache  # NumPy composes the name of a dtype anew each time: 3 us
@@ -59,163 +53,6 @@ def check_op(op: str, dtype: np.dtype, what: str) -> None:
             f"cannot take the {op} of {what}: got dtype {dtype}, and complex numbers have no order. "
             "Reduce the real part, the imaginary part or the magnitude."
         )
-
-
-@functools.cache
-def accumulator_dtype(dtype: np.dtype) -> np.dtype:
-    """Return the dtype in which values of ``dtype`` are combined: float32 for the 16-bit floats, else ``dtype``."""
-    return np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
-
-
-def _reduce_block(op: str, blocks: Sequence[np.ndarray], rows: Sequence[float] | None, out: np.ndarray) -> None:
-    """Reduce equally long 1-d blocks into ``out``, in order, in the accumulator dtype."""
-    ufunc = UFUNCS[op]
-    wide = accumulator_dtype(out.dtype)
-    if op == "avg" and rows is not None and len(set(rows)) > 1:
-        # The rows multiply before the one division, so that an average of equal values is that value.
-        total = wide.type(sum(rows))
-        accumulator = np.empty(out.shape, wide)
-        term = np.empty(out.shape, wide)
-        np.multiply(blocks[0], wide.type(rows[0]), out=accumulator)
-        for block, num_rows in zip(blocks[1:], rows[1:]):
-            np.multiply(block, wide.type(num_rows), out=term)
-            np.add(accumulator, term, out=accumulator)
-        np.divide(accumulator, total, out=accumulator)
-        out[...] = accumulator
-        return
-    accumulator = out if wide == out.dtype else np.empty(out.shape, wide)
-    if len(blocks) == 1:
-        out[...] = blocks[0]
-        return
-    first, second = blocks[0], blocks[1]
-    if wide != out.dtype:
-        first, second = first.astype(wide), second.astype(wide)
-    ufunc(first, second, out=accumulator)
-    for block in blocks[2:]:
-        ufunc(accumulator, block.astype(wide, copy=False), out=accumulator)
-    if op == "avg":
-        np.divide(accumulator, wide.type(len(blocks)), out=accumulator)
-    if accumulator is not out:
-        out[...] = accumulator
-
-
-def reduce_into(op: str, values: Sequence[np.ndarray], rows: Sequence[float] | None, out: np.ndarray) -> None:
-    """Reduce ``values`` (all of the shape and dtype of ``out``, C-contiguous) into ``out``, in the order given.
-
-    Parameters
-    ----------
-    op : str
-        One of ``REDUCE_OPS``.
-    values : sequence of ndarray
-        One per rank that votes; none of them may overlap ``out``.
-    rows : sequence of float or None
-        How many rows stand behind each value: the weights of ``avg``. ``None``: all alike.
-
-    Overflow and NaN are the caller's numbers, as in a NumPy reduction: callers run this under ``np.errstate``.
-    """
-    if out.nbytes <= BLOCK_NBYTES:
-        _reduce_block(op, values, rows, out)
-        return
-    flat_out = out.reshape(-1)
-    flat = [value.reshape(-1) for value in values]
-    length = max(BLOCK_NBYTES // out.itemsize, 1)
-    for start in range(0, flat_out.size, length):
-        stop = start + length
-        _reduce_block(op, [value[start:stop] for value in flat], rows, flat_out[start:stop])
-
-
-class Accumulator:
-    """The running value of one output over the slices of one rank.
-
-    Parameters
-    ----------
-    op : Op
-    what : str
-        Names the output in errors.
-    xp : module
-        NumPy, or the namespace of the array library that the values belong to.
-    is_single : bool
-        There will be one slice only: its value is taken without a copy.
-    """
-
-    def __init__(self, op: Op, what: str, xp: Any = np, *, is_single: bool = False) -> None:
-        self.op = op
-        self._is_single = is_single
-        self.what = what
-        self._xp = xp
-        self._parts: list[Any] = []
-        self._rows: list[int] = []
-        self._sum: Any = None
-
-    def add(self, value: Any, num_rows: int) -> None:
-        """Take in the value of one slice of ``num_rows`` rows (an array, or any object where the op allows it)."""
-        op = self.op
-        self._rows.append(num_rows)
-        if not self._is_single and (_is_on_host(value) or isinstance(value, self._xp.ndarray)):
-            # A function may return a buffer that it fills again for the next slice.
-            value = (np if _is_on_host(value) else self._xp).array(value)
-        if op is None or op == "gather":
-            self._parts.append(value)
-        elif not self._parts:
-            self._parts = [value]  # as it is: with one slice nothing is computed
-        elif callable(op):
-            self._parts = [op(self._parts[0], value)]
-        elif op != "first":
-            self._combine(op, value, num_rows)
-
-    def _combine(self, op: str, value: Any, num_rows: int) -> None:
-        first = self._parts[0]
-        if self._sum is None:
-            check_op(op, first.dtype, self.what)
-            self._sum = self._xp.array(self._term(op, first, self._rows[0]), order="C")
-        if value.shape != first.shape or value.dtype != first.dtype:
-            raise ValueError(
-                f"cannot accumulate {self.what} over slices: got shape {value.shape} and dtype {value.dtype} after "
-                f"shape "
-                f"{first.shape} and dtype {first.dtype}, expected the same for every slice. "
-                "Use op 'gather' where the length follows the rows."
-            )
-        with np.errstate(all="ignore"):  # overflow and NaN are the caller's numbers, as in a NumPy reduction
-            getattr(self._xp, _UFUNC_NAMES[op])(self._sum, self._term(op, value, num_rows), out=self._sum)
-
-    def _term(self, op: str, value: Any, num_rows: int) -> Any:
-        """Return ``value`` in the accumulator dtype, for an average times its rows."""
-        value = self._xp.asarray(value)  # a number may still be on the host
-        wide = accumulator_dtype(value.dtype)
-        with np.errstate(all="ignore"):
-            if op == "avg":
-                return self._xp.multiply(value, wide.type(num_rows), dtype=wide)
-            return value.astype(wide, copy=False)
-
-    def result(self) -> Any:
-        """Return the value over all slices taken in so far."""
-        if self.op is None:
-            return self._parts
-        if self.op == "gather":
-            if all(_is_on_host(part) for part in self._parts):
-                return concatenate(self._parts)
-            return self._xp.concatenate([self._xp.asarray(part) for part in self._parts])
-        if self._sum is None:
-            return self._parts[0]
-        with np.errstate(all="ignore"):
-            total = self._sum
-            if self.op == "avg":
-                total = total / total.dtype.type(sum(self._rows))
-            return self._xp.asarray(total, dtype=self._parts[0].dtype)
-
-
-def concatenate(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Join host arrays along axis 0. Where they agree on a dtype it is kept: ``np.concatenate`` would pack records."""
-    dtype = parts[0].dtype
-    if any(part.dtype != dtype for part in parts):
-        return np.concatenate(parts)
-    out = np.empty((sum([len(part) for part in parts]), *parts[0].shape[1:]), dtype)
-    return np.concatenate(parts, out=out)
-
-
-def _is_on_host(value: Any) -> bool:
-    """Whether ``value`` is NumPy's, as text and numbers of a function on a device may be."""
-    return isinstance(value, (np.ndarray, np.generic))
 
 
 def check_outputs(outputs: Any, what: str) -> None:

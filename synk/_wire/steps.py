@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.ops import reduce_into
+from synk._pure.partials import reduce_into
 from synk._wire.memory import Segment
 
 Place = tuple[int, int]

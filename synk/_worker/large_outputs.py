@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from synk._pure.ops import Op, is_reducible, reduce_into
+from synk._pure.ops import Op, is_reducible
+from synk._pure.partials import reduce_into
 from synk._pure.ranges import chunk_bounds
 from synk._wire.memory import Segment
 from synk._wire.messages import Leaf, Move, slot_offsets

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from synk._pure.ops import Accumulator, Op, match_ops
+from synk._pure.ops import Op, match_ops
+from synk._pure.partials import Accumulator
 from synk._pure.trees import flatten, skeleton_of, unflatten
 from synk._worker.plans import LoadedFunction
 from synk._worker.values import Object, array_or_object, as_object, snapshot

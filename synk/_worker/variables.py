@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.ops import Accumulator
+from synk._pure.partials import Accumulator
 from synk._pure.trees import describe, flatten, unflatten
 from synk._wire.control import Down
 from synk._wire.memory import Segment

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.ops import REDUCE_OPS, reduce_into
+from synk._pure.ops import REDUCE_OPS
+from synk._pure.partials import reduce_into
 from synk._wire.memory import Segment, round_up
 from synk.communicators import Buffer, Capabilities
 from synk.communicators._buffers import as_array, supported_dtypes

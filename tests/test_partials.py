@@ -1,0 +1,133 @@
+"""Partial results: combined in two levels they give what one level gives; finished values do not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from rank_arrays import FLOATS, INTEGERS, REDUCIBLE, assert_same, numbers, reduced
+
+from synk._pure.partials import Accumulator, combine, equal_reduction, finish, lift, reduce_into
+
+ROWS = ((5, 1, 7), (2,), (11, 3), (4, 4, 4, 4))
+"""Of the slices of each of four ranks."""
+FLAT = tuple(num_rows for rank in ROWS for num_rows in rank)
+Shape = tuple[int, ...]
+
+
+def partial_of(op: str, values: Sequence[np.ndarray], rows: Sequence[int]) -> np.ndarray:
+    lifted = [lift(op, value, num_rows) for value, num_rows in zip(values, rows, strict=True)]
+    return functools.reduce(lambda first, second: np.asarray(combine(op, first, second)), lifted)
+
+
+def finished(op: str, partial: np.ndarray, rows: int, dtype: np.dtype) -> np.ndarray:
+    out = np.empty(partial.shape, dtype)
+    finish(op, partial.copy(), rows, out)
+    return out
+
+
+def one_level(op: str, values: Sequence[np.ndarray]) -> np.ndarray:
+    return finished(op, partial_of(op, values, FLAT), sum(FLAT), values[0].dtype)
+
+
+def by_rank(values: Sequence[np.ndarray]) -> list[tuple[list[np.ndarray], tuple[int, ...]]]:
+    remaining = iter(values)
+    return [([next(remaining) for _ in rows], rows) for rows in ROWS]
+
+
+def two_levels(op: str, values: Sequence[np.ndarray]) -> np.ndarray:
+    partials = [partial_of(op, *rank) for rank in by_rank(values)]
+    total = functools.reduce(lambda first, second: np.asarray(combine(op, first, second)), partials)
+    return finished(op, total, sum(FLAT), values[0].dtype)
+
+
+def finished_between(op: str, values: Sequence[np.ndarray]) -> np.ndarray:
+    """What is got where each rank rounds and divides, and the others see its result only."""
+    dtype = values[0].dtype
+    results = [finished(op, partial_of(op, slices, rows), sum(rows), dtype) for slices, rows in by_rank(values)]
+    weights = [sum(rows) for rows in ROWS]
+    return finished(op, partial_of(op, results, weights), sum(weights), dtype)
+
+
+def arrays(dtype: str, shape: Shape, make: Callable[..., np.ndarray] = numbers) -> list[np.ndarray]:
+    return [make(dtype, shape, seed) for seed in range(len(FLAT))]
+
+
+def normal(dtype: str, shape: Shape, seed: int) -> np.ndarray:
+    return np.asarray(np.random.default_rng(seed).normal(size=shape)).astype(dtype)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (40,), (6, 5)])
+@pytest.mark.parametrize(("op", "dtype"), REDUCIBLE)
+def test_two_levels_are_one(op: str, dtype: str, shape: Shape) -> None:
+    """Of whole numbers, of which no sum is rounded; integers wrap around the same, too."""
+    values = arrays(dtype, shape)
+    if op == "prod":
+        values = [np.where(value == 0, np.ones_like(value), value) for value in values]
+    got = two_levels(op, values)
+    assert_same(got, one_level(op, values))
+    assert_same(got, reduced(op, values, FLAT), is_rounded=op == "avg")
+
+
+@pytest.mark.parametrize("op", ["avg", "sum"])
+def test_partials_change_no_float16_and_finished_values_change_many(op: str) -> None:
+    values = arrays("float16", (10_000,), normal)
+    expected = one_level(op, values)
+    assert_same(two_levels(op, values), expected)
+    assert_same(expected, reduced("avg", values, FLAT) if op == "avg" else expected)
+    changed = np.mean(finished_between(op, values) != expected)
+    assert 0.1 < changed < 0.6
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("op", ["avg", "sum", "prod", "min", "max"])
+def test_what_is_no_number_stays_none(op: str, dtype: str) -> None:
+    values = arrays(dtype, (8,), normal)
+    values[3][0], values[9][1], values[0][2], values[1][2] = np.nan, np.inf, np.inf, -np.inf
+    with np.errstate(all="ignore"):
+        got = two_levels(op, values)
+        assert_same(got, one_level(op, values), is_rounded=True)
+        assert_same(got, reduced(op, values, FLAT), is_rounded=True)
+    assert np.isnan(got[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_rounding_is_that_of_another_order(dtype: str) -> None:
+    values = arrays(dtype, (1000,), normal)
+    assert_same(two_levels("avg", values), reduced("avg", values, FLAT), is_rounded=True)
+
+
+def test_integers_wrap_around() -> None:
+    for dtype in INTEGERS:
+        values = [np.full(3, np.iinfo(dtype).max - k, dtype) for k in range(len(FLAT))]
+        assert_same(two_levels("sum", values), reduced("sum", values))
+
+
+# ----- slices, ranks and the quiet call: one arithmetic
+
+
+@pytest.mark.parametrize(("op", "dtype"), REDUCIBLE)
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_ranks_are_reduced_so(op: str, dtype: str, is_weighted: bool) -> None:
+    values = arrays(dtype, (50,))
+    rows = FLAT if is_weighted else (1,) * len(FLAT)
+    out = np.empty_like(values[0])
+    reduce_into(op, values, FLAT if is_weighted else None, out)
+    assert_same(out, finished(op, partial_of(op, values, rows), sum(rows), out.dtype))
+    reduction = equal_reduction(op, values)
+    assert (reduction is None) == (dtype == "float16")
+    if reduction is not None and not is_weighted:
+        combine_two, parts, divisor = reduction
+        partial = functools.reduce(combine_two, parts)
+        assert_same(partial / divisor if divisor > 1 else partial, out)
+
+
+@pytest.mark.parametrize(("op", "dtype"), REDUCIBLE)
+def test_slices_are_accumulated_so(op: str, dtype: str) -> None:
+    values = arrays(dtype, (50,))
+    accumulator = Accumulator(op, "a value")
+    for value, num_rows in zip(values, FLAT, strict=True):
+        accumulator.add(value, num_rows)
+    assert_same(accumulator.result(), one_level(op, values))
