@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from synk.backends import BACKENDS, _devices, _nvml
+from synk.backends import BACKENDS, backend_module
 from synk.communicators._nccl_library import nccl_environment
-from synk.errors import UnsupportedError
 
 _SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 _THREAD_VARIABLES = (
@@ -66,6 +64,8 @@ def place(num_workers: int | None, backend: str, devices: Sequence[Any] | None, 
 
     Raises
     ------
+    UnsupportedError
+        If the backend has no device here; the message says why, and what to install.
     ValueError
         Naming the argument that makes no sense.
     TypeError
@@ -83,49 +83,18 @@ def place(num_workers: int | None, backend: str, devices: Sequence[Any] | None, 
         if num_workers not in (None, 1):
             raise ValueError(f"cannot fork inline: got num_workers={num_workers}, expected 1 (or None).")
         num_workers = 1
-    if backend == "numpy" or (backend == "auto" and devices is None and not gpus_usable()):
-        if devices is not None:
-            raise ValueError(f"cannot fork: got devices={devices!r} with backend 'numpy', expected None.")
-        count = num_workers or len(os.sched_getaffinity(0))
-        return Placement("numpy", tuple(f"cpu:{rank}" for rank in range(count)))
-    return place_on_gpus(num_workers, devices)
-
-
-def has_cupy() -> bool:
-    """Whether CuPy is installed; does not import it."""
-    return importlib.util.find_spec("cupy") is not None
-
-
-def gpus_usable() -> bool:
-    """Whether a GPU is visible and CuPy is installed; imports neither CuPy nor CUDA."""
-    return has_cupy() and not _devices.explain_absence(_nvml.discover(os.environ), os.environ, has_cupy=True)
-
-
-def place_on_gpus(num_workers: int | None, devices: Sequence[Any] | None) -> Placement:
-    """Choose GPUs by NVML.
-
-    Raises
-    ------
-    UnsupportedError
-        If there is none to be used; the message says why, and what to install.
-    ValueError, TypeError
-        If ``devices``, ``num_workers`` or CUDA_VISIBLE_DEVICES make no sense here.
-    """
-    snapshot = _nvml.discover(os.environ)
-    problem = _devices.explain_absence(snapshot, os.environ, has_cupy=has_cupy())
-    if problem:
-        raise UnsupportedError(f"cannot fork with backend 'cupy': {problem}")
-    chosen = _devices.choose_devices(_devices.visible_devices(snapshot, os.environ), num_workers, devices)
-    sharing = _devices.ranks_per_device(chosen)
+    if backend == "auto":
+        backend = "cupy" if devices is not None or backend_module("cupy").is_usable() else "numpy"
+    places = backend_module(backend).place(num_workers, devices)
+    sharing = places.ranks_per_device
+    if not sharing:
+        return Placement(backend, places.devices, cpus=places.cpus)
     environment = nccl_environment(os.environ, ranks_per_device=sharing)
-    # JAX would take three quarters of the memory at its start, from CuPy and from its neighbours.
-    environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    allowed = os.sched_getaffinity(0)
     return Placement(
-        "cupy",
-        tuple(str(device) for device in chosen),
-        tuple(environment | _devices.worker_environment(device) for device in chosen),
-        tuple(tuple(sorted(_devices.cpu_mask(device, allowed))) for device in chosen),
+        backend,
+        places.devices,
+        tuple(environment | own for own in places.environments),
+        places.cpus,
         # Ranks that share a GPU take turns on it, and NCCL before 2.30.3 refuses them: only if the user asks for it.
-        len(chosen) > 1 and (sharing == 1 or os.environ.get(_SHARING_VARIABLE) == "1"),
+        len(places.devices) > 1 and (sharing == 1 or os.environ.get(_SHARING_VARIABLE) == "1"),
     )

@@ -189,7 +189,7 @@ class Accumulator:
         if self._sum is None:
             return self._parts[0]
         with np.errstate(all="ignore"):
-            result = self._xp.empty(self._sum.shape, self._parts[0].dtype)
+            result = self._xp.empty(self._sum.shape, dtype=self._parts[0].dtype)
             finish(str(self.op), self._sum, sum(self._rows), result, xp=self._xp)
             return result
 

@@ -107,7 +107,7 @@ class DeviceCollectives:
         return array if self._to_framework is None else self._to_framework(array)
 
     def _buffer(self, array: Any) -> Buffer:
-        return Buffer(int(array.data.ptr), int(array.size), array.dtype.name)
+        return Buffer(self._backend.address(array), int(array.size), array.dtype.name)
 
     def all_reduce(self, array: Any, op: str, weight: float | None) -> Any:
         send = self._take(array)
@@ -198,7 +198,7 @@ class DeviceCollectives:
             for k, (array, op, weight) in enumerate(padded)
         ]
         outs = [
-            [xp.empty(part.array.size // size, part.array.dtype) for part in r.parts] if r is not None else []
+            [xp.empty(part.array.size // size, dtype=part.array.dtype) for part in r.parts] if r is not None else []
             for r in reductions
         ]
         with comm.group():
@@ -218,7 +218,7 @@ class DeviceCollectives:
 
     def gather_all(self, arrays: Sequence[Any]) -> list[Any]:
         """Return contiguous arrays of all ranks stacked, shape ``(size, *shape)``."""
-        outs = [self._xp.empty((self._size, *array.shape), array.dtype) for array in arrays]
+        outs = [self._xp.empty((self._size, *array.shape), dtype=array.dtype) for array in arrays]
         with self._communicator.group():
             for array, out in zip(arrays, outs):
                 self._communicator.all_gather(self._buffer(array), self._buffer(out), stream=self._stream)
@@ -236,7 +236,7 @@ class DeviceCollectives:
         length = -(-array.size // self._size) * self._size
         if length == array.size:
             return array
-        padded = self._xp.zeros(length, array.dtype)
+        padded = self._xp.zeros(length, dtype=array.dtype)
         padded[: array.size] = array
         return padded
 

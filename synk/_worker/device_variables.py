@@ -61,7 +61,7 @@ class DeviceReplica(Replica):
         xp = self._store.backend.xp
         targets = self._device[back]
         if targets is None or any(target.shape != source.shape for target, source in zip(targets, pending)):
-            targets = self._device[back] = [xp.empty(source.shape, source.dtype) for source in pending]
+            targets = self._device[back] = [xp.empty(source.shape, dtype=source.dtype) for source in pending]
         for target, source in zip(targets, pending):
             target[...] = source
 
@@ -80,7 +80,7 @@ class DeviceReplica(Replica):
         if self._store.rank == 0:
             return [self._keep(leaf, leaf.dtype) for leaf in self.leaves()]
         empty = self._store.backend.xp.empty
-        return [empty(shape, dtype) for shape, dtype in zip(self._shapes[self._front], self._known.dtypes)]
+        return [empty(shape, dtype=dtype) for shape, dtype in zip(self._shapes[self._front], self._known.dtypes)]
 
     def _is_shown(self) -> bool:
         """Whether ranks that do not take part in the call follow this one: the lowest that does."""

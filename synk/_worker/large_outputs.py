@@ -89,7 +89,7 @@ class LargeOutputs:
         values = []
         for rank in slots.participants:
             if rank == slots.rank:
-                values.append(self._backend.fetch(self._parts[move.leaf]))
+                values.append(self._backend.host_copy(self._parts[move.leaf]))
             else:
                 at = rank * slots.nbytes + offset + start * leaf.dtype.itemsize
                 values.append(slots.segment.view(at, (count,), leaf.dtype))

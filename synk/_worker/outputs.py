@@ -91,7 +91,7 @@ class Outputs:
                 leaves.append(Leaf((), None))
                 continue
             array = array_or_object(self._backend, value, op, position, function)
-            if isinstance(array, np.ndarray) or hasattr(array, "__cuda_array_interface__"):
+            if self._backend.is_array(array):
                 outputs.append(array)
                 leaves.append(Leaf(tuple(array.shape), array.dtype))
             else:

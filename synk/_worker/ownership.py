@@ -14,8 +14,7 @@ from synk.backends import Backend
 def own(backend: Backend, holder: Any, position: int) -> Any:
     """Return the array at ``holder[position]`` as one that nobody else can change."""
     if backend.is_device or not is_only_reference(holder, position):
-        xp = np if isinstance(holder[position], np.ndarray) else backend.xp
-        return xp.array(holder[position])
+        return backend.own_copy(holder[position])
     return holder[position]
 
 

@@ -24,7 +24,7 @@ from synk._worker.peers import Peers
 from synk._worker.plans import PreparedPlan
 from synk._worker.residents import Residents
 from synk._worker.variables import Replica, VariableStore
-from synk.backends import Backend, open_backend
+from synk.backends import Backend, backend_module
 from synk.errors import SynkError
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Worker:
         self.device = device
         self.pid = os.getpid()  # a function may fork; what it makes so is no worker
         self._control = control  # keeps the mapping alive
-        self.backend = open_backend(backend_name, device)
+        self.backend = backend_module(backend_name).open_device(device)
         self.lanes = [WorkerLane(index, rank, world_size, control, self.backend) for index in range(NUM_LANES)]
         self.lane = self.lanes[0]
         self.used_lanes: set[int] = set()  # in which something may be remembered of a call

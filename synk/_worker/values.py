@@ -49,7 +49,7 @@ def array_or_object(backend: Backend, value: Any, op: Op, position: int, functio
 
 def snapshot(backend: Backend, value: Any, position: int, function: LoadedFunction) -> Any:
     """Return an object as it is now: the function may change it in the next slice. Arrays are copied elsewhere."""
-    if isinstance(value, (np.ndarray, np.generic, backend.xp.ndarray, *_IMMUTABLE_TYPES)):
+    if backend.is_array(value) or isinstance(value, (np.generic, *_IMMUTABLE_TYPES)):
         return value
     from synk._worker.pickling import dumps
 
@@ -68,9 +68,9 @@ def as_object(backend: Backend, value: Any) -> Any:
     """Return a value as it can travel in a pickle: the master must not touch a device."""
     if isinstance(value, Object):
         return value.value
-    if not isinstance(value, backend.xp.ndarray):
+    if not backend.is_array(value):
         return value
-    array = backend.fetch(value)
+    array = backend.host_copy(value)
     return array if array.ndim else array[()]
 
 

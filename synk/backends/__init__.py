@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, Protocol, cast
 
 import numpy as np
 
 from synk._wire.memory import Segment
+from synk.backends._places import Places
 
-BACKENDS = ("numpy", "cupy")
+_MODULES = {"numpy": "synk.backends._numpy", "cupy": "synk.backends._cupy"}
+BACKENDS = tuple(_MODULES)
 
 
 class Backend(Protocol):
@@ -33,6 +36,9 @@ class Backend(Protocol):
 
     def forget_segment(self, segment: Segment) -> None:
         """Let go of a segment that is about to be unmapped."""
+
+    def is_array(self, value: Any) -> bool:
+        """Whether ``value`` is what the methods below take as an array: one of the backend's own, or of NumPy's."""
 
     def from_host(self, host: np.ndarray) -> Any:
         """Return a device array with the values of ``host``; on the CPU ``host`` itself (a read-only view)."""
@@ -67,8 +73,11 @@ class Backend(Protocol):
     def to_host(self, array: Any, out: np.ndarray) -> None:
         """Copy an array into the host array ``out`` of the same shape and dtype; done when ``synchronize`` returns."""
 
-    def fetch(self, array: Any) -> np.ndarray:
-        """Return the values on the host, now; on the CPU the array itself."""
+    def host_copy(self, array: Any) -> np.ndarray:
+        """Return the values on the host, now; of an array that lies there the array itself."""
+
+    def own_copy(self, array: Any) -> Any:
+        """Return a new array where the given one lies, which only the caller has."""
 
     def converters(self, framework: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
         """Return functions that hand arrays over to ``"torch"`` or ``"jax"``, and take values back, without a copy."""
@@ -113,6 +122,9 @@ class DeviceBackend(Backend, Protocol):
     def is_idle(self) -> bool:
         """Whether everything queued is done; does not wait."""
 
+    def address(self, array: Any) -> int:
+        """Return where the first element of a contiguous array lies on the device."""
+
     def scratch_address(self) -> int:
         """Return the address of a few bytes of device memory that stay allocated."""
 
@@ -120,14 +132,27 @@ class DeviceBackend(Backend, Protocol):
         """Copy between host and device memory, in either direction, ordered on the stream."""
 
 
-def open_backend(name: str, device: str) -> Backend:
-    """Open ``device`` with the backend ``name``; imports its array library."""
-    if name == "numpy":
-        from synk.backends._numpy import NumpyBackend
+class BackendModule(Protocol):
+    """What the file of a backend holds. Its array library is imported by ``open_device`` alone, in a worker."""
 
-        return NumpyBackend(device)
-    if name == "cupy":
-        from synk.backends._cupy import CupyBackend
+    def is_usable(self) -> bool:
+        """Whether ``backend="auto"`` may choose it: a device is there, and the library installed."""
 
-        return CupyBackend(device)
-    raise ValueError(f"cannot open a backend: got {name!r}, expected one of {', '.join(map(repr, BACKENDS))}.")
+    def place(self, num_workers: int | None, devices: Sequence[Any] | None) -> Places:
+        """Choose the devices of ``num_workers`` ranks (None: as many as make sense), in the master.
+
+        Raises
+        ------
+        UnsupportedError
+            If there is no such device; the message says why, and what to install.
+        ValueError, TypeError
+            If the arguments, or variables of the environment, make no sense here.
+        """
+
+    def open_device(self, device: str) -> Backend:
+        """Open one of the devices that ``place`` has named, in a worker."""
+
+
+def backend_module(name: str) -> BackendModule:
+    """Return the file of the backend ``name``, one of ``BACKENDS``."""
+    return cast(BackendModule, import_module(_MODULES[name]))

@@ -9,9 +9,11 @@ while the first computes, and an event says when they are there.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,53 @@ from synk._pure.arrays import as_plain_array
 from synk._pure.trees import flatten, unflatten
 from synk._wire.memory import Segment
 from synk._wire.messages import DEVICE_DTYPES
+from synk.backends import _nvml
+from synk.backends._devices import (
+    choose_devices,
+    cpu_mask,
+    explain_absence,
+    ranks_per_device,
+    visible_devices,
+    worker_environment,
+)
 from synk.backends._frameworks import Converter, device_converters
 from synk.backends._numpy import NumpyBackend
 from synk.backends._pinned import PinnedRing, PinnedSegments, address
+from synk.backends._places import Places
+from synk.errors import UnsupportedError
+
+_JAX_VARIABLE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+
+
+def has_cupy() -> bool:
+    """Whether CuPy is installed; does not import it."""
+    return importlib.util.find_spec("cupy") is not None
+
+
+def is_usable() -> bool:
+    return has_cupy() and not explain_absence(_nvml.discover(os.environ), os.environ, has_cupy=True)
+
+
+def place(num_workers: int | None, devices: Sequence[Any] | None) -> Places:
+    """Choose GPUs by NVML; imports neither CuPy nor CUDA."""
+    snapshot = _nvml.discover(os.environ)
+    problem = explain_absence(snapshot, os.environ, has_cupy=has_cupy())
+    if problem:
+        raise UnsupportedError(f"cannot fork with backend 'cupy': {problem}")
+    chosen = choose_devices(visible_devices(snapshot, os.environ), num_workers, devices)
+    # JAX would take three quarters of the memory at its start, from CuPy and from its neighbours.
+    shared = {} if _JAX_VARIABLE in os.environ else {_JAX_VARIABLE: "false"}
+    allowed = os.sched_getaffinity(0)
+    return Places(
+        tuple(str(device) for device in chosen),
+        tuple(shared | worker_environment(device) for device in chosen),
+        tuple(tuple(sorted(cpu_mask(device, allowed))) for device in chosen),
+        ranks_per_device(chosen),
+    )
+
+
+def open_device(device: str) -> CupyBackend:
+    return CupyBackend(device)
 
 
 class _Borrowed:
@@ -89,6 +135,17 @@ class CupyBackend:
 
     def forget_segment(self, segment: Segment) -> None:
         self._segments.forget(segment)
+
+    # -- arrays -------------------------------------------------------------------------------------------------------
+
+    def is_array(self, value: Any) -> bool:
+        return isinstance(value, (np.ndarray, self.xp.ndarray))
+
+    def address(self, array: Any) -> int:
+        return int(array.data.ptr)
+
+    def own_copy(self, array: Any) -> Any:
+        return (np if isinstance(array, np.ndarray) else self.xp).array(array)
 
     # -- to the device ------------------------------------------------------------------------------------------------
 
@@ -206,7 +263,7 @@ class CupyBackend:
         for offset, nbytes in self._segments.pieces(target, out.nbytes):
             self._runtime.memcpyAsync(target + offset, source + offset, nbytes, kind, self.stream.ptr)
 
-    def fetch(self, array: Any) -> np.ndarray:
+    def host_copy(self, array: Any) -> np.ndarray:
         if isinstance(array, np.ndarray):
             return array
         out = np.empty(array.shape, array.dtype)
@@ -246,7 +303,7 @@ class CupyBackend:
     def scratch_address(self) -> int:
         if self._scratch is None:
             self._scratch = self.xp.empty(8, np.uint8)
-        return int(self._scratch.data.ptr)
+        return self.address(self._scratch)
 
     def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         self._runtime.memcpyAsync(destination, source, nbytes, self._runtime.memcpyDefault, stream)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,23 @@ import numpy as np
 from synk._pure.arrays import as_plain_array, is_masked
 from synk._wire.memory import Segment
 from synk.backends._frameworks import Converter, host_converters
+from synk.backends._places import Places
+
+
+def is_usable() -> bool:
+    return True
+
+
+def place(num_workers: int | None, devices: Sequence[Any] | None) -> Places:
+    """Give every rank the whole machine: its cores are shared."""
+    if devices is not None:
+        raise ValueError(f"cannot fork: got devices={devices!r} with backend 'numpy', expected None.")
+    count = num_workers or len(os.sched_getaffinity(0))
+    return Places(tuple(f"cpu:{rank}" for rank in range(count)))
+
+
+def open_device(device: str) -> NumpyBackend:
+    return NumpyBackend(device)
 
 
 class NumpyBackend:
@@ -28,6 +46,9 @@ class NumpyBackend:
 
     def forget_segment(self, segment: Segment) -> None:
         """Nothing refers to it here."""
+
+    def is_array(self, value: Any) -> bool:
+        return isinstance(value, np.ndarray)
 
     def from_host(self, host: np.ndarray) -> np.ndarray:
         return host
@@ -64,8 +85,11 @@ class NumpyBackend:
     def to_host(self, array: np.ndarray, out: np.ndarray) -> None:
         np.copyto(out, array)
 
-    def fetch(self, array: np.ndarray) -> np.ndarray:
+    def host_copy(self, array: np.ndarray) -> np.ndarray:
         return array
+
+    def own_copy(self, array: np.ndarray) -> np.ndarray:
+        return np.array(array)
 
     def converters(self, framework: str) -> tuple[Converter, Converter]:
         return host_converters(framework)
