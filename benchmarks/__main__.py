@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _report, calls, collectives, footprint, startup, state, submitted
+from benchmarks import _report, calls, collectives, footprint, small, startup, state, submitted
 from benchmarks._harness import ROOT, Harness
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -22,6 +22,7 @@ MARKS = ("<!-- results -->", "<!-- end of results -->")
 FAMILIES = {
     "calls": calls.run,
     "submitted": submitted.run,
+    "small": small.run,
     "startup": startup.run,
     "footprint": footprint.run,
     "state": state.run,

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import _bars, submitted
+from benchmarks import _bars, small, submitted
 from benchmarks._harness import GLOO, MPI, PEERS
 
 Results = dict[str, Any]
@@ -32,6 +32,7 @@ def report(results: Results) -> str:
     sections: dict[str, Callable[[Any], str]] = {
         "calls": _calls,
         "submitted": _submitted,
+        "small": _small,
         "startup": _startup,
         "footprint": _footprint,
         "state": _state,
@@ -49,6 +50,10 @@ def report(results: Results) -> str:
 # The columns of the table of calls: heading, job, quantity, factor, format.
 COLUMNS: tuple[tuple[str, str, str, float, str], ...] = (
     ("tiny: over us", "tiny", "over", 1e6, ".0f"),
+    ("cold: ms", "tiny, cold", "call_s", 1e3, ".3f"),
+    ("1.5 ms work: outside us", "linear 1.5 ms", "outside_s", 1e6, ".0f"),
+    ("share", "linear 1.5 ms", "share", 1, ".3f"),
+    ("15 ms work: outside us", "linear 15 ms", "outside_s", 1e6, ".0f"),
     ("linear: call ms", "linear", "call_s", 1e3, ".2f"),
     ("5 ms work: outside us", "linear work", "outside_s", 1e6, ".0f"),
     ("share", "linear work", "share", 1, ".3f"),
@@ -98,6 +103,10 @@ def _quantity(entry: Any, name: str, quantity: str) -> float | None:
 
 def _submitted(family: Any) -> str:
     return table(("case", "way", "us a call", "to a plain call", "range"), submitted.lines(family))
+
+
+def _small(family: Any) -> str:
+    return table(("case", "way", "us a call", "95th percentile"), small.lines(family))
 
 
 def _startup(family: Any) -> str:

@@ -1,0 +1,118 @@
+"""Tiny calls in other circumstances: beside busy processes, with a shared variable, inline. One process, in turns.
+
+*busy* is a tiny call beside processes that want the same cores, by a runtime that waits awake where that pays, as it
+does by default, and by one that never does. *variable* reads and assigns a shared variable. *inline* is the processor
+time of a call with one rank in the master's process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from benchmarks import _work
+from benchmarks._harness import Harness
+
+BUSY = (2, 4)
+
+
+def run(harness: Harness) -> dict[str, Any]:
+    """Return case -> rounds, each with the seconds of a call by way."""
+    harness.progress("small")
+    return dict(harness.script("small", str(harness.world_size), str(3 if harness.quick else 9), str(harness.block_s)))
+
+
+def measure(world_size: int, rounds: int, block_s: float) -> dict[str, list[dict[str, float]]]:
+    """Return what ``run`` returns; in a process of its own."""
+    import synk  # here, so that the harness that imports this module needs no synk
+
+    with synk.fork(1, backend="numpy", inline=True) as runtime:
+        inline = _turns({"inline": _tiny(runtime)}, rounds, block_s, time.process_time)
+    results = {"inline": inline}
+    with synk.fork(world_size, backend="numpy") as runtime:
+        value = runtime.shared(np.zeros(4, np.float32))
+
+        def step(w: Any, x: Any, y: Any) -> Any:
+            value.value = value.value + 1
+            return _work.loss_and_grad(w, x, y)
+
+        ways = {"plain": _tiny(runtime), "variable": _tiny(runtime, step)}
+        results["variable"] = _turns(ways, rounds, block_s, time.perf_counter)
+        os.environ["SYNK_SPIN_US"] = "0"
+        with synk.Runtime(world_size, backend="numpy") as asleep:
+            ways = {"default": _tiny(runtime), "never awake": _tiny(asleep)}
+            for number in BUSY:
+                with _busy(number):
+                    results[f"beside {number} busy"] = _turns(ways, rounds, block_s, time.perf_counter)
+    return results
+
+
+def _tiny(runtime: Any, function: Callable[..., Any] = _work.loss_and_grad) -> Callable[[int], Any]:
+    call = runtime.function(function, bcast_inputs="w", outputs=("avg", "avg", "max"))
+    x, y = (runtime.data(each) for each in _work.inputs(_work.ROWS["tiny"]))
+    return lambda number: call(_work.fresh_weights(number), x, y)
+
+
+def _turns(
+    ways: dict[str, Callable[[int], Any]], rounds: int, block_s: float, clock: Callable[[], float]
+) -> list[dict[str, float]]:
+    """Measure each way in turn; return by round the median seconds of a call, and the 95th percentile as ``... p95``.
+
+    The processor's clock is too coarse for one call: there it is the mean of the block.
+    """
+    counts = {}
+    for way, call in ways.items():
+        start = time.perf_counter()
+        for number in range(50):
+            call(number)
+        counts[way] = max(50, int(block_s / ((time.perf_counter() - start) / 50)))
+    entries = []
+    for _ in range(rounds):
+        entry = {}
+        for way, call in ways.items():
+            seconds = []
+            begin = clock()
+            for number in range(counts[way]):
+                start = clock()
+                call(number)
+                seconds.append(clock() - start)
+            mean = (clock() - begin) / counts[way]
+            entry[way] = mean if clock is time.process_time else statistics.median(seconds)
+            entry[f"{way} p95"] = statistics.quantiles(seconds, n=20)[-1]
+        entries.append(entry)
+    return entries
+
+
+@contextmanager
+def _busy(number: int) -> Iterator[None]:
+    """Have so many processes compute meanwhile."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for each in others:
+            each.kill()
+            each.wait()
+
+
+def lines(results: dict[str, Any]) -> list[list[str]]:
+    """Return the rows of the table: microseconds a call, and the 95th percentile."""
+    rows = []
+    for case, rounds in results.items():
+        for way in (name for name in rounds[0] if not name.endswith("p95")):
+            cells = [statistics.median(entry[key] for entry in rounds) * 1e6 for key in (way, f"{way} p95")]
+            rows.append([case, way, *(f"{cell:.0f}" for cell in cells)])
+    return rows
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))))
