@@ -626,6 +626,40 @@ def test_a_variable_that_is_read(shared_runtimes: Any) -> None:
     assert f(X) == X.sum() * expected * 2
 
 
+def test_a_variable_that_is_assigned_in_each_call(shared_runtimes: Any, ordinary: Ordinary) -> None:
+    """Its calls are quiet on both sides; another shape, a value of the master's and an error are not."""
+    rt = shared_runtimes[2]
+    w = rt.shared(np.zeros(3))
+
+    def step(x: np.ndarray) -> tuple[float, Any]:
+        if x[0, 0] < 0:
+            w.value = w.value * 100
+            raise ZeroDivisionError
+        w.value = w.value + 1
+        return float(sys._getframe(1).f_code.co_filename.endswith("quiet.py")), w.value.sum() + x.sum()
+
+    f = rt.function(step, outputs=("min", "max"))
+    x = X * 0 + 1
+    for _ in range(4):
+        f(x)
+    before = len(ordinary)
+    for k in range(5, 9):
+        is_quiet, total = f(x)
+        assert is_quiet and total == 3 * k + x[:4].sum()
+        np.testing.assert_array_equal(w.value, np.full(3, float(k)))
+    assert len(ordinary) == before
+    for k in range(3):
+        with pytest.raises(ZeroDivisionError):
+            f(-x)
+        np.testing.assert_array_equal(w.value, np.full(3, 8.0 + k))
+        assert f(x)[1] == 3 * (9.0 + k) + x[:4].sum()
+    for k in range(3):
+        w.value = np.full(3, float(k))
+        for _ in range(3):
+            f(x)
+        np.testing.assert_array_equal(w.value, np.full(3, k + 3.0))
+
+
 def test_a_variable_that_is_assigned_in_some_calls(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     w = rt.shared(np.zeros(()))

@@ -103,9 +103,8 @@ class Assembly:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all outputs are arrays or numbers, and none is a variable's new value."""
-        leaves = (leaf for layout in self.layouts for leaf in layout.leaves)
-        return not self.has_assignments and all(leaf.dtype is not None for leaf in leaves)
+        """Whether all outputs are arrays or numbers."""
+        return all(leaf.dtype is not None for layout in self.layouts for leaf in layout.leaves)
 
     def fits(self, voters: Sequence[int], layouts: Sequence[Layout], slots: Segment, has_group: bool) -> bool:
         """Whether it is good for a call, of which the arguments are those of the constructor."""

@@ -125,6 +125,7 @@ class QuietCall(Request):
             or session.memory.released
             or session.functions.dropped
             or session.variables.dropped
+            or session.variables.to_flip
             or function.is_stale
             or os.getpid() != session.pid  # a copy of the master that was made without at-fork hooks
             or not cached.is_agreed
@@ -188,6 +189,8 @@ class QuietCall(Request):
                 return NOT_QUIET
         lease = self._lease
         result = self._assembly.build(self._call.rows, None, None if lease is None else lease.deliver(), None)
+        if self._assembly.has_assignments:
+            session.variables.commit(self._call.ranks, self._assembly.layouts, self._number)
         session.workers.requests.pop(self.sequence, None)
         self._lease = None
         if function.changes:

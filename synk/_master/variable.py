@@ -331,6 +331,8 @@ class Variables:
         Rises whenever a variable changes from the master's side: there may be news for the workers.
     dropped : deque of int
         Ids of those that no longer exist; filled by finalizers.
+    to_flip : list
+        What a commit under way, or one that an interrupt has broken off, has still to take note of.
     """
 
     def __init__(self, workers: Workers, memory: Memory) -> None:
@@ -342,7 +344,7 @@ class Variables:
         self._workers = workers
         self._has_devices = workers.backend != "numpy"
         self._living: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
-        self._to_flip: list[tuple[Variable, int, int, bool]] = []
+        self.to_flip: list[tuple[Variable, int, int, bool]] = []
         self._flip_call = -1
 
     def __getitem__(self, variable_id: int) -> Variable:
@@ -401,13 +403,13 @@ class Variables:
                 variable.copy_back(ranks[0], absent)
                 flips += [(variable, rank, 1 - variable.front[rank], True) for rank in absent]
         self._flip_call = number
-        self._to_flip = flips
+        self.to_flip = flips
         self._workers.down[list(ranks), Down.COMMITTED] = number
         self.finish_commit()
 
     def finish_commit(self) -> None:
         """Take note of a commit that an interrupt has broken off behind its store."""
-        flips = self._to_flip
+        flips = self.to_flip
         if not flips:
             return
         if int(self._workers.down[flips[0][1], Down.COMMITTED]) == self._flip_call:
@@ -420,7 +422,7 @@ class Variables:
                     variable.lost.discard(rank)
             for variable in {variable for variable, *_ in flips}:
                 variable.separate()
-        self._to_flip = []
+        self.to_flip = []
 
     def close(self) -> None:
         """Drop all memory: the runtime is closing."""

@@ -67,7 +67,8 @@ class Outputs:
         the outputs that are no arrays.
         """
         slots = prepared.slots
-        if slots is not None and not variables.assigned and slots.fill(result):
+        is_assigning = variables.assigned or (prepared.layout is not None and prepared.layout.assigned)
+        if slots is not None and not is_assigning and slots.fill(result):
             self.nbytes = slots.nbytes
             return Status.DONE, None
         function = prepared.function
@@ -113,7 +114,7 @@ class Outputs:
         self._is_published = status == Status.DONE
         self._meanwhile()
         self._backend.synchronize()
-        is_complete = status == Status.DONE and not assigned and not objects and subset is None
+        is_complete = status == Status.DONE and not objects and subset is None
         prepared.slots = self._slots_of(prepared, result, values) if is_complete else None
         return status, (layout if is_new else None, objects) if is_new or objects else None
 

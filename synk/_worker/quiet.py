@@ -2,7 +2,7 @@
 
 Prepared after an ordinary call of the plan, whose rows, inputs and outputs it relies on. It makes new views of the
 inputs for each call, for a function may change the shape of one, writes the outputs to where the last ones went if they
-look like them, and replies. Whatever else the function does (raises, assigns a variable, keeps an input, returns
+look like them, and replies. Whatever else the function does (raises, assigns another variable, keeps an input, returns
 something new) is left to the ordinary way, which goes on with its outcome.
 
 Never for functions with slices, updates, a framework or broadcast objects, and never where failpoints are armed.
@@ -24,6 +24,7 @@ from synk._worker.calls import Outcome
 from synk._worker.dispatch import go_on
 from synk._worker.plans import PreparedPlan
 from synk._worker.rank import RSS_INTERVAL_NS, Interrupted, Worker
+from synk._worker.variables import VariableStore
 
 REPLIED: Any = object()
 """What a quiet call returns that has ended with the reply of a repeated call."""
@@ -39,8 +40,8 @@ class QuietCall:
     def __init__(self, worker: Worker, prepared: PreparedPlan) -> None:
         lane, plan = worker.lane, prepared.plan
         numbers = worker.lane.down[worker.rank].tolist()
-        slots = prepared.slots
-        assert slots is not None
+        slots, layout = prepared.slots, prepared.layout
+        assert slots is not None and layout is not None
         self._prepared = prepared
         self._plan_id = plan.plan_id
         self._fn = prepared.function.fn
@@ -54,7 +55,7 @@ class QuietCall:
             (position, slice(start, start + high - low) if item.kind == "rows" else ...)
             for position, (item, start) in enumerate(zip(plan.inputs, starts))
         ]
-        self._slots = slots
+        self._slots, self._assigned = slots, layout.assigned
         # Of these some words belong to the rank, and only those of the first lane count.
         self._rank_down = memoryview(worker.down[worker.rank])
         self._rank_up = worker.lanes[0].own_up
@@ -92,11 +93,12 @@ class QuietCall:
         """Run one call; return ``REPLIED``, or the reply that it ends with, or None where it is no quiet one."""
         lane, variables, prepared = self._lane, worker.variables, self._prepared
         arrays = prepared.bases
+        if variables.stored[1]:  # by the call before: it holds if the master says so
+            variables.resolve()
         if (
             holds_outputs(worker)
             or worker.held.kept_data
             or not variables.is_plain
-            or variables.stored[1]
             or variables.assigned
             or variables.given
             or variables.whole
@@ -126,7 +128,7 @@ class QuietCall:
                 result = self._fn(*arguments)
                 ended = time.monotonic_ns()
                 lane_up[_FUNCTION_NS] = ended - started
-                is_expected = not (variables.assigned or variables.given) and self._slots.fill(result)
+                is_expected = self._publish(variables, result)
             finally:
                 worker.is_interruptible = False
         except BaseException as error:  # whatever the user's function raises is an answer
@@ -155,6 +157,14 @@ class QuietCall:
             if number & 1:  # over a collective that this rank had no use for; the others look again by themselves
                 lane.communicator.wake_sleepers()  # type: ignore[union-attr]
         return REPLIED
+
+    def _publish(self, variables: VariableStore, result: Any) -> bool:
+        """Bring outputs and new values of variables to their places, if they look like those of the call before."""
+        if variables.given or not self._slots.fill(result):
+            return False
+        if variables.assigned or self._assigned:
+            return variables.assignments() == self._assigned and variables.store()
+        return True
 
 
 def holds_outputs(worker: Worker) -> bool:
