@@ -86,7 +86,11 @@ def function(
     changes : Resident or sequence of Resident
         Resident objects that the function changes; see :class:`synk.Resident`.
     framework : {None, "torch", "jax"}
-        Library whose arrays the function gets and returns.
+        Library whose arrays the function gets and returns: scattered and broadcast arguments, and the arrays in tuples,
+        lists and dicts of the broadcast ones. What it returns as a tensor of torch comes back as one, on the CPU and
+        without a gradient; what it returns as JAX's comes back as NumPy's, because the program that calls touches no
+        device. Numbers and NumPy's arrays stay what they are. Tensors that are passed are copied once into shared
+        memory, whatever their dtype (without ``"torch"`` those that NumPy has no dtype for are refused).
     name : str, optional
         For errors and profiles.
     retry : int

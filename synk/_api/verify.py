@@ -10,8 +10,9 @@ import numpy as np
 
 from synk._master.call import CallOptions
 from synk._master.launched import Tried
+from synk._pure.dtypes import as_numbers, is_bfloat16
 from synk._pure.interrupts import is_from_handler
-from synk._pure.ops import REDUCE_OPS, Op, check_op, is_bfloat16, match_ops
+from synk._pure.ops import REDUCE_OPS, Op, check_op, match_ops
 from synk._pure.partials import concatenate, reduce_into
 from synk._pure.trees import flatten
 from synk._wire.control import Traits
@@ -95,6 +96,7 @@ class Tolerance:
         """Whether two arrays of numbers are equal but for rounding."""
         dtypes = [array.dtype for array in (value, serial) if array.dtype.kind in "fc" or is_bfloat16(array.dtype)]
         eps = max([_precision(dtype) for dtype in dtypes], default=0.0)
+        value, serial = as_numbers(value), as_numbers(serial)
         rtol = eps**0.5 if self.rtol is None else self.rtol
         finite = np.abs(serial)[np.isfinite(serial)]
         atol = eps + eps**0.5 * float(finite.max(initial=0)) if self.atol is None else self.atol
@@ -263,7 +265,7 @@ def difference(value: Any, serial: Any) -> float:
     """Return the largest absolute difference of two outputs; NaN where there is none to speak of."""
     if value is _MISSING or not (_is_number(value) and _is_number(serial)) or np.shape(value) != np.shape(serial):
         return float("nan")
-    a, b = np.asarray(value), np.asarray(serial)
+    a, b = as_numbers(np.asarray(value)), as_numbers(np.asarray(serial))
     wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
     with np.errstate(all="ignore"):
         distance = np.abs(a.astype(wide) - b.astype(wide))

@@ -5,28 +5,26 @@ All checks happen here, before anything is sent.
 
 from __future__ import annotations
 
+import io
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
 
-from synk._master.contents import Contents, DataHandle
-from synk._master.session import Session
-from synk._master.variable import Variable, VariableHandle, check_owner
-from synk._pure.arrays import as_plain_array, check_shareable
+from synk._master.contents import Contents
+from synk._master.variable import Variable
 from synk._pure.interrupts import is_from_handler
-from synk._pure.nested import SINGLE_VALUES, is_nested, paths, take_apart
-from synk._pure.read_only import ReadOnlyArray
 from synk._pure.shards import Assignment, Selection, assign_local, assign_owned, bounds_of, select_common
+from synk._pure.tensors import array_of, copied_tensor, dtype_of, is_ordinary, is_tensor
 from synk._wire.messages import Input
 from synk.errors import SerializationError
 
 _ALIGNMENT = 64
 _PAGE = 4096
-_PLAIN_TYPES = (int, float, complex, bool, str, bytes, type(None))
+PLAIN_TYPES = frozenset((int, float, complex, bool, str, bytes, type(None)))
 
 
 class Nest(NamedTuple):
@@ -56,6 +54,8 @@ class Argument:
         these.
     value : object
         For ``object``, ``shard`` and ``replica``.
+    tensor_dtype : str
+        As ``Input.tensor_dtype``.
     nest : Nest or None
         Of the first leaf of a nested argument.
     """
@@ -68,6 +68,7 @@ class Argument:
     contents: Contents | None = None
     value: Any = None
     dtype: Any = None
+    tensor_dtype: str = ""
     nest: Nest | None = None
 
     @property
@@ -79,7 +80,7 @@ class Argument:
         if self.kind == "closed over":
             return (self.kind, self.value.id, self.array.shape)  # type: ignore[union-attr]
         if self.array is not None:  # the type as well: NumPy calls np.record equal to a plain record
-            return (self.kind, self.array.shape, self.dtype, self.dtype.type)
+            return (self.kind, self.array.shape, self.dtype, self.dtype.type, self.tensor_dtype)
         if self.kind in ("shard", "replica"):
             return (self.kind, self.value.id)
         return self.kind
@@ -94,111 +95,6 @@ class Argument:
         if self.kind == "shard":
             return sum(self.value.lengths)
         return len(self.contents.array if self.contents is not None else self.array)  # type: ignore[arg-type]
-
-
-def check_arguments(
-    bound: Iterable[tuple[str, str, bool, Any]], function_name: str, session: Session
-) -> list[Argument]:
-    """Classify the arguments of a call, as ``Signature.bind`` returned them; nested ones leaf by leaf.
-
-    Raises
-    ------
-    TypeError
-        If a scattered argument is no array, has no rows (pass it as broadcast), or holds Python objects.
-    ClosedError, ValueError
-        If it is a ``Data`` or ``Shared`` of another runtime.
-    """
-    arguments: list[Argument] = []
-    for label, keyword, is_broadcast, value in bound:
-        if is_broadcast or not is_nested(value):
-            arguments.append(_check_argument(label, keyword, is_broadcast, value, function_name, session))
-        else:
-            arguments += _check_nested(label, keyword, value, function_name, session)
-    return arguments
-
-
-def _check_nested(label: str, keyword: str, value: Any, function_name: str, session: Session) -> list[Argument]:
-    """Classify the leaves of a scattered argument: those with rows are divided, single values go to every rank."""
-    what = f"{label} of {function_name!r}"
-    try:
-        leaves, structure = take_apart(value)
-    except TypeError as error:
-        if is_from_handler(error):
-            raise
-        raise TypeError(f"cannot scatter {what}: {error}. Pass its arrays in a dict or a tuple.") from None
-    except RecursionError:
-        raise ValueError(
-            f"cannot scatter {what}: got a {type(value).__name__} that holds itself, or is nested too deeply. "
-            "Pass its arrays in a dict or a tuple."
-        ) from None
-    arguments = []
-    for leaf, path in zip(leaves, paths(structure)):
-        if isinstance(leaf, SINGLE_VALUES):
-            arguments.append(Argument(label + path, keyword, "object", value=leaf))
-        else:
-            arguments.append(_check_argument(label + path, keyword, False, leaf, function_name, session, is_part=True))
-    if not any(argument.kind in ("rows", "shard") for argument in arguments):
-        raise TypeError(_no_rows(label, function_name, f"a {type(value).__name__} in which nothing has rows"))
-    arguments[0].nest = Nest(len(arguments), structure)
-    return arguments
-
-
-def _check_argument(
-    label: str,
-    keyword: str,
-    is_broadcast: bool,
-    value: Any,
-    function_name: str,
-    session: Session,
-    *,
-    is_part: bool = False,
-) -> Argument:
-    """Classify one argument; with ``is_part`` a leaf of a nested one, which may be a single value as well."""
-    if isinstance(value, DataHandle):
-        value._check_owner(session, f"{label} of {function_name!r}")
-        is_whole = is_broadcast or (is_part and value.ndim == 0)
-        if not is_whole and value.ndim == 0:
-            raise TypeError(_no_rows(label, function_name, "a Data with no axes"))
-        return Argument(label, keyword, "whole" if is_whole else "rows", data=value, contents=value._contents)
-    if isinstance(value, VariableHandle):
-        return _check_shared(label, keyword, is_broadcast, is_part, value._variable, function_name, session)
-    if isinstance(value, ReadOnlyArray):
-        value = value.view(np.ndarray)
-    if is_broadcast:
-        if isinstance(value, np.ndarray) and not value.dtype.hasobject and type(value) is np.ndarray:
-            return Argument(label, keyword, "whole", array=value, dtype=check_shareable(value.dtype, label))
-        return Argument(label, keyword, "object", value=value)
-    array = as_plain_array(value, f"{label} of {function_name!r}")
-    if array.ndim == 0 and not is_part:
-        raise TypeError(_no_rows(label, function_name, f"a single value ({type(value).__name__})"))
-    kind = "rows" if array.ndim else "whole"
-    return Argument(label, keyword, kind, array=array, dtype=check_shareable(array.dtype, label))
-
-
-def _check_shared(
-    label: str,
-    keyword: str,
-    is_broadcast: bool,
-    is_part: bool,
-    variable: Variable,
-    function_name: str,
-    session: Session,
-) -> Argument:
-    check_owner(variable, session.variables, f"{label} of {function_name!r}")
-    if is_broadcast == variable.is_sharded:
-        is_kind = "sharded" if variable.is_sharded else "replicated"
-        hint = "take it out of bcast_inputs" if variable.is_sharded else f"add {label!r} to bcast_inputs"
-        if is_part:
-            hint = "pass it as an argument of its own that bcast_inputs names"
-        raise ValueError(f"cannot pass {label} of {function_name!r}: variable {variable.name!r} is {is_kind}; {hint}.")
-    return Argument(label, keyword, "shard" if variable.is_sharded else "replica", value=variable)
-
-
-def _no_rows(label: str, function_name: str, got: str) -> str:
-    return (
-        f"cannot scatter {label} of {function_name!r}: got {got}, expected an array with rows on axis 0. "
-        f"Pass it as a broadcast input: bcast_inputs={label!r}."
-    )
 
 
 def select(arguments: Sequence[Argument], batch: Any, function_name: str) -> Selection | None:
@@ -280,6 +176,17 @@ def assign(
 # -- staging ----------------------------------------------------------------------------------------------------------
 
 
+class _ObjectPickler(cloudpickle.Pickler):
+    """Pickles broadcast objects; the memory of tensors goes out of band, like that of arrays."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if is_tensor(obj) and is_ordinary(obj):
+            array: Any = np.ascontiguousarray(array_of(obj)).reshape(-1).view(np.uint8)
+            buffer = pickle.PickleBuffer(array)
+            return copied_tensor, (buffer, dtype_of(obj), tuple(obj.shape))
+        return super().reducer_override(obj)
+
+
 def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> tuple[bytes, list[memoryview]]:
     """Pickle the broadcast objects of a call as one tuple; arrays inside go out of band.
 
@@ -295,10 +202,12 @@ def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> 
         Naming the argument that cannot be pickled.
     """
     buffers: list[pickle.PickleBuffer] = []
-    if all(type(value) in _PLAIN_TYPES for value in values):
+    if all(type(value) in PLAIN_TYPES for value in values):
         return pickle.dumps(tuple(values), protocol=5), []
     try:
-        data = cloudpickle.dumps(tuple(values), protocol=5, buffer_callback=buffers.append)
+        file = io.BytesIO()
+        _ObjectPickler(file, protocol=5, buffer_callback=buffers.append).dump(tuple(values))
+        data = file.getvalue()
     except Exception as error:
         if is_from_handler(error):
             raise
@@ -356,4 +265,5 @@ def input_of(argument: Argument, segment_id: int, offset: int) -> Input:
     if argument.kind == "closed over":
         name = str(argument.value.id)
         return Input(name, argument.kind, segment_id, offset, argument.array.shape, argument.dtype)
-    return Input(argument.keyword, argument.kind, segment_id, offset, argument.array.shape, argument.dtype)
+    place = (segment_id, offset, argument.array.shape, argument.dtype)
+    return Input(argument.keyword, argument.kind, *place, tensor_dtype=argument.tensor_dtype)

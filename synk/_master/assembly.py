@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from synk._pure.dtypes import describe_dtype
 from synk._pure.ops import is_reducible, match_ops, wanted_leaves
 from synk._pure.partials import Reduction, concatenate, equal_reduction, reduce_into
 from synk._pure.ranges import SLOT_ALIGNMENT, block_bounds, chunk_bounds
+from synk._pure.tensors import tensor_of
 from synk._pure.trees import flatten, unflatten
 from synk._wire.memory import Segment
 from synk._wire.messages import LARGE_NBYTES, Layout, Leaf, Move, is_reduced_on_devices, slot_offsets
@@ -95,6 +97,8 @@ class Assembly:
             self._check_leaf(leaf)
             self._place(leaf)
         self._small = self._reduced_slots()
+        self._are_tensors = [leaf.is_tensor for leaf in layouts[0].leaves]
+        self._has_tensors = any(self._are_tensors)
         self._is_tuple = self.skeleton == tuple(range(self._num_leaves)) and type(self.skeleton) is tuple
         # Overflow and NaN are the caller's numbers, as in a NumPy reduction. To enter np.errstate for each call takes
         # longer than to reduce.
@@ -140,7 +144,7 @@ class Assembly:
             kinds.append((item.dtype, shape))
         if len(set(kinds)) > 1:
             got = "; ".join(
-                f"rank {rank}: {layout.leaves[leaf].dtype} {layout.leaves[leaf].shape}"
+                f"rank {rank}: {_name_of(layout.leaves[leaf].dtype)} {layout.leaves[leaf].shape}"
                 for rank, layout in zip(self.voters, self.layouts)
             )
             is_text = all(dtype is not None and dtype.kind in "US" for dtype, _ in kinds)
@@ -215,7 +219,8 @@ class Assembly:
         values: list[Any] = [None] * self._num_leaves
         with np.errstate(all="ignore"):  # overflow and NaN are the caller's numbers, as in a NumPy reduction
             for leaf in self._wanted:
-                values[leaf] = self._value(leaf, parts.get(leaf, []), weights, root, order)
+                value = self._value(leaf, parts.get(leaf, []), weights, root, order)
+                values[leaf] = _as_returned(value, self._are_tensors[leaf])
         return self._select(values)
 
     def _reduced_slots(self) -> list[Reduction] | None:
@@ -233,6 +238,8 @@ class Assembly:
         for combine, slots, divisor in reductions:
             value = fold(combine, slots) if len(slots) > 1 else _own(slots[0])
             values.append(value / divisor if divisor > 1 else value)
+        if self._has_tensors:
+            values = list(map(_as_returned, values, self._are_tensors))
         return tuple(values) if self._is_tuple else unflatten(self.structure, values)
 
     def _parts(self, objects: list[list[Any]] | None) -> dict[int, list[Any]]:
@@ -288,6 +295,7 @@ class Assembly:
         ]
         if op == "first":
             return values[0]
+        values = [_as_returned(value, self.layouts[voter].leaves[leaf].is_tensor) for voter, value in enumerate(values)]
         if op is None:
             everyone: list[Any] = [None] * self._world_size
             for rank, value in zip(self.voters, values):
@@ -338,9 +346,18 @@ def _describe(skeleton: Any) -> str:
     return repr(unflatten(structure, [_Value()] * len(leaves)))
 
 
+def _name_of(dtype: np.dtype | None) -> str:
+    return "an object" if dtype is None else describe_dtype(dtype)
+
+
 class _Value:
     def __repr__(self) -> str:
         return "value"
+
+
+def _as_returned(value: Any, is_tensor: bool) -> Any:
+    """Return a value of the caller's own as the function returned it: a tensor on its memory where it was one."""
+    return tensor_of(np.asarray(value)) if is_tensor and isinstance(value, (np.ndarray, np.generic)) else value
 
 
 def _view(root: np.ndarray, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

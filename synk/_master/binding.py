@@ -13,11 +13,11 @@ from synk._master import collectives
 from synk._master.arguments import (
     Argument,
     assign,
-    check_arguments,
     own_rows,
     pickle_objects,
     select,
 )
+from synk._master.checked import Checks
 from synk._master.launched import Callee
 from synk._master.plans import Call, CallOptions
 from synk._master.session import Session
@@ -39,7 +39,7 @@ def bind(
 ) -> Call:
     """Check the arguments and decide which rank works on which rows. Nothing is sent before this is done."""
     name = function.name
-    arguments = check_arguments(function.signature.bind(args, kwargs), name, session)
+    arguments = Checks(name, function.framework, session).arguments(function.signature.bind(args, kwargs))
     if options.is_serial:
         _bring_together(session, function, arguments, deadline)
     call = _divide(session, function, arguments, options, deadline)

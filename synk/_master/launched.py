@@ -25,6 +25,7 @@ class Callee(Protocol):
     id: int
     signature: Signature
     outputs: Any
+    framework: str | None
     per_rank: bool
     row_shapes: RowShapes
     plans: PlanCache

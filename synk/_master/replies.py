@@ -19,6 +19,7 @@ from synk._master.session import Session
 from synk._master.workers import Request
 from synk._pure.interrupts import is_from_handler
 from synk._pure.ops import match_ops
+from synk._pure.tensors import array_of, is_plain, is_tensor
 from synk._pure.trees import flatten, leaves_of
 from synk._wire.control import Traits, Up
 from synk._wire.memory import Segment
@@ -137,9 +138,15 @@ def _tried(session: Session, launched: Launched, assembly: Assembly, layouts: li
         variable = session.variables[variable_id]
         assigned[variable] = [[leaf.copy() for leaf in variable.assigned_leaves(rank)] for rank in call.ranks]
     traits = functools.reduce(operator.or_, [up_words[rank][Up.TRAITS] for rank in call.ranks])
-    return Tried(
-        leaves_of(assembly.structure, result), assembly.skeleton, call.ranks, call.rows, Traits(traits), assigned
-    )
+    leaves = [_on_trial(leaf) for leaf in leaves_of(assembly.structure, result)]
+    return Tried(leaves, assembly.skeleton, call.ranks, call.rows, Traits(traits), assigned)
+
+
+def _on_trial(leaf: Any) -> Any:
+    """Return an output, or the list of those of all ranks, with tensors as arrays that can be compared."""
+    if isinstance(leaf, list):
+        return [_on_trial(part) for part in leaf]
+    return array_of(leaf) if is_tensor(leaf) and is_plain(leaf) else leaf
 
 
 def _check_serial_assignments(session: Session, layout: Layout, name: str) -> None:

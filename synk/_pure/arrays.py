@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from synk._pure.dtypes import foreign_name
 from synk._pure.interrupts import deferred, is_from_handler
+from synk._pure.tensors import check_tensor, is_tensor
 
 PARALLEL_NBYTES = 1 << 24
 
@@ -41,6 +43,13 @@ def as_plain_array(value: Any, what: str) -> np.ndarray:
         array = value
     elif is_masked(value):
         raise TypeError(f"cannot share {what}: got a masked array, and its mask would be lost. Pass value.filled(...).")
+    elif is_tensor(value):
+        array = check_tensor(value, what)
+        if foreign_name(array.dtype):
+            raise TypeError(
+                f"cannot share {what}: got a tensor of dtype {foreign_name(array.dtype)}, which NumPy does not have. "
+                'Pass it to a function that is built with framework="torch", or cast it, as in tensor.float().'
+            )
     else:
         try:
             array = np.asarray(value)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from synk._pure.dtypes import describe_dtype, is_bfloat16
 from synk._pure.trees import flatten
 
 Op = str | Callable[[Any, Any], Any] | None
@@ -21,11 +21,6 @@ def is_reducible(op: Op) -> bool:
     return isinstance(op, str) and op in REDUCE_OPS
 
 
-@functools.cache  # NumPy composes the name of a dtype anew each time: 3 us
-def is_bfloat16(dtype: np.dtype) -> bool:
-    return dtype.name == "bfloat16"
-
-
 def check_op(op: str, dtype: np.dtype, what: str) -> None:
     """Raise TypeError where ``op`` has no meaning for ``dtype``; ``what`` names the value in the message.
 
@@ -35,8 +30,8 @@ def check_op(op: str, dtype: np.dtype, what: str) -> None:
     kind = "f" if is_bfloat16(dtype) else dtype.kind
     if kind not in "biufc":
         raise TypeError(
-            f"cannot reduce {what} with op {op!r}: got dtype {dtype}, expected a bool, integer, float or complex one. "
-            "Use op 'gather' or None."
+            f"cannot reduce {what} with op {op!r}: got dtype {describe_dtype(dtype)}, expected a bool, integer, float "
+            "or complex one. Use op 'gather' or None."
         )
     if op == "avg" and kind in "biu":
         raise TypeError(

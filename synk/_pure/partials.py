@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from synk._pure.dtypes import as_numbers, assign, is_bfloat16
 from synk._pure.ops import Op, check_op, is_reducible
 
 # An accumulator block of this size stays in the second-level cache while every rank's part streams through it.
@@ -28,7 +29,7 @@ Reduction = tuple[np.ufunc, Sequence[np.ndarray], int]
 @functools.cache
 def accumulator_dtype(dtype: np.dtype) -> np.dtype:
     """Return the dtype in which values of ``dtype`` are combined: float32 for the 16-bit floats, else ``dtype``."""
-    return np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
+    return np.dtype(np.float32) if dtype.name == "float16" or is_bfloat16(dtype) else dtype
 
 
 def lift(op: str, value: Any, rows: float = 1, *, xp: Any = np, out: Any = None) -> Any:
@@ -47,6 +48,8 @@ def lift(op: str, value: Any, rows: float = 1, *, xp: Any = np, out: Any = None)
         Where it may be written, of the accumulator dtype.
     """
     wide = accumulator_dtype(value.dtype)
+    if wide != value.dtype:
+        value = as_numbers(value)
     if op == "avg" and rows != 1:
         return xp.multiply(value, wide.type(rows), out=out, dtype=wide)
     if out is None or wide == value.dtype:
@@ -65,7 +68,7 @@ def finish(op: str, partial: Any, rows: float, out: Any, *, xp: Any = np) -> Non
     if op == "avg":
         xp.divide(partial, partial.dtype.type(rows), out=partial)
     if partial is not out:
-        out[...] = partial
+        assign(out, partial)
 
 
 def _reduce_block(op: str, blocks: Sequence[np.ndarray], rows: Sequence[float] | None, out: np.ndarray) -> None:

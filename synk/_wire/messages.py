@@ -98,6 +98,8 @@ class Input:
         Of the whole array, axis 0 being the rows.
     is_minibatch : bool
         Whether axis 0 is the rows of the batch, and not of the data set that the batch was chosen from.
+    tensor_dtype : str
+        Of a tensor whose dtype NumPy lacks, its name; ``dtype`` is then that in which it lies.
     """
 
     name: str
@@ -107,6 +109,7 @@ class Input:
     shape: tuple[int, ...] = ()
     dtype: Any = None
     is_minibatch: bool = False
+    tensor_dtype: str = ""
 
 
 IN_SEGMENTS = ("rows", "whole", "closed over")
@@ -154,10 +157,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Leaf:
-    """Shape and dtype of one output of one rank; ``dtype`` None stands for an object that travels in the body."""
+    """Shape and dtype of one output of one rank; ``dtype`` None stands for an object that travels in the body.
+
+    ``is_tensor``: the function returned it as a tensor, and the master gives it back as one.
+    """
 
     shape: tuple[int, ...]
     dtype: Any
+    is_tensor: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -46,9 +46,9 @@ class Executor:
         numbers = self._down[self.rank].tolist()
         low, high = numbers[Down.LOW], numbers[Down.HIGH]
         arrays = None if ahead is None else self.inputs.join(ahead)
-        objects = self.inputs.load_objects(prepared)
         is_sliced = plan.num_slices > 1 and not plan.is_rowless
         variables.begin(function, is_sliced, self._down)
+        objects = self.inputs.load_objects(prepared, variables)
         if prepared.whole:
             variables.show(prepared.whole)
         if is_sliced:

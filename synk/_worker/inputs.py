@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from synk._pure.nested import build
+from synk._pure.tensors import as_dtype
+from synk._pure.trees import flatten, unflatten
 from synk._wire.control import Down
 from synk._wire.messages import Input
 from synk._worker.loans import RowsOf
@@ -38,13 +40,16 @@ class Inputs:
         self.num_ahead = 0  # of the call under way, those that were brought before it began
         self.look_ahead: Callable[[bool], None] = do_nothing  # whether a call waits whose inputs can be brought
 
-    def load_objects(self, prepared: PreparedPlan) -> Sequence[Any]:
+    def load_objects(self, prepared: PreparedPlan, variables: VariableStore) -> Sequence[Any]:
         """Unpickle the broadcast objects of the call: the user's classes are built here."""
         if prepared.pickle_view is None:
             return ()
         try:
             objects = pickle.loads(prepared.pickle_view, buffers=prepared.loans.buffers)
-            return [self._backend.from_objects(value) for value in objects]
+            arrays = [self._backend.from_objects(value) for value in objects]
+            if prepared.function.to_framework is None:
+                return arrays
+            return [in_framework(value, variables.as_framework, self._backend.xp) for value in arrays]
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -92,6 +97,8 @@ class Inputs:
                 value = variables.argument(item, prepared.local_indices, low, high, numbers[Down.LOW])
             if function.to_framework is not None and item.kind in ("rows", "whole"):
                 value = function.to_framework(value)
+                if item.tensor_dtype:
+                    value = as_dtype(value, item.tensor_dtype)
             values.append(value)
         if prepared.nests:
             values = nested(values, prepared.nests)
@@ -184,6 +191,14 @@ class Inputs:
         """Drop what was brought ahead."""
         self._ahead = None
         self.num_ahead = 0
+
+
+def in_framework(value: Any, convert: Callable[[Any], Any], xp: Any) -> Any:
+    """Return a broadcast object with the arrays in its nesting of tuples, lists and dicts as those of the framework."""
+    if not isinstance(value, (tuple, list, dict)):
+        return value
+    leaves, structure = flatten(value)
+    return unflatten(structure, [convert(leaf) if type(leaf) in (np.ndarray, xp.ndarray) else leaf for leaf in leaves])
 
 
 def nested(values: list[Any], nests: Sequence[tuple[int, int, Any]]) -> list[Any]:

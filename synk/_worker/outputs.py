@@ -94,7 +94,7 @@ class Outputs:
             array = array_or_object(self._backend, value, op, position, function)
             if self._backend.is_array(array):
                 outputs.append(array)
-                leaves.append(Leaf(tuple(array.shape), array.dtype))
+                leaves.append(Leaf(tuple(array.shape), array.dtype, function.is_tensor(value)))
             else:
                 outputs.append(None)
                 leaves.append(Leaf((), None))

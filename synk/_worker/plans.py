@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from synk._pure.ops import Op
+from synk._pure.tensors import is_tensor
 from synk._wire.memory import Segment
 from synk._wire.messages import IN_SEGMENTS, Layout, Move, Plan
 from synk._worker.loans import Loans
@@ -39,6 +40,7 @@ class LoadedFunction:
         self.updates = updates
         self.to_framework: Callable[[Any], Any] | None = None
         self.from_framework: Callable[[Any], Any] | None = None
+        self.is_tensor: Callable[[Any], bool] = is_tensor if framework == "torch" else _is_nothing
         if framework is not None:
             self.to_framework, self.from_framework = backend.converters(framework)
 
@@ -122,6 +124,10 @@ class PreparedPlan:
     def _bytes_view(place: tuple[int, int, int], segments: dict[int, Segment]) -> memoryview:
         segment_id, offset, nbytes = place
         return segments[segment_id].buffer[offset : offset + nbytes].data
+
+
+def _is_nothing(value: Any) -> bool:
+    return False
 
 
 def _load_nests(data: bytes, name: str) -> Sequence[tuple[int, int, Any]]:

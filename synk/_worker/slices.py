@@ -9,7 +9,7 @@ from synk._pure.ops import Op, match_ops
 from synk._pure.partials import Accumulator
 from synk._pure.trees import flatten, skeleton_of, unflatten
 from synk._worker.plans import LoadedFunction
-from synk._worker.values import Object, array_or_object, as_object, snapshot
+from synk._worker.values import Object, array_or_object, as_object, as_returned, snapshot
 from synk.backends import Backend
 
 
@@ -34,12 +34,14 @@ def run_slices(
     accumulators: list[Accumulator] = []
     structure: Any = None
     ops: list[Op] = []
+    were_tensors: list[bool] = []
     for start, stop in bounds:
         result = call(start, stop)
         values, got_structure = flatten(result)
         if structure is None:
             structure = got_structure
             skeleton = skeleton_of(structure, len(values))
+            were_tensors = [function.is_tensor(value) for value in values]
             ops = match_ops(function.outputs, skeleton, len(values), repr(function.name))
             accumulators = [Accumulator(op, f"output {k} of {function.name!r}", backend.xp) for k, op in enumerate(ops)]
         elif got_structure != structure:
@@ -51,12 +53,16 @@ def run_slices(
             value = array_or_object(backend, value, ops[position], position, function)
             value = snapshot(backend, value, position, function)
             if callable(ops[position]):
-                value = as_object(backend, value)
+                value = as_returned(as_object(backend, value), were_tensors[position])
             accumulator.add(value, stop - start)
         if function.to_framework is not None:  # the next slice sees the inputs as they were
             take_back(start, stop)
-    totals = [
-        Object([as_object(backend, part) for part in a.result()]) if op is None else a.result()
-        for a, op in zip(accumulators, ops)
-    ]
+    totals = []
+    for accumulator, op, was_tensor in zip(accumulators, ops, were_tensors):
+        total = accumulator.result()
+        if op is None:
+            total = Object([as_returned(as_object(backend, part), was_tensor) for part in total])
+        elif was_tensor and function.to_framework is not None and not callable(op):
+            total = function.to_framework(total)
+        totals.append(total)
     return unflatten(structure, totals)

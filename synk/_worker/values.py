@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from synk._pure.ops import Op, check_op, is_reducible
+from synk._pure.tensors import tensor_of
 from synk._worker.plans import LoadedFunction
 from synk.backends import Backend
 from synk.errors import SerializationError
@@ -72,6 +73,11 @@ def as_object(backend: Backend, value: Any) -> Any:
         return value
     array = backend.host_copy(value)
     return array if array.ndim else array[()]
+
+
+def as_returned(value: Any, was_tensor: bool) -> Any:
+    """Return a value of the host as the function returned it, where it was a tensor: nobody else refers to this one."""
+    return tensor_of(np.array(value)) if was_tensor and isinstance(value, (np.ndarray, np.generic)) else value
 
 
 def _kind_of(value: Any) -> str:

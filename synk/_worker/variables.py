@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from synk._pure.dtypes import BFLOAT16
 from synk._pure.partials import Accumulator
 from synk._pure.trees import describe, flatten, unflatten
 from synk._wire.control import Down
@@ -30,6 +31,7 @@ from synk._wire.variables import (
     value_as_array,
 )
 from synk.backends import Backend
+from synk.backends._frameworks import bfloat16
 
 
 class Replica:
@@ -366,7 +368,11 @@ class VariableStore:
         return outputs
 
     def _from_user(self, leaf: Any) -> Any:
-        return leaf if self.from_framework is None else self.from_framework(leaf)
+        if self.from_framework is None:
+            return leaf
+        array = self.from_framework(leaf)
+        # What the master reads of a variable are arrays, in dtypes that NumPy computes with.
+        return array.view(bfloat16()) if isinstance(array, np.ndarray) and array.dtype == BFLOAT16 else array
 
     def finish_updates(self) -> None:
         """Assign the accumulated new values."""

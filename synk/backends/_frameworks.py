@@ -9,14 +9,17 @@ from typing import Any
 
 import numpy as np
 
+from synk._pure.tensors import array_of, has_torch_dtype, is_plain, tensor_of
+
 Converter = Callable[[Any], Any]
 
 
 def host_converters(framework: str) -> tuple[Converter, Converter]:
     """Return ``(to_framework, from_framework)`` between NumPy arrays and those of ``framework``.
 
-    The tensors are views. torch has none that are read-only: a function that writes into its input in place
-    (``x += 1``, ``x.relu_()``) changes pages of this process's own, which ``synk._worker.loans`` drops after the call.
+    Arrays that the library has no dtype for (text, dates) stay what they are. The tensors are views. torch has none
+    that are read-only: a function that writes into its input in place (``x += 1``, ``x.relu_()``) changes pages of this
+    process's own, which ``synk._worker.loans`` drops after the call.
 
     Raises
     ------
@@ -48,19 +51,12 @@ def _torch_converters() -> tuple[Converter, Converter]:
         torch.from_numpy(read_only)
 
     def to_torch(array: Any) -> Any:
-        if any(stride < 0 for stride in array.strides):  # torch has no negative strides
-            array = array.copy()
-        if array.dtype.name == "bfloat16":
-            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(array)
+        return tensor_of(array) if has_torch_dtype(array) else array
 
     def from_torch(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or not is_plain(value):
             return value
-        value = value.detach().cpu().resolve_conj().resolve_neg()
-        if value.dtype == torch.bfloat16:
-            return value.view(torch.int16).numpy().view(bfloat16())
-        return value.numpy()
+        return array_of(value.detach().cpu())
 
     return to_torch, from_torch
 
@@ -71,7 +67,10 @@ def _jax_converters() -> tuple[Converter, Converter]:
     def from_jax(value: Any) -> Any:
         return np.asarray(value) if isinstance(value, jax.Array) else value
 
-    return jax.device_put, from_jax
+    def to_jax(array: Any) -> Any:
+        return array if array.dtype.kind in "USMm" else jax.device_put(array)
+
+    return to_jax, from_jax
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import functools
 
 import numpy as np
 
+from synk._pure.dtypes import BFLOAT16, foreign_name
 from synk.communicators import Buffer
 from synk.errors import UnsupportedError
 
@@ -31,7 +32,7 @@ _memory_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 @functools.cache
 def named_dtype(name: str) -> np.dtype:
-    """Return the NumPy dtype called ``name``; ``"bfloat16"`` comes from ml_dtypes.
+    """Return the NumPy dtype called ``name``; ``"bfloat16"`` is one of synk's own.
 
     Raises
     ------
@@ -39,13 +40,7 @@ def named_dtype(name: str) -> np.dtype:
         If the host cannot hold such values.
     """
     if name == "bfloat16":
-        try:
-            import ml_dtypes
-        except ImportError as error:
-            raise UnsupportedError(
-                "cannot use dtype bfloat16 on the CPU: NumPy has none of its own. Install ml_dtypes, or use float32."
-            ) from error
-        return np.dtype(ml_dtypes.bfloat16)
+        return BFLOAT16
     if name not in DTYPE_NAMES:
         raise UnsupportedError(
             f"cannot communicate values of dtype {name!r}: expected one of {', '.join(DTYPE_NAMES)}. "
@@ -57,16 +52,7 @@ def named_dtype(name: str) -> np.dtype:
 @functools.cache
 def _name(dtype: np.dtype) -> str:
     # NumPy composes the name anew each time, which takes longer than the rest of as_buffer.
-    return dtype.name
-
-
-def supported_dtypes() -> tuple[str, ...]:
-    """Return the names that ``named_dtype`` takes in this process."""
-    try:
-        named_dtype("bfloat16")
-    except UnsupportedError:
-        return DTYPE_NAMES[:-1]
-    return DTYPE_NAMES
+    return foreign_name(dtype) or dtype.name
 
 
 def as_array(buffer: Buffer) -> np.ndarray:

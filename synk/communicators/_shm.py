@@ -21,7 +21,7 @@ from synk._pure.ops import REDUCE_OPS
 from synk._pure.partials import reduce_into
 from synk._wire.memory import Segment, round_up
 from synk.communicators import Buffer, Capabilities
-from synk.communicators._buffers import as_array, supported_dtypes
+from synk.communicators._buffers import DTYPE_NAMES, as_array
 from synk.communicators._checks import check_buffers, check_reduction
 from synk.communicators._layout import LINE_NBYTES, Layout, required_nbytes
 from synk.communicators._mailbox import Mailbox
@@ -164,7 +164,7 @@ class ShmCommunicator:
 
     def capabilities(self) -> Capabilities:
         """Say what this communicator can do in this process."""
-        return Capabilities(name="shm", ops=REDUCE_OPS, dtypes=supported_dtypes())
+        return Capabilities(name="shm", ops=REDUCE_OPS, dtypes=DTYPE_NAMES)
 
     # -- reductions ----------------------------------------------------------------------------------------------
 

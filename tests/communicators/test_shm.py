@@ -13,6 +13,7 @@ import cloudpickle
 import conformance
 import numpy as np
 import pytest
+import torch
 from conformance import (
     KINDS,
     REDUCTIONS,
@@ -28,9 +29,10 @@ from conformance import (
 )
 from shm_group import Died, ShmEndpoint, ShmGroup, shm_group
 
+from synk._pure.tensors import array_of
 from synk._wire.memory import Segment
 from synk.communicators import Buffer, _layout, _rendezvous, _shm
-from synk.communicators._buffers import DTYPE_NAMES, as_array, as_buffer, named_dtype, supported_dtypes
+from synk.communicators._buffers import as_array, as_buffer, named_dtype
 from synk.communicators._layout import ControlLayout, Layout
 from synk.communicators._rendezvous import Request
 from synk.communicators._shm import Aborted, ShmCommunicator, required_nbytes, reset, set_abort
@@ -585,10 +587,7 @@ class TestBuffers:
         with pytest.raises(UnsupportedError, match="expected one of"):
             named_dtype(dtype)
 
-    def test_bfloat16_needs_ml_dtypes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-        named_dtype.cache_clear()
-        with pytest.raises(UnsupportedError, match="Install ml_dtypes"):
-            named_dtype("bfloat16")
-        assert supported_dtypes() == DTYPE_NAMES[:-1]
-        named_dtype.cache_clear()
+    def test_bfloat16_is_as_torch_has_it(self) -> None:
+        array = np.array([1.0, -2.5], np.float32)
+        tensor = torch.tensor(array).bfloat16()
+        assert as_array(as_buffer(array_of(tensor))).tobytes() == tensor.view(torch.int16).numpy().tobytes()

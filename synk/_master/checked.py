@@ -1,0 +1,172 @@
+"""The arguments of a call, checked: which are rows, which go whole to every rank, and where a nested one ends.
+
+All that can be wrong with them is said here, by the place of the leaf that is to blame.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from synk._master.arguments import PLAIN_TYPES, Argument, Nest
+from synk._master.contents import DataHandle
+from synk._master.session import Session
+from synk._master.variable import Variable, VariableHandle, check_owner
+from synk._pure.arrays import as_plain_array, check_shareable
+from synk._pure.dtypes import foreign_name, storage
+from synk._pure.interrupts import is_from_handler
+from synk._pure.nested import SINGLE_VALUES, is_nested, paths, take_apart
+from synk._pure.read_only import ReadOnlyArray
+from synk._pure.tensors import check_no_grad, check_tensor, is_tensor
+
+
+class Checks:
+    """The checks of the arguments of one function.
+
+    Parameters
+    ----------
+    function_name : str
+    framework : str or None
+        Of the function.
+    session : Session
+    """
+
+    def __init__(self, function_name: str, framework: str | None, session: Session) -> None:
+        self._name = function_name
+        self._framework = framework
+        self._session = session
+
+    def arguments(self, bound: Iterable[tuple[str, str, bool, Any]]) -> list[Argument]:
+        """Classify the arguments of a call, as ``Signature.bind`` returned them; nested ones leaf by leaf.
+
+        Raises
+        ------
+        TypeError
+            If a scattered argument is no array, has no rows (pass it as broadcast), or holds Python objects.
+        ClosedError, ValueError
+            If it is a ``Data`` or ``Shared`` of another runtime.
+        """
+        arguments: list[Argument] = []
+        for label, keyword, is_broadcast, value in bound:
+            if is_broadcast:
+                arguments.append(self._broadcast(label, keyword, value))
+            elif is_nested(value):
+                arguments += self._nested(label, keyword, value)
+            else:
+                arguments.append(self._scattered(label, keyword, value))
+        return arguments
+
+    def _broadcast(self, label: str, keyword: str, value: Any) -> Argument:
+        if isinstance(value, DataHandle):
+            return self._data(label, keyword, "whole", value)
+        if isinstance(value, VariableHandle):
+            variable = self._owned(label, value)
+            if variable.is_sharded:
+                raise self._misplaced(label, variable, "take it out of bcast_inputs")
+            return Argument(label, keyword, "replica", value=variable)
+        self._check_constants(label, value)
+        if is_tensor(value) and self._framework == "torch":
+            return self._array(label, keyword, value)
+        if isinstance(value, ReadOnlyArray):
+            value = value.view(np.ndarray)
+        if type(value) is np.ndarray and not value.dtype.hasobject:
+            dtype = check_shareable(value.dtype, label)
+            return Argument(label, keyword, "whole", array=value, dtype=dtype)
+        return Argument(label, keyword, "object", value=value)
+
+    def _scattered(self, label: str, keyword: str, value: Any) -> Argument:
+        argument = self._leaf(label, keyword, value)
+        if argument.kind == "whole":
+            what = "a Data with no axes" if argument.data is not None else f"a single value ({type(value).__name__})"
+            raise TypeError(self._no_rows(label, what))
+        if argument.kind == "replica":
+            raise self._misplaced(label, argument.value, f"add {label!r} to bcast_inputs")
+        return argument
+
+    def _nested(self, label: str, keyword: str, value: Any) -> list[Argument]:
+        """Classify the leaves of a scattered argument: those with rows are divided, single values go to every rank."""
+        what, kind = f"{label} of {self._name!r}", type(value).__name__
+        try:
+            leaves, structure = take_apart(value)
+        except TypeError as error:
+            if is_from_handler(error):
+                raise
+            raise TypeError(f"cannot scatter {what}: {error}. Pass its arrays in a dict or a tuple.") from None
+        except RecursionError:
+            raise ValueError(
+                f"cannot scatter {what}: got a {kind} that holds itself, or is nested too deeply. "
+                "Pass its arrays in a dict or a tuple."
+            ) from None
+        arguments = []
+        for leaf, path in zip(leaves, paths(structure)):
+            if isinstance(leaf, SINGLE_VALUES):
+                arguments.append(Argument(label + path, keyword, "object", value=leaf))
+                continue
+            argument = self._leaf(label + path, keyword, leaf)
+            if argument.kind == "replica":
+                hint = "pass it as an argument of its own that bcast_inputs names"
+                raise self._misplaced(label + path, argument.value, hint)
+            arguments.append(argument)
+        if not any(argument.kind in ("rows", "shard") for argument in arguments):
+            raise TypeError(self._no_rows(label, f"a {kind} in which nothing has rows"))
+        arguments[0].nest = Nest(len(arguments), structure)
+        return arguments
+
+    def _leaf(self, label: str, keyword: str, value: Any) -> Argument:
+        """Classify what is not nested: ``rows`` or ``shard``, and ``whole`` or ``replica`` where there are no rows."""
+        if isinstance(value, DataHandle):
+            return self._data(label, keyword, "rows" if value.ndim else "whole", value)
+        if isinstance(value, VariableHandle):
+            variable = self._owned(label, value)
+            return Argument(label, keyword, "shard" if variable.is_sharded else "replica", value=variable)
+        if isinstance(value, ReadOnlyArray):
+            value = value.view(np.ndarray)
+        argument = self._array(label, keyword, value)
+        if argument.array is not None and argument.array.ndim:
+            argument.kind = "rows"
+        return argument
+
+    def _array(self, label: str, keyword: str, value: Any) -> Argument:
+        """Return an array, or what becomes one, as an argument that goes whole to every rank."""
+        what, tensor_dtype = f"{label} of {self._name!r}", ""
+        if is_tensor(value) and self._framework == "torch":
+            array = check_tensor(value, what)
+            tensor_dtype = foreign_name(array.dtype)
+            if tensor_dtype:
+                array = array.view(storage(array.dtype.itemsize))
+        else:
+            array = as_plain_array(value, what)
+        dtype = check_shareable(array.dtype, label)
+        return Argument(label, keyword, "whole", array=array, dtype=dtype, tensor_dtype=tensor_dtype)
+
+    def _data(self, label: str, keyword: str, kind: str, value: DataHandle) -> Argument:
+        value._check_owner(self._session, f"{label} of {self._name!r}")
+        return Argument(label, keyword, kind, data=value, contents=value._contents)
+
+    def _owned(self, label: str, value: VariableHandle) -> Variable:
+        variable = value._variable
+        check_owner(variable, self._session.variables, f"{label} of {self._name!r}")
+        return variable
+
+    def _check_constants(self, label: str, value: Any, seen: frozenset[int] = frozenset()) -> None:
+        """Refuse tensors that require grad in a broadcast argument and its containers; a module takes its own along."""
+        if is_tensor(value):
+            check_no_grad(value, f"{label} of {self._name!r}")
+        elif isinstance(value, (tuple, list, dict)) and id(value) not in seen and "torch" in sys.modules:
+            parts = value if isinstance(value, dict) else dict(enumerate(value))
+            if not PLAIN_TYPES.issuperset(map(type, parts.values())):
+                for key, part in parts.items():
+                    self._check_constants(f"{label}[{key!r}]", part, seen | {id(value)})
+
+    def _misplaced(self, label: str, variable: Variable, hint: str) -> ValueError:
+        is_kind = "sharded" if variable.is_sharded else "replicated"
+        return ValueError(f"cannot pass {label} of {self._name!r}: variable {variable.name!r} is {is_kind}; {hint}.")
+
+    def _no_rows(self, label: str, got: str) -> str:
+        return (
+            f"cannot scatter {label} of {self._name!r}: got {got}, expected an array with rows on axis 0. "
+            f"Pass it as a broadcast input: bcast_inputs={label!r}."
+        )

@@ -1,0 +1,145 @@
+"""torch's tensors and the arrays in whose memory they lie.
+
+torch is imported where there is a tensor or one is to be made, never in order to look for one.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from synk._pure.dtypes import foreign, foreign_name, storage
+from synk._pure.interrupts import is_from_handler
+
+_SHARED_DTYPES = frozenset(
+    (
+        "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
+        "float16", "float32", "float64", "complex64", "complex128",
+    )
+)  # fmt: skip
+"""Those that NumPy and torch call alike."""
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether ``value`` is torch's; without importing torch: where it was never imported nothing is."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, getattr(torch, "Tensor", ()))
+
+
+def has_torch_dtype(array: Any) -> bool:
+    """Whether torch has a tensor for an array: none for text, dates and records."""
+    return array.dtype.name in _SHARED_DTYPES or array.dtype.name == "bfloat16" or bool(foreign_name(array.dtype))
+
+
+def dtype_of(tensor: Any) -> str:
+    """Return the name of a tensor's dtype, as ``"bfloat16"``."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether the elements of a tensor lie in memory as those of an array."""
+    import torch
+
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+def array_of(tensor: Any) -> np.ndarray:
+    """Return the memory of a plain tensor of the host as an array; for dtypes that NumPy lacks see ``dtypes``."""
+    import torch
+
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    name = dtype_of(tensor)
+    if name in _SHARED_DTYPES:
+        return tensor.numpy()
+    plain = storage(tensor.element_size())
+    return tensor.view(getattr(torch, plain.name)).numpy().view(foreign(name, plain.itemsize))
+
+
+def tensor_of(array: np.ndarray) -> Any:
+    """Return a tensor on the memory of an array that torch has a dtype for."""
+    import torch
+
+    if any(stride < 0 for stride in array.strides):  # torch has none of these
+        array = array.copy()
+    name = foreign_name(array.dtype) or ("bfloat16" if array.dtype.name == "bfloat16" else "")
+    if not name:
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(storage(array.dtype.itemsize))).view(getattr(torch, name))
+
+
+def as_dtype(tensor: Any, name: str) -> Any:
+    """Return a tensor on the same memory whose elements are of the dtype ``name``, which are as large."""
+    import torch
+
+    return tensor.view(getattr(torch, name))
+
+
+def is_ordinary(tensor: Any) -> bool:
+    """Whether a tensor is what its elements are, and nothing more: no subclass, no gradient, no attributes."""
+    import torch
+
+    is_bare = type(tensor) is torch.Tensor and not tensor.requires_grad and not vars(tensor)
+    return is_bare and tensor.device.type == "cpu" and is_plain(tensor)
+
+
+def copied_tensor(buffer: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    """Return a tensor with a copy of the bytes in ``buffer``: it may be written into and kept."""
+    import torch
+
+    if not len(buffer):
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    return as_dtype(torch.from_numpy(np.array(buffer, np.uint8)), dtype).reshape(shape)
+
+
+def check_tensor(tensor: Any, what: str) -> np.ndarray:
+    """Return the memory of a tensor that is an argument; see ``array_of``.
+
+    Raises
+    ------
+    TypeError
+        If it requires grad, for calls carry no gradients; if it has no plain memory here (sparse, quantized, nested, on
+        a device or nowhere).
+    """
+    check_no_grad(tensor, what)
+    problem = _problem(tensor)
+    if problem:
+        raise TypeError(f"cannot share {what}: got {problem}.")
+    try:
+        return array_of(tensor)
+    except Exception as error:  # a subclass of the user's, or of a transformation of torch's
+        if is_from_handler(error):
+            raise
+        raise TypeError(
+            f"cannot share {what}: got a {type(tensor).__name__} whose memory cannot be read ({error})."
+        ) from error
+
+
+def check_no_grad(tensor: Any, what: str) -> None:
+    """Refuse a tensor that requires grad: autograd would take what comes back for a constant, without a word."""
+    if tensor.requires_grad:
+        raise TypeError(
+            f"cannot share {what}: got a tensor that requires grad, and calls carry no gradients back. "
+            "Pass tensor.detach(), or use synk.torch.DataParallel, which does carry them."
+        )
+
+
+def _problem(tensor: Any) -> str:
+    """Return what is wrong with a tensor, and the next step; nothing where its memory can be read."""
+    import torch
+
+    if tensor.is_quantized:
+        return "a quantized tensor, expected plain numbers. Pass tensor.dequantize(), or tensor.int_repr()"
+    if tensor.is_nested:
+        return "a nested tensor, expected one with rows. Pass torch.nested.to_padded_tensor(tensor, 0.0)"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout}, expected a dense one. Pass tensor.to_dense()"
+    if tensor.device.type == "meta":
+        return "a tensor on device meta, which has no values"
+    if tensor.device.type != "cpu":
+        return (
+            f"a tensor on {tensor.device}, expected one on the CPU: workers bring their rows to their own devices. "
+            "Pass tensor.cpu()"
+        )
+    return ""
