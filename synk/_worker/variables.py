@@ -111,8 +111,7 @@ class Replica:
                 f"cannot assign variable {self.name!r}: got a value of structure {describe(structure)}, expected "
                 f"{describe(self._structure)}."
             )
-        if self._store.from_framework is not None:
-            leaves = [self._store.from_framework(leaf) for leaf in leaves]
+        leaves = [self._store.from_user(leaf) for leaf in leaves]
         declaration = self._known
         shapes = self._shapes[self._front]
         as_array = self._store.backend.as_array
@@ -363,11 +362,12 @@ class VariableStore:
                     f"{describe(structure)}, expected {describe(self._structures[position])} as in the first slice."
                 )
             for accumulator, leaf in zip(self._sums[position], leaves):
-                array = self.backend.as_array(self._from_user(leaf), f"the update of {replica.name!r}")
+                array = self.backend.as_array(self.from_user(leaf), f"the update of {replica.name!r}")
                 accumulator.add(array, num_rows)
         return outputs
 
-    def _from_user(self, leaf: Any) -> Any:
+    def from_user(self, leaf: Any) -> Any:
+        """Return what a function gives for an array of a value, as an array of the backend where it is a tensor."""
         if self.from_framework is None:
             return leaf
         array = self.from_framework(leaf)
