@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 import synk
-from synk._master.recovery import ARMED
+from synk._master.processes import ARMED
 
 TESTS_FOLDER = Path(__file__).resolve().parent
 PACKAGE_FOLDER = Path(synk.__file__).resolve().parents[1]

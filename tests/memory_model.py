@@ -395,12 +395,12 @@ def calls() -> Protocol:
 def interrupt() -> Protocol:
     """The master interrupts a call; the signal comes before the worker takes the call, which looks for itself."""
     master = block(
-        "Workers._interrupt",
+        "Recovery._interrupt",
         store("INTERRUPT", 1),
-        write("SIGINT", name="call signal"),
+        note("call interrupt"),
+        block("WorkerProcess.interrupt", write("SIGINT", name="call signal")),
         note("call ring"),
-        note("poll"),
-        note("read eventfds"),
+        note("call wait"),
         note("store INTERRUPT"),
     )
     worker = [read("SIGINT"), take_call(expect("INTERRUPT", 1), note("call _run"))]

@@ -78,7 +78,7 @@ def test_ctrl_c_while_the_workers_start_loses_none_of_them() -> None:
         f = rt.function(lambda x: x.sum(), outputs="sum")
 
         def interrupt() -> None:
-            while not rt._session.workers._hellos:  # the other worker is up
+            while not any(worker.hello for worker in rt._session.workers.by_rank):  # the other worker is up
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(pid, signal.SIGCONT)

@@ -329,7 +329,7 @@ def test_nccl_that_cannot_start_again_is_not_waited_for(gpu: Any, monkeypatch: p
     rt = gpu(2)
     f = rt.function(lambda x: x[:1].repeat(LARGE * 4) + 1, outputs="sum")
     assert (f(np.arange(2.0)) == 3.0).all()
-    for environment in rt._session.workers._placement.environments:
+    for environment in rt._session.workers.processes.placement.environments:
         environment["SYNK_FAKE_NCCL"] = "refuse"
     for worker in rt._session.workers.by_rank:
         os.kill(worker.process.pid, signal.SIGKILL)

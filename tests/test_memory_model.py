@@ -35,7 +35,7 @@ from weak_memory import (
 )
 
 from synk._master import call as _calls
-from synk._master import variable
+from synk._master import recovery, variable, worker_process
 from synk._master import workers as _workers
 from synk._wire import channel as _channel
 from synk._wire.control import Down, Up
@@ -171,6 +171,8 @@ MODULES = {
     "_run": _worker_calls,
     "VariableStore": _variables,
     "Workers": _workers,
+    "Recovery": recovery,
+    "WorkerProcess": worker_process,
     "Channel": _channel,
     "Variables": variable,
     "launch": _calls,

@@ -387,7 +387,7 @@ def test_what_a_close_breaks_inside_is_told_as_the_close(runtime: Any, monkeypat
     call = total.submit(np.ones(4))
 
     def broken(request: Any) -> Any:
-        rt._session.workers.tear_down()
+        rt._session.workers.processes.tear_down()
         raise TypeError("an inner error")
 
     monkeypatch.setattr(rt._session.workers, "wait", broken)

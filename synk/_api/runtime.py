@@ -17,12 +17,13 @@ from synk._api.shared import Shared
 from synk._master import collectives
 from synk._master.ends import watch_over
 from synk._master.placement import place
-from synk._master.process import WorkerProcess
 from synk._master.profile import Profile
 from synk._master.program import check_program
 from synk._master.queue import Queue
+from synk._master.reports import where
 from synk._master.session import Session
 from synk._master.variable import Variable, check_owner
+from synk._master.worker_process import WorkerProcess
 from synk._pure.interrupts import is_from_handler
 from synk._pure.limits import check_timeout
 from synk._wire.cell import refuse_inside_worker
@@ -285,7 +286,7 @@ class Runtime:
         """
         if self.is_closed:
             raise ClosedError("cannot look at the workers: the runtime is closed.") from self._session.cause
-        return self._session.workers.where()
+        return where(self._session.workers.processes)
 
     def info(self) -> str:
         """Return a description of the runtime, one line per rank."""

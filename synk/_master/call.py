@@ -75,12 +75,12 @@ def send(
     lease = None
     try:
         call.has_group = session.group.announce(workers, lane, len(call.ranks))
-        contents = {rank: cached.plan for rank in call.ranks if plan_id not in workers.by_rank[rank].plans}
+        contents = {rank: cached.plan for rank in call.ranks if plan_id not in workers.by_rank[rank].known.plans}
         lease = _lease(session, cached, call)
         segments = cached.segments if lease is None else [*cached.segments, lease.segment]
         cached.is_agreed = False  # until the call has ended well: a worker may tell of a layout that is not taken in
         for rank in contents:
-            workers.by_rank[rank].plans.add(plan_id)
+            workers.by_rank[rank].known.plans.add(plan_id)
         lane.down[0, Down.CALL] = number
         lane.down[0, Down.RESULT] = 0 if lease is None else lease.segment.id
         request = workers.send(Kind.CALL, call.ranks, plan_id, contents, segments, deadline, "call", name, lane.index)
@@ -127,7 +127,7 @@ def _load(session: Session, function: Callee, call: Call, deadline: float | None
     for resident in function.residents:
         resident.check(f"call {function.name!r}")
     function.load(session, deadline)
-    while session.workers.has_dead:  # one that died after it had loaded the function
+    while session.workers.processes.has_dead:  # one that died after it had loaded the function
         session.resume(f"call {function.name!r}", deadline)
         function.load(session, deadline)
     if session.has_devices:  # a value there ends with its worker
@@ -145,7 +145,7 @@ def _lease(session: Session, cached: CachedPlan, call: Call) -> Lease | None:
         return None
     by_rank = session.workers.by_rank
     plan_id = cached.plan.plan_id
-    if any(by_rank[rank].assemblies.get(plan_id) != assembly.number for rank in call.ranks):
+    if any(by_rank[rank].known.assemblies.get(plan_id) != assembly.number for rank in call.ranks):
         return None
     layouts = [cached.layouts[rank] for rank in call.ranks]
     if not assembly.fits(call.ranks, layouts, cached.lane.slots, False):

@@ -40,7 +40,7 @@ def _in_forked_child() -> None:
     """A child must not hold descriptors that tell workers whether the master lives, nor memory that nobody can use."""
     _after_fork()
     for session in list(open_sessions):
-        session.workers.abandon()
+        session.workers.processes.abandon()
         session.abandon_memory()
     open_sessions.clear()
 

@@ -56,7 +56,7 @@ class Functions:
 
     def _drop_parcel(self, number: int, unbound: list[tuple[tuple[int, int], Any]]) -> None:
         for worker in self._workers.by_rank:
-            worker.drop_parcel(number, unbound)
+            worker.known.drop_parcel(number, unbound)
 
     def free_dropped(self) -> None:
         """Have the workers forget functions that no longer exist, and their plans."""
@@ -66,7 +66,7 @@ class Functions:
                 self.book.forget_function(function_id)
                 plans.drop_all(self._workers)
                 for worker in self._workers.by_rank:
-                    worker.drop_function(function_id)
+                    worker.known.drop_function(function_id)
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
@@ -141,7 +141,9 @@ class Functions:
     def _load_missing(self, names: str, deadline: float | None, reloads: Sequence[Reload] = ()) -> None:
         orders: dict[int, LoadOrder] = {}
         for worker in self._workers.by_rank:
-            missing = [(number, p.data) for number, p in self.book.parcels.items() if number not in worker.parcels]
+            missing = [
+                (number, p.data) for number, p in self.book.parcels.items() if number not in worker.known.parcels
+            ]
             if missing or reloads:
                 orders[worker.rank] = LoadOrder(list(reloads), missing, search_path())
         failures, was_interrupted = self._order(orders, names, deadline)
@@ -157,12 +159,12 @@ class Functions:
         """Have workers load, and note what those have that say so; return failures, and if one was interrupted."""
         if not orders:
             return [], False
-        self._lanes.first.connect(self._workers)
+        self._lanes.first.connect(self._workers.processes)
         replies = self._workers.ask(Kind.LOAD, list(orders), 0, orders, [], deadline, "distribute", names)
         for rank, reply in replies.items():
             if reply.status == Status.DONE:
-                self._workers.by_rank[rank].parcels.update(number for number, _ in orders[rank].parcels)
-                self._workers.by_rank[rank].functions.update(self.book.function_ids)
+                self._workers.by_rank[rank].known.parcels.update(number for number, _ in orders[rank].parcels)
+                self._workers.by_rank[rank].known.functions.update(self.book.function_ids)
         failures = [pickle.loads(reply.body) for reply in replies.values() if reply.status == Status.ERROR]
         return failures, any(reply.status == Status.INTERRUPTED for reply in replies.values())
 

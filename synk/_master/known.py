@@ -10,32 +10,39 @@ from synk._wire.memory import Segment
 from synk._wire.messages import Body
 
 
-class WorkerState:
-    """One rank, whichever process plays it."""
+class KnownByRank:
+    """What one rank is known to hold, and what it has yet to be told to forget.
 
-    def __init__(self, rank: int, process: Any, epoch: Epoch) -> None:
+    Attributes
+    ----------
+    rank : int
+    functions, parcels, plans, segments : set of int
+    assemblies : dict of int to int
+        By plan, the number of the assembly in which the rank knows its part.
+    variables : dict of int to int
+        By variable, the version that it was told of.
+    """
+
+    def __init__(self, rank: int, epoch: Epoch) -> None:
         self.rank = rank
         self._epoch = epoch
         self.functions: set[int] = set()
         self.parcels: set[int] = set()
         self.plans: set[int] = set()
-        self.assemblies: dict[int, int] = {}  # plan -> number of the assembly in which the rank knows its part
-        self.restart(process)
-        self.is_prepared = True  # whether it has run what replacements are to run first
+        self.assemblies: dict[int, int] = {}
+        self.segments: set[int] = set()
+        self.variables: dict[int, int] = {}
+        self.clear()
 
-    def restart(self, process: Any) -> None:
-        """Begin anew with a process that knows nothing."""
+    def clear(self) -> None:
+        """Begin anew: the process that holds it is another one, which knows nothing."""
         self._epoch.end()
-        self.process = process
-        self.is_dead = False
-        self.is_ready = not hasattr(process, "pidfd")  # an inline rank is there at once
-        self.description = getattr(process, "description", "")
         self.functions.clear()
         self.parcels.clear()
         self.plans.clear()
         self.assemblies.clear()
-        self.segments: set[int] = set()
-        self.variables: dict[int, int] = {}  # id -> version
+        self.segments = set()
+        self.variables = {}
         self.num_changes = -1
         self.residents: dict[int, int] = {}  # id -> ``first_version`` of what it has
         self._dropped_residents: list[int] = []

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._master.workers import Workers
+from synk._master.processes import Processes
 from synk._pure.interrupts import deferred
 from synk._wire.control import NUM_LANES
 from synk._wire.memory import PAGE_NBYTES, Segment, round_up
@@ -28,8 +28,8 @@ class Lane:
     ----------
     index : int
         Smaller than ``NUM_LANES``.
-    workers : Workers
-        Its workers.
+    processes : Processes
+        Of its workers.
 
     Attributes
     ----------
@@ -53,15 +53,15 @@ class Lane:
     SharedMemoryError
     """
 
-    def __init__(self, index: int, workers: Workers) -> None:
+    def __init__(self, index: int, processes: Processes) -> None:
         self.index = index
         self.slot_nbytes = _SLOT_NBYTES
-        self.slots = Segment.create(workers.world_size * _SLOT_NBYTES, is_worker_writable=True)
+        self.slots = Segment.create(processes.world_size * _SLOT_NBYTES, is_worker_writable=True)
         self.staging: Segment | None = None
         self.collective: Segment | None = None
         self.ids = (self.slots.id, 0)
         self.last_numbers: Any = None
-        self.down, self.up = workers.blocks(index)
+        self.down, self.up = processes.blocks(index)
         self.up_words = [memoryview(row) for row in self.up]
 
     def replace_staging(self, nbytes: int) -> Segment | None:
@@ -84,25 +84,25 @@ class Lane:
             self.ids = (larger.id, self.ids[1])
         return old
 
-    def connect(self, workers: Workers) -> None:
+    def connect(self, processes: Processes) -> None:
         """Make the segment through which functions communicate, where there is none yet."""
         if self.collective is None:
-            workers.epoch.end()
-            nbytes = required_nbytes(workers.world_size, _COLLECTIVE_SLOT_NBYTES)
+            processes.epoch.end()
+            nbytes = required_nbytes(processes.world_size, _COLLECTIVE_SLOT_NBYTES)
             with deferred():  # the workers learn of it by its id
                 self.collective = Segment.create(nbytes, is_worker_writable=True)
-                reset(self.collective, workers.world_size, workers.eventfds)
+                reset(self.collective, processes.world_size, processes.eventfds)
                 self.ids = (self.ids[0], self.collective.id)
 
-    def abort_collectives(self, workers: Workers) -> None:
+    def abort_collectives(self, processes: Processes) -> None:
         """Have ranks that wait for one another give up."""
         if self.collective is not None:
-            set_abort(self.collective, workers.eventfds)
+            set_abort(self.collective, processes.eventfds)
 
-    def reset_collectives(self, workers: Workers) -> None:
+    def reset_collectives(self, processes: Processes) -> None:
         """Make functions' collectives usable again; all ranks are idle."""
         if self.collective is not None:
-            reset(self.collective, workers.world_size, workers.eventfds)
+            reset(self.collective, processes.world_size, processes.eventfds)
 
     def close(self) -> None:
         """Release the memory; safe to repeat."""
@@ -124,20 +124,20 @@ class Lanes(list[Lane]):
 
     first: Lane
 
-    def begin(self, workers: Workers) -> None:
+    def begin(self, processes: Processes) -> None:
         """Make the first lane."""
-        self._workers = workers
-        self.first = Lane(0, workers)
+        self._processes = processes
+        self.first = Lane(0, processes)
         self.append(self.first)
 
     def after(self, lane: Lane) -> Lane:
         """Return the lane whose turn follows that of ``lane``."""
         index = (lane.index + 1) % NUM_LANES
         if index == len(self):
-            self._workers.epoch.end()
-            new = Lane(index, self._workers)
+            self._processes.epoch.end()
+            new = Lane(index, self._processes)
             try:
-                new.connect(self._workers)
+                new.connect(self._processes)
             except BaseException:
                 new.close()
                 raise

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from synk._master.plans import CachedPlan, Call, PlanCache
+from synk._master.requests import Request
 from synk._master.resident import ResidentObject
 from synk._master.results import Lease
 from synk._master.row_shapes import RowShapes
 from synk._master.session import Session
 from synk._master.signature import Signature
 from synk._master.variable import Variable
-from synk._master.workers import Request
 from synk._wire.control import Traits
 
 

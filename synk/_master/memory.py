@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 
+from synk._master.processes import Processes
 from synk._master.results import Lease, ResultPool
-from synk._master.workers import Workers
 from synk._pure.interrupts import deferred
 from synk._wire.arenas import Arenas
 from synk._wire.memory import Segment
@@ -19,7 +19,7 @@ class Memory:
 
     Parameters
     ----------
-    workers : Workers
+    processes : Processes
         Who maps them.
 
     Attributes
@@ -31,8 +31,8 @@ class Memory:
     results : ResultPool
     """
 
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
         self.released: deque[Segment] = deque()
         self.arenas = Arenas(self.released)
         self.results = ResultPool()
@@ -52,8 +52,8 @@ class Memory:
     def forget(self, segment: Segment) -> None:
         """Free a segment here; workers forget it with their next message."""
         with deferred():  # all of them, or an interrupt would leave some that hold what is gone
-            for worker in self._workers.by_rank:
-                worker.drop_segment(segment.id)
+            for worker in self._processes.by_rank:
+                worker.known.drop_segment(segment.id)
             segment.discard()
             self.arenas.sweep()
 
@@ -71,8 +71,8 @@ class Memory:
             lease = self.lease_result(nbytes)
         except SharedMemoryError:  # a call that needs it says so
             return None
-        by_rank = self._workers.by_rank
-        if all(lease.segment.id in by_rank[rank].segments for rank in ranks):
+        by_rank = self._processes.by_rank
+        if all(lease.segment.id in by_rank[rank].known.segments for rank in ranks):
             return lease
         self.results.give_back(lease)
         return None

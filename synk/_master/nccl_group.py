@@ -65,7 +65,7 @@ class Group:
         """Have all ranks leave the group: one of them cannot go on with it."""
         if self._is_wanted:
             self._is_joined = False
-            workers.down[:, Down.BROKEN] = self._number
+            workers.processes.down[:, Down.BROKEN] = self._number
 
     def _join(self, workers: Workers) -> None:
         answer = self._order(workers, [0], None)
@@ -96,7 +96,7 @@ class Group:
         return (
             self._is_joined
             and self._num_restarts == workers.counters["restarts"]
-            and not (workers.up[:, Up.BROKEN] >= self._number).any()
+            and not (workers.processes.up[:, Up.BROKEN] >= self._number).any()
         )
 
     def announce(self, workers: Workers, lane: Lane, num_ranks: int) -> bool:

@@ -46,7 +46,7 @@ def _can_repeat(session: Session, launched: Launched) -> bool:
     if call.sources or not (call.options.is_plain and cached.is_agreed):
         return False
     # Ranks that know their parts of large outputs bring them into place without being asked.
-    known = [session.workers.by_rank[rank].assemblies.get(plan_id) for rank in call.ranks]
+    known = [session.workers.by_rank[rank].known.assemblies.get(plan_id) for rank in call.ranks]
     if assembly.result_nbytes and any(number != assembly.number for number in known):
         return False
     staged = iter(cached.staged)

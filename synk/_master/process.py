@@ -1,62 +1,57 @@
-"""One worker process as the master holds it: start, doorbells, signals, death, output.
-
-Owns every descriptor of that worker in the master. Knows nothing of functions, plans or calls.
-"""
+"""What plays a rank, as the rest of the master sees it: the one protocol of worker processes and of ranks inline."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
-import select
-import signal
-import subprocess
-import sys
-import time
-import traceback
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
 
-import numpy as np
-
-from synk._master.output import Output
-from synk._master.program import command, search_path, write_setup
-from synk._pure.interrupts import deferred, is_from_handler
-from synk._wire.channel import Channel
-from synk._wire.descriptors import NONE, Descriptor, packet_pair, pipe
-from synk._wire.lifeline import Pulse
-from synk.errors import StartupError
+from synk._wire.memory import Segment
+from synk._wire.messages import Body
 
 
-class WorkerProcess:
-    """A worker's process, which holds nothing before :meth:`start`: it has an owner before it has something to lose.
+class Line(Protocol):
+    """The master's end of the connection with a rank; see :class:`synk._wire.channel.Channel`."""
 
-    Parameters
-    ----------
-    rank : int
+    @property
+    def read_fd(self) -> int:
+        """What can be read when the rank has answered."""
+
+    def ring(self, kind: int, flags: int, sequence: int, value: int) -> None:
+        """Send a message without a body."""
+
+    def answer(self) -> tuple[int, int, int, int] | None:
+        """Read one doorbell; None when the rank is gone."""
+
+    def receive_body(self, sequence: int) -> tuple[bytes, list[int]]:
+        """Receive the body of an answer."""
+
+
+class Process(Protocol):
+    """What plays a rank, as the rest of the master sees it: a process, or a part of the master's own.
+
+    Nothing is held before :meth:`start`. A process that has ended is not used again; there is another one then.
 
     Attributes
     ----------
-    pid, pidfd : int
+    is_inline : bool
+        Whether the rank lives in the master's process.
+    pid : int
         -1 where there is none.
     started : float
         Monotonic time at which it was started.
+    exit_text : str
+        How it ended, once it was reaped.
+    channel : Line
+        From the start to the end.
     """
 
-    channel: Channel
+    is_inline: ClassVar[bool]
+    pid: int
+    started: float
+    exit_text: str
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.pid = -1
-        self.pidfd: int = NONE
-        self.started = 0.0
-        self.exit_text = ""
-        self._popen: subprocess.Popen[bytes] | None = None
-        self._outputs: list[Output] = []
-        self._lifeline: int = NONE
-        self._stacks: int = NONE
-        self._worker_down: int = NONE
-        self._pulse: Pulse | None = None
+    @property
+    def channel(self) -> Line: ...
 
     def start(
         self,
@@ -66,252 +61,50 @@ class WorkerProcess:
         token: bytes,
         extra_fds: dict[str, int],
     ) -> None:
-        """Start the process.
+        """Start it; its first answer is a hello."""
 
-        Parameters
-        ----------
-        setup : dict
-            What the first message carries beside the descriptors.
-        environment : dict
-        control_fd : int
-            Descriptor of the control segment.
-        token : bytes
-        extra_fds : dict of str to int
-            More descriptors for the worker, by the name under which it finds them.
+    def watched(self) -> list[tuple[int, str]]:
+        """Return the descriptors that tell of it, each with what it tells: ``"up"``, ``"death"`` or ``"output"``."""
 
-        Raises
-        ------
-        StartupError
-        """
-        try:
-            theirs = self._open(token)
-            self._spawn(theirs, setup, environment, control_fd, token, extra_fds)
-        except BaseException as error:
-            theirs = {}
-            traceback.clear_frames(error.__traceback__)  # they hold descriptors
-            if self._popen is not None:
-                self._popen.kill()
-                self._popen.wait()
-            self.close()
-            if isinstance(error, OSError):
-                raise StartupError(startup_text(f"worker rank {self.rank}", error)) from error
-            raise
-
-    def _open(self, token: bytes) -> dict[str, int]:
-        """Open the connection, and return the worker's ends by name."""
-        # The master keeps the worker's end of the down pipe open: ringing a dead worker must not raise SIGPIPE.
-        self._worker_down, down_write = pipe()
-        up_read, their_up = pipe()
-        their_life, self._lifeline = pipe()
-        self._pulse = Pulse()
-        out_read, their_out = pipe()
-        err_read, their_err = pipe()
-        self._outputs = [Output(out_read, self.rank, "stdout"), Output(err_read, self.rank, "stderr")]
-        self._stacks, their_stacks = pipe()
-        os.set_blocking(self._stacks, False)
-        sock, their_sock = packet_pair()
-        self.channel = Channel(sock, up_read, down_write, token)
-        return {
-            "socket": their_sock,
-            "down": self._worker_down,
-            "up": their_up,
-            "lifeline": their_life,
-            "pulse": self._pulse.take(),
-            "stdout": their_out,
-            "stderr": their_err,
-            "stacks": their_stacks,
-        }
-
-    def _spawn(
+    def deliver(
         self,
-        theirs: Mapping[str, int],
-        setup: dict[str, Any],
-        environment: dict[str, str],
-        control_fd: int,
-        token: bytes,
-        extra_fds: dict[str, int],
-    ) -> None:
-        fds = {"control": control_fd, **extra_fds, **theirs}
-        stdout, stderr = fds.pop("stdout"), fds.pop("stderr")
-        numbers = {name: int(fd) for name, fd in fds.items()}
-        message = write_setup({**setup, "rank": self.rank, "fds": numbers, "token": token.hex()})
-        self.started = time.monotonic()
-        self._popen = subprocess.Popen(
-            command(message, self.rank),
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            pass_fds=(message, *numbers.values()),
-            start_new_session=True,
-            env=environment,
-        )
-        self.pid = self._popen.pid
-        self.pidfd = Descriptor(os.pidfd_open(self.pid))
+        kind: int,
+        flags: int,
+        sequence: int,
+        value: int,
+        body: Body,
+        segments: Sequence[Segment],
+        note: Callable[[], None],
+    ) -> int:
+        """Send a message with its body and the segments that it brings; return the body's bytes.
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+        ``note`` is called as the message goes out, in one step with it: what the rank holds and what the master takes
+        it to hold must not differ, wherever a signal handler raises.
+        """
 
-    @property
-    def output_fds(self) -> list[int]:
-        return [output.fd for output in self._outputs if output.fd >= 0]
+    def interrupt(self) -> None:
+        """Have it end the call that it is at."""
 
-    def forward_output(self, fd: int | None = None) -> bool:
-        """Pass on what the worker printed; return False if ``fd`` is at its end."""
-        is_open = True
-        for output in self._outputs:
-            if fd is None or output.fd == fd:
-                is_open = output.forward() and is_open
-        return is_open
+    def forward_output(self, fd: int) -> bool:
+        """Pass on what it printed; return False where ``fd`` is at its end."""
 
     def note_backlog(self) -> None:
-        """Remember that what the worker has written so far is of earlier operations."""
-        for output in self._outputs:
-            output.note_backlog()
+        """Remember that what it has printed so far is of earlier operations."""
 
     def stderr_since(self, began: float) -> list[str]:
-        """Return the last lines that the worker wrote to stderr since the monotonic time ``began``."""
-        return self._outputs[1].since(began) if self._outputs else []
-
-    def signal(self, number: int) -> None:
-        """Send a signal to this very process, never to a stranger that got its pid."""
-        pidfd = self.pidfd  # held, so that another thread cannot give the number away meanwhile
-        if pidfd >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pidfd, number)
+        """Return the last lines that it wrote to stderr since the monotonic time ``began``."""
 
     def stacks(self, timeout_s: float) -> str:
-        """Return the Python stacks of the worker's threads, innermost frame first, or why there are none."""
-        try:
-            with deferred(), open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
-                state = file.read().rsplit(")", 1)[1].split()[0]
-        except (OSError, IndexError) as error:
-            if is_from_handler(error):
-                raise
-            return "the process is gone"
-        if state in "TtZ":
-            return "the process is stopped (SIGSTOP)" if state in "Tt" else "the process has ended"
-        stacks = self._stacks
-        if stacks < 0:
-            return "the process is gone"
-        self.signal(signal.SIGUSR2)
-        poll = select.poll()
-        poll.register(stacks, select.POLLIN)
-        text = b""
-        wait_ms = timeout_s * 1000
-        while poll.poll(wait_ms):  # the dump has no end mark: it is over when nothing comes for a while
-            data = os.read(stacks, 1 << 16)
-            if not data:
-                break
-            text += data
-            wait_ms = 50
-        return text.decode("utf-8", "replace") or "it does not answer (it may still be starting)"
+        """Return the Python stacks of its threads, or why there are none."""
 
     def kill(self) -> None:
-        """End the worker and what it started, at once."""
-        self.signal(signal.SIGKILL)
-        self._kill_group()
+        """End it at once."""
 
-    def _kill_group(self) -> None:
-        """Kill the worker's process group, if the group id is certainly still its own: while it is not reaped."""
-        pidfd, popen = self.pidfd, self._popen
-        if pidfd < 0 or popen is None or popen.returncode is not None:
-            return
-        try:
-            os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises where it was reaped
-            os.killpg(self.pid, signal.SIGKILL)
-        except (ChildProcessError, ProcessLookupError, PermissionError):
-            return
-
-    def reap(self, timeout_s: float = 5.0) -> str:
-        """Wait for the end of the process, release everything, and return how it ended (as ``"exit 3"``)."""
-        popen = self._popen
-        if popen is None:
-            return self.exit_text
-        deadline = time.monotonic() + timeout_s
-        is_known = self._wait_exited(self.pidfd, deadline)
-        self._kill_group()
-        for output in self._outputs:
-            # The group is dead, so the end of the stream is near; only a child in another session can hold it open.
-            while output.forward() and time.monotonic() < deadline - timeout_s + 0.3:
-                time.sleep(0.002)
-        code: int | None = None
-        try:
-            code = popen.wait(timeout=max(deadline - time.monotonic(), 0.1)) if is_known else popen.poll()
-        except subprocess.TimeoutExpired:
-            popen.returncode = -signal.SIGKILL  # in the kernel's hands (uninterruptible); nothing more can be done
-        self.exit_text = _exit_text(code, is_known)
-        self.close()
-        return self.exit_text
-
-    def _wait_exited(self, pidfd: int, deadline: float) -> bool:
-        """Wait until the process has ended; return False where somebody else took its exit code."""
-        while True:
-            try:
-                if os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                    return True
-            except ChildProcessError:
-                return False
-            if time.monotonic() > deadline:
-                return True
-            time.sleep(0.001)
+    def reap(self) -> str:
+        """See it end, release everything, and return how it ended."""
 
     def disown(self) -> None:
-        """In a forked child: the process is not ours to wait for."""
-        if self._popen is not None:
-            self._popen.returncode = 0
+        """In a forked child: it is not ours to wait for."""
 
     def close(self) -> None:
-        """Close every descriptor; closing the lifeline ends the process if it still runs. Safe to repeat."""
-        self._lifeline = self._worker_down = self.pidfd = self._stacks = NONE
-        if self._pulse is not None:
-            self._pulse.close()
-        for output in self._outputs:
-            output.close()
-        channel = getattr(self, "channel", None)
-        if channel is not None:
-            channel.close()
-        self._popen = None
-
-
-def setup_message(
-    world_size: int, backend: str, device: str, cpus: Sequence[int], failpoints: Sequence[Any]
-) -> dict[str, Any]:
-    """Return what a worker must know before it can unpickle anything."""
-    home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    path = search_path()
-    absolute = [entry for entry in path if os.path.isabs(entry)]
-    return {
-        "world_size": world_size,
-        "backend": backend,
-        "device": device,
-        "cpus": list(cpus),
-        "master_pid": os.getpid(),
-        "sys_path": path,
-        "import_path": absolute if home in absolute else [*absolute, home],
-        "argv": [str(argument) for argument in getattr(sys, "argv", [""])],
-        "failpoints": list(failpoints),
-        "float_errors": np.geterr(),
-    }
-
-
-def _exit_text(code: int | None, is_known: bool) -> str:
-    if not is_known or code is None:
-        return "exit code unknown"
-    if code < 0:
-        try:
-            return signal.Signals(-code).name
-        except ValueError as error:
-            if is_from_handler(error):
-                raise
-            return f"signal {-code}"
-    return f"exit {code}"
-
-
-def startup_text(what: str, error: OSError) -> str:
-    """Return the message for an operating system's refusal to start ``what``."""
-    hints = {
-        errno.EMFILE: "Raise the limit of open files (ulimit -n).",
-        errno.ENFILE: "The system is out of file descriptors.",
-        errno.EAGAIN: "Raise the limit of processes (ulimit -u).",
-        errno.ENOMEM: "The system is out of memory.",
-    }
-    return f"cannot start {what}: {error}. {hints.get(error.errno or 0, '')}".rstrip()
+        """Release everything; safe to repeat."""

@@ -6,13 +6,16 @@ file, because a command line or a search path can be longer than a packet.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from synk._pure.interrupts import is_from_handler
 from synk._wire.cell import cell
@@ -123,3 +126,35 @@ def _candidates() -> Iterator[str]:
             raise
     for prefix in (sys.exec_prefix, sys.base_exec_prefix):
         yield os.path.join(prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}")
+
+
+def setup_message(
+    world_size: int, backend: str, device: str, cpus: Sequence[int], failpoints: Sequence[Any]
+) -> dict[str, Any]:
+    """Return what a worker must know before it can unpickle anything."""
+    home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    path = search_path()
+    absolute = [entry for entry in path if os.path.isabs(entry)]
+    return {
+        "world_size": world_size,
+        "backend": backend,
+        "device": device,
+        "cpus": list(cpus),
+        "master_pid": os.getpid(),
+        "sys_path": path,
+        "import_path": absolute if home in absolute else [*absolute, home],
+        "argv": [str(argument) for argument in getattr(sys, "argv", [""])],
+        "failpoints": list(failpoints),
+        "float_errors": np.geterr(),
+    }
+
+
+def startup_text(what: str, error: OSError) -> str:
+    """Return the message for an operating system's refusal to start ``what``."""
+    hints = {
+        errno.EMFILE: "Raise the limit of open files (ulimit -n).",
+        errno.ENFILE: "The system is out of file descriptors.",
+        errno.EAGAIN: "Raise the limit of processes (ulimit -u).",
+        errno.ENOMEM: "The system is out of memory.",
+    }
+    return f"cannot start {what}: {error}. {hints.get(error.errno or 0, '')}".rstrip()

@@ -18,9 +18,9 @@ from synk._master.ordinary import prepare
 from synk._master.pending import PendingCall, Steps
 from synk._master.quiet import NOT_QUIET
 from synk._master.replies import collecting
+from synk._master.requests import Request
 from synk._master.session import Session
 from synk._master.variable import VariableHandle
-from synk._master.workers import Request
 from synk._pure.interrupts import is_from_handler, num_cancels
 from synk._pure.limits import as_seconds
 from synk._pure.nested import holds
@@ -112,7 +112,7 @@ class Queue:
                 pending._begin_quietly(quiet.launched(function), quiet)
                 calls.append(pending)
             except BaseException as error:
-                session.workers.settle_after(error)
+                session.workers.recovery.settle_after(error)
                 self._end_lost(error)
                 abandon(session, quiet.hand_over(function), error)
                 raise
@@ -129,7 +129,7 @@ class Queue:
             and function in session.functions.bound
             and not function.is_stale
             and not session.has_dropped
-            and not workers.has_dead
+            and not workers.processes.has_dead
             and len(workers.requests) == len(self.calls)  # else one of them has no owner: an interrupt came
         )
 
@@ -264,7 +264,7 @@ class Queue:
             if value is not NOT_QUIET:
                 pending._end(value, None)
         except BaseException as error:
-            session.workers.settle_after(error)
+            session.workers.recovery.settle_after(error)
             self._on_error(pending, quiet.hand_over(launched.function), None, quiet, error)
             if _is_foreign(error):
                 raise

@@ -25,9 +25,9 @@ import numpy as np
 
 from synk._master.call import abandon, collect
 from synk._master.launched import Callee, Launched
+from synk._master.requests import Request
 from synk._master.results import Lease
 from synk._master.session import Session
-from synk._master.workers import Request
 from synk._pure.arrays import PARALLEL_NBYTES, copy_into
 from synk._pure.interrupts import num_cancels
 from synk._pure.limits import poll_ms
@@ -112,7 +112,7 @@ class QuietCall(Request):
                 self.send(session, args, started)
                 result = self.finish(session, function)
             except BaseException as error:
-                workers.settle_after(error)
+                workers.recovery.settle_after(error)
                 abandon(session, self.hand_over(function), error)
                 raise
             return collect(session, self.hand_over(function)) if result is NOT_QUIET else result
@@ -162,7 +162,7 @@ class QuietCall(Request):
             lane.last_numbers = self._bounds
         self._number = numbers[_NUMBER] = next(session.numbers)
         numbers[_RESULT] = 0 if self._lease is None else self._lease.segment.id
-        self.sequence = sequence = workers.sequence = workers.sequence % 0xFFFF + 1
+        self.sequence = sequence = workers.requests.sequence = workers.requests.sequence % 0xFFFF + 1
         self.pending, self.replies, self.is_lost, self.is_cut = set(self._ranks), {}, False, False
         self._started, self.began = started_ns, started_ns * 1e-9
         workers.began, workers.num_cancels = self.began, -1
@@ -226,7 +226,7 @@ class QuietCall(Request):
                     pending.discard(rank)
                     counters["messages_up"] += 1
                     counters["bytes_up"] += 8
-                elif not workers.take_doorbell(rank, doorbell):
+                elif not workers.requests.take_doorbell(rank, doorbell):
                     return False
         return True
 

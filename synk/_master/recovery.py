@@ -1,295 +1,316 @@
-"""The worker processes and what the master watches of them: start, descriptors, printed lines, death, end.
+"""What goes wrong: deaths, time limits, interrupts; and how the workers come to a known state again.
 
-Owns the processes and the poll set over their descriptors. Sends nothing and knows no message.
+After trouble these happen, in this order, and wherever a signal handler breaks them off the next operation begins anew:
+
+1. *bury*: what belonged to the dead is released, and they owe nothing any more;
+2. *interrupt*: the living that still owe a reply are made idle, or killed where they do not answer in time, and buried;
+3. all requests that were not answered by all are lost; whoever waits for one gets an error;
+4. *restart*, when the next operation begins: others are started in the place of the dead.
 """
 
 from __future__ import annotations
 
-import contextvars
-import os
-import select
-from collections.abc import Sequence
-from typing import Any
+import copy
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
+from synk._master.processes import Processes, WorkerState
+from synk._master.reports import DeathReports
+from synk._master.requests import Request, Requests
+from synk._pure.interrupts import deferred
+from synk._pure.limits import poll_ms
+from synk._wire.control import Down, interrupt_word
+from synk._wire.messages import Kind
+from synk.errors import CallTimeout, ClosedError, WorkerDied
 
-from synk._master.epoch import Epoch
-from synk._master.known import WorkerState
-from synk._master.placement import Placement
-from synk._master.process import WorkerProcess, setup_message, startup_text
-from synk._pure.environment import spin_s
-from synk._pure.interrupts import deferred, is_from_handler
-from synk._wire.control import Down, Phase, Up, control_blocks, control_nbytes
-from synk._wire.descriptors import NONE, Descriptor
-from synk._wire.memory import Segment
-from synk.errors import StartupError, WorkerDied
+GRACE_S = 2.0
+"""How long a worker may take to answer an interrupt before it is killed."""
 
-ARMED: contextvars.ContextVar[Sequence[Sequence[Any]]] = contextvars.ContextVar("failpoints", default=())
-"""The faults that a test arms in the workers of runtimes that it makes; see ``synk._worker.failpoints``."""
+NCCL_GRACE_S = 5.0
+"""Likewise with NCCL: aborting it can take seconds, and a process that is killed loses its device's values."""
+
+RESTART_WINDOW_S = 60.0
 
 
-class Crew:
-    """The processes of one runtime, and the lower half of ``Workers``, which uses what begins with ``_``.
+class Recovery:
+    """What has gone wrong with the workers of one runtime, and what is done about it.
 
     Parameters
     ----------
-    placement : Placement
-    process_type : type
-        What plays a rank: :class:`WorkerProcess`, or something that has no process.
-    token : bytes
+    processes : Processes
+    requests : Requests
+    max_restarts : int
+    counters : dict of str to int
+    on_trouble : callable
+        Called before workers are interrupted: those that wait for one another must give up.
+    on_idle : callable
+        Called when workers were made idle after a failure, before anything else is sent.
 
     Attributes
     ----------
-    by_rank : list of WorkerState
-        One per rank.
-    down, up : ndarray of int64, shape (world_size, BLOCK_LENGTH)
-        The numbers of lane 0 in shared memory; see ``synk._wire.messages``.
-    eventfds : list of int
-        One per rank, inherited by all workers: how they wake one another.
-    epoch : Epoch
-        Ends with everything that a remembered call relies on.
-
-    Nothing is opened before :meth:`start`, so that whoever made it can end it wherever the start is broken off.
+    restarted : list of int
+        Ranks that were started anew; whoever has seen to them takes them out.
+    unreported : dict of int to str
+        By rank, how workers ended of whose death no call has told.
+    cause : BaseException or None
+        The fault that closed the runtime.
+    grace_s : float
+        How long a worker may take to answer an interrupt before it is killed.
     """
 
-    def __init__(self, placement: Placement, *, process_type: type, token: bytes) -> None:
-        self.backend: str = placement.backend
-        self.devices: tuple[str, ...] = placement.devices
-        self.world_size = len(self.devices)
-        self.is_inline = not issubclass(process_type, WorkerProcess)
-        self._process_type = process_type
-        self.is_closed = False
-        self.epoch = Epoch()
-        self.by_rank: list[WorkerState] = []
-        self.eventfds: list[Descriptor] = []
-        self.down = self.up = np.empty((0, 0), np.int64)
-        self._placement = placement
-        self._token = token
-        self._failpoints = ARMED.get()
-        self._control: Segment | None = None
-        self._unreported_deaths: dict[int, str] = {}
-        self._oom_kills = oom_kills()
-        self._spin_s = spin_s()
-        self._poll = select.poll()
-        self._fds: dict[int, tuple[str, int]] = {}
-        self._wake_fd: int = NONE
+    def __init__(
+        self,
+        processes: Processes,
+        requests: Requests,
+        *,
+        max_restarts: int,
+        counters: dict[str, int],
+        on_trouble: Callable[[], None],
+        on_idle: Callable[[], None],
+    ) -> None:
+        self.max_restarts = max_restarts
+        self.grace_s = NCCL_GRACE_S if processes.placement.can_use_nccl else GRACE_S
+        self.cause: BaseException | None = None
+        self.restarted: list[int] = []
+        self.unreported: dict[int, str] = {}
+        self._processes = processes
+        self._requests = requests
+        self._counters = counters
+        self._on_trouble = on_trouble
+        self._on_idle = on_idle
+        self._reports = DeathReports(processes)
+        self._restarts: deque[float] = deque()
+        self._last_death: WorkerDied | None = None  # of the workers that are dead now
+        self._news: list[str] = []  # of workers that were started again, to tell the user when they are up
+        self._kill_at = 0.0  # when workers that are to be idle and do not answer are killed
 
-    def start(self) -> None:
-        """Start one process for each rank.
+    @property
+    def has_restarted(self) -> bool:
+        """Whether workers were started in the place of others within the last minute or so."""
+        return bool(self._restarts)
+
+    # -- deaths -------------------------------------------------------------------------------------------------------
+
+    def on_deaths(self, dead: list[int]) -> None:
+        """Take late replies of dead ranks; raise WorkerDied if one of them still owed a reply."""
+        processes, requests = self._processes, self._requests
+        for rank in dead:  # before the burial closes the pipe: who answered and then died has answered
+            requests.take_late_replies(rank)
+        owed = [request for request in requests.values() if not request.pending.isdisjoint(dead)]
+        owing = [rank for rank in dead if any(rank in request.pending for request in owed)]
+        for rank in dead:
+            how = processes.bury(processes.by_rank[rank])
+            if rank not in owing:
+                self.unreported[rank] = f"ended with {how} while idle"
+        if not owing:
+            return
+        request = owed[0]  # the oldest: what they were at
+        fallen = set(owing)
+        if request.phase != "start":  # a worker that is still coming up cannot be interrupted; the teardown ends it
+            survivors = requests.debtors() - fallen
+            self.end_calls(survivors)
+            fallen |= {rank for rank in survivors if processes.by_rank[rank].is_dead}
+        error = self.died(sorted(fallen), request.phase, request.what, request.began)
+        self._last_death = copy.copy(error)  # without the traceback that will hold the caller's frames
+        raise error
+
+    def died(self, ranks: Iterable[int], phase: str, what: str, began: float) -> WorkerDied:
+        """Return the error that tells of the deaths of ``ranks``; nobody else has to."""
+        ranks = list(ranks)
+        for rank in ranks:
+            self.unreported.pop(rank, None)
+        return self._reports.died(ranks, phase, what, began)
+
+    def bury_idle(self, ranks: Iterable[int]) -> None:
+        """Bury workers that have died while nobody waited for them."""
+        for rank in ranks:
+            self.unreported[rank] = f"ended with {self._processes.bury(self._processes.by_rank[rank])} while idle"
+
+    # -- time limits --------------------------------------------------------------------------------------------------
+
+    def on_timeout(self, request: Request) -> None:
+        """End all requests because of one whose time is over.
 
         Raises
         ------
-        StartupError
-            If a process cannot be started.
+        CallTimeout
         """
-        with deferred():  # a handler's TimeoutError, raised after it, is no refusal of the operating system
-            try:
-                self._open()
-            except OSError as error:
-                raise StartupError(startup_text("the runtime", error)) from error
-
-    def _open(self) -> None:
-        self._wake_fd = _eventfd()
-        self._control = Segment.create(control_nbytes(self.world_size))
-        self.down, self.up = self.blocks(0)
-        self.down[:, [Down.INTERRUPT, Down.COMMITTED]] = -1
-        self._watch(self._wake_fd, "wake", -1)
-        for _ in range(self.world_size):
-            self.eventfds.append(_eventfd())
-        for rank in range(self.world_size):
-            self.by_rank.append(WorkerState(rank, self._new_process(rank), self.epoch))
-            self._start(self.by_rank[rank], self._failpoints)
-
-    def blocks(self, lane: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers ``(down, up)`` of a lane."""
-        assert self._control is not None
-        return control_blocks(self._control.buffer, self.world_size, lane)
-
-    def drop_plan(self, plan_id: int) -> None:
-        """Have the workers forget a plan with their next message."""
-        with deferred():
-            for worker in self.by_rank:
-                worker.drop_plan(plan_id)
-
-    # -- starting ------------------------------------------------------------------------------------------------------
-
-    def _new_process(self, rank: int) -> Any:
-        if not self.is_inline:
-            return WorkerProcess(rank)
-        assert self._control is not None
-        device = self.devices[rank]
-        control, eventfds, failpoints = self._control, self.eventfds, self._failpoints
-        return self._process_type(rank, self.world_size, self.backend, device, control, eventfds, failpoints)
-
-    def _start(self, worker: WorkerState, failpoints: Sequence[Sequence[Any]]) -> None:
-        """Start a process for a rank, in the place of one that ended."""
-        process, rank = worker.process, worker.rank
-        if isinstance(process, WorkerProcess):
-            assert self._control is not None
-            if process.pid >= 0:
-                process = worker.process = WorkerProcess(rank)
-            placement, device = self._placement, self.devices[rank]
-            setup = setup_message(self.world_size, self.backend, device, placement.cpus_of(rank), failpoints)
-            setup |= {"control_nbytes": self._control.nbytes, "spin_s": self._spin_s}
-            events: dict[str, int] = {f"event{peer}": fd for peer, fd in enumerate(self.eventfds)}
-            process.start(setup, placement.environment(rank), self._control.fd, self._token, events)
-            worker.restart(process)
-            self._watch_worker(worker)
-
-    # -- watching ------------------------------------------------------------------------------------------------------
-
-    def _watch(self, fd: int, kind: str, rank: int) -> None:
-        self._fds[int(fd)] = (kind, rank)
-        self._poll.register(fd, select.POLLIN)
-
-    def _unwatch(self, fd: int) -> None:
-        if self._fds.pop(fd, None) is not None:
-            self._poll.unregister(fd)
-
-    def _watch_worker(self, worker: WorkerState) -> None:
-        process = worker.process
-        if isinstance(process, WorkerProcess):
-            self._watch(process.channel.read_fd, "up", worker.rank)
-            self._watch(process.pidfd, "death", worker.rank)
-            for fd in process.output_fds:
-                self._watch(fd, "output", worker.rank)
-
-    def _unwatch_worker(self, worker: WorkerState) -> None:
-        for fd in [fd for fd, (_, rank) in self._fds.items() if rank == worker.rank]:
-            self._unwatch(fd)
-
-    def _forward(self, worker: WorkerState, fd: int) -> None:
-        if isinstance(worker.process, WorkerProcess) and not worker.process.forward_output(fd):
-            self._unwatch(fd)
-
-    @property
-    def has_dead(self) -> bool:
-        """Whether a worker died that was not started again yet."""
-        for worker in self.by_rank:  # asked at each call: no generator  # noqa: SIM110
-            if worker.is_dead:
-                return True
-        return False
-
-    def where(self) -> str:
-        """Return what each rank is doing: phase, bytes published, Python stacks. For any thread, also during a call."""
-        parts = []
-        for worker in self.by_rank:
-            if worker.is_dead:
-                parts.append(f"rank {worker.rank}: ended with {worker.process.exit_text}")
-                continue
-            if not worker.is_ready:  # it has no handler yet: the signal would end it
-                parts.append(
-                    f"rank {worker.rank} (pid {worker.process.pid}, {self.devices[worker.rank]}): still starting"
-                )
-                continue
-            phase = Phase(int(self.up[worker.rank, Up.PHASE])).name.lower() if len(self.up) else "closed"
-            nbytes = int(self.up[worker.rank, Up.OUTPUT_NBYTES]) if len(self.up) else 0
-            stacks = worker.process.stacks(1.0).strip().replace("\n", "\n    ")
-            parts.append(
-                f"rank {worker.rank} (pid {worker.process.pid}, {self.devices[worker.rank]}): {phase}, {nbytes} bytes "
-                f"of outputs published so far\n    {stacks}"
+        ranks = f"rank {', '.join(map(str, sorted(request.pending)))} of {self._processes.world_size}"
+        if request.phase == "start":
+            raise CallTimeout(
+                f"the workers were not up in time: {ranks} is still starting. Raise timeout=, or call again."
             )
-        return "\n".join(parts)
-
-    # -- deaths --------------------------------------------------------------------------------------------------------
-
-    def _bury(self, worker: WorkerState) -> str:
-        """Release a dead worker's descriptors and return how it ended."""
-        process = worker.process
-        assert isinstance(process, WorkerProcess)
-        with deferred():  # half a burial would leave a death that nobody sees, or descriptors that nobody closes
-            self.epoch.end()
-            worker.is_dead = True
-            self._unwatch_worker(worker)
-            return process.reap()
-
-    def _worker_died(self, ranks: list[int], phase: str, what: str, began: float) -> WorkerDied:
-        """Return the error for ``ranks``, with what they wrote to stderr since the monotonic time ``began``."""
-        workers = [self.by_rank[rank] for rank in ranks]
-        exits = tuple(worker.process.exit_text for worker in workers)
-        ended = "; ".join(
-            f"rank {worker.rank} of {self.world_size} (pid {worker.process.pid}, {self.devices[worker.rank]}) "
-            f"ended with {how}"
-            for worker, how in zip(workers, exits)
+        request.error = CallTimeout(
+            f"{request.what or request.phase} did not end in time on {ranks}. "
+            "Raise timeout=, or give the function less to do."
         )
-        hints = "".join(self._kill_hint(worker.rank) for worker, how in zip(workers, exits) if how == "SIGKILL")
-        message = f"{ended} during {what or phase}.{hints} The next call starts dead workers again."
-        if phase != "start":
-            message += " What functions kept there, in closures or globals, is gone."
-        return WorkerDied(
-            "\n".join([message, *stderr_tails(workers, began)]),
-            ranks=tuple(ranks),
-            pids=tuple(worker.process.pid for worker in workers),
-            exits=exits,
-            phase=phase,
-        )
+        self._settle(is_interrupted=False)
+        raise request.error
 
-    def _kill_hint(self, rank: int) -> str:
-        """Return what is known of a SIGKILL."""
-        kills, self._oom_kills = self._oom_kills, oom_kills()
-        why = (
-            "The kernel's out-of-memory killer was at work"
-            if self._oom_kills > kills
-            else ("Likely out of memory, or somebody killed it")
-        )
-        rss = int(self.up[rank, Up.RSS])
-        return f" {why}{f' (it held {rss >> 20} MiB at its last report)' if rss else ''}."
+    # -- making idle --------------------------------------------------------------------------------------------------
 
-    # -- ending --------------------------------------------------------------------------------------------------------
+    def settle_after(self, error: BaseException) -> None:
+        """Make the workers that still owe a reply idle, after an error in the middle of a message."""
+        if self._requests.debtors() and not self._processes.is_closed:
+            self._settle(is_interrupted=isinstance(error, KeyboardInterrupt))
 
-    def kill(self) -> None:
-        """Kill all workers."""
-        for worker in self.by_rank:
-            worker.process.kill()
+    def settle(self) -> None:
+        """Settle what a signal handler has broken off: every rank idle, or dead, and nothing in flight."""
+        if self._requests:
+            self._settle(is_interrupted=False)
+            self._requests.clear()
 
-    def tear_down(self) -> None:
-        """Kill what still runs and release every descriptor. Never waits long; safe to repeat, in several threads."""
-        with deferred():
-            self.is_closed = True
-            self.epoch.end()
-            self.kill()
-            for worker in self.by_rank:
-                self._unwatch_worker(worker)
-                worker.process.reap()
-                worker.is_dead = True
-            self._unwatch(self._wake_fd)
-            self._release()
-            self.down = self.up = np.empty((0, 0), np.int64)
-            if self._control is not None:
-                self._control.close()
+    def _settle(self, *, is_interrupted: bool) -> None:
+        """After an exception in the middle of a message: every rank idle again, or dead. All requests are lost.
 
-    def abandon(self) -> None:
-        """Close our copies of the descriptors in a forked child; the workers belong to the parent."""
-        self.epoch.end()
-        for worker in self.by_rank:
-            worker.process.disown()
-            worker.process.close()
-        self._release()
+        A Ctrl-C meanwhile ends the wait for workers that do not answer: they are killed. The second one, which the
+        first is where ``is_interrupted`` (a Ctrl-C has brought us here), closes the runtime.
+        """
+        num_interrupts = int(is_interrupted)
 
-    def _release(self) -> None:
-        self._wake_fd = NONE
-        self.eventfds = []
+        def on_interrupt() -> None:
+            nonlocal num_interrupts
+            num_interrupts += 1
+            self._kill_at = 0.0
+            self._processes.poll_set.wake()
 
+        with deferred(on_interrupt):
+            self.end_calls(sorted(self._requests.debtors()))
+            if num_interrupts > 1:
+                self.fail(ClosedError("the runtime was closed by a second Ctrl-C while it ended a call."))
 
-def _eventfd() -> Descriptor:
-    return Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+    def end_calls(self, ranks: Iterable[int]) -> None:
+        """End all requests, which only ``ranks`` still work on; those that were answered by all stay.
 
+        They get SIGINT, then a ping whose answer proves them idle, then, when ``_kill_at`` has come, SIGKILL.
+        """
+        self._kill_at = time.monotonic() + self.grace_s
+        ranks = [rank for rank in ranks if not self._processes.by_rank[rank].is_dead]
+        if ranks:
+            self._interrupt(ranks)
+        self._requests.give_up()  # last: until then the interrupt knows which messages it is meant for
 
-def stderr_tails(workers: Sequence[WorkerState], began: float) -> list[str]:
-    """Return the last lines that workers wrote to stderr since the monotonic time ``began``, a text for each rank."""
-    return [
-        f"stderr of rank {worker.rank}: " + "\n  ".join(lines)
-        for worker in workers
-        if (lines := worker.process.stderr_since(began))
-    ]
+    def _interrupt(self, ranks: list[int]) -> None:
+        """Make ``ranks``, which are alive, idle; those that do not answer in time are dead and buried afterwards."""
+        processes, requests = self._processes, self._requests
+        interrupted = interrupt_word(next(iter(requests)), requests.sequence)
+        processes.epoch.end()
+        self._on_trouble()  # first: a rank that waits for another in a collective would not come back to its pipe
+        for rank in ranks:
+            processes.down[rank, Down.INTERRUPT] = interrupted  # before the signal, which looks what it is meant for
+            processes.by_rank[rank].process.interrupt()
+        ping = requests.next_sequence()
+        for rank in ranks:
+            processes.by_rank[rank].process.channel.ring(Kind.PING, 0, ping, 0)
+        silent = set(ranks)
+        while silent and (remaining := self._kill_at - time.monotonic()) > 0:
+            events = processes.wait(poll_ms(remaining))
+            for rank in events.doorbells:
+                message = requests.read(processes.by_rank[rank])  # what is no pong answers a message that is lost
+                if message is not None and message[0] == ping:
+                    silent.discard(rank)
+            for rank in events.deaths:
+                processes.bury(processes.by_rank[rank])
+                silent.discard(rank)
+            if events.is_woken:
+                processes.poll_set.drain_wake()
+        for rank in silent:
+            processes.by_rank[rank].process.kill()
+            processes.bury(processes.by_rank[rank])
+        for rank in ranks:
+            processes.down[rank, Down.INTERRUPT] = -1
+        self._on_idle()  # last: nobody waits in a collective any more, so its words may be set back
 
+    # -- starting again -----------------------------------------------------------------------------------------------
 
-def oom_kills() -> int:
-    """How often the kernel's out-of-memory killer has struck on this machine."""
-    try:
-        with open("/proc/vmstat", encoding="ascii") as file:
-            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
-    except OSError as error:  # /proc is hidden: the signal alone has to do
-        if is_from_handler(error):
-            raise
-        return 0
+    def restart_dead(self) -> None:
+        """Start dead ranks again; they get functions with the next load, segments and plans with the next call.
+
+        Raises
+        ------
+        ClosedError
+            If workers died too often.
+        StartupError
+        """
+        dead = [worker for worker in self._processes.by_rank if worker.is_dead]
+        now = time.monotonic()
+        while self._restarts and now - self._restarts[0] > RESTART_WINDOW_S:
+            self._restarts.popleft()
+        news = [
+            f"rank {rank} (pid {self._processes.by_rank[rank].process.pid}) {what_happened}"
+            for rank, what_happened in sorted(self.unreported.items())
+        ]
+        self.unreported.clear()
+        if len(self._restarts) >= self.max_restarts:
+            ended = ", ".join(f"rank {worker.rank} ({worker.process.exit_text})" for worker in dead)
+            error = ClosedError(
+                f"the runtime closed itself: workers died {len(self._restarts) + 1} times within "
+                f"{RESTART_WINDOW_S:.0f} s, last {ended}; max_restarts is {self.max_restarts}. Call synk.fork() again."
+            )
+            error.__cause__ = self._last_death
+            self.fail(error)
+            raise error
+        self._last_death = None
+        self._restarts.append(now)
+        self._start_again(dead)
+        self._news += news
+
+    def _start_again(self, workers: Sequence[WorkerState]) -> None:
+        self._on_idle()
+        with deferred():  # a rank that has a process but is not noted here would miss what replacements are given
+            for worker in workers:
+                self._counters["restarts"] += 1
+                self._processes.start_again(worker)
+                worker.is_prepared = False
+                self.restarted.append(worker.rank)
+
+    def replace_all(self) -> None:
+        """End all workers, which are idle, and start others in their place; they are still to come up."""
+        self.say_goodbye()
+        for worker in self._processes.by_rank:
+            if not worker.is_dead:
+                worker.process.kill()
+                self._processes.bury(worker)
+        self.unreported.clear()
+        self._start_again(self._processes.by_rank)
+
+    def tell_news(self) -> None:
+        """Warn the user of workers that died while nothing ran: what functions kept there is gone."""
+        if self._news:
+            news, self._news = self._news, []
+            warnings.warn(
+                f"{'; '.join(news)} and was started again. What functions kept there, in closures or globals, is gone.",
+                RuntimeWarning,
+                stacklevel=6,
+            )
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """Close at once, because of ``error``."""
+        self.cause = self.cause or error
+        self._processes.tear_down()
+
+    def say_goodbye(self) -> None:
+        """Ask idle workers to end; the teardown kills whoever does not."""
+        processes, requests = self._processes, self._requests
+        if processes.is_closed or requests.debtors():
+            return
+        sequence = requests.next_sequence()
+        waiting = set()
+        for worker in processes.by_rank:
+            if worker.is_ready and not worker.is_dead:
+                worker.process.channel.ring(Kind.CLOSE, 0, sequence, 0)
+                waiting.add(worker.rank)
+        deadline = time.monotonic() + self.grace_s
+        while waiting and (remaining := deadline - time.monotonic()) > 0:
+            events = processes.wait(poll_ms(remaining))
+            for rank in events.doorbells:
+                requests.read(processes.by_rank[rank])  # the bye; the death follows
+            for rank in events.deaths:
+                processes.bury(processes.by_rank[rank])
+                waiting.discard(rank)
+            if events.is_woken:
+                processes.poll_set.drain_wake()

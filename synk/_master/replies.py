@@ -13,10 +13,10 @@ from synk._master.assembly import Assembly
 from synk._master.failures import raise_failures
 from synk._master.launched import Launched, Tried
 from synk._master.plans import CachedPlan
+from synk._master.requests import Request
 from synk._master.results import Lease
 from synk._master.row_shapes import tell
 from synk._master.session import Session
-from synk._master.workers import Request
 from synk._pure.interrupts import is_from_handler
 from synk._pure.ops import match_ops
 from synk._pure.tensors import array_of, is_plain, is_tensor
@@ -101,7 +101,7 @@ def _large_outputs(
             session.memory.results.give_back(lease)  # the exception may be kept, and this frame with it
             raise
         for rank in waiting:
-            session.workers.by_rank[rank].assemblies[launched.cached.plan.plan_id] = assembly.number
+            session.workers.by_rank[rank].known.assemblies[launched.cached.plan.plan_id] = assembly.number
     return lease.deliver()
 
 
@@ -232,6 +232,6 @@ def _assemble_large(
     """Have ``ranks`` bring their parts of the large outputs into a leased buffer."""
     by_rank, plan_id = session.workers.by_rank, launched.cached.plan.plan_id
     contents = {
-        rank: assembly.moves[rank] for rank in ranks if by_rank[rank].assemblies.get(plan_id) != assembly.number
+        rank: assembly.moves[rank] for rank in ranks if by_rank[rank].known.assemblies.get(plan_id) != assembly.number
     }
     return _ask(session, launched, Kind.ASSEMBLE, ranks, lease.segment.id, contents, [lease.segment], "reduce")

@@ -137,7 +137,7 @@ class Residents:
         self.note_unsettled()
         workers = self._workers
         living = [each.rank for each in workers.by_rank if each.is_ready and not each.is_dead]
-        if workers.is_closed or workers.requests or not living:
+        if workers.processes.is_closed or workers.requests or not living:
             return
         try:
             reports = self._reports(residents, living, time.monotonic() + ASK_S)
@@ -172,12 +172,12 @@ class Residents:
         ranks = range(self._workers.world_size)
         for resident in living:
             first = resident.first_version
-            lacking = [each for each in self._workers.by_rank if each.residents.get(resident.id) != first]
+            lacking = [each for each in self._workers.by_rank if each.known.residents.get(resident.id) != first]
             version = first if resident.version == first else NEVER
             adopt = Adopt(resident.id, resident.name, resident.pickle, version, search_path())
             self._order({each.rank: adopt for each in lacking}, f"load resident object {resident.name!r}", deadline)
             for each in lacking:
-                each.residents[resident.id] = first
+                each.known.residents[resident.id] = first
         residents = [resident for resident in living if not resident.lost]
         if residents:
             reports = self._reports(residents, ranks, deadline)
@@ -275,7 +275,7 @@ class Residents:
             with deferred():
                 number = self.dropped.popleft()
                 for each in self._workers.by_rank:
-                    each.drop_resident(number)
+                    each.known.drop_resident(number)
 
 
 class ResidentHandle(Handle):

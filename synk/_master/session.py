@@ -21,7 +21,7 @@ import optree  # noqa: F401  (used when a result is nested: by then a file of th
 
 from synk._master.device_values import DeviceValues
 from synk._master.functions import Functions
-from synk._master.known import WorkerState
+from synk._master.known import KnownByRank
 from synk._master.lanes import Lane, Lanes
 from synk._master.memory import Memory
 from synk._master.nccl_group import Group
@@ -132,20 +132,20 @@ class Session:
         )
         self.group = Group(placement.can_use_nccl)
         self.lanes = Lanes()
-        self.memory = Memory(self.workers)
+        self.memory = Memory(self.workers.processes)
         self.functions = Functions(self.workers, self.lanes, on_restart)
-        self.variables = Variables(self.workers, self.memory)
+        self.variables = Variables(self.workers.processes, self.memory)
         self.residents = Residents(self.workers)
         self.device_values = DeviceValues(self.workers, self.lanes, self.group, self.variables, self.numbers)
         self.queue = under_way(self)
         open_sessions.add(self)
         try:
             with deferred():  # what is opened meanwhile has an owner that ends it
-                self.workers.start()
-                self.lanes.begin(self.workers)
+                self.workers.processes.start()
+                self.lanes.begin(self.workers.processes)
         except BaseException:
             with deferred():
-                self.workers.tear_down()
+                self.workers.processes.tear_down()
                 self._release_memory()
             raise
 
@@ -153,18 +153,18 @@ class Session:
 
     @property
     def is_closed(self) -> bool:
-        return self.workers.is_closed
+        return self.workers.processes.is_closed
 
     @property
     def cause(self) -> BaseException | None:
         """What closed the runtime, if it was a fault."""
-        return self.workers.cause
+        return self.workers.recovery.cause
 
     def check_open(self, verb: str) -> None:
         """Raise ClosedError or ReentrancyError where ``verb`` cannot work any more."""
         if os.getpid() != self.pid:
             self.check_process(verb)
-        if self.workers.is_closed or self.workers.is_closing:
+        if self.workers.processes.is_closed or self.workers.is_closing:
             raise ClosedError(f"cannot {verb}: the runtime is closed. Call synk.fork() again.") from self.cause
 
     @property
@@ -249,10 +249,10 @@ class Session:
         self.variables.finish_commit()
         self.workers.prepare(deadline)
         self.group.prepare(self.workers)
-        if self.workers.restarted:
+        if self.workers.recovery.restarted:
             self.residents.note_unsettled()
-            self.device_values.restore(self.workers.restarted, self.deadline(None))
-            self.workers.restarted.clear()
+            self.device_values.restore(self.workers.recovery.restarted, self.deadline(None))
+            self.workers.recovery.restarted.clear()
         if self.residents.is_unsettled:
             self.residents.settle(self.deadline(None) if deadline is None else deadline)
 
@@ -269,21 +269,21 @@ class Session:
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def _pack(
-        self, worker: WorkerState, content: Any, needed: Sequence[Segment], lane: int
+        self, known: KnownByRank, content: Any, needed: Sequence[Segment], lane: int
     ) -> tuple[Body | None, list[Segment]]:
         """Return the body of a message: its content, and whatever the rank does not know yet."""
-        news = self.variables.news_for(worker)
-        wanted = [*needed, *(segment for variable in news for segment in variable.segments(worker.rank))]
-        return worker.body(content, wanted, self.lanes[lane], news)
+        news = self.variables.news_for(known)
+        wanted = [*needed, *(segment for variable in news for segment in variable.segments(known.rank))]
+        return known.body(content, wanted, self.lanes[lane], news)
 
     def _abort_collectives(self) -> None:
         self.group.break_up(self.workers)
         for lane in self.lanes:
-            lane.abort_collectives(self.workers)
+            lane.abort_collectives(self.workers.processes)
 
     def _reset_collectives(self) -> None:
         for lane in self.lanes:
-            lane.reset_collectives(self.workers)
+            lane.reset_collectives(self.workers.processes)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -339,14 +339,14 @@ class Session:
         refuse_inside_worker("close")
         if self.is_mine():
             raise ReentrancyError("cannot close the runtime while this thread is in a call.")
-        with deferred(workers.kill):  # a runtime that is closed in part could neither be used nor be closed
+        with deferred(workers.processes.kill):  # a runtime that is closed in part could neither be used nor be closed
             workers.wake()
             try:
-                if not self._lock.acquire(timeout=workers.grace_s + 1):
-                    workers.kill()
-                    self._lock.acquire(timeout=workers.grace_s + 1)
-                workers.say_goodbye()
-                workers.tear_down()
+                if not self._lock.acquire(timeout=workers.recovery.grace_s + 1):
+                    workers.processes.kill()
+                    self._lock.acquire(timeout=workers.recovery.grace_s + 1)
+                workers.recovery.say_goodbye()
+                workers.processes.tear_down()
                 self._release_memory()
             finally:
                 if self.is_mine():
@@ -369,11 +369,11 @@ class Session:
 
     def __del__(self) -> None:
         workers = getattr(self, "workers", None)
-        if workers is None or workers.is_closed or os.getpid() != self.pid:
+        if workers is None or workers.processes.is_closed or os.getpid() != self.pid:
             return
         if not sys.is_finalizing():
             warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, stacklevel=2, source=self)
-        workers.tear_down()
+        workers.processes.tear_down()
         self._release_memory()
 
     def __repr__(self) -> str:

@@ -16,9 +16,9 @@ import cloudpickle
 import numpy as np
 
 from synk._master.handles import Handle
-from synk._master.known import WorkerState
+from synk._master.known import KnownByRank
 from synk._master.memory import Memory
-from synk._master.workers import Workers
+from synk._master.processes import Processes
 from synk._pure.arrays import as_plain_array, check_shareable, copy_into
 from synk._pure.interrupts import deferred
 from synk._pure.read_only import ordinary
@@ -322,7 +322,7 @@ class Variables:
 
     Parameters
     ----------
-    workers : Workers
+    processes : Processes
     memory : Memory
 
     Attributes
@@ -335,14 +335,14 @@ class Variables:
         What a commit under way, or one that an interrupt has broken off, has still to take note of.
     """
 
-    def __init__(self, workers: Workers, memory: Memory) -> None:
+    def __init__(self, processes: Processes, memory: Memory) -> None:
         self.memory = memory
-        self.world_size = workers.world_size
+        self.world_size = processes.world_size
         self.is_closed = False
         self.num_changes = 0
         self.dropped: deque[int] = deque()
-        self._workers = workers
-        self._has_devices = workers.backend != "numpy"
+        self._processes = processes
+        self._has_devices = processes.placement.backend != "numpy"
         self._living: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
         self.to_flip: list[tuple[Variable, int, int, bool]] = []
         self._flip_call = -1
@@ -361,16 +361,16 @@ class Variables:
     def note_change(self) -> None:
         """A variable has changed from the master's side: look for news before the next message."""
         self.num_changes += 1
-        self._workers.epoch.end()
+        self._processes.epoch.end()
 
-    def news_for(self, worker: WorkerState) -> list[Variable]:
+    def news_for(self, known: KnownByRank) -> list[Variable]:
         """Return the variables of which a rank does not know what the master does."""
         num_changes = self.num_changes  # read first: another thread may make a variable meanwhile
-        if worker.num_changes == num_changes:
+        if known.num_changes == num_changes:
             return []
-        news = [v for v in self.living() if worker.variables.get(v.id) != v.version]
+        news = [v for v in self.living() if known.variables.get(v.id) != v.version]
         if not news:
-            worker.num_changes = num_changes
+            known.num_changes = num_changes
         return news
 
     def free_dropped(self) -> None:
@@ -378,8 +378,8 @@ class Variables:
         while self.dropped:
             with deferred():
                 variable_id = self.dropped.popleft()
-                for worker in self._workers.by_rank:
-                    worker.drop_variable(variable_id)
+                for worker in self._processes.by_rank:
+                    worker.known.drop_variable(variable_id)
 
     def commit(self, ranks: Sequence[int], layouts: Sequence[Layout], number: int) -> None:
         """Make the assignments of call ``number`` hold, on all of its ranks at once.
@@ -404,7 +404,7 @@ class Variables:
                 flips += [(variable, rank, 1 - variable.front[rank], True) for rank in absent]
         self._flip_call = number
         self.to_flip = flips
-        self._workers.down[list(ranks), Down.COMMITTED] = number
+        self._processes.down[list(ranks), Down.COMMITTED] = number
         self.finish_commit()
 
     def finish_commit(self) -> None:
@@ -412,7 +412,7 @@ class Variables:
         flips = self.to_flip
         if not flips:
             return
-        if int(self._workers.down[flips[0][1], Down.COMMITTED]) == self._flip_call:
+        if int(self._processes.down[flips[0][1], Down.COMMITTED]) == self._flip_call:
             for variable, rank, front, is_followed in flips:
                 variable.front[rank] = front
                 if is_followed:

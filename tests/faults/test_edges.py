@@ -58,7 +58,7 @@ def many_variables(rt: Any) -> tuple[list[Any], Any]:
 def test_more_segments_than_one_message_can_carry(reused: Fork, sequence: int) -> None:
     """New to several ranks at once, also after all of them were started again."""
     rt = reused(2)
-    rt._session.workers.sequence = sequence
+    rt._session.workers.requests.sequence = sequence
     variables, f = many_variables(rt)
     expected = 4 * sum(range(300))
     assert f(np.ones(4)) == expected
@@ -113,10 +113,10 @@ def test_D4_ctrl_c_while_the_dead_are_buried(runtime: Fork, monkeypatch: pytest.
     rt = runtime(2, max_restarts=10)
     x = np.arange(4.0)
     f = rt.function(lambda x: x.sum(), outputs="sum")
-    for name, after in (("_unwatch_worker", False), ("_unwatch_worker", True), ("_unwatch", True)):
+    for name, after in (("unwatch_rank", False), ("unwatch_rank", True), ("unwatch", True)):
         victim = pids(rt)[0]
         with monkeypatch.context() as patch:
-            interrupt_in(patch, rt._session.workers, name, after=after)
+            interrupt_in(patch, rt._session.workers._poll_set, name, after=after)
             os.kill(victim, signal.SIGKILL)
             time.sleep(0.3)  # the next call finds the death before it sends anything
             with pytest.raises((KeyboardInterrupt, WorkerDied)):
@@ -183,7 +183,7 @@ def test_A16_a_replacement_that_is_killed_while_it_starts_is_one_more_death(
     rt = runtime(2, max_restarts=4)
     f = rt.function(lambda x: x.sum(), outputs="sum")
     victim = pids(rt)[1]
-    start, num_left = rt._session.workers._start, [2]
+    start, num_left = rt._session.workers.processes.start_again, [2]
 
     def killed(worker: Any, *args: Any) -> None:
         start(worker, *args)
@@ -191,7 +191,7 @@ def test_A16_a_replacement_that_is_killed_while_it_starts_is_one_more_death(
             num_left[0] -= 1
             worker.process.kill()
 
-    monkeypatch.setattr(rt._session.workers, "_start", killed)
+    monkeypatch.setattr(rt._session.workers.processes, "start_again", killed)
     os.kill(victim, signal.SIGKILL)
     num_errors = 0
     with warnings.catch_warnings():
@@ -253,7 +253,7 @@ closing: list[Any] = []
 
 
 def close_below(a: Any, b: Any) -> Any:
-    closing[0]._session.workers.tear_down()
+    closing[0]._session.workers.processes.tear_down()
     closing[0]._release_memory()
     raise IndexError("something of the closed runtime")
 

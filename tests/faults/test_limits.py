@@ -72,7 +72,7 @@ TIMED_OUT = """
     import saboteurs
     import warnings
     from harness import assert_right, pids, wait_for
-    from synk._master.workers import Workers
+    from synk._master.recovery import Recovery
 
     warnings.simplefilter("ignore", RuntimeWarning)
     rt = synk.fork(2, backend="numpy")
@@ -88,7 +88,7 @@ TIMED_OUT = """
     stuck = rt.function(lambda row: saboteurs.loop_in_c() if row[0] else w.value.sum(), outputs=None)
     rt.distribute()
     before = pids(rt)
-    end_calls = Workers._end_calls
+    end_calls = Recovery.end_calls
 
     def interrupted(*args):
         # The signal comes when the workers have been asked to end the call and the master waits for their answers.
@@ -101,7 +101,7 @@ TIMED_OUT = """
             for timer in interrupts:
                 timer.join()
 
-    Workers._end_calls = interrupted
+    Recovery.end_calls = interrupted
 """
 
 
@@ -112,7 +112,7 @@ def test_D3_one_ctrl_c_while_a_call_that_timed_out_is_ended(way: str) -> None:
         "NUMBERS = (1,)\n"
         + TIMED_OUT.replace("\n    ", "\n")
         + f"""
-rt._session.workers.grace_s = 20.0
+rt._session.workers.recovery.grace_s = 20.0
 began = time.monotonic()
 try:
     if {way!r} == "call":
@@ -122,7 +122,7 @@ try:
         pending.result()
 except KeyboardInterrupt:
     print("interrupted", time.monotonic() - began < 10)
-Workers._end_calls = end_calls
+Recovery.end_calls = end_calls
 if {way!r} == "submit":
     try:
         pending.result()
@@ -145,7 +145,7 @@ def test_D3_the_second_ctrl_c_while_a_call_that_timed_out_is_ended() -> None:
         "NUMBERS = ()\n"
         + TIMED_OUT.replace("\n    ", "\n")
         + """
-bury = rt._session.workers._bury
+bury = rt._session.workers.processes.bury
 
 def interrupted_again(worker):  # of the worker that the first Ctrl-C had killed
     os.kill(os.getpid(), signal.SIGINT)
@@ -155,7 +155,7 @@ def interrupted_once(*args):
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     end_calls(*args)
 
-rt._session.workers._bury, Workers._end_calls = interrupted_again, interrupted_once
+rt._session.workers.processes.bury, Recovery.end_calls = interrupted_again, interrupted_once
 try:
     stuck(np.arange(2), timeout=0.2)
 except KeyboardInterrupt:
@@ -178,7 +178,7 @@ def age(worker: Any) -> None:
 
 def aged(rt: Any, rank: int) -> Callable[..., None]:
     """Return what starts processes that are stuck, and have been for long, in the place of those of ``rank``."""
-    start = rt._session.workers._start
+    start = rt._session.workers.processes.start_again
 
     def start_stuck(worker: Any, *args: Any) -> None:
         start(worker, *args)
@@ -233,9 +233,11 @@ def test_A12_a_replacement_that_is_stuck_as_it_starts_is_replaced(
     before = pids(rt)
     kill_and_wait(before[1])
     with monkeypatch.context() as context:
-        context.setattr(rt._session.workers, "_start", aged(rt, 1))
+        context.setattr(rt._session.workers.processes, "start_again", aged(rt, 1))
         context.setattr(
-            rt._session.workers, "_replace_stuck", lambda: (context.undo(), rt._session.workers._replace_stuck())
+            rt._session.workers.starting,
+            "_replace_stuck",
+            lambda: (context.undo(), rt._session.workers.starting._replace_stuck()),
         )
         happened = calls_until_it_works(rt, None)
     assert "ended with SIGKILL while idle" in happened[-1] and "was not up 120 s after its start" in happened[-1]
@@ -249,7 +251,7 @@ def test_A12_a_worker_that_never_comes_up_ends_the_runtime(
     runtime: Fork, monkeypatch: pytest.MonkeyPatch, timeout: float | None, max_restarts: int
 ) -> None:
     rt = runtime(2, failpoint("start.ready", 1, 1, "stop"), max_restarts=max_restarts)
-    monkeypatch.setattr(rt._session.workers, "_start", aged(rt, 1))
+    monkeypatch.setattr(rt._session.workers.processes, "start_again", aged(rt, 1))
     age(rt._session.workers.by_rank[1])
     with pytest.raises(StartupError, match="rank 1 of 2 was not up 120 s after its start"):
         calls_until_it_works(rt, timeout)

@@ -56,14 +56,14 @@ def test_ctrl_c_at_the_deciding_store_leaves_all_ranks_old_or_all_new(
     x = np.ones(rows)
     f(x)
     before = everywhere(rt, w)
-    numbers_down = rt._session.workers.down
+    numbers_down = rt._session.workers.processes.down
     Interrupting.when = when
-    rt._session.workers.down = numbers_down.view(Interrupting)
+    rt._session.workers.processes.down = numbers_down.view(Interrupting)
     try:
         with pytest.raises(KeyboardInterrupt):
             f(x)
     finally:
-        rt._session.workers.down = numbers_down
+        rt._session.workers.processes.down = numbers_down
     sums = [part.sum() for part in np.array_split(x, 2)]
     new = [value + total for value, total in zip(before, sums, strict=True)]
     new = [new[0]] * 2 if rows == 1 else new
@@ -216,7 +216,7 @@ def test_message_numbers_that_come_round_again_decide_nothing(shared_runtimes: A
     f = rt.function(add, bcast_inputs="fail")
     f(False, np.ones(2))
     f(False, np.ones(2))
-    rt._session.workers.sequence = (rt._session.workers.sequence - 1) & 0xFFFF
+    rt._session.workers.requests.sequence = (rt._session.workers.requests.sequence - 1) & 0xFFFF
     with pytest.raises(LookupError):
         f(True, np.ones(2))
     assert_same(everywhere(rt, w), [np.full(2, 2.0)] * 2)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import synk
-from synk._master import recovery as _crew
+from synk._master import reports as _reports
 from synk._pure import environment as _environment
 from synk.errors import ClosedError, WorkerDied
 
@@ -195,7 +195,7 @@ def test_retry_is_refused_where_it_has_no_meaning(shared_runtimes: Any) -> None:
 def test_A10_an_out_of_memory_kill_is_named(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
     rt = runtime(2)
     kills = iter(range(1, 100))
-    monkeypatch.setattr(_crew, "oom_kills", lambda: next(kills))
+    monkeypatch.setattr(_reports, "oom_kills", lambda: next(kills))
 
     def killed(x: Any) -> float:
         os.kill(os.getpid(), signal.SIGKILL)
