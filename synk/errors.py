@@ -111,7 +111,10 @@ class CallTimeout(SynkError, TimeoutError):
 
 
 class CallCancelled(SynkError):
-    """A submitted call was ended because of something else: another call under way timed out, or Ctrl-C."""
+    """A call was ended because of something else: ``Runtime.interrupt()``, or, where it was submitted, another call.
+
+    Submitted calls share the workers with those in flight beside them, so a time limit or Ctrl-C ends them together.
+    """
 
 
 class CollectiveMismatch(SynkError, ValueError):

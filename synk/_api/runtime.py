@@ -288,6 +288,35 @@ class Runtime:
             raise ClosedError("cannot look at the workers: the runtime is closed.") from self._session.cause
         return where(self._session.workers.processes)
 
+    def interrupt(self) -> None:
+        """End the calls that are under way, as Ctrl-C does, from another thread: for a stop button, or a server.
+
+        The call that runs raises ``CallCancelled`` in its own thread, and so do submitted calls when you ask for their
+        results; one that has been answered already keeps its result. Shared variables hold what they held before. The
+        runtime stays open, the workers live on, and where nothing is under way nothing happens. A worker that does not
+        answer within two seconds (stuck in C code, say) is killed and started again by the next call.
+
+        Raises
+        ------
+        ClosedError
+        UnsupportedError
+            With ``inline=True``: functions run in the thread that calls them, where nothing but Ctrl-C can end them.
+
+        Examples
+        --------
+        >>> import time, numpy as np, synk
+        >>> with synk.fork(2) as rt:
+        ...     slow = synk.function(lambda x: time.sleep(60) or x.sum(), outputs="sum")
+        ...     call = slow.submit(np.ones(4))
+        ...     rt.interrupt()
+        ...     try:
+        ...         call.result()
+        ...     except synk.errors.CallCancelled as error:
+        ...         print(error)
+        the call was ended by Runtime.interrupt(). Call it again.
+        """
+        self._session.interrupt()
+
     def info(self) -> str:
         """Return a description of the runtime, one line per rank."""
         title = f"runtime: {self.world_size} x {self.backend}{' inline' if self._session.workers.is_inline else ''}"

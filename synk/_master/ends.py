@@ -15,7 +15,7 @@ from synk.errors import SynkError
 
 def _close_all() -> None:
     for session in list(open_sessions):
-        session.workers.is_exiting = True
+        session.workers.waiting.is_exiting = True
         with contextlib.suppress(SynkError):
             session.close()
 

@@ -195,7 +195,7 @@ class Queue:
             raise TimeoutError(f"{pending.name!r} has not ended within {seconds:g} s; it goes on.")
 
     def _wait(self, pending: PendingCall, until: float | None) -> None:
-        self._session.workers.num_cancels = num_cancels()
+        self._session.workers.waiting.num_cancels = num_cancels()
         while pending._launched is not None and self.calls:
             if not self._step_oldest(until):
                 return
@@ -234,6 +234,11 @@ class Queue:
         """Whether a call that has not ended reads ``segment``."""
         launched = [pending._launched for pending in list(self.calls)]
         return any(segment in each.cached.segments for each in launched if each is not None)
+
+    def cancel(self, error: BaseException) -> None:
+        """End the calls that have not been answered, with ``error``; nobody waits for one now."""
+        self._session.workers.recovery.settle_after(error)
+        self._end_lost(error)
 
     def close(self) -> None:
         """End all calls: the runtime is closed."""

@@ -165,7 +165,7 @@ class QuietCall(Request):
         self.sequence = sequence = workers.requests.sequence = workers.requests.sequence % 0xFFFF + 1
         self.pending, self.replies, self.is_lost, self.is_cut = set(self._ranks), {}, False, False
         self._started, self.began = started_ns, started_ns * 1e-9
-        workers.began, workers.num_cancels = self.began, -1
+        workers.began, workers.waiting.num_cancels = self.began, -1
         timeout = session.timeout
         self.deadline = None if timeout is None else self.began + timeout
         self._expected = DOORBELL.pack(_DONE, self._answer.flags, sequence, 0)

@@ -14,8 +14,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import optree  # noqa: F401  (used when a result is nested: by then a file of that name may lie in the current folder)
 
@@ -28,45 +28,18 @@ from synk._master.nccl_group import Group
 from synk._master.placement import Placement
 from synk._master.profile import Profile
 from synk._master.resident import Residents
+from synk._master.under_way import UnderWay
 from synk._master.variable import Variables
+from synk._master.waiting import interrupted
 from synk._master.workers import Workers
 from synk._pure.interrupts import deferred, is_from_handler, num_cancels
 from synk._pure.limits import lock_s
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.memory import Segment
 from synk._wire.messages import Body
-from synk.errors import ClosedError, NotForkedError, ReentrancyError
+from synk.errors import ClosedError, NotForkedError, ReentrancyError, UnsupportedError
 
 open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-class UnderWay(Protocol):
-    """The calls that were submitted, as far as other operations are concerned: they wait for them."""
-
-    @property
-    def calls(self) -> Collection[Any]:
-        """Oldest first."""
-
-    def submit(self, function: Any, args: Any, kwargs: Any, options: Any, deadline: float | None) -> Any:
-        """Send one more."""
-
-    def check_step(self, function: Any) -> None:
-        """Raise where a step before one of ``function`` has failed."""
-
-    def submit_quietly(self, function: Any, args: Any) -> Any:
-        """Send one that is like the last one of its function; None where it is not."""
-
-    def drain(self, verb: str, deadline: float | None) -> None:
-        """Wait for all of them."""
-
-    def reads(self, segment: Segment) -> bool:
-        """Whether one reads a segment."""
-
-    def release(self, segment: Segment) -> None:
-        """Wait for those that read it."""
-
-    def close(self) -> None:
-        """End all of them."""
 
 
 class Session:
@@ -164,7 +137,7 @@ class Session:
         """Raise ClosedError or ReentrancyError where ``verb`` cannot work any more."""
         if os.getpid() != self.pid:
             self.check_process(verb)
-        if self.workers.processes.is_closed or self.workers.is_closing:
+        if self.workers.processes.is_closed or self.workers.waiting.is_closing:
             raise ClosedError(f"cannot {verb}: the runtime is closed. Call synk.fork() again.") from self.cause
 
     @property
@@ -232,7 +205,10 @@ class Session:
         CallTimeout
             If calls that were submitted had not ended, or the workers were not up, at ``deadline`` (monotonic); they go
             on.
+        CallCancelled
+            If another thread has interrupted the wait for them.
         """
+        self.workers.waiting.is_interrupted = False  # it was meant for an operation that has ended meanwhile
         self.resume(verb, deadline)
         if self.has_dropped:
             self.memory.free_dropped()  # no worker is at anything: small segments come to lie where others have lain
@@ -243,9 +219,12 @@ class Session:
     def resume(self, verb: str, deadline: float | None) -> None:
         """Do as ``begin`` in the middle of an operation: nothing is freed, because it may be in use."""
         self.check_open(verb)  # it may have been closed while this thread waited for the lock
-        self.workers.num_cancels = num_cancels()
+        self.workers.waiting.num_cancels = num_cancels()
         if self.queue.calls:
+            num_interrupts = self.workers.waiting.num_interrupts
             self.queue.drain(verb, deadline)
+            if self.workers.waiting.num_interrupts != num_interrupts:  # meant for this call too
+                raise interrupted()
         self.variables.finish_commit()
         self.workers.prepare(deadline)
         self.group.prepare(self.workers)
@@ -320,6 +299,19 @@ class Session:
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
+    def interrupt(self) -> None:
+        """End the calls under way with ``CallCancelled``; from any thread, or from a signal handler during a call."""
+        refuse_inside_worker("interrupt")
+        self.check_open("interrupt")
+        if self.workers.is_inline:
+            raise UnsupportedError(
+                "cannot interrupt an inline runtime: got a function that runs in the thread which calls it, expected "
+                "one on a worker. Press Ctrl-C, or fork without inline=True."
+            )
+        # Where an operation holds the lock, its own wait ends it. Else only calls that were submitted are under way.
+        if not self.if_free(lambda: self.queue.cancel(interrupted())):
+            self.workers.waiting.interrupt()
+
     def replace_workers(self) -> None:
         """Replace all workers by new ones, which know of everything as it is now. An operation is under way."""
         deadline = self.deadline(None)
@@ -340,7 +332,7 @@ class Session:
         if self.is_mine():
             raise ReentrancyError("cannot close the runtime while this thread is in a call.")
         with deferred(workers.processes.kill):  # a runtime that is closed in part could neither be used nor be closed
-            workers.wake()
+            workers.waiting.wake()
             try:
                 if not self._lock.acquire(timeout=workers.recovery.grace_s + 1):
                     workers.processes.kill()

@@ -6,7 +6,6 @@ wrong is seen here, in the wait, and handled by ``recovery``.
 
 from __future__ import annotations
 
-import math
 import select
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,22 +13,19 @@ from typing import Any
 
 from synk._master.failures import raise_failures
 from synk._master.known import KnownByRank
-from synk._master.output import report
 from synk._master.placement import Placement
 from synk._master.poll_set import PollSet
 from synk._master.process import Process
 from synk._master.processes import Processes, WorkerState
 from synk._master.recovery import Recovery
-from synk._master.reports import where
 from synk._master.requests import Request, Requests
 from synk._master.starting import Starting
-from synk._pure.environment import spin_s, stuck_after_s
-from synk._pure.interrupts import deferred, plain_interrupts
-from synk._pure.limits import poll_ms
+from synk._master.waiting import Waiting
+from synk._pure.environment import spin_s
+from synk._pure.interrupts import deferred
 from synk._wire.channel import MAX_FDS, Patience
 from synk._wire.memory import Segment
 from synk._wire.messages import IS_ALONE, IS_UNRECEIVED, LANE_SHIFT, Body, Kind, Reply
-from synk.errors import ClosedError
 
 AWAKE_S = 200e-6
 """How long the master waits awake for the replies to a quiet call."""
@@ -58,17 +54,14 @@ class Workers:
 
     Attributes
     ----------
-    processes, requests, recovery
-        Its parts: who the workers are, what they were sent, and what is done when it goes wrong.
+    processes, requests, recovery, waiting, starting
+        Its parts: who the workers are, what they were sent, what is done when something goes wrong, the wait for their
+        replies, and how they come up.
     by_rank : list of WorkerState
     epoch : Epoch
         Ends with everything that a remembered call relies on.
     began : float
         When the operation under way began.
-    num_cancels : int
-        What ``num_cancels()`` was then.
-    is_closing, is_exiting : bool
-        Whether the runtime is being closed, by another thread or because the program ends: a wait ends at once.
     """
 
     def __init__(
@@ -88,13 +81,10 @@ class Workers:
         self.world_size = len(placement.devices)
         self.counters = counters
         self.began = 0.0
-        self.num_cancels = -1
-        self.is_closing = self.is_exiting = False
         self.patience = Patience(min(spin_s(), AWAKE_S))
         self._pack = pack
-        self._stuck_after_s = stuck_after_s()
-        self._poll_set = PollSet()
-        self.processes = Processes(placement, process_type=process_type, token=token, poll_set=self._poll_set)
+        self.poll_set = PollSet()
+        self.processes = Processes(placement, process_type=process_type, token=token, poll_set=self.poll_set)
         self.by_rank = self.processes.by_rank
         self.epoch = self.processes.epoch
         self.requests = Requests(self.processes, counters)
@@ -102,7 +92,8 @@ class Workers:
             self.processes, self.requests,
             max_restarts=max_restarts, counters=counters, on_trouble=on_trouble, on_idle=on_idle,
         )  # fmt: skip
-        self.starting = Starting(self.processes, self.requests, self.recovery, self._await)
+        self.waiting = Waiting(self.processes, self.requests, self.recovery, self.poll_set)
+        self.starting = Starting(self.processes, self.requests, self.recovery, self.waiting.until)
 
     # -- between messages ---------------------------------------------------------------------------------------------
 
@@ -122,7 +113,7 @@ class Workers:
             self.by_rank[rank].process.note_backlog()
         recovery.bury_idle(events.deaths)
         if events.is_woken:
-            self._on_wake()
+            self.waiting.on_wake()
         if processes.has_dead:
             recovery.restart_dead()
         for worker in self.by_rank:
@@ -142,19 +133,6 @@ class Workers:
         with deferred():  # all of them, or an interrupt would leave some that hold what is gone
             for worker in self.by_rank:
                 worker.known.drop_plan(plan_id)
-
-    def wake(self) -> None:
-        """Have a wait in another thread end with ``ClosedError``: the runtime is closing."""
-        self.is_closing = True
-        self.epoch.end()
-        self._poll_set.wake()
-
-    def _on_wake(self) -> None:
-        self._poll_set.drain_wake()
-        if self.is_exiting:
-            raise SystemExit  # ends a daemon thread without a word: the program is over
-        if self.is_closing:
-            raise ClosedError("the call was ended: the runtime is being closed by another thread.")
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
@@ -305,7 +283,7 @@ class Workers:
         """
         channels = [self.by_rank[rank].process.channel for rank in ranks]
         by_fd = {int(each.read_fd): (rank, each) for rank, each in zip(ranks, channels)}
-        return self._poll_set.poll, channels, by_fd
+        return self.poll_set.poll, channels, by_fd
 
     def wait(self, request: Request) -> dict[int, Reply]:
         """Wait for the replies of all ranks and return them.
@@ -333,7 +311,7 @@ class Workers:
             As :meth:`wait`.
         """
         try:
-            return self._await(request, until)
+            return self.waiting.until(request, until)
         except BaseException as error:
             self.recovery.settle_after(error)
             raise
@@ -346,7 +324,7 @@ class Workers:
         WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
         """
         try:
-            while self._take_events(0):
+            while self.waiting.take_events(0):
                 pass
             for request in list(self.requests.values()):
                 if request.pending and request.deadline is not None and time.monotonic() >= request.deadline:
@@ -354,47 +332,3 @@ class Workers:
         except BaseException as error:
             self.recovery.settle_after(error)
             raise
-
-    def _await(self, request: Request, until: float | None = None) -> bool:
-        """Wait until no rank owes ``request`` a reply, or until ``until``; return whether it is so.
-
-        A death, or the time limit of any request, ends the wait with an error.
-        """
-        if self.num_cancels < 0:
-            return self._await_replies(request, until)
-        with plain_interrupts(self.num_cancels):
-            return self._await_replies(request, until)
-
-    def _await_replies(self, request: Request, until: float | None) -> bool:
-        report_at = time.monotonic() + self._stuck_after_s
-        while request.pending:
-            now = time.monotonic()
-            if now >= report_at:
-                report_at = math.inf
-                what = request.what or request.phase
-                report("%s has run for more than %g s:\n%s", what, self._stuck_after_s, where(self.processes))
-            urgent = self.requests.most_urgent(request)
-            next_event = report_at if urgent.deadline is None else min(report_at, urgent.deadline)
-            if until is not None:
-                next_event = min(next_event, until)
-            timeout_ms = None if next_event == math.inf else poll_ms(next_event - now)
-            if self._take_events(timeout_ms):
-                continue  # what came in time but was not looked at before the deadline still counts
-            if urgent.deadline is not None and now >= urgent.deadline:
-                self.recovery.on_timeout(urgent)
-            if until is not None and now >= until:
-                return False
-        return True
-
-    def _take_events(self, timeout_ms: int | None) -> bool:
-        """Handle what happens within a time limit; return whether replies came.
-
-        Replies are taken before deaths: a worker that answered and then died has answered.
-        """
-        events = self.processes.wait(timeout_ms)
-        self.requests.take_replies(events.doorbells)
-        if events.is_woken:
-            self._on_wake()
-        if events.deaths:
-            self.recovery.on_deaths(events.deaths)
-        return bool(events.doorbells)
