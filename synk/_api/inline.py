@@ -13,12 +13,14 @@ from typing import Any, ClassVar
 
 from synk._master.starting import own_versions
 from synk._pure.interrupts import deferred
+from synk._wire.cell import cell
 from synk._wire.channel import Channel
 from synk._wire.descriptors import NONE, Descriptor, pipe
 from synk._wire.memory import Segment
 from synk._wire.messages import DOORBELL, HAS_BODY, Body, Kind, Status
 from synk._worker import failpoints as _failpoints
 from synk._worker.dispatch import handle
+from synk._worker.quiet import REPLIED, prepare
 from synk._worker.rank import Worker
 from synk.errors import SharedMemoryError
 
@@ -35,8 +37,8 @@ class InlineChannel:
         self._worker: Worker | None = worker
         self._bodies: dict[int, bytes] = {}  # of answers, by sequence number, until they are received
         self.read_fd: int
-        self._write_fd: int
-        self.read_fd, self._write_fd = pipe()
+        self.write_fd: int
+        self.read_fd, self.write_fd = pipe()
         self.ended_fd: int = Descriptor(os.eventfd(0, os.EFD_CLOEXEC))  # can be read once the rank has said goodbye
 
     def ring(self, kind: int, flags: int, sequence: int, value: int, body: Body | None = None) -> None:
@@ -45,9 +47,19 @@ class InlineChannel:
             return
         worker = self._worker
         assert worker is not None
-        status, reply_flags, data = handle(worker, kind, flags, sequence, value, body)
+        quiet = worker.held.quiet.get(value) if kind == Kind.CALL and body is None else None
+        answer = None
+        if quiet is not None:
+            try:
+                answer = quiet.run(worker, sequence, self)
+            finally:
+                cell.worker = None  # Ctrl-C may come at any line
+            if answer is REPLIED:
+                return
+        status, reply_flags, data = answer or handle(worker, kind, flags, sequence, value, body)
         self.reply(sequence, status, reply_flags, data)
         worker.tidy(kind, status)
+        prepare(worker, kind, status, value, body)
         if kind == Kind.CLOSE:
             os.eventfd_write(self.ended_fd, 1)
 
@@ -56,7 +68,7 @@ class InlineChannel:
         if body is not None:
             flags |= HAS_BODY
             self._bodies = {sequence: body}  # one message at a time: what was not received has no reader any more
-        os.write(self._write_fd, DOORBELL.pack(status, flags, sequence, 0))
+        os.write(self.write_fd, DOORBELL.pack(status, flags, sequence, 0))
 
     def answer(self) -> tuple[int, int, int, int] | None:
         """Read one answer's doorbell."""
@@ -69,7 +81,7 @@ class InlineChannel:
     def close(self) -> None:
         """Close all descriptors and let go of the rank; safe to repeat."""
         self._worker = None
-        self.read_fd = self._write_fd = self.ended_fd = NONE
+        self.read_fd = self.write_fd = self.ended_fd = NONE
 
 
 class InlineProcess:
@@ -105,6 +117,7 @@ class InlineProcess:
         worker = Worker(self.rank, setup["world_size"], setup["backend"], setup["device"], control, eventfds)
         control.close_fd()
         worker.failpoint = _failpoints.arm(setup["failpoints"], self.rank)
+        worker.is_inline = True
         self._worker = worker
         self.channel = InlineChannel(worker)
         hello = {"versions": own_versions(), "device": worker.backend.describe()}
@@ -174,7 +187,9 @@ class InlineProcess:
         return ""
 
     def disown(self) -> None:
-        """There is no process to disown."""
+        """The rank of a forked child, whose function may go on there, is part of the child."""
+        if self._worker is not None:
+            self._worker.pid = os.getpid()
 
     def close(self) -> None:
         """Let go of the rank; what functions' closures still hold of it maps no memory. Safe to repeat."""

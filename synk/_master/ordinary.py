@@ -41,7 +41,7 @@ def _can_repeat(session: Session, launched: Launched) -> bool:
     """Whether calls like one that has just ended well can be quiet."""
     call, cached = launched.call, launched.cached
     assembly, plan_id = cached.assembly, cached.plan.plan_id
-    if session.workers.is_inline or session.has_devices or assembly is None or not assembly.is_plain:
+    if session.has_devices or assembly is None or not assembly.is_plain:
         return False
     if call.sources or not (call.options.is_plain and cached.is_agreed):
         return False

@@ -116,7 +116,7 @@ class Queue:
                 self._end_lost(error)
                 abandon(session, quiet.hand_over(function), error)
                 raise
-            if session.workers.is_inline:  # it has run already
+            if session.workers.is_inline and not self._finish_oldest():  # it has run already
                 self._collect_oldest(f"submit {function.name!r}", None)
         return pending
 

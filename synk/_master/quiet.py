@@ -172,9 +172,8 @@ class QuietCall(Request):
         self._cached.is_agreed = False  # until it has ended well, as in an ordinary call
         flags = self._flags if workers.requests else self._flags | IS_ALONE
         workers.requests[sequence] = self
-        message = DOORBELL.pack(_CALL, flags, sequence, self._plan_id)
         for channel in self._channels:
-            os.write(channel.write_fd, message)
+            channel.ring(_CALL, flags, sequence, self._plan_id)
         counters["calls"] += 1
         counters["messages_down"] += len(self._channels)
         counters["bytes_down"] += 8 * len(self._channels)

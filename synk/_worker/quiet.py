@@ -16,9 +16,8 @@ import time
 from typing import Any
 
 from synk._wire.cell import cell
-from synk._wire.channel import Channel
 from synk._wire.control import Down, Phase, Up, is_interrupted
-from synk._wire.messages import DOORBELL, Status
+from synk._wire.messages import DOORBELL, Kind, Status
 from synk._worker import failpoints as _failpoints
 from synk._worker.calls import Outcome
 from synk._worker.dispatch import go_on
@@ -89,7 +88,7 @@ class QuietCall:
             and numbers[Down.STEP] == 1
         )
 
-    def run(self, worker: Worker, sequence: int, channel: Channel) -> Any:
+    def run(self, worker: Worker, sequence: int, channel: Any) -> Any:
         """Run one call; return ``REPLIED``, or the reply that it ends with, or None where it is no quiet one."""
         lane, variables, prepared = self._lane, worker.variables, self._prepared
         arrays = prepared.bases
@@ -151,7 +150,7 @@ class QuietCall:
         rank_up[_OUTPUT_NBYTES] += self._slots.nbytes
         if ended - worker.rss_measured > RSS_INTERVAL_NS:
             worker.measure(ended)
-        flush_output()
+        flush_output(worker)
         os.write(channel.write_fd, DOORBELL.pack(_DONE, 0, sequence, 0))
         for number in self._sleeps:
             if number & 1:  # over a collective that this rank had no use for; the others look again by themselves
@@ -167,6 +166,12 @@ class QuietCall:
         return True
 
 
+def prepare(worker: Worker, kind: int, status: Status, plan_id: int, body: Any) -> None:
+    """After the reply to a message: see whether the next one can be a quiet call."""
+    if kind == Kind.CALL and status == Status.DONE and body is None and QuietCall.fits(worker, plan_id):
+        worker.held.quiet[plan_id] = QuietCall(worker, worker.held.plans[plan_id])
+
+
 def holds_outputs(worker: Worker) -> bool:
     """Whether something is kept of the outputs of a call that is not over."""
     for index in worker.used_lanes:  # asked at each call: no generator  # noqa: SIM110
@@ -175,9 +180,9 @@ def holds_outputs(worker: Worker) -> bool:
     return False
 
 
-def flush_output() -> None:
-    """Have what was printed reach the master."""
-    for stream in (sys.stdout, sys.stderr):
+def flush_output(worker: Worker) -> None:
+    """Have what was printed reach the master, where it does not go to the master's own streams."""
+    for stream in () if worker.is_inline else (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except BaseException:  # the user's function closed or replaced it: whatever it does must not end the worker

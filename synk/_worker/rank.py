@@ -93,6 +93,7 @@ class Worker:
         self.rank = rank
         self.world_size = world_size
         self.device = device
+        self.is_inline = False  # whether it lives in the master's process
         self.pid = os.getpid()  # a function may fork; what it makes so is no worker
         self._control = control  # keeps the mapping alive
         self.backend = backend_module(backend_name).open_device(device)

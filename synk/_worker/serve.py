@@ -26,7 +26,7 @@ from synk._wire.messages import HAS_BODY, IS_UNRECEIVED, LANE_SHIFT, Body, Kind,
 from synk._worker import failpoints as _failpoints
 from synk._worker.dispatch import handle
 from synk._worker.failures import pack_failure
-from synk._worker.quiet import REPLIED, QuietCall, flush_output
+from synk._worker.quiet import REPLIED, flush_output, prepare
 from synk._worker.rank import DeviceLost, Doorbell, Interrupted, Worker
 from synk.errors import SharedMemoryError
 
@@ -126,24 +126,23 @@ class WorkerLoop:
             status, reply_flags, reply = answer or handle(worker, kind, flags, sequence, value, body)
         except DeviceLost as error:
             sys.stderr.write(f"{error}\n")
-            flush_output()
+            flush_output(worker)
             os._exit(1)  # nothing of the array library may touch the device any more
         if os.getpid() != worker.pid:  # the function has forked, and this is the child: it must not answer
             os._exit(0)
         if kind == Kind.CALL:
-            flush_output()
+            flush_output(worker)
             worker.failpoint("call.before_reply")
         elif kind == Kind.CLOSE:
             worker.failpoint("close.received")
-            flush_output()
+            flush_output(worker)
         self._reply(status, reply_flags, sequence, reply)
         if kind == Kind.CALL:
             worker.failpoint("call.after_reply")
         elif kind == Kind.CLOSE:
             return False
         worker.tidy(kind, status)
-        if kind == Kind.CALL and status == Status.DONE and body is None and QuietCall.fits(worker, value):
-            worker.held.quiet[value] = QuietCall(worker, worker.held.plans[value])
+        prepare(worker, kind, status, value, body)
         return True
 
     def _peek(self) -> Doorbell | None:
