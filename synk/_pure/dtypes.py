@@ -40,15 +40,20 @@ def foreign_name(dtype: np.dtype) -> str:
     return names[0].removeprefix(_PREFIX) if names and len(names) == 1 and names[0].startswith(_PREFIX) else ""
 
 
+@functools.cache  # NumPy composes the name of a dtype anew each time: 3 us
+def dtype_name(dtype: np.dtype) -> str:
+    """Return the name of a dtype among ranks: torch's for one that stands for it, else NumPy's."""
+    return foreign_name(dtype) or dtype.name
+
+
 def describe_dtype(dtype: np.dtype) -> str:
     """Return a dtype as errors name it."""
     return foreign_name(dtype) or str(dtype)
 
 
-@functools.cache  # NumPy composes the name of a dtype anew each time: 3 us
 def is_bfloat16(dtype: np.dtype) -> bool:
     """Whether elements are bfloat16, of ours or of ml_dtypes."""
-    return dtype == BFLOAT16 or dtype.name == "bfloat16"
+    return dtype_name(dtype) == "bfloat16"
 
 
 def as_numbers(array: np.ndarray) -> np.ndarray:

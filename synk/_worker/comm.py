@@ -11,12 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.arrays import is_masked
 from synk._pure.ops import REDUCE_OPS
 from synk._wire.cell import cell
 from synk._wire.control import Down
-from synk.communicators import Communicator
-from synk.communicators._buffers import as_buffer
 from synk.errors import ReentrancyError
 
 
@@ -175,73 +172,6 @@ def _check_constant(array: Any, verb: str) -> None:
             f"cannot {verb} a torch tensor: got one that requires grad, expected one without, because synk.comm never "
             "differentiates and its result would be a constant to autograd. Pass tensor.detach()."
         )
-
-
-class HostCollectives:
-    """The collectives of a CPU worker, between NumPy arrays and raw buffers."""
-
-    def __init__(self, communicator: Communicator, size: int, framework: tuple[Any, Any]) -> None:
-        self._communicator = communicator
-        self._size = size
-        self._to_framework, self._from_framework = framework
-
-    def _take(self, array: Any) -> np.ndarray:
-        if self._from_framework is not None:
-            array = self._from_framework(array)
-        if is_masked(array):
-            raise TypeError("cannot communicate a masked array: the mask would be lost. Pass value.filled(...).")
-        return np.asarray(array, order="C")
-
-    def _give(self, array: np.ndarray) -> Any:
-        return array if self._to_framework is None else self._to_framework(array)
-
-    def all_reduce(self, array: Any, op: str, weight: float | None) -> Any:
-        send = self._take(array)
-        out = np.empty_like(send)
-        self._communicator.all_reduce(as_buffer(send), as_buffer(out), op, weight=weight)
-        return self._give(out)
-
-    def reduce(self, array: Any, op: str, root: int, weight: float | None) -> Any:
-        send = self._take(array)
-        is_root = self._communicator.rank == root
-        out = np.empty_like(send) if is_root else send
-        self._communicator.reduce(as_buffer(send), as_buffer(out), op, root, weight=weight)
-        return self._give(out) if is_root else None
-
-    def broadcast(self, array: Any, root: int) -> Any:
-        out = np.array(self._take(array))
-        self._communicator.broadcast(as_buffer(out), root)
-        return self._give(out)
-
-    def all_gather(self, array: Any) -> Any:
-        send = self._take(array)
-        out = np.empty((self._size, *send.shape), send.dtype)
-        self._communicator.all_gather(as_buffer(send), as_buffer(out))
-        return self._give(out)
-
-    def reduce_scatter(self, array: Any, op: str, weight: float | None) -> Any:
-        send = self._take(array)
-        if send.ndim == 0 or len(send) % self._size:
-            raise ValueError(
-                f"cannot reduce_scatter: got shape {send.shape}, expected a multiple of {self._size} rows (the ranks "
-                f"of "
-                "the call)."
-            )
-        out = np.empty((len(send) // self._size, *send.shape[1:]), send.dtype)
-        self._communicator.reduce_scatter(as_buffer(send), as_buffer(out), op, weight=weight)
-        return self._give(out)
-
-    def send(self, array: Any, peer: int, tag: int) -> None:
-        send = self._take(array)
-        self._communicator.send(as_buffer(send), peer, tag)
-
-    def recv(self, like: Any, peer: int, tag: int) -> Any:
-        out = np.empty_like(self._take(like))
-        self._communicator.recv(as_buffer(out), peer, tag)
-        return self._give(out)
-
-    def barrier(self) -> None:
-        self._communicator.barrier()
 
 
 def _the_comm() -> Comm:

@@ -13,7 +13,7 @@ from typing import Any
 
 from synk._wire.control import Down
 from synk._wire.variables import Declaration, shapes_of
-from synk._worker.device_collectives import DeviceCollectives
+from synk._worker.collectives import Collectives
 from synk._worker.variables import Replica, VariableStore
 
 
@@ -65,7 +65,7 @@ class DeviceReplica(Replica):
         for target, source in zip(targets, pending):
             target[...] = source
 
-    def collective(self, kind: str, op: str, collectives: DeviceCollectives) -> list[Any]:
+    def collective(self, kind: str, op: str, collectives: Collectives) -> list[Any]:
         """Do this rank's part of a collective and return the result."""
         with collectives.guard():
             if kind == "broadcast":

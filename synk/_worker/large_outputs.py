@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,13 +12,11 @@ from synk._pure.partials import reduce_into
 from synk._pure.ranges import chunk_bounds
 from synk._wire.memory import Segment
 from synk._wire.messages import Leaf, Move, slot_offsets
+from synk._worker.collectives import Collectives
 from synk._worker.ownership import own
 from synk._worker.plans import PreparedPlan
 from synk._worker.slots import NO_VIEW, Slots
 from synk.backends import Backend
-
-if TYPE_CHECKING:
-    from synk._worker.device_collectives import DeviceCollectives
 
 
 class LargeOutputs:
@@ -26,7 +24,7 @@ class LargeOutputs:
 
     Attributes
     ----------
-    collectives : DeviceCollectives or None
+    collectives : Collectives or None
         Between all ranks, where these have joined a group.
     """
 
@@ -34,7 +32,7 @@ class LargeOutputs:
         self._backend = backend
         self._slots = slots
         self._parts: dict[int, Any] = {}
-        self.collectives: DeviceCollectives | None = None
+        self.collectives: Collectives | None = None
 
     def forget(self) -> None:
         self._parts = {}

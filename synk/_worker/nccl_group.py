@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from synk._wire.control import Down, Up
-from synk._worker.device_collectives import DeviceCollectives
+from synk._worker.collectives import Collectives
 from synk.backends import DeviceBackend
 from synk.communicators._nccl import DeviceHooks, NcclCommunicator
 from synk.communicators._nccl_bindings import Binding, load_binding
@@ -129,11 +129,11 @@ class WorkerGroup:
                 communicator.abort()
                 return
 
-    def collectives(self) -> DeviceCollectives:
+    def collectives(self) -> Collectives:
         """Return the collectives between all ranks, for what the master has seen to be alike on them."""
         assert self.communicator is not None
         comm = self.communicator
-        return DeviceCollectives(comm, comm, self._backend, self.world_size, guard=self.giving_up_on_failure)
+        return Collectives(comm, comm, self._backend, self.world_size, guard=self.giving_up_on_failure)
 
     def leave(self) -> None:
         """Free the communicator; safe to repeat."""
@@ -145,7 +145,7 @@ class WorkerGroup:
 
 def device_collectives(
     backend: Any, host: ShmCommunicator, group: WorkerGroup | None, framework: tuple[Any, Any]
-) -> DeviceCollectives:
+) -> Collectives:
     """Return the collectives inside a function, between the ranks that ``host`` is in a call with.
 
     With a group they go by NCCL, once the ranks have agreed through ``host``; messages, and everything where there is
@@ -154,6 +154,6 @@ def device_collectives(
     staging = StagingCommunicator(host, backend.copy, lambda stream: backend.synchronize())
     size = len(host.ranks)
     if group is None or group.communicator is None:
-        return DeviceCollectives(staging, staging, backend, size, framework)
+        return Collectives(staging, staging, backend, size, framework)
     comm, guard = group.communicator, group.giving_up_on_failure
-    return DeviceCollectives(comm, staging, backend, size, framework, agree=host.agree, guard=guard)
+    return Collectives(comm, staging, backend, size, framework, agree=host.agree, guard=guard)

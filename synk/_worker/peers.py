@@ -12,7 +12,7 @@ import numpy as np
 from synk._wire.control import Down
 from synk._wire.memory import Fence, Segment
 from synk._wire.messages import JoinOrder
-from synk._worker.comm import HostCollectives
+from synk._worker.collectives import Collectives
 from synk._worker.lanes import WorkerLane
 from synk._worker.plans import LoadedFunction
 from synk.backends import Backend, DeviceBackend
@@ -20,7 +20,6 @@ from synk.communicators._shm import Aborted, ShmCommunicator
 from synk.errors import CollectiveMismatch
 
 if TYPE_CHECKING:
-    from synk._worker.device_collectives import DeviceCollectives
     from synk._worker.nccl_group import WorkerGroup
 
 
@@ -101,7 +100,7 @@ class Peers:
         """Have the functions of a lane communicate through a segment from now on."""
         lane.communicator = ShmCommunicator(segment, self._rank, self._world_size, self._eventfds)
 
-    def collectives(self, lane: WorkerLane, function: LoadedFunction) -> HostCollectives | DeviceCollectives:
+    def collectives(self, lane: WorkerLane, function: LoadedFunction) -> Collectives:
         """Return the collectives of the call under way; the first use in a call joins its group."""
         communicator = lane.communicator
         assert communicator is not None
@@ -115,7 +114,7 @@ class Peers:
             from synk._worker.nccl_group import device_collectives
 
             return device_collectives(self._backend, communicator, self.group if slots.has_group else None, framework)
-        return HostCollectives(communicator, len(ranks), framework)
+        return Collectives(communicator, communicator, self._backend, len(ranks), framework)
 
     def join(self, order: JoinOrder, lanes: Sequence[WorkerLane]) -> dict[str, Any]:
         """Make the id of a group of NCCL, or join one, and have all lanes reduce by it."""

@@ -9,13 +9,13 @@ import contextlib
 import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from synk._wire.control import NUM_LANES, Down, Up, is_interrupted
 from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, IS_COLLATERAL, LANE_SHIFT, Kind, Status
 from synk._worker import failpoints as _failpoints
-from synk._worker.comm import HostCollectives
+from synk._worker.collectives import Collectives
 from synk._worker.execute import Executor
 from synk._worker.failures import pack_failure
 from synk._worker.held import Held
@@ -26,9 +26,6 @@ from synk._worker.residents import Residents
 from synk._worker.variables import Replica, VariableStore
 from synk.backends import Backend, backend_module
 from synk.errors import SynkError
-
-if TYPE_CHECKING:
-    from synk._worker.device_collectives import DeviceCollectives
 
 Reply = tuple[Status, int, Any]
 Doorbell = tuple[int, int, int, int]
@@ -131,7 +128,7 @@ class Worker:
         called = self.lane.called
         return called.function.name if called is not None else ""
 
-    def collectives(self) -> HostCollectives | DeviceCollectives:
+    def collectives(self) -> Collectives:
         """Return the collectives of the call under way, for ``synk.comm``."""
         if self.variables.is_sliced:
             raise ValueError(

@@ -28,6 +28,9 @@ class Backend(Protocol):
     is_device: bool
     """Whether arrays lie in a memory of their own, so that the host sees only copies."""
 
+    stream_handle: int
+    """The stream on which all work of this process is queued; 0 where nothing is queued."""
+
     xp: Any
     """The namespace with NumPy's functions for the backend's arrays."""
 
@@ -39,6 +42,9 @@ class Backend(Protocol):
 
     def is_array(self, value: Any) -> bool:
         """Whether ``value`` is what the methods below take as an array: one of the backend's own, or of NumPy's."""
+
+    def address(self, array: Any) -> int:
+        """Return where the first element of a contiguous array lies."""
 
     def from_host(self, host: np.ndarray) -> Any:
         """Return a device array with the values of ``host``; on the CPU ``host`` itself (a read-only view)."""
@@ -104,9 +110,6 @@ class Backend(Protocol):
 class DeviceBackend(Backend, Protocol):
     """A backend whose arrays lie in a memory of their own; addresses are plain integers."""
 
-    stream_handle: int
-    """The stream on which all work of this process is queued."""
-
     def beside(self) -> contextlib.AbstractContextManager[Any]:
         """Have ``from_host`` and ``take_rows`` in the body bring arrays beside the work under way; yields an event.
 
@@ -121,9 +124,6 @@ class DeviceBackend(Backend, Protocol):
 
     def is_idle(self) -> bool:
         """Whether everything queued is done; does not wait."""
-
-    def address(self, array: Any) -> int:
-        """Return where the first element of a contiguous array lies on the device."""
 
     def scratch_address(self) -> int:
         """Return the address of a few bytes of device memory that stay allocated."""

@@ -36,6 +36,7 @@ class NumpyBackend:
 
     name = "numpy"
     is_device = False
+    stream_handle = 0
     xp: Any = np
 
     def __init__(self, device: str) -> None:
@@ -49,6 +50,9 @@ class NumpyBackend:
 
     def is_array(self, value: Any) -> bool:
         return isinstance(value, np.ndarray)
+
+    def address(self, array: np.ndarray) -> int:
+        return int(array.__array_interface__["data"][0])
 
     def from_host(self, host: np.ndarray) -> np.ndarray:
         return host
@@ -77,7 +81,7 @@ class NumpyBackend:
         return None
 
     def as_array(self, value: Any, what: str) -> np.ndarray:
-        return as_plain_array(value, what)
+        return _native(as_plain_array(value, what))
 
     def flat(self, array: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(array).reshape(-1)

@@ -7,7 +7,7 @@ import functools
 
 import numpy as np
 
-from synk._pure.dtypes import BFLOAT16, foreign_name
+from synk._pure.dtypes import BFLOAT16, dtype_name
 from synk.communicators import Buffer
 from synk.errors import UnsupportedError
 
@@ -49,12 +49,6 @@ def named_dtype(name: str) -> np.dtype:
     return np.dtype(name)
 
 
-@functools.cache
-def _name(dtype: np.dtype) -> str:
-    # NumPy composes the name anew each time, which takes longer than the rest of as_buffer.
-    return foreign_name(dtype) or dtype.name
-
-
 def as_array(buffer: Buffer) -> np.ndarray:
     """View a buffer of host memory as a writable array of shape ``(count,)``.
 
@@ -79,4 +73,4 @@ def as_buffer(array: np.ndarray) -> Buffer:
             f"cannot describe an array of shape {array.shape} and strides {array.strides} as one buffer: expected "
             "C-contiguous memory. Pass numpy.ascontiguousarray(array)."
         )
-    return Buffer(array.__array_interface__["data"][0], array.size, _name(array.dtype))
+    return Buffer(array.__array_interface__["data"][0], array.size, dtype_name(array.dtype))

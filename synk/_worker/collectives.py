@@ -1,8 +1,8 @@
-"""Collectives on device arrays: between a user's arrays and a communicator of raw buffers, with NumPy's rules.
+"""Collectives on a rank: between a user's arrays and a communicator of raw buffers, with NumPy's rules.
 
 NCCL drops NaN in min and max, sums 16-bit floats as they are, and knows neither 16-bit integers nor products of complex
-numbers. What a communicator lacks is made up for here, on the device. A communicator of which every rank must bring the
-same (NCCL does not compare) is asked only after the ranks have agreed (``agree``).
+numbers. What it lacks is made up for here, on the device. Nor does it compare what the ranks ask for: it is asked
+only after they have agreed (``agree``).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from synk._pure.dtypes import dtype_name
 from synk._pure.ops import check_op
-from synk.backends import DeviceBackend
+from synk.backends import Backend
 from synk.communicators import Buffer, Communicator
 
 # How many elements of which dtype stand for one that the communicator does not have, or has with too few bits.
@@ -55,8 +56,8 @@ class _Reduction:
         return array.astype(self._dtype, copy=False)
 
 
-class DeviceCollectives:
-    """The collectives of a rank with a device.
+class Collectives:
+    """The collectives of a rank, on a device or on the host.
 
     Parameters
     ----------
@@ -64,13 +65,14 @@ class DeviceCollectives:
         For reductions and copies among all ranks.
     messages : Communicator
         For messages between two ranks, and barriers.
-    backend : DeviceBackend
+    backend : Backend
     size : int
         Ranks that take part.
     framework : tuple
         ``(to_framework, from_framework)`` of the function under way, or None for each.
     agree : callable
-        As ``ShmCommunicator.agree``; called before each collective of a function.
+        As ``ShmCommunicator.agree``; called before each collective of a function. Needed where the communicator does
+        not compare what the ranks ask for.
     guard : callable
         Returns the context in which the other ranks wait for this one; it tells them where the body fails.
     """
@@ -79,7 +81,7 @@ class DeviceCollectives:
         self,
         communicator: Communicator,
         messages: Communicator,
-        backend: DeviceBackend,
+        backend: Backend,
         size: int,
         framework: tuple[Any, Any] = (None, None),
         agree: Agree = lambda *args, **kwargs: None,
@@ -93,8 +95,9 @@ class DeviceCollectives:
         self._to_framework, self._from_framework = framework
         self._agree = agree
         self.guard = guard
-        self._stream = int(backend.stream_handle)
+        self._stream = backend.stream_handle
         self._capabilities = communicator.capabilities()
+        self._is_exact = getattr(self._capabilities, "nan_propagates", True)  # all but NCCL
 
     # -- arrays of the user's ------------------------------------------------------------------------------------------
 
@@ -107,12 +110,12 @@ class DeviceCollectives:
         return array if self._to_framework is None else self._to_framework(array)
 
     def _buffer(self, array: Any) -> Buffer:
-        return Buffer(self._backend.address(array), int(array.size), array.dtype.name)
+        return Buffer(self._backend.address(array), int(array.size), dtype_name(array.dtype))
 
     def all_reduce(self, array: Any, op: str, weight: float | None) -> Any:
         send = self._take(array)
         self._check(op, send)
-        self._agree("all_reduce", send.dtype.name, send.size, op, weight=weight)
+        self._agree("all_reduce", dtype_name(send.dtype), send.size, op, weight=weight)
         with self.guard():
             result = self.reduce_all([(send, op, weight)])[0]
         return self._give(result)
@@ -120,21 +123,21 @@ class DeviceCollectives:
     def reduce(self, array: Any, op: str, root: int, weight: float | None) -> Any:
         send = self._take(array)
         self._check(op, send)
-        self._agree("reduce", send.dtype.name, send.size, op, root, weight=weight)
+        self._agree("reduce", dtype_name(send.dtype), send.size, op, root, weight=weight)
         with self.guard():
-            result = self.reduce_all([(send, op, weight)])[0]
+            result = self.reduce_all([(send, op, weight)], root)[0]
         return self._give(result) if self._communicator.rank == root else None
 
     def broadcast(self, array: Any, root: int) -> Any:
         send = self._take(array)
-        self._agree("broadcast", send.dtype.name, send.size, peer=root)
+        self._agree("broadcast", dtype_name(send.dtype), send.size, peer=root)
         with self.guard():
             result = self.broadcast_all([send], root)[0]
         return self._give(result)
 
     def all_gather(self, array: Any) -> Any:
         send = self._take(array)
-        self._agree("all_gather", send.dtype.name, send.size)
+        self._agree("all_gather", dtype_name(send.dtype), send.size)
         with self.guard():
             result = self.gather_all([send])[0]
         return self._give(result)
@@ -147,13 +150,14 @@ class DeviceCollectives:
                 f"cannot reduce_scatter: got shape {send.shape}, expected a multiple of {self._size} rows (the ranks "
                 "of the call)."
             )
-        self._agree("reduce_scatter", send.dtype.name, send.size // self._size, op, weight=weight)
+        self._agree("reduce_scatter", dtype_name(send.dtype), send.size // self._size, op, weight=weight)
         with self.guard():
             block = self.reduce_blocks([(send.reshape(-1), op, weight)])[0]
         return self._give(block.reshape(len(send) // self._size, *send.shape[1:]))
 
     def send(self, array: Any, peer: int, tag: int) -> None:
-        self._messages.send(self._buffer(self._take(array)), peer, tag, stream=self._stream)
+        send = self._take(array)  # held until it is sent
+        self._messages.send(self._buffer(send), peer, tag, stream=self._stream)
 
     def recv(self, like: Any, peer: int, tag: int) -> Any:
         out = self._xp.empty_like(self._take(like))
@@ -163,14 +167,18 @@ class DeviceCollectives:
     def barrier(self) -> None:
         self._messages.barrier()
 
-    @staticmethod
-    def _check(op: str, array: Any) -> None:
-        check_op(op, array.dtype, "the array of a collective")
+    def _check(self, op: str, array: Any) -> None:
+        """Refuse what has no meaning, before the ranks agree on it; communicators other than NCCL's do it."""
+        if not self._is_exact:
+            check_op(op, array.dtype, "the array of a collective")
 
-    # -- several device arrays at once ---------------------------------------------------------------------------------
+    # -- several arrays of the backend at once ------------------------------------------------------------------------
 
-    def reduce_all(self, items: Sequence[tuple[Any, str, float | None]]) -> list[Any]:
-        """Reduce contiguous arrays of all ranks, each ``(array, op, weight)``; every rank gets all results."""
+    def reduce_all(self, items: Sequence[tuple[Any, str, float | None]], root: int | None = None) -> list[Any]:
+        """Reduce contiguous arrays of all ranks, each ``(array, op, weight)``; return the results.
+
+        ``root``: the only rank that gets them. What the others get has no meaning.
+        """
         comm, xp = self._communicator, self._xp
         folded = self._fold_complex(items)
         reductions = [
@@ -182,7 +190,10 @@ class DeviceCollectives:
             for reduction, out in zip(reductions, outs):
                 for part, target in zip(reduction.parts if reduction is not None else (), out):
                     send, recv = self._buffer(part.array), self._buffer(target)
-                    comm.all_reduce(send, recv, part.op, weight=part.weight, stream=self._stream)
+                    if root is None:
+                        comm.all_reduce(send, recv, part.op, weight=part.weight, stream=self._stream)
+                    else:
+                        comm.reduce(send, recv, part.op, root, weight=part.weight, stream=self._stream)
         return [folded[k] if r is None else r.result(out) for k, (r, out) in enumerate(zip(reductions, outs))]
 
     def reduce_blocks(self, items: Sequence[tuple[Any, str, float | None]]) -> list[Any]:
@@ -241,7 +252,9 @@ class DeviceCollectives:
         return padded
 
     def _fold_complex(self, items: Sequence[tuple[Any, str, float | None]]) -> dict[int, Any]:
-        """Return the products of complex arrays, which no communicator has: all values gathered, then multiplied."""
+        """Return the products of complex arrays, which NCCL has not: all values gathered, then multiplied."""
+        if self._is_exact:
+            return {}
         wanted = [k for k, (array, op, _) in enumerate(items) if op == "prod" and array.dtype.kind == "c"]
         gathered = self.gather_all([items[k][0] for k in wanted]) if wanted else []
         folded = {}
