@@ -303,9 +303,12 @@ def functions_of(act: Callable[[], Any]) -> list[tuple[str, str]]:
     return met
 
 
-def test_a_repeated_call_goes_through_few_functions(shared_runtimes: Any) -> None:
-    """Nothing has changed since the last one; what a busy machine adds (a long wait) is in some calls only."""
-    rt = shared_runtimes[2]
+class Apart(list[Any]):
+    """A list that travels as one object."""
+
+
+def tracer(rt: Any) -> Any:
+    """Return a function that begins, or ends, to note what the ranks go through, with ``step`` for the user's own."""
 
     def look(is_begin: bool) -> list[tuple[str, str]]:
         import sys
@@ -323,14 +326,18 @@ def test_a_repeated_call_goes_through_few_functions(shared_runtimes: Any) -> Non
         sys.setprofile(note if is_begin else None)
         return met
 
+    return rt.function(lambda is_begin: Apart(look(is_begin)), bcast_inputs="is_begin", outputs=None)
+
+
+def test_a_repeated_call_goes_through_few_functions(shared_runtimes: Any) -> None:
+    """Nothing has changed since the last one; what a busy machine adds (a long wait) is in some calls only."""
+    rt = shared_runtimes[2]
+
     def step(w: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[Any, Any]:
         residual = x @ w - y
         return residual @ residual / len(x), x.T @ residual / len(x)
 
-    class Apart(list[Any]):
-        """A list that travels as one object."""
-
-    trace = rt.function(lambda is_begin: Apart(look(is_begin)), bcast_inputs="is_begin", outputs=None)
+    trace = tracer(rt)
     f = rt.function(step, bcast_inputs="w", outputs=("avg", "avg"))
     x, y = rt.data(np.ones((8, 5))), rt.data(np.ones(8))
     for number in range(5):
@@ -349,6 +356,39 @@ def test_a_repeated_call_goes_through_few_functions(shared_runtimes: Any) -> Non
         assert len(worker) <= 10, worker
         assert len({file for file, _ in worker}) <= 4, worker
         assert len(set(worker)) == len(worker), "a stage is entered twice"
+
+
+def test_a_call_on_the_ordinary_way_goes_through_few_functions(shared_runtimes: Any) -> None:
+    """With keywords, a shared variable that is read and assigned, and a batch: no stage is entered twice."""
+    rt = shared_runtimes[2]
+    w = rt.shared(np.ones(5))
+    rows, targets = rt.data(np.ones((8, 5))), rt.data(np.ones(8))
+
+    def step(x: np.ndarray, y: np.ndarray) -> tuple[Any, Any]:
+        residual = x @ w.value - y
+        w.value = w.value * 0.5
+        return residual @ residual / len(x), x.T @ residual / len(x)
+
+    trace = tracer(rt)
+    f = rt.function(step, outputs=("avg", "avg"))
+    for _ in range(4):
+        f(rows, y=targets, batch=6)
+    master = min((functions_of(lambda: f(rows, y=targets, batch=6)) for _ in range(8)), key=len)
+    # As many as there are now. The quiet call is where a program spends its time; this way has to be plain, not short.
+    assert len(master) <= 175, master
+    assert len({file for file, _ in master}) <= 34, master
+    stages = ("run_call", "launch", "_divide", "plan_call", "stage", "write_numbers", "collect", "build", "commit")
+    assert [sum(name == stage for _, name in master) for stage in stages] == [1] * len(stages)
+    trace(True)
+    for _ in range(8):
+        f(rows, y=targets, batch=6)
+    for met in trace(False):
+        starts = [k for k, (_, name) in enumerate(met) if name == "step"]
+        worker = min((met[start + 1 : end] for start, end in itertools.pairwise(starts)), key=len)
+        assert len(worker) <= 185, worker
+        assert len({file for file, _ in worker}) <= 24, worker
+        stages = ("handle", "run_call", "_run", "publish", "_fill_slot", "leave_call", "_reply", "tidy")
+        assert [sum(name == stage for _, name in worker) for stage in stages] == [1] * len(stages)
 
 
 def test_a_submitted_call_goes_through_few_functions(shared_runtimes: Any) -> None:

@@ -41,9 +41,9 @@ def _can_repeat(session: Session, launched: Launched) -> bool:
     """Whether calls like one that has just ended well can be quiet."""
     call, cached = launched.call, launched.cached
     assembly, plan_id = cached.assembly, cached.plan.plan_id
-    if session.has_devices or assembly is None or not assembly.is_plain:
+    if session.has_devices or call.sources or not (call.options.is_plain and cached.is_agreed):
         return False
-    if call.sources or not (call.options.is_plain and cached.is_agreed):
+    if assembly is None or not assembly.is_plain:
         return False
     # Ranks that know their parts of large outputs bring them into place without being asked.
     known = [session.workers.by_rank[rank].known.assemblies.get(plan_id) for rank in call.ranks]
