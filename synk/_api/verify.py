@@ -150,10 +150,12 @@ def verify(
     reason = _reason(is_random, traits, is_per_rank)
     ops = match_ops(outputs, serial.skeleton, len(expected), repr(name))
     results = []
-    for position, (path, op) in enumerate(zip(paths(serial.skeleton), ops)):
-        parts = [apart.leaves[position][rank] for rank in apart.ranks] if position < len(apart.leaves) else []
-        value = combined.leaves[position] if combined is not None and position < len(combined.leaves) else _MISSING
-        results.append(_compare(path, op, value, expected[position], parts, apart.rows, tolerance, reason))
+    parts_at = dict(zip(paths(apart.skeleton), apart.leaves))
+    values_at = dict(zip(paths(combined.skeleton), combined.leaves)) if combined is not None else {}
+    for path, op, serial_value in zip(paths(serial.skeleton), ops, expected):
+        parts = [parts_at[path][rank] for rank in apart.ranks] if path in parts_at else []
+        value = values_at.get(path, _MISSING)
+        results.append(_compare(path, op, value, serial_value, parts, apart.rows, tolerance, reason))
     if combined is not None:
         results += _compare_variables(combined.assigned, serial.assigned, tolerance, reason)
     notes = _notes(is_random, traits, is_per_rank, is_outdated)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextvars
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce as fold
 from typing import Any
 
 import numpy as np
 
+from synk._pure.agreement import MISSING, agreed
 from synk._pure.dtypes import describe_dtype
 from synk._pure.ops import is_reducible, match_ops, wanted_leaves
 from synk._pure.partials import Reduction, concatenate, equal_reduction, reduce_into
@@ -21,6 +23,9 @@ from synk._wire.messages import LARGE_NBYTES, Layout, Leaf, Move, is_reduced_on_
 from synk.errors import CollectiveMismatch
 
 _numbers = itertools.count(1)
+
+_ABSENT = Leaf((), None)
+"""In the place of a leaf that a rank does not have: it returned None there."""
 
 
 class Assembly:
@@ -67,29 +72,29 @@ class Assembly:
         self._slots_id = slots.id
         self.voters = voters
         self.has_assignments = any(layout.assigned for layout in layouts)
-        self.layouts = layouts
+        self._sent = layouts
         self._world_size = world_size
         self._subset = subset
-        leaves, self.structure = flatten(layouts[0].skeleton)
-        self.skeleton = layouts[0].skeleton
-        self._check_structures(leaves)
+        self.skeleton, self._positions = self._agreed(outputs)
+        leaves, self.structure = flatten(self.skeleton)
         self._num_leaves = len(leaves)
+        self.layouts = [self._in_place(layout, own) for layout, own in zip(layouts, self._positions)]
         self.ops = match_ops(outputs, self.skeleton, self._num_leaves, repr(name))
         wanted = wanted_leaves(self.skeleton, subset, name)
         self._wanted = range(self._num_leaves) if wanted is None else sorted(wanted)
         self.has_averages = any(self.ops[leaf] == "avg" for leaf in self._wanted)
         self._views: list[list[np.ndarray | None]] = []
-        for rank, layout in zip(voters, layouts):
-            offsets, _ = slot_offsets(layout.leaves, self.ops, len(voters), has_group)
-            base = rank * slot_nbytes
-            self._views.append(
-                [
-                    slots.view(base + offset, leaf.shape, leaf.dtype)
-                    if leaf.dtype is not None and leaf.nbytes < LARGE_NBYTES
-                    else None
-                    for offset, leaf in zip(offsets, layout.leaves)
-                ]
-            )
+        for rank, layout, own in zip(voters, layouts, self._positions):
+            op_of = dict(zip(own, self.ops))
+            ops = [op_of[position] for position in range(len(layout.leaves))]
+            offsets, _ = slot_offsets(layout.leaves, ops, len(voters), has_group)
+            views = [
+                slots.view(rank * slot_nbytes + offset, leaf.shape, leaf.dtype)
+                if leaf.dtype is not None and leaf.nbytes < LARGE_NBYTES
+                else None
+                for offset, leaf in zip(offsets, layout.leaves)
+            ]
+            self._views.append([views[position] if position != MISSING else None for position in own])
         self.result_nbytes = 0
         self._places: dict[tuple[int, int], int] = {}  # (leaf, voter or -1 for all) -> offset in the result
         self.moves: dict[int, list[Move]] = {rank: [] for rank in voters}
@@ -97,7 +102,7 @@ class Assembly:
             self._check_leaf(leaf)
             self._place(leaf)
         self._small = self._reduced_slots()
-        self._are_tensors = [leaf.is_tensor for leaf in layouts[0].leaves]
+        self._are_tensors = [leaf.is_tensor for leaf in self.layouts[0].leaves]
         self._has_tensors = any(self._are_tensors)
         self._is_tuple = self.skeleton == tuple(range(self._num_leaves)) and type(self.skeleton) is tuple
         # Overflow and NaN are the caller's numbers, as in a NumPy reduction. To enter np.errstate for each call takes
@@ -114,24 +119,33 @@ class Assembly:
         """Whether it is good for a call, of which the arguments are those of the constructor."""
         return (
             self.voters == voters
-            and all(mine is layout for mine, layout in zip(self.layouts, layouts))
+            and all(mine is layout for mine, layout in zip(self._sent, layouts))
             and self._slots_id == slots.id
             and self._has_group == has_group
         )
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 
-    def _check_structures(self, leaves: list[int]) -> None:
-        kinds = [flatten(layout.skeleton) for layout in self.layouts]
-        if any(structure != self.structure or other != leaves for other, structure in kinds):
-            got = "; ".join(
-                f"rank {rank}: {_describe(layout.skeleton)}" for rank, layout in zip(self.voters, self.layouts)
-            )
+    def _agreed(self, outputs: Any) -> tuple[Any, list[list[int]]]:
+        """Return the one skeleton of all ranks, and where its leaves lie among those of each."""
+        skeletons = [layout.skeleton for layout in self._sent]
+        leaves, structure = flatten(skeletons[0])
+        if all(flatten(skeleton) == (leaves, structure) for skeleton in skeletons[1:]):
+            return skeletons[0], [leaves] * len(skeletons)
+        found = agreed(skeletons, outputs)
+        if found is None:
+            got = "; ".join(f"rank {rank}: {_describe(each)}" for rank, each in zip(self.voters, skeletons))
             raise CollectiveMismatch(
                 f"cannot combine the outputs of {self.name!r}: got {got}, expected one structure on all ranks. Tuples, "
                 "lists and dicts are taken apart, with op None as well: return what differs as one object of another "
-                "class, such as a deque or a dataclass."
+                "class, such as a deque or a dataclass, or None on some ranks under op None."
             )
+        return found
+
+    @staticmethod
+    def _in_place(layout: Layout, positions: list[int]) -> Layout:
+        """Return a rank's layout with a leaf for each of the common skeleton."""
+        return replace(layout, leaves=tuple(layout.leaves[k] if k != MISSING else _ABSENT for k in positions))
 
     def _check_leaf(self, leaf: int) -> None:
         op = self.ops[leaf]
@@ -176,19 +190,23 @@ class Assembly:
             kind, bounds = "reduce", chunk_bounds(count, itemsize, len(self.voters))
             if is_reduced_on_devices(items[0], op, self._has_group):
                 kind, bounds = "device", block_bounds(count, len(self.voters))
-            for rank, (start, stop) in zip(self.voters, bounds):
-                self.moves[rank].append(Move(leaf, kind, str(op), offset, start, stop))
+            for voter, (start, stop) in enumerate(bounds):
+                self._move(voter, leaf, kind, str(op), offset, start, stop)
         elif op == "gather":
             offset = self._reserve(leaf, -1, sum(item.nbytes for item in items))
-            for rank, item in zip(self.voters, items):
+            for voter, item in enumerate(items):
                 if item.nbytes >= LARGE_NBYTES:
-                    self.moves[rank].append(Move(leaf, "copy", "", offset))
+                    self._move(voter, leaf, "copy", "", offset)
                 offset += item.nbytes
         else:
-            for position, (rank, item) in enumerate(zip(self.voters, items)):
-                if item.nbytes >= LARGE_NBYTES and (op != "first" or position == 0):
-                    offset = self._reserve(leaf, position, item.nbytes)
-                    self.moves[rank].append(Move(leaf, "copy", "", offset))
+            for voter, item in enumerate(items):
+                if item.nbytes >= LARGE_NBYTES and (op != "first" or voter == 0):
+                    offset = self._reserve(leaf, voter, item.nbytes)
+                    self._move(voter, leaf, "copy", "", offset)
+
+    def _move(self, voter: int, leaf: int, kind: str, op: str, offset: int, start: int = 0, stop: int = 0) -> None:
+        move = Move(self._positions[voter][leaf], kind, op, offset, start, stop)
+        self.moves[self.voters[voter]].append(move)
 
     # -- results ------------------------------------------------------------------------------------------------------
 
@@ -249,7 +267,7 @@ class Assembly:
             assert objects is not None
             values = iter(objects[voter])
             for leaf in self._wanted:
-                if layout.leaves[leaf].dtype is None:
+                if layout.leaves[leaf].dtype is None and layout.leaves[leaf] is not _ABSENT:
                     parts.setdefault(leaf, [None] * len(self.layouts))[voter] = next(values)
         return parts
 
@@ -290,7 +308,11 @@ class Assembly:
             return self._gathered(leaf, items, root, order)
         count = 1 if op == "first" else len(items)
         values = [
-            parts[voter] if items[voter].dtype is None else _own(self._array(leaf, voter, root))
+            None
+            if items[voter] is _ABSENT
+            else parts[voter]
+            if items[voter].dtype is None
+            else _own(self._array(leaf, voter, root))
             for voter in range(count)
         ]
         if op == "first":
