@@ -27,6 +27,7 @@ from synk._api.verbs import (
     shared,
 )
 from synk._api.wrap import wrap
+from synk._api.wrapper import FunctionWrapper
 from synk._master.pending import PendingCall
 from synk._version import __version__
 from synk._worker.comm import comm
@@ -35,6 +36,7 @@ from synk._worker.program import freeze_support
 __all__ = [
     "Data",
     "Function",
+    "FunctionWrapper",
     "PendingCall",
     "Resident",
     "Runtime",

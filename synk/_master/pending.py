@@ -35,6 +35,13 @@ class Collector(Protocol):
 class PendingCall:
     """A call that was submitted, and its result once it is there. Made by :meth:`synk.Function.submit`.
 
+    Attributes
+    ----------
+    name : str
+        Of the function.
+    ranks : tuple of int
+        Those that run the call; a rank without rows does not.
+
     Examples
     --------
     >>> import numpy as np, synk
@@ -47,6 +54,7 @@ class PendingCall:
 
     def __init__(self, queue: Collector, name: str) -> None:
         self.name = name
+        self.ranks: tuple[int, ...] = ()
         self._queue = queue
         self._launched: Launched | None = None  # None: it has an outcome
         self._quiet: QuietCall | None = None  # as long as nothing but the replies of a repeated call has come
@@ -97,11 +105,13 @@ class PendingCall:
 
     def _begin(self, launched: Launched, steps: Steps, is_alone: bool) -> None:
         self._launched, self._steps, self._is_alone = launched, steps, is_alone
+        self.ranks = tuple(launched.call.ranks)
         self._changes = frozenset(launched.function.changes)
         self._request = next(steps)
 
     def _begin_quietly(self, launched: Launched, quiet: QuietCall) -> None:
         self._launched, self._quiet, self._request, self._is_alone = launched, quiet, quiet, False
+        self.ranks = tuple(launched.call.ranks)
 
     def _leave_quiet_way(self, session: Session) -> None:
         """Go on the ordinary way, whatever has come of the replies."""

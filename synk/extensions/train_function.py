@@ -11,12 +11,13 @@ Every rank holds the same parameters before and after, so no parameter ever trav
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
 import operator
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optree
@@ -31,8 +32,16 @@ LossAndGrad = Callable[..., tuple[Any, Tree]]
 
 
 @dataclass(frozen=True, eq=False)
-class TrainFunction:
+class TrainFunction(synk.FunctionWrapper):
     """A training step that is called like a function; made by `make_train_function`.
+
+    ``train(x, y)`` takes one step and returns the loss, averaged over all rows. Inputs are what ``loss_and_grad`` takes
+    after the parameters, by position or by name; the options are those of a function's call: ``batch``,
+    ``shard_batch``, ``timeout``. ``serial`` takes the step on one worker, and the others follow; ``submit`` does not
+    wait for the step, unless ranks without rows have to follow; ``verify`` compares the step on all workers with that
+    on one, parameters and state included, and takes none.
+
+    ``num_slices`` and ``output_subset``, which would change what one step is, raise TypeError.
 
     Attributes
     ----------
@@ -51,31 +60,51 @@ class TrainFunction:
     params: synk.Shared
     state: synk.Shared
 
-    def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """Take one step and return the loss, averaged over all rows.
-
-        Parameters
-        ----------
-        *inputs, **options
-            What ``loss_and_grad`` takes after the parameters, by position or by name, and the options of a function's
-            call: ``batch``, ``shard_batch``, ``timeout``.
-
-        Raises
-        ------
-        TypeError
-            For ``num_slices`` and ``output_subset``, which would change what one step is.
-        """
-        for option in ("num_slices", "output_subset"):
-            if option in options:
-                raise TypeError(
-                    f"cannot take a training step: got {option}={options[option]!r}, expected none, as one call is one "
-                    "step with one loss. Slices are set once: make_train_function(..., num_slices=k)."
-                )
-        loss, num_ranks, first_rank = self.function(*inputs, **options)
-        if num_ranks < self.runtime.world_size:  # ranks without rows have not seen this step
+    def finish(self, result: Any) -> Any:
+        """Return the loss; ranks that have not seen the step get what it has made of parameters and state."""
+        loss, num_ranks, first_rank = result
+        if num_ranks < self.runtime.world_size:
             for variable in (self.params, self.state):
                 variable.value = self.runtime.get_value(variable, rank=int(first_rank))
         return loss
+
+    def __call__(self, /, *inputs: Any, **options: Any) -> Any:
+        """Take one step and return the loss."""
+        return super().__call__(*inputs, **_checked(options))
+
+    def serial(self, /, *inputs: Any, **options: Any) -> Any:
+        """Take one step on one worker and return the loss."""
+        return super().serial(*inputs, **_checked(options))
+
+    def submit(self, /, *inputs: Any, **options: Any) -> Any:
+        """Send one step; ``result()`` of what is returned is the loss."""
+        call = super().submit(*inputs, **_checked(options))
+        if len(call.ranks) < self.runtime.world_size:  # whatever comes next finds the same parameters on all ranks
+            with contextlib.suppress(Exception):  # result() raises it again
+                call.result()
+        return call
+
+    def verify(self, /, *inputs: Any, **options: Any) -> Any:
+        """Compare a step on all workers with one on a single worker; see `synk.Function.verify`."""
+        report = super().verify(*inputs, **_checked(options))
+        outputs = [replace(each, name=each.name.removeprefix("[0]")) for each in report.outputs if _is_seen(each.name)]
+        return replace(report, outputs=tuple(outputs))
+
+
+def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a call, if they leave one step what it is."""
+    for option in ("num_slices", "output_subset"):
+        if option in options:
+            raise TypeError(
+                f"cannot take a training step: got {option}={options[option]!r}, expected none, as one call is one "
+                "step with one loss. Slices are set once: make_train_function(..., num_slices=k)."
+            )
+    return options
+
+
+def _is_seen(output: str) -> bool:
+    """Whether an output of the step is the loss or a variable; the others say which ranks took part."""
+    return output not in ("[1]", "[2]")
 
 
 def make_train_function(

@@ -370,6 +370,63 @@ def test_resident_rows_of_one_rank_train_all(workers: Callable[[int | str], synk
         assert_same(runtime.get_value(train.state, rank=rank), expected_state)
 
 
+@pytest.mark.parametrize("num_workers", [1, 2, 3, "inline"])
+def test_steps_of_every_kind_are_steps(workers: Callable[[int | str], synk.Runtime], num_workers: int | str) -> None:
+    """Waited for or not, on all workers or on one, with rows for all ranks or for some: as torch on the whole batch."""
+    runtime = workers(num_workers)
+    train = make_train_function(loss_and_grad, start(), adam(0.05), clip_norm=1.0)
+    params = train.params
+    sizes = [9, 7, 1, 8, 2, 6, 1, 5, 4]
+    losses: list[Any] = []
+    for number, num_rows in enumerate(sizes):
+        kind = (train, train.submit, train.serial)[number % 3]
+        losses.append(kind(*batch(num_rows)))
+        if number % 4 == 3:
+            assert train.verify(*batch(5))  # takes no step
+    losses = [loss.result() if hasattr(loss, "result") else loss for loss in losses]
+    expected_losses, expected = trained_by_torch(lambda leaves: torch.optim.Adam(leaves, lr=0.05), sizes, 1.0)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-10)
+    for rank in range(runtime.world_size):
+        assert_same(runtime.get_value(params, rank=rank), expected)
+
+
+def test_three_submitted_steps_and_what_reads_the_parameters_next(
+    workers: Callable[[int | str], synk.Runtime],
+) -> None:
+    runtime = workers(3)
+    train = make_train_function(loss_and_grad, start(), sgd(0.05))
+    params = train.params
+    evaluate = runtime.function(lambda x, y: loss_and_grad(params.value, x, y)[0])
+    sizes = [6, 1, 8]
+    calls = [train.submit(*batch(num_rows)) for num_rows in sizes]
+    value = evaluate(*batch(9))  # before anybody has asked for a result
+    expected_losses, expected = trained_by_torch(lambda leaves: torch.optim.SGD(leaves, lr=0.05), sizes)
+    np.testing.assert_allclose(value, loss_and_grad(expected, *batch(9))[0], rtol=1e-10)
+    assert [call.ranks for call in calls] == [(0, 1, 2), (0,), (0, 1, 2)]
+    np.testing.assert_allclose([call.result() for call in calls], expected_losses, rtol=1e-10)
+    np.testing.assert_allclose([call.result() for call in calls], expected_losses, rtol=1e-10)
+
+
+def test_a_submitted_step_that_fails_says_so_in_its_result(workers: Callable[[int | str], synk.Runtime]) -> None:
+    runtime = workers(2)
+
+    def fail(params: Any, x: Any) -> Any:
+        raise ArithmeticError("no step")
+
+    train = make_train_function(fail, start(), sgd(0.05))
+    for num_rows in (4, 1):
+        call = train.submit(np.ones(num_rows))
+        for _ in range(2):
+            with pytest.raises(ArithmeticError, match="no step"):
+                call.result()
+        assert call.done()
+    for rank in range(2):
+        assert_same(runtime.get_value(train.params, rank=rank), start())
+    for kind in (train.submit, train.serial, train.verify):
+        with pytest.raises(TypeError, match="got num_slices=2"):
+            kind(np.ones(4), num_slices=2)
+
+
 @pytest.mark.parametrize("num_slices", [1, 2])
 def test_workers_train_with_torch_tensors(workers: Callable[[int | str], synk.Runtime], num_slices: int) -> None:
     workers(2)

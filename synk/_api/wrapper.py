@@ -1,0 +1,103 @@
+"""``FunctionWrapper``: the base of what is called like a function and does something with the results of its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from synk._api.data import Data
+from synk._api.function import Function
+from synk._api.verify import Report
+from synk._master.pending import PendingCall
+
+
+class WrappedCall:
+    """A submitted call of a :class:`FunctionWrapper`; as :class:`synk.PendingCall`."""
+
+    def __init__(self, call: PendingCall, finish: Callable[[Any], Any]) -> None:
+        self._call = call
+        self._finish: Callable[[Any], Any] | None = finish
+        self._value: Any = None
+
+    @property
+    def name(self) -> str:
+        return self._call.name
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self._call.ranks
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the call to end and return its result, finished; as :meth:`synk.PendingCall.result`."""
+        if self._finish is not None:
+            self._value = self._finish(self._call.result(timeout))
+            self._finish = None
+        return self._value
+
+    def done(self) -> bool:
+        """Return whether the call has ended, well or not; never waits for it."""
+        return self._call.done()
+
+    def __repr__(self) -> str:
+        return f"<synk.WrappedCall of {self._call!r}>"
+
+
+class FunctionWrapper:
+    """The base of a class whose objects are called like the function that they wrap.
+
+    Whatever a function has they have: calls with all options, ``serial``, ``submit``, ``verify``, ``build_inputs``. A
+    derived class says in :meth:`finish` what becomes of a result.
+
+    Parameters
+    ----------
+    function : Function
+
+    Attributes
+    ----------
+    function : Function
+
+    Examples
+    --------
+    >>> import numpy as np, synk
+    >>> class Mean(synk.FunctionWrapper):
+    ...     def finish(self, result):
+    ...         total, rows = result
+    ...         return float(total / rows)
+    >>> with synk.fork(2):
+    ...     mean = Mean(synk.function(lambda x: (x.sum(), len(x)), outputs="sum"))
+    ...     mean(np.arange(5.0)), mean.serial(np.arange(5.0)), mean.submit(np.arange(5.0), batch=3).result()
+    (2.0, 2.0, 1.0)
+    """
+
+    function: Function
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+
+    def finish(self, result: Any) -> Any:
+        """Return what the caller gets for the result of a call. Runs once for each, in the master."""
+        return result
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+    def __call__(self, /, *args: Any, **options: Any) -> Any:
+        """As :class:`synk.Function`."""
+        return self.finish(self.function(*args, **options))
+
+    def serial(self, /, *args: Any, **options: Any) -> Any:
+        """As :meth:`synk.Function.serial`."""
+        return self.finish(self.function.serial(*args, **options))
+
+    def submit(self, /, *args: Any, **options: Any) -> WrappedCall:
+        """As :meth:`synk.Function.submit`; the result is finished when it is asked for."""
+        return WrappedCall(self.function.submit(*args, **options), self.finish)
+
+    def verify(self, /, *args: Any, **options: Any) -> Report:
+        """As :meth:`synk.Function.verify`, which compares what the wrapped function returns."""
+        return self.function.verify(*args, **options)
+
+    def build_inputs(self, *arrays: Any, minibatch: bool = False) -> tuple[Data, ...]:
+        """As :meth:`synk.Function.build_inputs`."""
+        return self.function.build_inputs(*arrays, minibatch=minibatch)
