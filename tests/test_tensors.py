@@ -253,6 +253,19 @@ def test_three_calls_in_flight_with_tensors_changed_afterwards(shared_runtimes: 
         assert torch.equal(call.result(), torch.full((64, 2), 8.0 * number * (number + 1)))
 
 
+def test_a_tensor_and_an_array_that_lie_alike_are_told_apart(shared_runtimes: Any) -> None:
+    """bfloat16 lies in memory as int16 does, and every call is like the one before but for that."""
+    rt = shared_runtimes[2]
+    f = rt.function(lambda x: (x.double().sum(), x), outputs=("sum", "gather"), framework="torch")
+    half, whole = torch.arange(6.0).bfloat16(), np.arange(6, dtype=np.int16)
+    for _ in range(2):
+        for value, dtype in ((half, torch.bfloat16), (whole, torch.int16), (torch.tensor(whole), torch.int16)):
+            for call in (f, f, f, f, lambda x: f.submit(x).result(), lambda x: f.submit(x).result()):
+                total, rows = call(value)
+                assert (rows.dtype, total) == (dtype, 15.0)
+                assert torch.equal(rows.double(), torch.arange(6.0).double())
+
+
 def test_nested_batches_of_tensors(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     batch = UserDict(
