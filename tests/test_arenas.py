@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 from collections import deque
@@ -163,7 +164,7 @@ def test_where_the_system_refuses(runtime: Fork, monkeypatch: pytest.MonkeyPatch
 def test_the_segments_of_an_arena_do_not_touch() -> None:
     """Of every size up to the largest, each written full."""
     released: deque[Segment] = deque()
-    arenas = _arenas.Arenas(released)
+    arenas = _arenas.Arenas(released, itertools.count(1))
     rng = random.Random(0)
     held: dict[int, tuple[Segment, int]] = {}
     for number in range(1500):

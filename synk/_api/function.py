@@ -6,7 +6,6 @@ In one file because half of it is the text of the page that a user reads on the 
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 import threading
 import types
@@ -49,8 +48,7 @@ P = ParamSpec("P")
 _PLAIN = CallOptions()
 """Those of nearly all calls."""
 
-_function_ids = itertools.count(1)
-_waiting: weakref.WeakSet[Function[...]] = weakref.WeakSet()
+_waiting: weakref.WeakKeyDictionary[Function[...], None] = weakref.WeakKeyDictionary()  # in the order they were made
 _waiting_lock = threading.Lock()
 
 
@@ -114,7 +112,7 @@ class Function(Generic[P]):
         self._changed = check_changes(changes, self.name)
         self.changes = tuple(resident._resident for resident in self._changed)
         self.framework = framework
-        self.id = next(_function_ids)
+        self.id = -1  # given by the session whose workers have it
         self._verb = f"call {self.name!r}"
         self._retry = check_retry(retry, self.updates, self.changes, self.name)
         if not isinstance(per_rank, bool):
@@ -131,7 +129,7 @@ class Function(Generic[P]):
         self._changes = Changes(self.name)
         self.variables, self.residents = check_picklable(self.name, self.options)
         functools.update_wrapper(self, fn, updated=())
-        _waiting.add(self)
+        _waiting[self] = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -373,7 +371,7 @@ class Function(Generic[P]):
         self._watch, self.is_stale = watch, False
         self.variables, self.residents = referred
         session.functions.bound.add(self)
-        _waiting.discard(self)
+        _waiting.pop(self, None)
         if is_new:
             dropped = weakref.finalize(self, session.functions.dropped.append, (self.id, self.plans))
             dropped.atexit = False  # the user's own exit handlers may still call it
@@ -452,7 +450,6 @@ def distribute_functions(session: Session, only: Sequence[Function] | None = Non
     functions = [
         f for f in candidates if f._fixed_session in (None, session) and (f._session is not session or f.is_stale)
     ]
-    functions.sort(key=lambda function: function.id)
     session.functions.ensure_loaded(deadline)
     if not functions:
         return
@@ -464,6 +461,9 @@ def distribute_functions(session: Session, only: Sequence[Function] | None = Non
             check_owner(variable, session.variables, names)
         for resident in residents:
             check_owner_of_resident(resident, session.residents, names)
+    for function in functions:
+        if function._session is not session:
+            function.id = next(session.functions.ids)
     orders = [(f.id, f._fn, f.options, watched) for f, watched in zip(functions, watches)]
     for function in functions:
         if function._session is session and not session.functions.book.has(function.id, function._fn):

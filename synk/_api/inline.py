@@ -114,7 +114,7 @@ class InlineProcess:
         with deferred():  # until the mapping owns it, the descriptor has no owner
             control = Segment(os.dup(control_fd), setup["control_nbytes"], is_writable=True, segment_id=0)
         eventfds = [extra_fds[f"event{rank}"] for rank in range(setup["world_size"])]
-        worker = Worker(self.rank, setup["world_size"], setup["backend"], setup["device"], control, eventfds)
+        worker = Worker(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
         control.close_fd()
         worker.failpoint = _failpoints.arm(setup["failpoints"], self.rank)
         worker.is_inline = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import weakref
 from collections import deque
@@ -38,6 +39,8 @@ class Functions:
         All parcels, in the order in which they are loaded.
     bound : WeakSet of synk.Function
         Those that are on the workers.
+    ids : iterator of int
+        For functions that are sent for the first time.
     dropped : deque of (int, PlanCache)
         Functions, by id, that no longer exist, with their plans; filled by finalizers.
     """
@@ -48,6 +51,7 @@ class Functions:
         self._on_restart = on_restart
         self._num_loaded_restarts = 0
         self.bound: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.ids = itertools.count(1)
         self.dropped: deque[tuple[int, Any]] = deque()
         self.book = self._new_book()
 

@@ -6,7 +6,7 @@ be written and its outputs wait while another runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,8 @@ class Lane:
         Smaller than ``NUM_LANES``.
     processes : Processes
         Of its workers.
+    ids : iterator of int
+        For its segments.
 
     Attributes
     ----------
@@ -53,10 +55,13 @@ class Lane:
     SharedMemoryError
     """
 
-    def __init__(self, index: int, processes: Processes) -> None:
+    def __init__(self, index: int, processes: Processes, ids: Iterator[int]) -> None:
         self.index = index
+        self._ids = ids
         self.slot_nbytes = _SLOT_NBYTES
-        self.slots = Segment.create(processes.world_size * _SLOT_NBYTES, is_worker_writable=True)
+        self.slots = Segment.create(
+            processes.world_size * _SLOT_NBYTES, is_worker_writable=True, segment_id=next(self._ids)
+        )
         self.staging: Segment | None = None
         self.collective: Segment | None = None
         self.ids = (self.slots.id, 0)
@@ -66,7 +71,7 @@ class Lane:
 
     def replace_staging(self, nbytes: int) -> Segment | None:
         """Take a larger staging segment, and return the old one."""
-        old, self.staging = self.staging, Segment.create(max(int(nbytes * 1.25), 1 << 16))
+        old, self.staging = self.staging, Segment.create(max(int(nbytes * 1.25), 1 << 16), segment_id=next(self._ids))
         self.staging.is_staging = True
         return old
 
@@ -74,7 +79,7 @@ class Lane:
         """Take larger slots, with what ``published`` ranks wrote carried over, and return the old ones."""
         world_size = len(self.up)
         slot_nbytes = round_up(max(slot_nbytes, int(self.slot_nbytes * 1.25)), PAGE_NBYTES)
-        larger = Segment.create(world_size * slot_nbytes, is_worker_writable=True)
+        larger = Segment.create(world_size * slot_nbytes, is_worker_writable=True, segment_id=next(self._ids))
         for rank in published:
             start = rank * self.slot_nbytes
             slot = self.slots.buffer[start : start + self.slot_nbytes]
@@ -90,7 +95,7 @@ class Lane:
             processes.epoch.end()
             nbytes = required_nbytes(processes.world_size, _COLLECTIVE_SLOT_NBYTES)
             with deferred():  # the workers learn of it by its id
-                self.collective = Segment.create(nbytes, is_worker_writable=True)
+                self.collective = Segment.create(nbytes, is_worker_writable=True, segment_id=next(self._ids))
                 reset(self.collective, processes.world_size, processes.eventfds)
                 self.ids = (self.ids[0], self.collective.id)
 
@@ -124,10 +129,10 @@ class Lanes(list[Lane]):
 
     first: Lane
 
-    def begin(self, processes: Processes) -> None:
+    def begin(self, processes: Processes, ids: Iterator[int]) -> None:
         """Make the first lane."""
-        self._processes = processes
-        self.first = Lane(0, processes)
+        self._processes, self._ids = processes, ids
+        self.first = Lane(0, processes, ids)
         self.append(self.first)
 
     def after(self, lane: Lane) -> Lane:
@@ -135,7 +140,7 @@ class Lanes(list[Lane]):
         index = (lane.index + 1) % NUM_LANES
         if index == len(self):
             self._processes.epoch.end()
-            new = Lane(index, self._processes)
+            new = Lane(index, self._processes, self._ids)
             try:
                 new.connect(self._processes)
             except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Collection
 
@@ -26,6 +27,8 @@ class Memory:
     ----------
     released : deque of Segment
         Filled by finalizers, at any time and in any thread; emptied when an operation begins.
+    ids : iterator of int
+        For all segments that workers are told of.
     arenas : Arenas
         In which small values lie.
     results : ResultPool
@@ -34,8 +37,9 @@ class Memory:
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
         self.released: deque[Segment] = deque()
-        self.arenas = Arenas(self.released)
-        self.results = ResultPool()
+        self.ids = itertools.count(1)
+        self.arenas = Arenas(self.released, self.ids)
+        self.results = ResultPool(self.ids)
 
     @property
     def has_dropped(self) -> bool:

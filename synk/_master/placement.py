@@ -33,6 +33,9 @@ class Placement:
         The CPUs that each rank is bound to; empty where it may run on any.
     can_use_nccl : bool
         Whether NCCL can join the ranks: there are several, on a GPU each.
+    first_rank, ranks_elsewhere, node : int
+        The rank of the first worker here, how many there are on other machines, and the number of this one. Nothing
+        fills them yet: all ranks are here.
     """
 
     backend: str
@@ -40,6 +43,13 @@ class Placement:
     environments: tuple[dict[str, str], ...] = ()
     cpus: tuple[tuple[int, ...], ...] = ()
     can_use_nccl: bool = False
+    first_rank: int = 0
+    ranks_elsewhere: int = 0
+    node: int = 0
+
+    @property
+    def total_ranks(self) -> int:
+        return len(self.devices) + self.ranks_elsewhere
 
     def environment(self, rank: int) -> dict[str, str]:
         """Return the whole environment of a rank: the device's, and a limit of threads unless the user has set one."""

@@ -140,8 +140,7 @@ class Processes:
     def _begin(self, worker: WorkerState, failpoints: Sequence[Sequence[Any]]) -> None:
         assert self._control is not None
         process, rank, placement = worker.process, worker.rank, self.placement
-        device, cpus = self.devices[rank], placement.cpus_of(rank)
-        setup = setup_message(self.world_size, placement.backend, device, cpus, failpoints)
+        setup = setup_message(placement, rank, failpoints)
         setup |= {"control_nbytes": self._control.nbytes, "spin_s": self._spin_s}
         events: dict[str, int] = {f"event{peer}": fd for peer, fd in enumerate(self.eventfds)}
         process.start(setup, placement.environment(rank), self._control.fd, self._token, events)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from synk._master.placement import Placement
 from synk._pure.interrupts import is_from_handler
 from synk._wire.cell import cell
 from synk._wire.descriptors import Descriptor
@@ -128,18 +129,18 @@ def _candidates() -> Iterator[str]:
         yield os.path.join(prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}")
 
 
-def setup_message(
-    world_size: int, backend: str, device: str, cpus: Sequence[int], failpoints: Sequence[Any]
-) -> dict[str, Any]:
-    """Return what a worker must know before it can unpickle anything."""
+def setup_message(placement: Placement, rank: int, failpoints: Sequence[Any]) -> dict[str, Any]:
+    """Return what the worker at position ``rank`` here must know before it can unpickle anything."""
     home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     path = search_path()
     absolute = [entry for entry in path if os.path.isabs(entry)]
     return {
-        "world_size": world_size,
-        "backend": backend,
-        "device": device,
-        "cpus": list(cpus),
+        "rank": placement.first_rank + rank,
+        "world_size": placement.total_ranks,
+        "node": placement.node,
+        "backend": placement.backend,
+        "device": placement.devices[rank],
+        "cpus": list(placement.cpus_of(rank)),
         "master_pid": os.getpid(),
         "sys_path": path,
         "import_path": absolute if home in absolute else [*absolute, home],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,9 +63,15 @@ class ResultPool:
 
     The child of a fork holds the results that were alive, too, and nobody sees when it lets go of them: their buffers
     are made private before the fork, and do not come back.
+
+    Parameters
+    ----------
+    ids : iterator of int
+        For new buffers: those of the runtime's segments.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ids: Iterator[int]) -> None:
+        self._ids = ids
         self._leases: dict[int, _Record] = {}  # by the id of the reference
         # Filled by the references, in any thread and at any time, and in C: a callback in Python could be interrupted,
         # and what it raises would be lost.
@@ -96,7 +103,7 @@ class ResultPool:
             segment = min(fitting, key=lambda candidate: candidate.nbytes)
             self._idle.remove(segment)
         else:
-            segment = Segment.create(nbytes, is_worker_writable=True)
+            segment = Segment.create(nbytes, is_worker_writable=True, segment_id=next(self._ids))
         dropped = self._idle[:-_MAX_IDLE]
         del self._idle[:-_MAX_IDLE]
         while self._retired:

@@ -115,7 +115,7 @@ class Session:
         try:
             with deferred():  # what is opened meanwhile has an owner that ends it
                 self.workers.processes.start()
-                self.lanes.begin(self.workers.processes)
+                self.lanes.begin(self.workers.processes, self.memory.ids)
         except BaseException:
             with deferred():
                 self.workers.processes.tear_down()

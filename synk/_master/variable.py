@@ -37,8 +37,6 @@ from synk._wire.variables import (
 )
 from synk.errors import ClosedError
 
-_variable_ids = itertools.count(1)
-
 
 class Variable:
     """A shared variable as the master holds it: two buffers for each rank, of which one is the value.
@@ -76,7 +74,7 @@ class Variable:
 
     def __init__(self, variables: Variables, value: Any, *, sharded: bool = False, name: str | None = None) -> None:
         self.variables = variables
-        self.id = next(_variable_ids)
+        self.id = next(variables.ids)
         self.name = name or f"shared{self.id}"
         self.is_sharded = bool(sharded)
         leaves, self.structure = flatten_value(ordinary(value))
@@ -329,6 +327,8 @@ class Variables:
     ----------
     num_changes : int
         Rises whenever a variable changes from the master's side: there may be news for the workers.
+    ids : iterator of int
+        For new variables.
     dropped : deque of int
         Ids of those that no longer exist; filled by finalizers.
     to_flip : list
@@ -340,6 +340,7 @@ class Variables:
         self.world_size = processes.world_size
         self.is_closed = False
         self.num_changes = 0
+        self.ids = itertools.count(1)
         self.dropped: deque[int] = deque()
         self._processes = processes
         self._has_devices = processes.placement.backend != "numpy"

@@ -134,7 +134,7 @@ class WorkerProcess:
         fds = {"control": control_fd, **extra_fds, **theirs}
         stdout, stderr = fds.pop("stdout"), fds.pop("stderr")
         numbers = {name: int(fd) for name, fd in fds.items()}
-        message = write_setup({**setup, "rank": self.rank, "fds": numbers, "token": token.hex()})
+        message = write_setup({**setup, "fds": numbers, "token": token.hex()})
         self.started = time.monotonic()
         self._popen = subprocess.Popen(
             command(message, self.rank),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -24,8 +25,8 @@ _PLACE_NBYTES = tuple(PAGE_NBYTES << shift for shift in (0, 2, 4, 6))
 class _Arena:
     """One arena. Places are taken and put back in one step of the interpreter each, in any thread."""
 
-    def __init__(self, place_nbytes: int, is_worker_writable: bool) -> None:
-        self.segment = Segment.create_arena(ARENA_NBYTES, is_worker_writable=is_worker_writable)
+    def __init__(self, place_nbytes: int, is_worker_writable: bool, segment_id: int) -> None:
+        self.segment = Segment.create_arena(ARENA_NBYTES, is_worker_writable=is_worker_writable, segment_id=segment_id)
         self.free = deque(range(0, ARENA_NBYTES, place_nbytes))
         self.num_places = len(self.free)
         self.burnt: list[int] = []  # never used again, because a forked child may read there
@@ -61,10 +62,13 @@ class Arenas:
     ----------
     released : deque of Segment
         Where arenas go that have become empty.
+    ids : iterator of int
+        For new segments: those of one runtime.
     """
 
-    def __init__(self, released: deque[Segment]) -> None:
+    def __init__(self, released: deque[Segment], ids: Iterator[int]) -> None:
         self._released = released
+        self._ids = ids
         self._by_kind: dict[tuple[int, bool], list[_Arena]] = {}
         self._tenants: dict[int, _Tenant] = {}  # by their id
         self._ended: deque[_Tenant] = deque()  # filled in C, see ResultPool
@@ -79,7 +83,7 @@ class Arenas:
         nbytes = round_up(max(nbytes, 1), PAGE_NBYTES)
         place_nbytes = next((size for size in _PLACE_NBYTES if size >= nbytes), 0)
         if not place_nbytes:
-            return Segment.create(nbytes, is_worker_writable=is_worker_writable)
+            return Segment.create(nbytes, is_worker_writable=is_worker_writable, segment_id=next(self._ids))
         arenas = self._by_kind.setdefault((place_nbytes, is_worker_writable), [])
         with deferred():  # a place that is neither free nor taken would be lost
             self.sweep()
@@ -89,9 +93,9 @@ class Arenas:
                     break
             else:
                 try:
-                    arena = _Arena(place_nbytes, is_worker_writable)
+                    arena = _Arena(place_nbytes, is_worker_writable, next(self._ids))
                 except SharedMemoryError:  # no room for a whole arena: one segment may still fit
-                    return Segment.create(nbytes, is_worker_writable=is_worker_writable)
+                    return Segment.create(nbytes, is_worker_writable=is_worker_writable, segment_id=next(self._ids))
                 offset = arena.take()
                 arenas.append(arena)
             assert offset is not None
@@ -100,7 +104,7 @@ class Arenas:
     def _settle(self, arena: _Arena, arenas: list[_Arena], offset: int, nbytes: int) -> Segment:
         """Make a segment in a place that was taken."""
         try:
-            segment = arena.segment.create_part(offset, nbytes)
+            segment = arena.segment.create_part(next(self._ids), offset, nbytes)
         except BaseException:
             arena.free.append(offset)
             raise

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import itertools
 import mmap
 import os
 import threading
@@ -24,7 +23,6 @@ from synk._wire.orphans import orphans
 from synk.errors import SharedMemoryError
 
 PAGE_NBYTES = mmap.PAGESIZE
-_segment_ids = itertools.count(1)
 
 
 def round_up(nbytes: int, multiple: int) -> int:
@@ -195,10 +193,11 @@ class Segment:
         self.buffer = self.root()
 
     @classmethod
-    def create(cls, nbytes: int, *, is_worker_writable: bool = False) -> Segment:
+    def create(cls, nbytes: int, *, is_worker_writable: bool = False, segment_id: int = 0) -> Segment:
         """Allocate a new segment of at least ``nbytes`` bytes, filled with zeros.
 
-        ``is_worker_writable`` says how workers map it: what they only read they cannot damage.
+        ``is_worker_writable`` says how workers map it: what they only read they cannot damage. ``segment_id`` tells it
+        from the others of its runtime, which has given it; 0 where no message names the segment.
 
         Raises
         ------
@@ -206,10 +205,10 @@ class Segment:
             If the memory, the file size limit or the number of descriptors does not suffice.
         """
         with deferred():  # between two calls of the system the descriptor has no owner
-            return cls._create(round_up(max(nbytes, 1), PAGE_NBYTES), is_worker_writable)
+            return cls._create(round_up(max(nbytes, 1), PAGE_NBYTES), is_worker_writable, segment_id)
 
     @classmethod
-    def create_arena(cls, nbytes: int, *, is_worker_writable: bool) -> Segment:
+    def create_arena(cls, nbytes: int, *, is_worker_writable: bool, segment_id: int) -> Segment:
         """Allocate a segment for :meth:`part`; the memory of its parts is reserved when they are made.
 
         Raises
@@ -217,12 +216,12 @@ class Segment:
         SharedMemoryError
         """
         with deferred():
-            arena = cls._create(nbytes, is_worker_writable, is_reserved=False)
+            arena = cls._create(nbytes, is_worker_writable, segment_id, is_reserved=False)
         arena.is_arena = True
         return arena
 
     @classmethod
-    def _create(cls, nbytes: int, is_worker_writable: bool, *, is_reserved: bool = True) -> Segment:
+    def _create(cls, nbytes: int, is_worker_writable: bool, segment_id: int, *, is_reserved: bool = True) -> Segment:
         free = available_nbytes() if nbytes > (1 << 24) else nbytes  # the check costs a file read: large ones only
         try:
             if nbytes > free:
@@ -233,14 +232,14 @@ class Segment:
                 raise
             raise _no_memory(nbytes, error) from error
         try:
-            segment = cls(fd, nbytes, is_writable=True, segment_id=next(_segment_ids))
+            segment = cls(fd, nbytes, is_writable=True, segment_id=segment_id)
         except SharedMemoryError:
             os.close(fd)
             raise
         segment.is_worker_writable = is_worker_writable
         return segment
 
-    def create_part(self, offset: int, nbytes: int) -> Segment:
+    def create_part(self, segment_id: int, offset: int, nbytes: int) -> Segment:
         """Reserve memory in this arena, and return the segment there, filled with zeros.
 
         Raises
@@ -253,7 +252,7 @@ class Segment:
             if is_from_handler(error):
                 raise
             raise _no_memory(nbytes, error) from error
-        return self.part(next(_segment_ids), offset, nbytes)
+        return self.part(segment_id, offset, nbytes)
 
     def part(self, segment_id: int, offset: int, nbytes: int) -> Segment:
         """Return the segment that lies ``offset`` bytes from the start of this arena."""

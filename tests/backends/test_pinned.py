@@ -82,9 +82,9 @@ def test_a_segment_that_goes_is_unregistered(pinned: PinnedSegments, segment: Se
 
 def test_a_segment_that_lies_where_another_lay_is_registered_anew(pinned: PinnedSegments, cuda: Any) -> None:
     """The pages that the driver knows are no longer those of the file."""
-    arena = Segment.create_arena(8 * PAGE_NBYTES, is_worker_writable=True)
+    arena = Segment.create_arena(8 * PAGE_NBYTES, is_worker_writable=True, segment_id=1)
     for nbytes in (PAGE_NBYTES, 2 * PAGE_NBYTES):
-        part = arena.create_part(0, nbytes)
+        part = arena.create_part(1 + nbytes, 0, nbytes)
         pinned.add(part)
         assert cuda.runtime.registered() == {}
         pinned.pieces(address(part.buffer), nbytes)
