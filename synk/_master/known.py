@@ -159,7 +159,7 @@ class KnownByRank:
         """Remember what the rank holds now. Called after sending: a message lost to an interrupt is sent again."""
         if body is None:
             return
-        self._epoch.end()
+        self._epoch.end()  # a call that is prepared must not be sent to a rank that knows other things now
         self.segments.update(segment.id for segment in segments)
         del self._dropped_segments[: len(body.dropped_segments)]
         del self._dropped_plans[: len(body.dropped_plans)]

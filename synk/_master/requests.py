@@ -80,8 +80,6 @@ class Requests(dict[int, Request]):
 
     def most_urgent(self, request: Request) -> Request:
         """Return the request whose time limit comes first; ``request`` if none has one."""
-        if len(self) == 1:
-            return request
         limited = [each for each in self.values() if each.pending and each.deadline is not None]
         return min(limited, key=lambda each: each.deadline or 0.0, default=request)
 

@@ -72,7 +72,7 @@ class Starting:
         try:
             silent = {worker.rank for worker in waiting if worker.hello is None}
             self._requests[HELLO] = hello = Request(HELLO, silent, deadline, "start", "")
-            try:
+            try:  # and nobody is interrupted: a worker that is coming up has no handler yet, the signal would end it
                 self._wait(hello)
             finally:
                 self._requests.pop(HELLO, None)
@@ -99,7 +99,7 @@ class Starting:
         latest = time.monotonic() - START_TIMEOUT_S
         stuck = [worker for worker in self._processes.by_rank if not worker.is_ready and worker.hello is None]
         stuck = [worker for worker in stuck if worker.process.started <= latest]
-        for worker in stuck:
+        for worker in stuck:  # none of them owes a reply to anything but its hello
             worker.process.kill()
             self._processes.bury(worker)
             self._recovery.unreported[worker.rank] = f"was not up {START_TIMEOUT_S:g} s after its start, was killed,"

@@ -17,6 +17,8 @@ from synk._pure.interrupts import plain_interrupts
 from synk._pure.limits import poll_ms
 from synk.errors import CallCancelled, ClosedError
 
+_PLAIN = contextlib.nullcontext()  # where Ctrl-C raises KeyboardInterrupt anyway
+
 
 class Waiting:
     """Waits for the replies of the workers of one runtime.
@@ -55,30 +57,29 @@ class Waiting:
 
         A death, or the time limit of any request, ends the wait with an error.
         """
-        plain = plain_interrupts(self.num_cancels) if self.num_cancels >= 0 else contextlib.nullcontext()
-        with plain:
-            return self._until(request, until)
-
-    def _until(self, request: Request, until: float | None) -> bool:
         report_at = time.monotonic() + self._stuck_after_s
-        while request.pending:
-            now = time.monotonic()
-            if now >= report_at:
-                report_at = math.inf
-                what = request.what or request.phase
-                report("%s has run for more than %g s:\n%s", what, self._stuck_after_s, where(self._processes))
-            urgent = self._requests.most_urgent(request)
-            next_event = report_at if urgent.deadline is None else min(report_at, urgent.deadline)
-            if until is not None:
-                next_event = min(next_event, until)
-            timeout_ms = None if next_event == math.inf else poll_ms(next_event - now)
-            if self.take_events(timeout_ms):
-                continue  # what came in time but was not looked at before the deadline still counts
-            if urgent.deadline is not None and now >= urgent.deadline:
-                self._recovery.on_timeout(urgent)
-            if until is not None and now >= until:
-                return False
+        with _PLAIN if self.num_cancels < 0 else plain_interrupts(self.num_cancels):
+            while request.pending:
+                now = time.monotonic()
+                if now >= report_at:
+                    report_at = math.inf
+                    self._report(request)
+                urgent = request if len(self._requests) == 1 else self._requests.most_urgent(request)
+                next_event = report_at if urgent.deadline is None else min(report_at, urgent.deadline)
+                if until is not None:
+                    next_event = min(next_event, until)
+                timeout_ms = None if next_event == math.inf else poll_ms(next_event - now)
+                if self.take_events(timeout_ms):
+                    continue  # what came in time but was not looked at before the deadline still counts
+                if urgent.deadline is not None and now >= urgent.deadline:
+                    self._recovery.on_timeout(urgent)
+                if until is not None and now >= until:
+                    return False
         return True
+
+    def _report(self, request: Request) -> None:
+        what = request.what or request.phase
+        report("%s has run for more than %g s:\n%s", what, self._stuck_after_s, where(self._processes))
 
     def take_events(self, timeout_ms: int | None) -> bool:
         """Handle what happens within a time limit; return whether replies came.

@@ -89,7 +89,7 @@ class WorkerProcess:
         except BaseException as error:
             theirs = {}
             traceback.clear_frames(error.__traceback__)  # they hold descriptors
-            if self._popen is not None:
+            if self._popen is not None:  # it runs, and nobody else knows of it: it must not outlive this attempt
                 self._popen.kill()
                 self._popen.wait()
             self.close()
@@ -247,7 +247,7 @@ class WorkerProcess:
             return self.exit_text
         deadline = time.monotonic() + timeout_s
         is_known = self._wait_exited(self.pidfd, deadline)
-        self._kill_group()
+        self._kill_group()  # while the worker is a zombie: once it is reaped, its group's number may be a stranger's
         for output in self._outputs:
             # The group is dead, so the end of the stream is near; only a child in another session can hold it open.
             while output.forward() and time.monotonic() < deadline - timeout_s + 0.3:

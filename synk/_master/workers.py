@@ -114,13 +114,13 @@ class Workers:
         recovery.bury_idle(events.deaths)
         if events.is_woken:
             self.waiting.on_wake()
-        if processes.has_dead:
+        if processes.has_dead:  # those, and others of whose death a call before has told
             recovery.restart_dead()
         for worker in self.by_rank:
             if not worker.is_ready:
                 self.starting.await_ready(deadline)
                 break
-        recovery.tell_news()
+        recovery.tell_news()  # now that they are up: the warning may be turned into an error, which ends the operation
         self.began = time.monotonic()
 
     def replace(self, deadline: float | None) -> None:
@@ -295,9 +295,10 @@ class Workers:
         """
         if request.pending:
             self.wait_until(request, None)
+        # No rank owes it anything: if an interrupt comes from here on, the next operation clears it away.
         replies = request.replies
         for rank, reply in replies.items():
-            if reply.flags & IS_UNRECEIVED:
+            if reply.flags & IS_UNRECEIVED:  # it had no room for what came with the message, and holds none of it
                 self.by_rank[rank].known.forget_sent()
         self.requests.pop(request.sequence, None)
         return replies
