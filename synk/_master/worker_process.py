@@ -26,6 +26,14 @@ from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, Body
 from synk.errors import StartupError
 
+_running: set[WorkerProcess] = set()
+"""Those that are started and not closed.
+
+They are held here, and not by their runtime alone, because of runtimes that are dropped without ``close()``: the
+garbage collector ends the objects of a circle in any order. It might close descriptors first, and the runtime would
+then send its signals to nobody, or to a process that has got the number.
+"""
+
 
 class WorkerProcess:
     """A worker's process, which holds nothing before :meth:`start`: it has an owner before it has something to lose.
@@ -136,6 +144,7 @@ class WorkerProcess:
         numbers = {name: int(fd) for name, fd in fds.items()}
         message = write_setup({**setup, "fds": numbers, "token": token.hex()})
         self.started = time.monotonic()
+        _running.add(self)
         self._popen = subprocess.Popen(
             command(message, self.rank),
             stdin=subprocess.DEVNULL,
@@ -280,6 +289,7 @@ class WorkerProcess:
 
     def close(self) -> None:
         """Close every descriptor; closing the lifeline ends the process if it still runs. Safe to repeat."""
+        _running.discard(self)
         self._lifeline = self._worker_down = self.pidfd = self._stacks = NONE
         if self._pulse is not None:
             self._pulse.close()

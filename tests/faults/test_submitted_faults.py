@@ -506,6 +506,25 @@ def test_E_a_runtime_dropped_with_calls_under_way_is_collected() -> None:
         assert wait_until_dead(pid)
 
 
+def test_E_a_dropped_runtime_ends_its_workers_in_whatever_order_the_collector_comes_to_it() -> None:
+    """What lies deeper is looked at later; here the processes come first, and the runtime they belong to last."""
+    rt = synk.Runtime(2, backend="numpy")
+    workers = [worker.process.pid for worker in rt._session.workers.by_rank]
+    deep: Any = rt
+    for _ in range(12):
+        deep = [deep]
+    held = [rt._session.workers.processes, deep]
+    del rt, deep
+    for _ in range(3):  # the collector keeps its objects in the order in which it last came to them
+        gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        held.clear()
+        gc.collect()
+    for pid in workers:
+        assert wait_until_dead(pid)
+
+
 def test_G_workers_remember_nothing_of_calls_that_are_over(runtime: Fork) -> None:
     """Outputs of a call that another rank failed in, and plans over Data that is gone."""
     rt = runtime(2)
