@@ -17,12 +17,12 @@ import numpy as np
 from synk._master.contents import Contents
 from synk._master.variable import Variable
 from synk._pure.interrupts import is_from_handler
+from synk._pure.ranges import LINE_NBYTES
 from synk._pure.shards import Assignment, Selection, assign_local, assign_owned, bounds_of, select_common
 from synk._pure.tensors import array_of, copied_tensor, dtype_of, is_ordinary, is_tensor
 from synk._wire.messages import Input
 from synk.errors import SerializationError
 
-_ALIGNMENT = 64
 _PAGE = 4096
 PLAIN_TYPES = frozenset((int, float, complex, bool, str, bytes, type(None)))
 
@@ -243,7 +243,7 @@ def pickle_nests(arguments: Sequence[Argument], function_name: str) -> bytes:
 
 def aligned(offset: int, nbytes: int) -> int:
     """Return the next offset where ``nbytes`` bytes should start: on a cache line, on a page if they are many."""
-    alignment = _PAGE if nbytes >= (1 << 20) else _ALIGNMENT
+    alignment = _PAGE if nbytes >= (1 << 20) else LINE_NBYTES
     return -(-offset // alignment) * alignment
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce as fold
@@ -15,7 +16,7 @@ from synk._pure.agreement import MISSING, agreed
 from synk._pure.dtypes import describe_dtype
 from synk._pure.ops import is_reducible, match_ops, wanted_leaves
 from synk._pure.partials import Reduction, concatenate, equal_reduction, reduce_into
-from synk._pure.ranges import SLOT_ALIGNMENT, block_bounds, chunk_bounds
+from synk._pure.ranges import LINE_NBYTES, block_bounds, chunk_bounds, round_up
 from synk._pure.tensors import tensor_of
 from synk._pure.trees import flatten, unflatten
 from synk._wire.memory import Segment
@@ -175,7 +176,7 @@ class Assembly:
     def _reserve(self, leaf: int, voter: int, nbytes: int) -> int:
         offset = self.result_nbytes
         self._places[leaf, voter] = offset
-        self.result_nbytes += -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        self.result_nbytes += round_up(nbytes, LINE_NBYTES)
         return offset
 
     def _place(self, leaf: int) -> None:
@@ -383,9 +384,7 @@ def _as_returned(value: Any, is_tensor: bool) -> Any:
 
 
 def _view(root: np.ndarray, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    count = 1
-    for length in shape:
-        count *= length
+    count = math.prod(shape)
     if not count:
         return np.empty(shape, dtype)
     return root[offset : offset + count * dtype.itemsize].view(dtype).reshape(shape)

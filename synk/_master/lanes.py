@@ -13,8 +13,9 @@ import numpy as np
 
 from synk._master.processes import Processes
 from synk._pure.interrupts import deferred
+from synk._pure.ranges import round_up
 from synk._wire.control import NUM_LANES
-from synk._wire.memory import PAGE_NBYTES, Segment, round_up
+from synk._wire.memory import PAGE_NBYTES, Segment
 from synk.communicators._shm import required_nbytes, reset, set_abort
 
 _SLOT_NBYTES = 1 << 19

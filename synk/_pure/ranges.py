@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import itertools
 
-SLOT_ALIGNMENT = 64
+LINE_NBYTES = 64
+"""Of a cache line: what different processes write lies on different ones."""
+
+
+def round_up(nbytes: int, multiple: int) -> int:
+    """Return the smallest multiple that is not less."""
+    return -(-nbytes // multiple) * multiple
 
 
 def block_bounds(count: int, num_blocks: int) -> list[tuple[int, int]]:
@@ -21,7 +27,7 @@ def block_bounds(count: int, num_blocks: int) -> list[tuple[int, int]]:
 
 def chunk_bounds(count: int, itemsize: int, num_chunks: int) -> list[tuple[int, int]]:
     """Split ``count`` elements into ``num_chunks`` ranges whose edges lie on cache lines."""
-    step = max(SLOT_ALIGNMENT // itemsize, 1)
+    step = max(LINE_NBYTES // itemsize, 1)
     lines = -(-count // step)
     edges = [min(-(-lines * k // num_chunks) * step, count) for k in range(num_chunks + 1)]
     return list(itertools.pairwise(edges))

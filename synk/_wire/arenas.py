@@ -14,8 +14,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from synk._pure.interrupts import deferred, is_from_handler
+from synk._pure.ranges import round_up
 from synk._wire.mapping import punch
-from synk._wire.memory import PAGE_NBYTES, Segment, forks, round_up
+from synk._wire.memory import PAGE_NBYTES, Segment, forks
 from synk.errors import SharedMemoryError
 
 ARENA_NBYTES = 1 << 24

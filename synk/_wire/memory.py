@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import mmap
 import os
 import threading
@@ -17,17 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from synk._pure.interrupts import deferred, is_from_handler
+from synk._pure.ranges import round_up
 from synk._wire.descriptors import above_streams
 from synk._wire.mapping import MappedFile, punch
 from synk._wire.orphans import orphans
 from synk.errors import SharedMemoryError
 
 PAGE_NBYTES = mmap.PAGESIZE
-
-
-def round_up(nbytes: int, multiple: int) -> int:
-    """Return the smallest multiple of ``multiple`` that is at least ``nbytes``."""
-    return -(-nbytes // multiple) * multiple
 
 
 def available_nbytes() -> int:
@@ -284,10 +281,7 @@ class Segment:
     def view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an array of ``shape`` and ``dtype`` over the bytes from ``offset`` on (no copy)."""
         dtype = np.dtype(dtype)
-        count = 1
-        for length in shape:
-            count *= length
-        return np.ndarray(shape, dtype, self.buffer, offset) if count else np.empty(shape, dtype)
+        return np.ndarray(shape, dtype, self.buffer, offset) if math.prod(shape) else np.empty(shape, dtype)
 
     def shared_view(self) -> Segment:
         """Return a segment over the same memory for an inline rank; read-only where workers map it so."""

@@ -8,6 +8,7 @@ and bounds: array bytes never do.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from enum import IntEnum
 from typing import Any
 
 from synk._pure.ops import Op, is_reducible
-from synk._pure.ranges import SLOT_ALIGNMENT
+from synk._pure.ranges import LINE_NBYTES, round_up
 
 VERSION = 1
 
@@ -170,10 +171,7 @@ class Leaf:
     def nbytes(self) -> int:
         if self.dtype is None:
             return 0
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count * int(self.dtype.itemsize)
+        return math.prod(self.shape) * int(self.dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -340,7 +338,7 @@ def slot_offsets(leaves: Sequence[Leaf], ops: Sequence[Op], num_voters: int, has
         leaf = leaves[position]
         offsets[position] = offset
         if is_in_slot(leaf, ops[position], num_voters, has_group):
-            offset += -(-leaf.nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+            offset += round_up(leaf.nbytes, LINE_NBYTES)
     return offsets, offset
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,11 +11,9 @@ from typing import Any
 import numpy as np
 
 from synk._pure.arrays import as_plain_array
+from synk._pure.ranges import LINE_NBYTES, round_up
 from synk._pure.trees import describe, flatten
 from synk._wire.cell import cell
-
-_ALIGNMENT = 64
-
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -64,7 +63,7 @@ def leaf_offsets(dtypes: Sequence[np.dtype], shapes: Shapes) -> tuple[list[int],
     offset = 0
     for position in leaf_order(dtypes):
         offsets[position] = offset
-        offset += -(-_count(shapes[position]) * dtypes[position].itemsize // _ALIGNMENT) * _ALIGNMENT
+        offset += round_up(math.prod(shapes[position]) * dtypes[position].itemsize, LINE_NBYTES)
     return offsets, offset
 
 
@@ -85,13 +84,6 @@ def dtype_runs(dtypes: Sequence[np.dtype], shapes: Shapes) -> list[tuple[np.dtyp
         else:
             runs.append((dtypes[position], offsets[position], stop))
     return runs
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
 
 
 def flatten_value(value: Any, expected: Any = None) -> tuple[list[Any], Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+import math
 import queue
 import threading
 from collections.abc import Callable
@@ -223,9 +224,7 @@ class PinnedRing:
         write : callable
             ``write(start, stop, out)`` puts the rows ``start`` to ``stop`` into the host array ``out``.
         """
-        row_nbytes = dtype.itemsize
-        for length in shape[1:]:
-            row_nbytes *= length
+        row_nbytes = math.prod(shape[1:]) * dtype.itemsize
         num_rows = max(RING_NBYTES // max(row_nbytes, 1), 1)
         for start in range(0, shape[0], num_rows):
             stop = min(start + num_rows, shape[0])

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from synk._wire.memory import PAGE_NBYTES, round_up
+from synk._pure.ranges import LINE_NBYTES, round_up
+from synk._wire.memory import PAGE_NBYTES
 
 WORD_NBYTES = 8
-LINE_NBYTES = 64
 
 # Three quarters are for the two halves: of two ranks, each half holds a full chunk of both and a result.
 SLOT_NBYTES = 1 << 23

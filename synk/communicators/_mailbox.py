@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from synk._wire.memory import round_up
+from synk._pure.ranges import LINE_NBYTES, round_up
 from synk.communicators._buffers import DTYPE_NAMES
-from synk.communicators._layout import LINE_NBYTES
 from synk.communicators._rendezvous import Rendezvous, Request
 from synk.errors import CollectiveMismatch
 

@@ -24,9 +24,10 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from synk._pure.ops import REDUCE_OPS
+from synk._pure.ranges import LINE_NBYTES
 from synk._wire.memory import Fence, Segment
 from synk.communicators._buffers import DTYPE_NAMES
-from synk.communicators._layout import LINE_NBYTES, WORD_NBYTES, ControlLayout
+from synk.communicators._layout import WORD_NBYTES, ControlLayout
 from synk.errors import CollectiveMismatch, SynkError
 
 # A rank that comes a few microseconds after the others finds them awake. More turns would take the core from the very

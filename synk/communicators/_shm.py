@@ -19,11 +19,12 @@ import numpy as np
 
 from synk._pure.ops import REDUCE_OPS
 from synk._pure.partials import reduce_into
-from synk._wire.memory import Segment, round_up
+from synk._pure.ranges import LINE_NBYTES, round_up
+from synk._wire.memory import Segment
 from synk.communicators import Buffer, Capabilities
 from synk.communicators._buffers import DTYPE_NAMES, as_array
 from synk.communicators._checks import check_buffers, check_reduction
-from synk.communicators._layout import LINE_NBYTES, Layout, required_nbytes
+from synk.communicators._layout import Layout, required_nbytes
 from synk.communicators._mailbox import Mailbox
 from synk.communicators._rendezvous import Aborted, Rendezvous, Request, reset, set_abort
 from synk.errors import CollectiveMismatch, SynkError
