@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+TESTS = Path(__file__).resolve().parent
+sys.path[:0] = [str(TESTS), str(TESTS / "worker")]  # where tests on a device take theirs from
 
 pytest.register_assert_rewrite("harness")
 

@@ -9,11 +9,11 @@ import ast
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from types import ModuleType
 
 import memory_model
 import pytest
+from harness import PACKAGE_FOLDER
 from source_outline import outline, tree
 from weak_memory import (
     FENCE,
@@ -260,7 +260,7 @@ def test_every_collective_meets_between_writing_and_reading(name: str) -> None:
 
 
 def test_the_design_names_every_shared_word() -> None:
-    text = (Path(__file__).parents[1] / "docs" / "design.md").read_text(encoding="utf-8")
+    text = (PACKAGE_FOLDER / "docs" / "design.md").read_text(encoding="utf-8")
     section = text.split("### The memory model", 1)[1].split("\n### ", 1)[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     named = {word.strip(" `") for row in rows for word in row.split(",")}
