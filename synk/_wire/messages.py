@@ -16,7 +16,7 @@ from enum import IntEnum
 from typing import Any
 
 from synk._pure.ops import Op, is_reducible
-from synk._pure.ranges import LINE_NBYTES, round_up
+from synk._pure.ranges import LINE_NBYTES
 
 VERSION = 1
 
@@ -338,7 +338,7 @@ def slot_offsets(leaves: Sequence[Leaf], ops: Sequence[Op], num_voters: int, has
         leaf = leaves[position]
         offsets[position] = offset
         if is_in_slot(leaf, ops[position], num_voters, has_group):
-            offset += round_up(leaf.nbytes, LINE_NBYTES)
+            offset += -(-leaf.nbytes // LINE_NBYTES) * LINE_NBYTES
     return offsets, offset
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from synk._pure.arrays import as_plain_array
-from synk._pure.ranges import LINE_NBYTES, round_up
+from synk._pure.ranges import LINE_NBYTES
 from synk._pure.trees import describe, flatten
 from synk._wire.cell import cell
 
@@ -63,7 +63,7 @@ def leaf_offsets(dtypes: Sequence[np.dtype], shapes: Shapes) -> tuple[list[int],
     offset = 0
     for position in leaf_order(dtypes):
         offsets[position] = offset
-        offset += round_up(math.prod(shapes[position]) * dtypes[position].itemsize, LINE_NBYTES)
+        offset += -(-math.prod(shapes[position]) * dtypes[position].itemsize // LINE_NBYTES) * LINE_NBYTES
     return offsets, offset
 
 
