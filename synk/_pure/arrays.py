@@ -14,6 +14,8 @@ from synk._pure.tensors import check_tensor, is_tensor
 
 PARALLEL_NBYTES = 1 << 24
 
+_LIST_HINT = " A list is rows: pass arrays that are to be divided each on its own in a tuple or a dict."
+
 
 def check_shareable(dtype: np.dtype, what: str) -> np.dtype:
     """Return ``dtype`` in native byte order, or raise TypeError where its values are pointers."""
@@ -58,6 +60,7 @@ def as_plain_array(value: Any, what: str) -> np.ndarray:
                 raise
             raise TypeError(
                 f"cannot share {what}: got {type(value).__name__}, which NumPy cannot turn into an array ({error})."
+                f"{_LIST_HINT if isinstance(value, list) else ''}"
             ) from error
         if type(array) is not np.ndarray:
             array = array.view(np.ndarray)

@@ -16,8 +16,8 @@ import functools
 import inspect
 import itertools
 import operator
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import optree
@@ -218,8 +218,7 @@ def _sliced(
         total: Any = None
         for low, high in itertools.pairwise(edges):
             given.arguments = {
-                name: value if name in whole else optree.tree_map(operator.itemgetter(slice(low, high)), value)
-                for name, value in arguments.items()
+                name: value if name in whole else _rows_of(value, slice(low, high)) for name, value in arguments.items()
             }
             mean: Any = loss_and_grad(params, *given.args, **given.kwargs)
             share = optree.tree_map(functools.partial(operator.mul, (high - low) / rows), mean)
@@ -227,3 +226,19 @@ def _sliced(
         return total
 
     return gradient
+
+
+def _rows_of(value: Any, rows: slice) -> Any:
+    """Return some of the rows of an input; of a nested one those of its arrays, as calls divide them."""
+    make: Any = type(value)
+    if hasattr(value, "shape"):
+        return value[rows] if len(value.shape) else value
+    if isinstance(value, Mapping):
+        return make({key: _rows_of(part, rows) for key, part in value.items()})
+    if isinstance(value, tuple):
+        parts = [_rows_of(part, rows) for part in value]
+        return make(*parts) if hasattr(value, "_fields") else make(parts)
+    if is_dataclass(value):
+        names = [field.name for field in fields(value) if field.init]
+        return make(**{name: _rows_of(getattr(value, name), rows) for name in names})
+    return value

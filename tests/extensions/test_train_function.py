@@ -6,8 +6,9 @@ import copy
 import inspect
 import math
 import threading
+from collections import UserDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import optree
@@ -425,6 +426,27 @@ def test_a_submitted_step_that_fails_says_so_in_its_result(workers: Callable[[in
     for kind in (train.submit, train.serial, train.verify):
         with pytest.raises(TypeError, match="got num_slices=2"):
             kind(np.ones(4), num_slices=2)
+
+
+@pytest.mark.parametrize("num_slices", [1, 2])
+def test_batches_may_be_nested(workers: Callable[[int | str], synk.Runtime], num_slices: int) -> None:
+    workers(2)
+
+    class Pair(NamedTuple):
+        y: Any
+        nothing: Any = None
+
+    def nested(params: Any, batch: Any) -> Any:
+        assert (batch["name"], batch["pair"].nothing, batch["scale"]) == ("text", None, 1.0)
+        return loss_and_grad(params, batch["x"] * batch["scale"], batch["pair"].y)
+
+    train = make_train_function(nested, start(), sgd(0.05), num_slices=num_slices)
+    plain = make_train_function(loss_and_grad, start(), sgd(0.05))
+    for num_rows in (7, 3, 1):
+        x, y = batch(num_rows)
+        loss = train(UserDict(x=x, pair=Pair(y), name="text", scale=np.array(1.0)))
+        np.testing.assert_allclose(loss, plain(x, y), rtol=1e-10)
+    assert_same(copy.deepcopy(train.params.value), copy.deepcopy(plain.params.value))
 
 
 @pytest.mark.parametrize("num_slices", [1, 2])
