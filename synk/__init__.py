@@ -1,5 +1,8 @@
 """synk: run a plain Python function on all GPUs of a machine, or on all its CPU cores, as if it were one call."""
 
+from importlib import import_module as _import_module
+from typing import Any as _Any
+
 from synk import errors
 from synk._api.build import function
 from synk._api.current import close, current, fork
@@ -32,6 +35,13 @@ from synk._master.pending import PendingCall
 from synk._version import __version__
 from synk._worker.comm import comm
 from synk._worker.program import freeze_support
+
+
+def __getattr__(name: str) -> _Any:
+    if name == "torch":  # loaded when it is first used, because it imports torch
+        return _import_module("synk.torch")
+    raise AttributeError(f"module 'synk' has no attribute {name!r}")
+
 
 __all__ = [
     "Data",

@@ -354,7 +354,11 @@ class Runtime:
 
         A call that runs in another thread is ended with ``ClosedError`` there, and so are calls that were submitted.
         """
-        self._session.close()
+        session = self._session
+        if session.is_own_process and not session.is_closed and not session.is_mine():
+            while session.at_close:
+                session.at_close.pop()()
+        session.close()
 
     def __enter__(self) -> Runtime:
         self._session.check_open("enter the runtime")

@@ -83,16 +83,15 @@ class Session:
         self.world_size = len(self.devices)
         self.has_devices = self.backend != "numpy"
         self.counters: dict[str, int] = dict.fromkeys(
-            (
-                "messages_down", "messages_up", "bytes_down", "bytes_up",
-                "bytes_pickled", "bytes_staged", "calls", "restarts",
-            ),
+            ("messages_down", "messages_up", "bytes_down", "bytes_up")
+            + ("bytes_pickled", "bytes_staged", "calls", "restarts"),
             0,
-        )  # fmt: skip
+        )
         self.pid = os.getpid()
         self._lock = threading.RLock()
         self.profile = Profile()
         self.numbers = itertools.count(1)
+        self.at_close: list[Callable[[], None]] = []  # what is to be done while the workers still answer
         self.workers = Workers(
             placement,
             process_type=process_type,

@@ -112,13 +112,22 @@ class Collectives:
     def _buffer(self, array: Any) -> Buffer:
         return Buffer(self._backend.address(array), int(array.size), dtype_name(array.dtype))
 
-    def all_reduce(self, array: Any, op: str, weight: float | None) -> Any:
+    def all_reduce(self, array: Any, op: str, weight: float | None, out: Any) -> Any:
         send = self._take(array)
         self._check(op, send)
         self._agree("all_reduce", dtype_name(send.dtype), send.size, op, weight=weight)
         with self.guard():
             result = self.reduce_all([(send, op, weight)])[0]
-        return self._give(result)
+        if out is None:
+            return self._give(result)
+        place = self._take(out)
+        if place.shape != result.shape or place.dtype != result.dtype:
+            raise ValueError(
+                f"cannot write to out: got {place.dtype} of shape {place.shape}, expected {result.dtype} of shape "
+                f"{result.shape}."
+            )
+        place[...] = result
+        return out
 
     def reduce(self, array: Any, op: str, root: int, weight: float | None) -> Any:
         send = self._take(array)

@@ -75,7 +75,7 @@ class Comm:
         down = _worker().lane.down
         return int((down[:, Down.ROWS] * down[:, Down.PARTICIPATES]).sum())
 
-    def all_reduce(self, array: Any, op: str = "avg", *, weight: float | None = None) -> Any:
+    def all_reduce(self, array: Any, op: str = "avg", *, weight: float | None = None, out: Any = None) -> Any:
         """Reduce ``array`` of all ranks; every rank gets the result.
 
         Parameters
@@ -85,11 +85,13 @@ class Comm:
         op : {"avg", "sum", "prod", "min", "max"}
         weight : float, optional
             This rank's share in an average; the shares of all ranks sum to 1. Its share of the rows where not given.
+        out : array, optional
+            Where the result goes: contiguous, of the shape and dtype of ``array``, and perhaps ``array`` itself.
 
         Returns
         -------
         array
-            New, of the same shape and dtype.
+            ``out`` where given, else new, of the same shape and dtype.
 
         Raises
         ------
@@ -100,7 +102,7 @@ class Comm:
         """
         self._check_op(op)
         _check_constant(array, "all_reduce")
-        return _worker().collectives().all_reduce(array, op, self._weight(op, weight))
+        return _worker().collectives().all_reduce(array, op, self._weight(op, weight), out)
 
     def reduce(self, array: Any, op: str = "avg", root: int = 0, *, weight: float | None = None) -> Any:
         """Reduce ``array`` of all ranks to rank ``root``; others get None."""

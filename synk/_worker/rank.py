@@ -110,6 +110,8 @@ class Worker:
                 lane.executor.inputs.look_ahead = self._look_ahead
         self.sequence = -1
         self.is_interruptible = False
+        self.is_held = False
+        self.num_held = 0
         self.rss_measured = 0
 
     def close(self) -> None:
@@ -224,7 +226,25 @@ class Worker:
         finally:
             self.is_interruptible = was_interruptible
         if was_interruptible and is_interrupted(self.own_down[Down.INTERRUPT], self.sequence):
-            raise Interrupted  # the signal came meanwhile
+            self.interrupt()  # the signal came meanwhile
+
+    def interrupt(self) -> None:
+        """End the call under way, unless it is to finish its step first."""
+        if self.is_held and not self.num_held:
+            self.num_held = 1
+            return
+        raise Interrupted
+
+    def hold_back(self, is_held: bool) -> None:
+        """From now on hold an interrupt back, for the end of a step that this rank can finish by itself, or no longer.
+
+        Weaker than :meth:`uninterrupted`: a second interrupt, which the master sends to a rank that has not answered
+        the first one, is heard. So code that never ends can be ended.
+        """
+        was_interrupted = bool(self.num_held)
+        self.is_held, self.num_held = is_held, 0
+        if was_interrupted:
+            raise Interrupted
 
     def measure(self, now_ns: int) -> None:
         """Note how much memory this process holds."""

@@ -98,9 +98,15 @@ class Changing:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for resident in self._residents:
             resident.is_torn = True
-        result = self._fn(*args, **kwargs)
-        with cell.worker.uninterrupted():  # all of them, or none
-            number = int(cell.worker.lane.first_down[Down.CALL])
+        worker = cell.worker
+        try:
+            result = self._fn(*args, **kwargs)
+        except BaseException:
+            worker.is_held, worker.num_held = False, 0
+            raise
+        with worker.uninterrupted():  # all of them, or none
+            number = int(worker.lane.first_down[Down.CALL])
             for resident in self._residents:
                 resident.version, resident.is_torn = number, False
+        worker.hold_back(False)
         return result

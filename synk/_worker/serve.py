@@ -27,7 +27,7 @@ from synk._worker import failpoints as _failpoints
 from synk._worker.dispatch import handle
 from synk._worker.failures import pack_failure
 from synk._worker.quiet import REPLIED, flush_output, prepare
-from synk._worker.rank import DeviceLost, Doorbell, Interrupted, Worker
+from synk._worker.rank import DeviceLost, Doorbell, Worker
 from synk.errors import SharedMemoryError
 
 
@@ -200,7 +200,7 @@ class WorkerLoop:
         if worker is None or not worker.is_interruptible:
             return
         if is_interrupted(int(worker.down[worker.rank, Down.INTERRUPT]), worker.sequence):
-            raise Interrupted
+            worker.interrupt()
 
 
 def _prefer_for_oom() -> None:

@@ -1,0 +1,9 @@
+"""Training loops of PyTorch on all workers: a model and its optimizer on every rank, kept alike.
+
+Loaded when ``synk.torch`` is first used; nothing of synk imports torch by itself.
+"""
+
+from synk.torch._rank import mean
+from synk.torch._replicate import Replicated, StepFunction, replicate
+
+__all__ = ["Replicated", "StepFunction", "mean", "replicate"]

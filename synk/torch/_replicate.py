@@ -1,0 +1,375 @@
+"""``replicate``: a model, its optimizer and whatever goes with them on every rank, trained as one on whole batches."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from synk._api.current import current
+from synk._api.function import Function
+from synk._api.runtime import Runtime
+from synk._master.handles import Handle
+from synk._pure.interrupts import is_from_handler
+from synk.errors import ReentrancyError
+from synk.torch import _rank, _state
+from synk.torch._links import link, unlink
+
+
+def replicate(
+    *objects: Any,
+    seed: int = 0,
+    sync_batchnorm: bool = False,
+    bucket_mb: float = 25.0,
+    runtime: Runtime | None = None,
+) -> Replicated:
+    """Give every rank a copy of a model, its optimizer and whatever belongs to them, and keep all copies alike.
+
+    Parameters
+    ----------
+    *objects : module, optimizer, scheduler, GradScaler, or anything that has a ``state_dict`` or can be pickled
+        They may refer to one another: all travel in one pickle. An optimizer's parameters must be those of a module
+        that is given.
+    seed : int
+        torch's generators are seeded before each call from this, the number of the step and the rank.
+    sync_batchnorm : bool
+        Batch norms normalise over the rows of all ranks while they train, and not over each rank's own.
+    bucket_mb : float
+        Gradients are reduced in buffers of at most this size, in megabytes.
+    runtime : Runtime, optional
+        The current one where not given.
+
+    Returns
+    -------
+    Replicated
+
+    Raises
+    ------
+    ValueError
+        If an optimizer has a parameter that belongs to no given module.
+    SerializationError
+        If the objects cannot be pickled.
+
+    Examples
+    --------
+    >>> import torch, synk, synk.torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with synk.fork(2):
+    ...     rep = synk.torch.replicate(model, optimizer)
+    ...     @rep.function
+    ...     def step(model, optimizer, x, y):
+    ...         optimizer.zero_grad()
+    ...         loss = ((model(x) - y) ** 2).mean()
+    ...         loss.backward()
+    ...         optimizer.step()
+    ...         return loss
+    ...     x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    ...     losses = [float(step(x, x.sum(1, keepdim=True))) for _ in range(200)]
+    ...     bool(losses[-1] < 1e-3), bool((model(x) - x.sum(1, keepdim=True)).abs().max() < 0.1)
+    (True, True)
+    """
+    if not objects:
+        raise TypeError("cannot replicate: got no objects, expected a module, and what belongs to it.")
+    _check_optimizers(objects)
+    for obj in objects:
+        if _state.is_module(obj) and any(
+            isinstance(each, torch.nn.parameter.UninitializedParameter) for each in obj.parameters()
+        ):
+            raise ValueError(
+                f"cannot replicate {type(obj).__name__}: it has lazy parameters without a shape, expected a model that "
+                "has run once. Call it with a batch first."
+            )
+    if not bucket_mb > 0:
+        raise ValueError(f"cannot replicate: got bucket_mb={bucket_mb!r}, expected a positive number.")
+    options = _rank.Options(int(seed), bool(sync_batchnorm), int(bucket_mb * 1e6))
+    return Replicated(objects, options, current() if runtime is None else runtime)
+
+
+def _check_optimizers(objects: Sequence[Any]) -> None:
+    known = {id(p) for obj in objects if _state.is_module(obj) for p in obj.parameters()}
+    for obj in objects:
+        if not _state.is_optimizer(obj):
+            continue
+        for number, group in enumerate(obj.param_groups):
+            foreign = sum(id(parameter) not in known for parameter in group["params"])
+            if foreign:
+                raise ValueError(
+                    f"cannot replicate {type(obj).__name__}: {foreign} of the {len(group['params'])} parameters of its "
+                    f"group {number} belong to no module that was given, so a step would change copies that no model "
+                    "uses. Pass the modules that they belong to as well."
+                )
+
+
+class Replicated(Handle):
+    """Objects of which every rank has its own copy, all alike; made by :func:`synk.torch.replicate`.
+
+    The master's own objects stay what they were. Looking at one brings it up to date first; what the program changes
+    between two calls (a learning rate, ``model.eval()``, ``load_state_dict``, a scheduler's step) reaches the ranks
+    before the next call. Tensors that were taken from the objects earlier are up to date only after :meth:`pull`.
+
+    Attributes
+    ----------
+    num_steps : int
+        Calls so far that were steps of training.
+    """
+
+    __slots__ = (
+        "__weakref__", "_fingerprints", "_is_behind", "_is_busy", "_linked", "_lock", "_objects", "_options",
+        "_resident", "_runtime",
+    )  # fmt: skip
+
+    def __init__(self, objects: Sequence[Any], options: _rank.Options, runtime: Runtime) -> None:
+        self._objects = tuple(objects)
+        self._options = options
+        self._runtime = runtime
+        self._lock = threading.RLock()
+        self._is_behind = self._is_busy = False
+        name = ", ".join(type(obj).__name__ for obj in objects)
+        self._resident = runtime.resident(
+            _rank.RankReplica(objects, options), name=name, dump=_rank.dump, load=_rank.load
+        )
+        self._reference = (_on_rank, (self._resident._reference[1][0],))
+        self._fingerprints = [_state.fingerprint(obj) for obj in objects]
+        self._linked = [obj for obj in objects if link(obj, self._refresh)]
+        runtime._session.at_close.append(self._leave)
+
+    # -- functions ----------------------------------------------------------------------------------------------------
+
+    def function(
+        self,
+        fn: Callable[..., Any] | None = None,
+        *,
+        outputs: Any = "avg",
+        bcast_inputs: str | Sequence[str] = (),
+        trains: bool = True,
+        name: str | None = None,
+    ) -> Any:
+        """Build a :class:`synk.Function` whose first parameters are the replicated objects; also a decorator.
+
+        Parameters
+        ----------
+        fn : callable
+            The body of the training loop: gets each rank's own objects, then that rank's rows as tensors. When
+            ``loss.backward()`` returns in it, the gradients are those of all rows.
+        outputs, bcast_inputs, name
+            As for :func:`synk.function`.
+        trains : bool
+            Whether a call is a step of training. False, for evaluation: it runs under ``torch.no_grad()`` and must
+            change no object.
+
+        Returns
+        -------
+        StepFunction
+        """
+        if fn is None:
+            return functools.partial(
+                self.function, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains, name=name
+            )
+        if not callable(fn):
+            raise TypeError(f"cannot build a function: got {type(fn).__name__}, expected a callable.")
+        body = _body_of(fn, self, len(self._objects), trains)
+        return StepFunction(
+            self, body, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains, name=name or body.__name__
+        )
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the body: a context whose backward passes leave each rank's gradients its own.
+
+        The next backward pass outside of it, in this call or in a later one, reduces what has gathered.
+        """
+        raise ReentrancyError(
+            "cannot keep gradients back in the master: no_sync() has a meaning inside the function, around backward()."
+        )
+
+    # -- the master's objects -----------------------------------------------------------------------------------------
+
+    @property
+    def num_steps(self) -> int:
+        return int(self._state("count steps")["num_steps"])
+
+    def pull(self) -> None:
+        """Bring the master's objects up to date; looking at one of them does it by itself.
+
+        Raises
+        ------
+        ValueError
+            If they were changed here meanwhile, by way of tensors taken from them before.
+        """
+        with self._lock, self._busy():
+            self._check_unchanged()
+            state = self._state("pull")
+            for index, own in state["objects"].items():
+                _state.load(self._objects[index], own)
+            self._note_equal()
+
+    def _state(self, verb: str) -> dict[str, Any]:
+        """Return the state that the ranks have."""
+        session, resident = self._runtime._session, self._resident._resident
+        with session.entered(verb):
+            session.begin(verb)
+            resident.check(verb)
+            state: dict[str, Any] = session.residents.state_of(resident, 0, session.deadline(None))
+        return state
+
+    def push(self) -> None:
+        """Bring all ranks into the state of the master's objects."""
+        with self._lock, self._busy():
+            self._resident.set(_rank.RankReplica(self._objects, self._options))
+            self._note_equal()
+
+    def _note_equal(self) -> None:
+        self._fingerprints = [_state.fingerprint(obj) for obj in self._objects]
+        self._is_behind = False
+
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[None]:
+        before, self._is_busy = self._is_busy, True
+        try:
+            yield
+        finally:
+            self._is_busy = before
+
+    def _refresh(self) -> None:
+        if self._is_behind and not self._is_busy:
+            with self._lock:
+                if self._is_behind and not self._is_busy:
+                    self.pull()
+
+    def _check_unchanged(self) -> None:
+        for obj, before in zip(self._objects, self._fingerprints):
+            if self._is_behind and _state.fingerprint(obj) != before:
+                raise ValueError(
+                    f"cannot bring {type(obj).__name__} up to date: it was changed in the master, by way of tensors "
+                    "that were taken from it before, while the ranks took steps. Call pull() before you change what "
+                    "you have kept."
+                )
+
+    def _before_call(self, *, trains: bool) -> None:
+        """Have the ranks see what the program has changed, and note that a step is about to make them differ."""
+        with self._lock, self._busy():
+            now = [_state.fingerprint(obj) for obj in self._objects]
+            if now != self._fingerprints:
+                if self._is_behind:
+                    self._check_unchanged()
+                self._push_changes(now)
+            self._is_behind = self._is_behind or trains
+
+    def _push_changes(self, now: list[dict[str, Any]]) -> None:
+        was = self._fingerprints
+        if any(one.get("shape") != other.get("shape") for one, other in zip(now, was)):
+            _check_optimizers(self._objects)
+            self.push()
+            return
+        changed = {
+            index: part
+            for index, obj in enumerate(self._objects)
+            if (part := _state.changes(obj, was[index], now[index]))
+        }
+        session, resident = self._runtime._session, self._resident._resident
+        with session.entered("push"):
+            session.begin("push")
+            resident.check("push")
+            state = _rank.as_bytes({"objects": changed})
+            session.residents.restore(resident, state, next(session.numbers), session.deadline(None))
+        self._fingerprints = now
+
+    def _leave(self) -> None:
+        """The runtime is about to be closed: the objects are ordinary ones then, with what they have learned."""
+        try:
+            if self._is_behind:
+                self.pull()
+        except Exception as error:
+            if is_from_handler(error):
+                raise
+            warnings.warn(
+                f"{', '.join(type(obj).__name__ for obj in self._objects)} could not be brought up to date before the "
+                f"runtime was closed, and holds what it held at the last pull: {error}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        for obj in self._linked:
+            unlink(obj)
+
+    def __repr__(self) -> str:
+        return f"<synk.torch.Replicated {', '.join(type(obj).__name__ for obj in self._objects)}>"
+
+
+class StepFunction(Function[...]):
+    """A :class:`synk.Function` over replicated objects; made by :meth:`Replicated.function`."""
+
+    def __init__(self, replicated: Replicated, body: Callable[..., Any], *, trains: bool, **options: Any) -> None:
+        self._replicated = replicated
+        self._trains = trains
+        changes = [replicated._resident] if trains else []
+        super().__init__(body, framework="torch", changes=changes, session=replicated._runtime._session, **options)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        self._replicated._before_call(trains=self._trains)
+        return super().__call__(*args, **kwargs)
+
+    def serial(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Take the step on one worker, with all rows; the others take over what it has learned."""
+        self._replicated._before_call(trains=self._trains)
+        return super().serial(*args, **kwargs)
+
+    def submit(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Send the step and return without waiting for it; see :meth:`synk.Function.submit`."""
+        self._replicated._before_call(trains=self._trains)
+        return super().submit(*args, **kwargs)
+
+    def verify(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Compare the step with the serial one; nothing of it is kept."""
+        self._replicated._before_call(trains=False)
+        return super().verify(*args, **kwargs)
+
+
+class _OnRank:
+    """What a ``Replicated`` is inside the body."""
+
+    def __init__(self, resident: Any) -> None:
+        self._resident = resident
+
+    def no_sync(self) -> Any:
+        return self._resident.value.no_sync()
+
+    @property
+    def num_steps(self) -> int:
+        return int(self._resident.value.num_steps)
+
+
+def _on_rank(resident_id: int) -> _OnRank:
+    from synk._wire.residents import resolve_resident
+
+    return _OnRank(resolve_resident(resident_id))
+
+
+def _body_of(fn: Callable[..., Any], replicated: Replicated, num_objects: int, trains: bool) -> Callable[..., Any]:
+    """Return what the workers run: ``fn`` on their own objects."""
+    resident = replicated._resident
+
+    def body(*args: Any, **kwargs: Any) -> Any:
+        return resident.value.run(fn, trains, args, kwargs)
+
+    body.__name__ = getattr(fn, "__name__", type(fn).__name__)
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError) as error:
+        if is_from_handler(error):
+            raise
+        return body
+    parameters = list(signature.parameters.values())
+    own = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    if len(own) < num_objects and not any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        raise TypeError(
+            f"cannot build {body.__name__!r}: it has {len(own)} parameters, expected one for each of the {num_objects} "
+            f"replicated objects first ({', '.join(type(obj).__name__ for obj in replicated._objects)})."
+        )
+    body.__signature__ = signature.replace(parameters=parameters[min(num_objects, len(own)) :])  # type: ignore[attr-defined]
+    return body

@@ -1,0 +1,255 @@
+"""The state of replicated objects: as bytes that another process can load, and as what shows that it was changed.
+
+Works on modules, optimizers, schedulers and whatever has a ``state_dict`` or can be pickled; in the master and on the
+ranks alike. Tensors are copied element by element, so a state is the same bit for bit wherever it is loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+State = dict[str, Any]
+
+
+class Packed:
+    """A tensor in a pickle: its bytes, with what is needed to make it again."""
+
+    __slots__ = ("_array", "_dtype", "_shape")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        plain = tensor.detach().cpu().contiguous()
+        self._dtype, self._shape = plain.dtype, tuple(plain.shape)
+        self._array = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else np.empty(0, np.uint8)
+
+    def unpacked(self) -> torch.Tensor:
+        """Return the tensor, on the CPU."""
+        if not self._array.size:
+            return torch.empty(self._shape, dtype=self._dtype)
+        return torch.from_numpy(self._array.copy()).view(self._dtype).reshape(self._shape)
+
+
+def _mapped(value: Any, kind: type, act: Callable[[Any], Any]) -> Any:
+    """Return a nesting with all that is of a kind replaced."""
+    if isinstance(value, kind):
+        return act(value)
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(item, kind, act) for item in value)
+    if isinstance(value, dict):
+        return {key: _mapped(item, kind, act) for key, item in value.items()}
+    return value
+
+
+def packed(value: Any) -> Any:
+    """Return a nesting whose tensors are packed."""
+    return _mapped(value, torch.Tensor, Packed)
+
+
+def unpacked(value: Any) -> Any:
+    """Undo :func:`packed`."""
+    return _mapped(value, Packed, Packed.unpacked)
+
+
+def is_module(obj: Any) -> bool:
+    return isinstance(obj, torch.nn.Module)
+
+
+def is_optimizer(obj: Any) -> bool:
+    return isinstance(obj, torch.optim.Optimizer)
+
+
+def tensors_of(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and buffers of a module, those that a checkpoint leaves out too."""
+    yield from torch.nn.Module.named_parameters(module)
+    yield from torch.nn.Module.named_buffers(module)
+
+
+def _submodules(module: Any) -> list[torch.nn.Module]:
+    return list(torch.nn.Module.modules(module))
+
+
+def _has_state_dict(obj: Any) -> bool:
+    return hasattr(type(obj), "state_dict") and hasattr(type(obj), "load_state_dict")
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+def dump(obj: Any) -> State:
+    """Return the whole state of an object."""
+    if is_module(obj):
+        return dump_module(obj, [name for name, _ in tensors_of(obj)], has_gradients=True)
+    if is_optimizer(obj):
+        return {"groups": groups_of(obj), "state": packed(_slots_of(obj))}
+    if _has_state_dict(obj):
+        return {"state_dict": packed(obj.state_dict())}
+    return {"whole": obj}
+
+
+def dump_module(module: Any, names: Sequence[str], *, has_gradients: bool) -> State:
+    """Return the state of a module: its flags, the tensors ``names``, and gradients where there are any."""
+    wanted = set(names)
+    state: State = {
+        "training": [each.training for each in _submodules(module)],
+        "requires_grad": {name: each.requires_grad for name, each in torch.nn.Module.named_parameters(module)},
+        "tensors": {name: Packed(tensor) for name, tensor in tensors_of(module) if name in wanted},
+    }
+    if has_gradients:
+        parameters = torch.nn.Module.named_parameters(module)
+        state["gradients"] = {name: None if each.grad is None else Packed(each.grad) for name, each in parameters}
+    return state
+
+
+def groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the numbers of an optimizer's parameter groups."""
+    groups = optimizer.__dict__["param_groups"]
+    return [{key: packed(value) for key, value in group.items() if key != "params"} for group in groups]
+
+
+def _slots_of(optimizer: Any) -> list[Any]:
+    """Return an optimizer's state of each parameter, in the order of its groups; None where it has none."""
+    state = optimizer.__dict__["state"]
+    return [state.get(parameter) for group in optimizer.__dict__["param_groups"] for parameter in group["params"]]
+
+
+def load(obj: Any, state: State) -> None:
+    """Bring an object into a state, or into the part of one that is given; the object itself stays the same."""
+    if is_module(obj):
+        _load_module(obj, state)
+    elif is_optimizer(obj):
+        _load_optimizer(obj, state)
+    elif "state_dict" in state:
+        obj.load_state_dict(unpacked(state["state_dict"]))
+    elif "whole" in state:
+        _become(obj, state["whole"])
+
+
+def _load_module(module: Any, state: State) -> None:
+    for each, flag in zip(_submodules(module), state.get("training", ())):
+        each.training = flag
+    parameters = dict(torch.nn.Module.named_parameters(module))
+    tensors = dict(tensors_of(module))
+    with torch.no_grad():
+        for name, value in state.get("tensors", {}).items():
+            _assign(tensors[name], value.unpacked())
+    for name, flag in state.get("requires_grad", {}).items():
+        if parameters[name].requires_grad != flag:
+            parameters[name].requires_grad_(flag)
+    for name, gradient in state.get("gradients", {}).items():
+        own = parameters[name]
+        own.grad = None if gradient is None else gradient.unpacked().to(own.device)
+
+
+def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    if tensor.shape != value.shape or tensor.dtype != value.dtype:
+        tensor.data = value.to(tensor.device)
+    else:
+        tensor.copy_(value)
+
+
+def _load_optimizer(optimizer: Any, state: State) -> None:
+    groups = optimizer.__dict__["param_groups"]
+    for group, numbers in zip(groups, state.get("groups", ())):
+        group.update({key: _like(group.get(key), unpacked(value)) for key, value in numbers.items()})
+    if "state" not in state:
+        return
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    own = optimizer.__dict__["state"]
+    for parameter, slots in zip(parameters, state["state"]):
+        if slots is None:
+            own.pop(parameter, None)
+        else:
+            own[parameter] = _mapped(slots, Packed, functools.partial(_placed, device=parameter.device))
+
+
+def _placed(value: Packed, device: torch.device) -> torch.Tensor:
+    """Return an optimizer's tensor beside its parameter; counters of one element stay on the CPU, as torch has them."""
+    tensor = value.unpacked()
+    return tensor if tensor.ndim == 0 else tensor.to(device)
+
+
+def _like(old: Any, new: Any) -> Any:
+    """Return ``new``; in the tensor that was there before, where a learning rate is one that others refer to."""
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and old.shape == new.shape:
+        with torch.no_grad():
+            old.copy_(new)
+        return old
+    return new
+
+
+def _become(obj: Any, other: Any) -> None:
+    """Give an object the contents of another one of its class."""
+    if isinstance(obj, dict):
+        obj.clear()
+        obj.update(other)
+    elif isinstance(obj, (list, bytearray)):
+        obj[:] = other
+    elif isinstance(obj, set):
+        obj.clear()
+        obj |= other
+    elif hasattr(obj, "__dict__"):
+        obj.__dict__.clear()
+        obj.__dict__.update(other.__dict__)
+
+
+# -- what shows a change ----------------------------------------------------------------------------------------------
+
+
+def fingerprint(obj: Any) -> dict[str, Any]:
+    """Return what differs from an earlier one, by part, after most changes that a program makes to an object."""
+    if is_module(obj):
+        tensors = [tensor for _, tensor in tensors_of(obj)]
+        return {
+            "shape": [(id(tensor), tensor.dtype, tensor.data_ptr()) for tensor in tensors],
+            "tensors": [tensor._version for tensor in tensors],
+            "flags": [each.training for each in _submodules(obj)]
+            + [each.requires_grad for each in torch.nn.Module.parameters(obj)],
+        }
+    if is_optimizer(obj):
+        state = obj.__dict__["state"]
+        groups = obj.__dict__["param_groups"]
+        return {
+            "shape": [[id(parameter) for parameter in group["params"]] for group in groups],
+            "groups": [[(key, _mark(value)) for key, value in group.items() if key != "params"] for group in groups],
+            "state": [[_mark(value) for value in slots.values()] for slots in state.values()],
+        }
+    if _has_state_dict(obj):
+        return {"state_dict": _marks(obj.state_dict())}
+    return {"whole": pickle.dumps(obj, protocol=5)}
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version
+    return value if isinstance(value, (int, float, bool, str, tuple, type(None))) else id(value)
+
+
+def _marks(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _marks(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_marks(item) for item in value]
+    return _mark(value) if isinstance(value, (torch.Tensor, int, float, bool, str, type(None))) else repr(value)
+
+
+def changes(obj: Any, before: dict[str, Any], now: dict[str, Any]) -> State:
+    """Return the part of an object's state that differs, by its fingerprints; empty if nothing does."""
+    parts = {part for part in now if now[part] != before.get(part)}
+    if not parts:
+        return {}
+    if is_module(obj):
+        names = [name for name, _ in tensors_of(obj)]
+        old = before.get("tensors", [])
+        named = [name for name, new, was in zip(names, now["tensors"], old) if new != was]
+        return dump_module(obj, named if "tensors" in parts else [], has_gradients=False)
+    if is_optimizer(obj):
+        state: State = {"groups": groups_of(obj)}
+        if "state" in parts:
+            state["state"] = packed(_slots_of(obj))
+        return state
+    return dump(obj)
