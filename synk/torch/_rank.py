@@ -49,9 +49,13 @@ class RankReplica:
         self.num_steps = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"objects": self.objects, "options": self.options, "num_steps": self.num_steps}
+        # Optimizers leave what they have besides groups and state out of their pickles, and LBFGS cannot work then.
+        others = {k: states.other_attributes(obj) for k, obj in enumerate(self.objects) if states.is_optimizer(obj)}
+        return {"objects": self.objects, "options": self.options, "num_steps": self.num_steps, "others": others}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        for index, attributes in state.pop("others").items():
+            state["objects"][index].__dict__.update(attributes)
         self.__dict__.update(state)
         self._reduction = Reduction(self.objects, self.options.bucket_nbytes)
         for obj in self.objects:

@@ -111,6 +111,15 @@ def groups_of(optimizer: Any) -> list[dict[str, Any]]:
     return [{key: packed(value) for key, value in group.items() if key != "params"} for group in groups]
 
 
+def other_attributes(optimizer: Any) -> dict[str, Any]:
+    """Return what an optimizer has besides its groups, state and hooks."""
+    return {
+        name: value
+        for name, value in optimizer.__dict__.items()
+        if name not in ("defaults", "state", "param_groups") and not name.endswith("_hooks") and not callable(value)
+    }
+
+
 def _slots_of(optimizer: Any) -> list[Any]:
     """Return an optimizer's state of each parameter, in the order of its groups; None where it has none."""
     state = optimizer.__dict__["state"]
@@ -205,7 +214,7 @@ def fingerprint(obj: Any) -> dict[str, Any]:
     if is_module(obj):
         tensors = [tensor for _, tensor in tensors_of(obj)]
         return {
-            "shape": [(id(tensor), tensor.dtype, tensor.data_ptr()) for tensor in tensors],
+            "shape": [_Seen(tensor, (tensor.dtype, tensor.data_ptr())) for tensor in tensors],
             "tensors": [tensor._version for tensor in tensors],
             "flags": [each.training for each in _submodules(obj)]
             + [each.requires_grad for each in torch.nn.Module.parameters(obj)],
@@ -214,7 +223,7 @@ def fingerprint(obj: Any) -> dict[str, Any]:
         state = obj.__dict__["state"]
         groups = obj.__dict__["param_groups"]
         return {
-            "shape": [[id(parameter) for parameter in group["params"]] for group in groups],
+            "shape": [[_Seen(parameter) for parameter in group["params"]] for group in groups],
             "groups": [[(key, _mark(value)) for key, value in group.items() if key != "params"] for group in groups],
             "state": [[_mark(value) for value in slots.values()] for slots in state.values()],
         }
@@ -223,10 +232,24 @@ def fingerprint(obj: Any) -> dict[str, Any]:
     return {"whole": pickle.dumps(obj, protocol=5)}
 
 
+class _Seen:
+    """An object as it was seen: held, so that no other one can come to have its address."""
+
+    __slots__ = ("_obj", "_what")
+
+    def __init__(self, obj: Any, what: Any = None) -> None:
+        self._obj, self._what = obj, what
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Seen) and self._obj is other._obj and self._what == other._what
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def _mark(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return id(value), value._version
-    return value if isinstance(value, (int, float, bool, str, tuple, type(None))) else id(value)
+        return _Seen(value, value._version)
+    return value if isinstance(value, (int, float, bool, str, tuple, type(None))) else _Seen(value)
 
 
 def _marks(value: Any) -> Any:

@@ -1,0 +1,795 @@
+"""``synk.torch.replicate`` against the same loop in plain torch: losses, parameters and states after many steps."""
+
+# ruff: noqa: RUF059  (a fixture-like helper returns more than each test needs)
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import synk
+
+torch = pytest.importorskip("torch")
+F = torch.nn.functional
+
+SIZES = (8, 7, 1, 2, 5)
+NUM_STEPS = 50
+WORKERS = [1, 2, 4]
+
+
+def batches(count: int = NUM_STEPS, sizes: Sequence[int] = SIZES, *, dtype: Any = None) -> list[tuple[Any, Any]]:
+    """Return batches of inputs with 5 columns and targets with 2, the same at every call."""
+    generator = torch.Generator().manual_seed(7)
+    made = []
+    for number in range(count):
+        x = torch.randn(sizes[number % len(sizes)], 5, generator=generator, dtype=torch.float64)
+        y = torch.stack([x.sum(1), (x[:, 0] * x[:, 1])], 1)
+        made.append((x.to(dtype or torch.float64), y.to(dtype or torch.float64)))
+    return made
+
+
+def mlp(seed: int = 1, *layers: Any) -> Any:
+    torch.manual_seed(seed)
+    between = layers or (torch.nn.Tanh(),)
+    return torch.nn.Sequential(torch.nn.Linear(5, 8), *between, torch.nn.Linear(8, 2)).double()
+
+
+def plain_step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def tensors(value: Any) -> list[Any]:
+    """Return all tensors of a nesting of state dicts, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [tensor for key in value for tensor in tensors(value[key])]
+    return [tensor for item in value for tensor in tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
+def largest_difference(one: Sequence[Any], other: Sequence[Any]) -> float:
+    """Return how far the states of two lists of objects are apart."""
+    worst = 0.0
+    for first, second in zip(one, other):
+        if not hasattr(first, "state_dict"):
+            continue
+        pairs = list(zip(tensors(first.state_dict()), tensors(second.state_dict()), strict=True))
+        worst = max([worst, *(float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel())])
+    return worst
+
+
+def ranks_are_alike(rep: Any) -> bool:
+    """Whether all ranks hold the same state, bit for bit."""
+    copies = [rep._resident.get(rank).objects for rank in range(rep._runtime.world_size)]
+    return all(largest_difference(copies[0], other) == 0.0 for other in copies[1:])
+
+
+def compare(
+    rt: synk.Runtime,
+    build: Callable[[], tuple[Any, ...]],
+    step: Callable[..., Any],
+    data: Sequence[tuple[Any, ...]],
+    *,
+    bound: float = 1e-12,
+    **options: Any,
+) -> tuple[Any, tuple[Any, ...]]:
+    """Run a loop in plain torch and replicated, compare losses and states, and return the replicated objects."""
+    serial = build()
+    expected = [float(step(*serial, *rows).detach()) for rows in data]
+    objects = build()
+    rep = synk.torch.replicate(*objects, runtime=rt, **options)
+    run = rep.function(step)
+    losses = [float(run(*rows)) for rows in data]
+    scale = max(1.0, *map(abs, expected))
+    assert max(abs(a - b) for a, b in zip(losses, expected)) <= bound * scale
+    assert ranks_are_alike(rep)
+    assert largest_difference(objects, serial) <= bound
+    assert rep.num_steps == len(data)
+    return rep, objects
+
+
+# ----- the same numbers as in plain torch
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True),
+}
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_optimizers(shared_runtimes: Any, kind: str, workers: int) -> None:
+    def build() -> tuple[Any, ...]:
+        model = mlp()
+        return model, OPTIMIZERS[kind](model.parameters())
+
+    compare(shared_runtimes[workers], build, plain_step, batches())
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_clipping_groups_and_a_scheduler(shared_runtimes: Any, workers: int) -> None:
+    def build() -> tuple[Any, ...]:
+        model = mlp()
+        groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters()}]
+        optimizer = torch.optim.SGD(groups, lr=0.01, momentum=0.5)
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.5)
+
+    def step(model: Any, optimizer: Any, scheduler: Any, x: Any, y: Any) -> Any:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        return loss
+
+    rep, (_, optimizer, scheduler) = compare(shared_runtimes[workers], build, step, batches())
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1 / 32, 0.01 / 32]
+    assert scheduler.last_epoch == NUM_STEPS
+    assert scheduler.get_last_lr() == [0.1 / 32, 0.01 / 32]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_two_modules_with_two_optimizers(shared_runtimes: Any, workers: int) -> None:
+    """A generator and a discriminator: each backward pass leaves gradients in both, and each step uses its own."""
+
+    def build() -> tuple[Any, ...]:
+        torch.manual_seed(3)
+        first, second = (
+            torch.nn.Linear(5, 2).double(),
+            torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double(),
+        )
+        return first, second, torch.optim.Adam(first.parameters(), 0.01), torch.optim.Adam(second.parameters(), 0.01)
+
+    def step(made: Any, judge: Any, of_made: Any, of_judge: Any, x: Any, y: Any) -> Any:
+        of_judge.zero_grad()
+        loss = F.softplus(judge(made(x).detach())).mean() + F.softplus(-judge(y)).mean()
+        loss.backward()
+        of_judge.step()
+        of_made.zero_grad()
+        other = F.softplus(-judge(made(x))).mean()
+        other.backward()
+        of_made.step()
+        return loss.detach() + other
+
+    compare(shared_runtimes[workers], build, step, batches())
+
+
+class Shared(torch.nn.Module):
+    """Uses one weight twice, has a frozen parameter, one that no row uses, and one that only some rows use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(5, 5, bias=False)
+        self.outer = torch.nn.Linear(5, 2)
+        self.frozen = torch.nn.Parameter(torch.ones(5), requires_grad=False)
+        self.unused = torch.nn.Parameter(torch.ones(3))
+        self.rare = torch.nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Any) -> Any:
+        y = self.outer(torch.tanh(self.inner(torch.tanh(self.inner(x)))) * self.frozen)
+        positive = x[:, 0] > 1.0
+        if positive.any():  # only then the graph reaches it
+            y = y + positive[:, None] * self.rare
+        return y
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_shared_frozen_unused_and_rarely_used_parameters(shared_runtimes: Any, workers: int) -> None:
+    def build() -> tuple[Any, ...]:
+        torch.manual_seed(2)
+        model = Shared().double()
+        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+    rep, (model, optimizer) = compare(shared_runtimes[workers], build, plain_step, batches())
+    assert model.unused.grad is None
+    assert model.unused not in optimizer.state
+    assert torch.equal(model.unused, torch.ones(3, dtype=torch.float64))
+    steps = [int(optimizer.state[p]["step"]) for p in (model.inner.weight, model.rare)]
+    assert steps[0] == NUM_STEPS
+    assert 0 < steps[1] < NUM_STEPS  # as in plain torch, where a batch without such rows leaves it alone
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_gradient_of_the_users_own_and_a_penalty(shared_runtimes: Any, workers: int) -> None:
+    def build() -> tuple[Any, ...]:
+        model = mlp()
+        return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
+        optimizer.zero_grad()
+        x = x.clone().requires_grad_()
+        out = model(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        loss = Square.apply(out - y).mean() + 0.1 * slope.square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    compare(shared_runtimes[workers], build, step, batches())
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lbfgs_with_its_closure(shared_runtimes: Any, search: Any, workers: int) -> None:
+    """The closure runs as often on every rank, because each sees the loss of all rows."""
+
+    def build() -> tuple[Any, ...]:
+        model = torch.nn.Linear(5, 2).double()
+        with torch.no_grad():
+            model.weight.fill_(0.1)
+            model.bias.zero_()
+        return model, torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, line_search_fn=search)
+
+    def step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)
+
+    compare(shared_runtimes[workers], build, step, batches(12, (9, 7)), bound=1e-7)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_batch_norm_over_all_rows(shared_runtimes: Any, workers: int) -> None:
+    def build() -> tuple[Any, ...]:
+        model = mlp(1, torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.BatchNorm1d(8, affine=False, momentum=None))
+        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+    data = batches(NUM_STEPS, (8, 7, 5, 3, 6))
+    rep, (model, _) = compare(shared_runtimes[workers], build, plain_step, data, bound=1e-9, sync_batchnorm=True)
+    assert int(model[1].num_batches_tracked) == NUM_STEPS
+    evaluate = rep.function(lambda model, optimizer, x: model(x), trains=False, outputs="gather")
+    model.eval()
+    x = data[0][0]
+    assert torch.allclose(evaluate(x), model(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_batch_norm_over_images(shared_runtimes: Any, workers: int) -> None:
+    def build() -> tuple[Any, ...]:
+        torch.manual_seed(1)
+        layers = torch.nn.Conv2d(1, 3, 2), torch.nn.BatchNorm2d(3), torch.nn.ReLU(), torch.nn.Flatten()
+        model = torch.nn.Sequential(*layers, torch.nn.Linear(12, 2)).double()
+        return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+    data = [(torch.randn(n, 1, 3, 3, dtype=torch.float64), torch.randn(n, 2, dtype=torch.float64)) for n in (6, 5) * 5]
+    compare(shared_runtimes[workers], build, plain_step, data, bound=1e-9, sync_batchnorm=True)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_mean_over_tokens(shared_runtimes: Any, workers: int) -> None:
+    """Rows of unequal length: the mean of the ranks' means would weigh tokens differently."""
+
+    def build() -> tuple[Any, ...]:
+        torch.manual_seed(1)
+        model = torch.nn.Linear(3, 4).double()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def serial(model: Any, optimizer: Any, x: Any, mask: Any) -> Any:
+        optimizer.zero_grad()
+        loss = (model(x).square().sum(2) * mask).sum() / mask.sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def step(model: Any, optimizer: Any, x: Any, mask: Any) -> Any:
+        optimizer.zero_grad()
+        loss = synk.torch.mean((model(x).square().sum(2) * mask).sum(), mask.sum())
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    generator = torch.Generator().manual_seed(3)
+    data = [
+        (torch.randn(n, 6, 3, generator=generator).double(), (torch.rand(n, 6, generator=generator) < 0.4).double())
+        for n in (8, 7, 5, 3) * 5
+    ]
+    plain, objects = build(), build()
+    expected = [float(serial(*plain, *rows).detach()) for rows in data]
+    rep = synk.torch.replicate(*objects, runtime=shared_runtimes[workers])
+    run = rep.function(step)
+    losses = [float(run(*rows)) for rows in data]
+    assert np.allclose(losses, expected, rtol=1e-12, atol=0)
+    assert largest_difference(objects, plain) <= 1e-12
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_scaled_gradients_of_half_precision(shared_runtimes: Any, workers: int) -> None:
+    """bfloat16 autocast with a GradScaler: the loss stays near that of plain torch, and the same steps are skipped."""
+
+    def build() -> tuple[Any, ...]:
+        model = mlp().float()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        return model, optimizer, torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5)
+
+    def step(model: Any, optimizer: Any, scaler: Any, x: Any, y: Any) -> Any:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.mse_loss(model(x).float(), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    data = batches(40, (8, 6), dtype=torch.float32)
+    data[11][1][5, 0] = float("inf")  # one row, on the last rank: all ranks must skip the step
+    plain, objects = build(), build()
+    expected = [float(step(*plain, *rows).detach()) for rows in data]
+    rep = synk.torch.replicate(*objects, runtime=shared_runtimes[workers])
+    run = rep.function(step)
+    losses = [float(run(*rows)) for rows in data]
+    finite = [k for k in range(len(data)) if np.isfinite(expected[k])]
+    assert len(finite) == len(data) - 1
+    assert [k for k in range(len(data)) if np.isfinite(losses[k])] == finite
+    assert max(abs(losses[k] - expected[k]) / expected[k] for k in finite) < 0.02
+    assert objects[2].get_scale() == plain[2].get_scale()
+    assert ranks_are_alike(rep)
+
+
+# ----- accumulation
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_accumulation_inside_one_call(shared_runtimes: Any, workers: int) -> None:
+    def build() -> tuple[Any, ...]:
+        model = mlp()
+        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
+        optimizer.zero_grad()
+        total = 0.0
+        for weight in (0.25, 0.75):
+            loss = weight * F.mse_loss(model(x), y)
+            loss.backward()  # reduced each time
+            total = total + loss.detach()
+        optimizer.step()
+        return total
+
+    compare(shared_runtimes[workers], build, step, batches())
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_no_sync_keeps_gradients_back_until_a_pass_outside(shared_runtimes: Any, workers: int) -> None:
+    rt = shared_runtimes[workers]
+    data = batches(24, (8, 8, 8))
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    plain = copy.deepcopy(model)
+    plain_optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
+    rep = synk.torch.replicate(model, optimizer, runtime=rt)
+
+    @rep.function
+    def gather(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
+        with rep.no_sync():
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+        return loss
+
+    @rep.function
+    def finish(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for number, (x, y) in enumerate(data):
+        loss = F.mse_loss(plain(x), y)
+        loss.backward()
+        is_last = number % 3 == 2
+        if is_last:
+            plain_optimizer.step()
+            plain_optimizer.zero_grad()
+        own = (finish if is_last else gather)(x, y)
+        assert abs(float(own) - float(loss.detach())) < 1e-12
+    assert largest_difference([model, optimizer], [plain, plain_optimizer]) <= 1e-12
+
+
+def test_no_sync_with_other_shares_of_rows_is_refused(shared_runtimes: Any) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    rep = synk.torch.replicate(model, optimizer, runtime=shared_runtimes[2])
+
+    @rep.function
+    def gather(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
+        with rep.no_sync():
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+        return loss
+
+    step = rep.function(plain_step)
+    (x, y), *_ = batches(1)
+    gather(x[:4], y[:4])
+    with pytest.raises(ValueError, match="kept back by no_sync"):
+        step(x[:3], y[:3])
+    with pytest.raises(synk.errors.ReentrancyError, match="no_sync"):
+        rep.no_sync()
+
+
+# ----- the master's objects
+
+
+def trained(rt: synk.Runtime, count: int = 3) -> tuple[Any, Any, Any, Any]:
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    rep = synk.torch.replicate(model, optimizer, runtime=rt)
+    step = rep.function(plain_step)
+    for x, y in batches(count):
+        step(x, y)
+    return rep, step, model, optimizer
+
+
+def reference(count: int = 3) -> tuple[Any, Any]:
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for x, y in batches(count):
+        plain_step(model, optimizer, x, y)
+    return model, optimizer
+
+
+LOOKS: dict[str, Callable[[Any, Any], Any]] = {
+    "state_dict": lambda model, optimizer: tensors(model.state_dict()),
+    "optimizer": lambda model, optimizer: tensors(optimizer.state_dict()),
+    "parameters": lambda model, optimizer: list(model.parameters()),
+    "attribute": lambda model, optimizer: [getattr(model, "0").weight],
+    "index": lambda model, optimizer: [model[2].bias],
+    "forward": lambda model, optimizer: [model(torch.ones(2, 5, dtype=torch.float64))],
+    "deepcopy": lambda model, optimizer: tensors(copy.deepcopy(model).state_dict()),
+    "copy": lambda model, optimizer: tensors(copy.copy(model).state_dict()),
+    "pickle": lambda model, optimizer: tensors(pickle.loads(pickle.dumps(model)).state_dict()),
+    "pickle optimizer": lambda model, optimizer: tensors(pickle.loads(pickle.dumps(optimizer)).state_dict()),
+    "save": lambda model, optimizer: tensors(_saved(model).state_dict()),
+    "save state_dict": lambda model, optimizer: tensors(_saved(model.state_dict())),
+    "vector": lambda model, optimizer: [torch.nn.utils.parameters_to_vector(model.parameters())],
+    "norm": lambda model, optimizer: [sum(p.norm() for p in model.parameters())],
+    "gradient": lambda model, optimizer: [p.grad for p in model.parameters()],
+}
+
+
+def _saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_whoever_looks_finds_it_up_to_date(shared_runtimes: Any, look: str) -> None:
+    rep, step, model, optimizer = trained(shared_runtimes[2])
+    found, expected = LOOKS[look](model, optimizer), LOOKS[look](*reference())
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
+def test_copies_and_pickles_are_of_the_users_class(shared_runtimes: Any) -> None:
+    rep, step, model, optimizer = trained(shared_runtimes[2])
+    for each in (copy.deepcopy(model), copy.copy(model), pickle.loads(pickle.dumps(model)), _saved(model)):
+        assert type(each) is torch.nn.Sequential
+    assert type(copy.deepcopy(optimizer)) is torch.optim.Adam
+    assert isinstance(model, torch.nn.Sequential)
+    assert model.__class__ is torch.nn.Sequential
+    assert repr(model) == repr(mlp())
+    assert list(model.state_dict()) == list(mlp().state_dict())
+
+
+def change_rate(model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] *= 0.1
+
+
+def change_weights(model: Any, optimizer: Any) -> None:
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+
+
+def load_weights(model: Any, optimizer: Any) -> None:
+    model.load_state_dict({name: tensor.flip(0) for name, tensor in model.state_dict().items()})
+
+
+def load_optimizer(model: Any, optimizer: Any) -> None:
+    state = optimizer.state_dict()
+    for slots in state["state"].values():
+        slots["exp_avg"] = slots["exp_avg"] * 3
+    optimizer.load_state_dict(state)
+
+
+def freeze(model: Any, optimizer: Any) -> None:
+    model[0].requires_grad_(False)
+
+
+def to_eval(model: Any, optimizer: Any) -> None:
+    model.eval()
+
+
+@pytest.mark.parametrize("change", [change_rate, change_weights, load_weights, load_optimizer, freeze, to_eval])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_the_program_changes_between_calls_holds_on_all_ranks(
+    shared_runtimes: Any, change: Callable[..., None], workers: int
+) -> None:
+    def build() -> tuple[Any, Any]:
+        model = mlp(1, torch.nn.Tanh(), torch.nn.LayerNorm(8))
+        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+    plain, objects = build(), build()
+    rep = synk.torch.replicate(*objects, runtime=shared_runtimes[workers])
+    step = rep.function(plain_step)
+    for number, (x, y) in enumerate(batches(12)):
+        if number in (0, 4, 5, 9):
+            change(*plain)
+            change(*objects)
+        assert abs(float(step(x, y)) - float(plain_step(*plain, x, y).detach())) < 1e-12
+    assert ranks_are_alike(rep)
+    assert largest_difference(objects, plain) <= 1e-12
+    assert objects[0].training == plain[0].training
+    on_rank = rep._resident.get(workers - 1).objects[0]
+    assert on_rank.training == plain[0].training
+    assert [p.requires_grad for p in on_rank.parameters()] == [p.requires_grad for p in plain[0].parameters()]
+
+
+@pytest.mark.parametrize("kind", ["step", "cosine", "plateau", "lambda"])
+def test_a_scheduler_that_steps_outside_of_the_body(shared_runtimes: Any, kind: str) -> None:
+    makers = {
+        "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+        "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
+        "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=1),
+        "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
+    }
+
+    def build() -> tuple[Any, ...]:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, optimizer, makers[kind](optimizer)
+
+    def run(objects: tuple[Any, ...], step: Callable[..., Any]) -> list[float]:
+        losses = []
+        for number, (x, y) in enumerate(batches(20)):
+            losses.append(float(step(x, y).detach()))
+            if number % 3 == 2:
+                objects[2].step(losses[-1]) if kind == "plateau" else objects[2].step()
+        return losses
+
+    plain, objects = build(), build()
+    expected = run(plain, lambda x, y: plain_step(plain[0], plain[1], x, y))
+    rep = synk.torch.replicate(*objects, runtime=shared_runtimes[2])
+    step = rep.function(lambda model, optimizer, scheduler, x, y: plain_step(model, optimizer, x, y))
+    assert np.allclose(run(objects, step), expected, rtol=1e-9, atol=0)
+    assert objects[1].param_groups[0]["lr"] == plain[1].param_groups[0]["lr"]
+    assert rep._resident.get(1).objects[1].param_groups[0]["lr"] == plain[1].param_groups[0]["lr"]
+
+
+def test_a_change_through_an_old_reference_is_refused_and_pull_is_the_way(shared_runtimes: Any) -> None:
+    """The tensor was taken before the ranks took steps: nobody could tell which of both changes counts."""
+    rep, step, model, optimizer = trained(shared_runtimes[2], 0)
+    (x, y), *_ = batches(1)
+    weight = model[0].weight
+    step(x, y)
+    with torch.no_grad():
+        weight.zero_()
+    with pytest.raises(ValueError, match="cannot bring Sequential up to date: it was changed in the master"):
+        step(x, y)
+    with pytest.raises(ValueError, match="cannot bring Sequential up to date"):
+        model.state_dict()
+    rep.push()  # says which one counts
+    assert not model[0].weight.any()
+    step(x, y)
+    rep.pull()
+    with torch.no_grad():
+        weight.fill_(0.25)
+    step(x, y)
+    assert ranks_are_alike(rep)
+
+
+def test_a_checkpoint_goes_into_a_plain_model_and_back(shared_runtimes: Any) -> None:
+    rep, step, model, optimizer = trained(shared_runtimes[2], 5)
+    kept = _saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    plain = mlp(4)
+    plain_optimizer = torch.optim.Adam(plain.parameters(), lr=1.0)
+    plain.load_state_dict(kept["model"])
+    plain_optimizer.load_state_dict(kept["optimizer"])
+    data = batches(10)[5:]
+    expected = [float(plain_step(plain, plain_optimizer, x, y).detach()) for x, y in data]
+    assert np.allclose([float(step(x, y)) for x, y in data], expected, rtol=1e-12)
+    model.load_state_dict(kept["model"])
+    optimizer.load_state_dict(kept["optimizer"])
+    assert np.allclose([float(step(x, y)) for x, y in data], expected, rtol=1e-12)
+
+
+def test_another_dtype_and_new_parameters_are_sent_anew(shared_runtimes: Any) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    rep = synk.torch.replicate(model, optimizer, runtime=shared_runtimes[2])
+    step = rep.function(plain_step)
+    step(*batches(1)[0])
+    model.float()
+    x, y = batches(1, dtype=torch.float32)[0]
+    step(x, y)
+    assert rep._resident.get(1).objects[0][0].weight.dtype == torch.float32
+    assert model[0].weight.dtype == torch.float32
+    model[0].weight = torch.nn.Parameter(torch.zeros(8, 5))
+    with pytest.raises(ValueError, match="belong to no module that was given"):
+        step(x, y)  # the optimizer still has the old one
+
+
+def test_life_after_the_runtime(runtime: Any) -> None:
+    rt = runtime(2)
+    rep, step, model, optimizer = trained(rt, 4)
+    rt.close()
+    expected = reference(4)
+    assert type(model) is torch.nn.Sequential
+    assert largest_difference([model, optimizer], expected) <= 1e-12
+    x, y = batches(1)[0]
+    plain_step(model, optimizer, x, y)  # an ordinary model again
+    with pytest.raises(synk.errors.ClosedError):
+        step(x, y)
+
+
+# ----- calls
+
+
+def test_evaluation_gathers_and_is_no_step(shared_runtimes: Any) -> None:
+    rep, step, model, optimizer = trained(shared_runtimes[2])
+
+    @rep.function(trains=False, outputs="gather")
+    def predict(model: Any, optimizer: Any, x: Any) -> Any:
+        assert not torch.is_grad_enabled()
+        return model(x)
+
+    x = torch.randn(7, 5, dtype=torch.float64)
+    out = predict(x)
+    assert isinstance(out, torch.Tensor)
+    with torch.no_grad():
+        assert torch.allclose(out, model(x), rtol=0, atol=1e-12)
+    assert rep.num_steps == 3
+
+
+def test_submitted_serial_batch_and_verified_steps(shared_runtimes: Any) -> None:
+    rep, step, model, optimizer = trained(shared_runtimes[2], 0)
+    plain = mlp(), None
+    plain = plain[0], torch.optim.Adam(plain[0].parameters(), lr=0.01)
+    data = batches(9)
+    calls = [step.submit(x, y) for x, y in data[:4]]
+    losses = [float(call.result()) for call in calls]
+    losses += [float(step.serial(x, y)) for x, y in data[4:6]]
+    losses += [float(step(x, y, batch=slice(0, len(x)))) for x, y in data[6:8]]
+    assert step.verify(*data[8])
+    losses.append(float(step(*data[8])))
+    expected = [float(plain_step(*plain, x, y).detach()) for x, y in data]
+    assert np.allclose(losses, expected, rtol=1e-12)
+    assert rep.num_steps == 9
+    assert largest_difference([model, optimizer], plain) <= 1e-12
+
+
+def test_the_body_defined_again_and_a_global_it_uses(shared_runtimes: Any) -> None:
+    rep, _, model, optimizer = trained(shared_runtimes[2], 0)
+    settings = {"factor": 1.0}
+
+    @rep.function
+    def step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
+        return settings["factor"] * F.mse_loss(model(x), y)
+
+    x, y = batches(1)[0]
+    first = float(step(x, y))
+    settings["factor"] = 2.0
+    assert abs(float(step(x, y)) - 2 * first) < 1e-12
+
+    @rep.function
+    def step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
+        return 3 * F.mse_loss(model(x), y)
+
+    assert abs(float(step(x, y)) - 3 * first) < 1e-12
+
+
+def test_random_numbers_are_the_same_in_each_run(shared_runtimes: Any) -> None:
+    """They depend on seed, step and rank, and not on what was drawn before."""
+    found = []
+    for seed in (5, 5, 6):
+        model = mlp(1, torch.nn.Dropout(0.5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        rep = synk.torch.replicate(model, optimizer, seed=seed, runtime=shared_runtimes[2])
+        step = rep.function(plain_step)
+        draws = rep.function(lambda model, optimizer, x: torch.rand(1), trains=False, outputs="gather")
+        losses = [float(step(x, y)) for x, y in batches(6)]
+        values = draws(torch.zeros(2, 1))
+        assert values[0] != values[1]
+        found.append((losses, values.tolist()))
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+
+
+def test_other_objects_that_can_be_pickled(shared_runtimes: Any) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    seen = {"rows": 0}
+    rep = synk.torch.replicate(model, optimizer, seen, runtime=shared_runtimes[2])
+
+    @rep.function
+    def step(model: Any, optimizer: Any, seen: Any, x: Any, y: Any) -> Any:
+        seen["rows"] += synk.comm.total_rows
+        return plain_step(model, optimizer, x, y)
+
+    for x, y in batches(5):
+        step(x, y)
+    rep.pull()  # a dict has no class of its own that could look
+    assert seen == {"rows": 23}
+
+
+# ----- wrong uses
+
+
+def test_wrong_uses(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    model, other = mlp(), mlp()
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    with pytest.raises(ValueError, match="4 of the 8 parameters of its group 0 belong to no module"):
+        synk.torch.replicate(model, optimizer, runtime=rt)
+    with pytest.raises(TypeError, match="got no objects"):
+        synk.torch.replicate(runtime=rt)
+    with pytest.raises(ValueError, match="bucket_mb=0"):
+        synk.torch.replicate(model, bucket_mb=0, runtime=rt)
+    with pytest.raises(ValueError, match="lazy parameters"):
+        synk.torch.replicate(torch.nn.LazyLinear(3), runtime=rt)
+    rep = synk.torch.replicate(model, runtime=rt)
+    with pytest.raises(TypeError, match="it has 0 parameters, expected one for each of the 1 replicated objects"):
+        rep.function(lambda: None)
+    with pytest.raises(TypeError, match="expected a callable"):
+        rep.function(3)
+
+    @rep.function
+    def twice(model: Any, x: Any) -> Any:
+        model(x).sum().backward(create_graph=True)
+        return 0.0
+
+    with pytest.raises(ValueError, match="create_graph=True"):
+        twice(torch.ones(4, 5, dtype=torch.float64))
+    with pytest.raises(TypeError, match="missing"):
+        twice()
+    assert repr(rep) == "<synk.torch.Replicated Sequential>"
+
+
+def test_an_exception_in_the_body_leaves_the_ranks_alike(shared_runtimes: Any) -> None:
+    rep, step, model, optimizer = trained(shared_runtimes[2], 2)
+
+    @rep.function
+    def failing(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        if synk.comm.rank == 1:
+            raise ArithmeticError("on purpose")
+        optimizer.step()
+        return loss
+
+    x, y = batches(1)[0]
+    with pytest.raises(ArithmeticError):
+        failing(x, y)
+    assert ranks_are_alike(rep)
+    step(x, y)
+    assert ranks_are_alike(rep)
