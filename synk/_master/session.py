@@ -83,8 +83,16 @@ class Session:
         self.world_size = len(self.devices)
         self.has_devices = self.backend != "numpy"
         self.counters: dict[str, int] = dict.fromkeys(
-            ("messages_down", "messages_up", "bytes_down", "bytes_up")
-            + ("bytes_pickled", "bytes_staged", "calls", "restarts"),
+            [
+                "messages_down",
+                "messages_up",
+                "bytes_down",
+                "bytes_up",
+                "bytes_pickled",
+                "bytes_staged",
+                "calls",
+                "restarts",
+            ],
             0,
         )
         self.pid = os.getpid()

@@ -260,6 +260,9 @@ class Replicated(Handle):
                     self._check_unchanged()
                 self._push_changes(now)
             self._is_behind = self._is_behind or trains
+            for obj in self._objects if trains else ():
+                if _state.is_optimizer(obj):
+                    obj.__dict__["_opt_called"] = True  # what a scheduler that steps in the master looks at
 
     def _push_changes(self, now: list[dict[str, Any]]) -> None:
         was = self._fingerprints
