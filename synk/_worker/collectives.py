@@ -116,18 +116,24 @@ class Collectives:
         send = self._take(array)
         self._check(op, send)
         self._agree("all_reduce", dtype_name(send.dtype), send.size, op, weight=weight)
+        place = None if out is None else self._place(out, send)
         with self.guard():
-            result = self.reduce_all([(send, op, weight)])[0]
-        if out is None:
+            result = self.reduce_all([(send, op, weight)], place=place)[0]
+        if place is None:
             return self._give(result)
-        place = self._take(out)
-        if place.shape != result.shape or place.dtype != result.dtype:
-            raise ValueError(
-                f"cannot write to out: got {place.dtype} of shape {place.shape}, expected {result.dtype} of shape "
-                f"{result.shape}."
-            )
-        place[...] = result
+        if result is not place:
+            place[...] = result
         return out
+
+    def _place(self, out: Any, like: Any) -> Any:
+        """Return the memory of ``out``, into which an array like another one is to go."""
+        place = out if self._from_framework is None else self._from_framework(out)
+        if not self._backend.is_array(place) or place.shape != like.shape or place.dtype != like.dtype:
+            got = f"{getattr(place, 'dtype', type(place).__name__)} of shape {getattr(place, 'shape', ())}"
+            raise ValueError(f"cannot write to out: got {got}, expected {like.dtype} of shape {like.shape}.")
+        if not place.flags.c_contiguous or not getattr(place.flags, "writeable", True):
+            raise ValueError("cannot write to out: got an array that is read-only or not contiguous.")
+        return place
 
     def reduce(self, array: Any, op: str, root: int, weight: float | None) -> Any:
         send = self._take(array)
@@ -183,10 +189,13 @@ class Collectives:
 
     # -- several arrays of the backend at once ------------------------------------------------------------------------
 
-    def reduce_all(self, items: Sequence[tuple[Any, str, float | None]], root: int | None = None) -> list[Any]:
+    def reduce_all(
+        self, items: Sequence[tuple[Any, str, float | None]], root: int | None = None, place: Any = None
+    ) -> list[Any]:
         """Reduce contiguous arrays of all ranks, each ``(array, op, weight)``; return the results.
 
-        ``root``: the only rank that gets them. What the others get has no meaning.
+        ``root``: the only rank that gets them. What the others get has no meaning. ``place``: where the result of the
+        only one goes, if the communicator can bring it there.
         """
         comm, xp = self._communicator, self._xp
         folded = self._fold_complex(items)
@@ -195,6 +204,8 @@ class Collectives:
             for k, (array, op, weight) in enumerate(items)
         ]
         outs = [[xp.empty_like(part.array) for part in r.parts] if r is not None else [] for r in reductions]
+        if place is not None and [out.dtype for out in outs[0]] == [place.dtype]:
+            outs[0] = [place]
         with comm.group():
             for reduction, out in zip(reductions, outs):
                 for part, target in zip(reduction.parts if reduction is not None else (), out):

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
+import signal
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from harness import kill_and_wait, pids
 
 import synk
 
@@ -794,3 +798,163 @@ def test_an_exception_in_the_body_leaves_the_ranks_alike(shared_runtimes: Any) -
     assert ranks_are_alike(rep)
     step(x, y)
     assert ranks_are_alike(rep)
+
+
+# ----- faults
+
+
+FAULTS = ["forward", "reduction", "step", "scheduler", "end"]
+
+
+def faulty_step(
+    model: Any, optimizer: Any, scheduler: Any, x: Any, y: Any, where: str = "", action: str = "", rank: int = 1
+) -> Any:
+    """A step in which ``action`` befalls a rank at some place."""
+
+    def reach(place: str) -> None:
+        if place == where and synk.comm.rank == rank and synk.comm.rows:
+            act(action)
+
+    optimizer.zero_grad()
+    out = model(x)
+    reach("forward")
+    loss = F.mse_loss(out, y)
+    if where == "reduction":
+        first = next(iter(model.parameters()))
+        handle = first.register_hook(lambda grad: reach("reduction"))
+    try:
+        loss.backward()
+    finally:
+        if where == "reduction":
+            handle.remove()
+    reach("step")
+    optimizer.step()
+    reach("scheduler")
+    scheduler.step()
+    reach("end")
+    return loss
+
+
+def act(action: str) -> None:
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "raise":
+        raise ArithmeticError("on purpose")
+    elif action == "hang":
+        while True:
+            time.sleep(0.01)
+
+
+def build_faulty() -> tuple[Any, ...]:
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+@pytest.mark.parametrize("where", FAULTS)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
+def test_a_worker_that_is_killed_anywhere_changes_no_bit(reused: Callable[..., Any], where: str, rank: int) -> None:
+    """The step is repeated unless it counted: losses and states are those of a run without deaths, bit for bit."""
+    rt = reused(2)
+    outcomes = []
+    for has_fault in (False, True):
+        objects = build_faulty()
+        rep = synk.torch.replicate(*objects, runtime=rt)
+        step = rep.function(faulty_step, bcast_inputs=("where", "action", "rank"))
+        losses = []
+        for number, (x, y) in enumerate(batches(8, (8, 6))):
+            fault = (where, "kill", rank) if has_fault and number == 3 else ("", "", 0)
+            try:
+                losses.append(float(step(x, y, *fault)))
+            except synk.errors.WorkerDied as error:
+                assert error.step_counted == (where in ("step", "scheduler", "end"))
+                losses.append(None if error.step_counted else float(step(x, y)))
+        outcomes.append((losses, [copy.deepcopy(each) for each in objects]))
+        assert ranks_are_alike(rep)
+        assert rep.num_steps == 8
+    (expected, clean), (losses, faulty) = outcomes
+    assert [loss for loss in losses if loss is not None] == [
+        loss for loss, own in zip(expected, losses) if own is not None
+    ]
+    assert largest_difference(clean, faulty) == 0.0
+
+
+@pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
+def test_a_worker_that_is_killed_while_idle_changes_no_bit(reused: Callable[..., Any]) -> None:
+    rt = reused(2)
+    outcomes = []
+    for has_fault in (False, True):
+        objects = build_faulty()
+        rep = synk.torch.replicate(*objects, runtime=rt)
+        step = rep.function(faulty_step, bcast_inputs=("where", "action", "rank"))
+        losses = []
+        for number, (x, y) in enumerate(batches(8, (8, 6))):
+            if has_fault and number in (2, 5):
+                kill_and_wait(pids(rt)[number % 2])
+            losses.append(float(step(x, y)))
+        outcomes.append((losses, [copy.deepcopy(each) for each in objects]))
+    assert outcomes[0][0] == outcomes[1][0]
+    assert largest_difference(outcomes[0][1], outcomes[1][1]) == 0.0
+
+
+@pytest.mark.parametrize("where", FAULTS)
+@pytest.mark.parametrize("action", ["raise", "hang"])
+def test_an_exception_or_a_timeout_anywhere_leaves_the_ranks_alike(
+    reused: Callable[..., Any], where: str, action: str
+) -> None:
+    rt = reused(2)
+    rep = synk.torch.replicate(*build_faulty(), runtime=rt)
+    step = rep.function(faulty_step, bcast_inputs=("where", "action", "rank"))
+    (x, y), *_ = batches(1)
+    step(x, y)
+    with pytest.raises((ArithmeticError, synk.errors.CallTimeout)) as caught:
+        step(x, y, where, action, timeout=0.5 if action == "hang" else None)
+    counted = caught.value.step_counted  # type: ignore[attr-defined]
+    assert counted == (where in ("step", "scheduler", "end"))
+    assert ranks_are_alike(rep)
+    assert rep.num_steps == 1 + counted
+    step(x, y)
+    assert ranks_are_alike(rep)
+
+
+@pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
+def test_the_last_worker_takes_the_state_along_and_push_brings_back_the_masters(reused: Callable[..., Any]) -> None:
+    rt = reused(1)
+    rep, step, model, optimizer = trained(rt, 2)
+    kept = copy.deepcopy(model)
+    x, y = batches(1)[0]
+    step(x, y)
+    kill_and_wait(pids_of(rt)[0])
+    with pytest.raises(synk.errors.WorkerDied, match="is lost"):
+        step(x, y)
+    rep.push()
+    assert largest_difference([model], [kept]) == 0.0
+    step(x, y)
+
+
+def pids_of(rt: synk.Runtime) -> list[int]:
+    """Return the workers' pids without an operation, which would settle what ranks have."""
+    return [each.process.pid for each in rt._session.workers.by_rank]
+
+
+def test_many_steps_take_no_more_memory_and_no_descriptors(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    rep, step, model, optimizer = trained(rt)
+
+    def held(x: Any) -> Any:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]), len(os.listdir("/proc/self/fd"))
+
+    measure = rt.function(held, outputs=None)
+    (x, y), *_ = batches(1)
+    for _ in range(50):
+        step(x, y)
+    before = measure(np.zeros(2)), len(os.listdir("/proc/self/fd"))
+    for _ in range(300):
+        step(x, y)
+    after = measure(np.zeros(2)), len(os.listdir("/proc/self/fd"))
+    assert after[1] == before[1]
+    assert after[0][1] == before[0][1]
+    for pages, pages_before in zip(after[0][0], before[0][0]):
+        assert pages - pages_before < 512, (pages_before, pages)  # 2 MB
