@@ -12,6 +12,7 @@ from synk._master.resident import ResidentHandle, ResidentObject
 from synk._master.variable import Variable, VariableHandle
 from synk._master.watch import Part, Watch
 from synk._pure.interrupts import is_from_handler
+from synk._pure.tensors import is_torch_optimizer
 from synk.errors import SerializationError
 
 LARGE_CHANGE_NBYTES = 1 << 20
@@ -60,20 +61,41 @@ class Referred(NamedTuple):
     residents: set[ResidentObject]
 
 
-def referred_in(value: Any) -> Referred:
+class Captured(NamedTuple):
+    """What a function refers to: on the workers, and models of torch that are copied to them."""
+
+    referred: Referred
+    modules: tuple[Any, ...]
+    optimizers: tuple[Any, ...]
+
+
+def captured_in(value: Any) -> Captured:
     """Return what ``value`` refers to; raise what its pickling raises."""
     pickler = HandlePickler(_Nowhere(), buffer_callback=lambda buffer: None)
     pickler.dump(value)
-    return Referred(
-        {handle._variable for handle in pickler.handles if isinstance(handle, VariableHandle)},
-        {handle._resident for handle in pickler.handles if isinstance(handle, ResidentHandle)},
+    parts = {id(part) for module in pickler.modules for part in list(module.modules())[1:]}
+    return Captured(
+        Referred(
+            {handle._variable for handle in pickler.handles if isinstance(handle, VariableHandle)},
+            {handle._resident for handle in pickler.handles if isinstance(handle, ResidentHandle)},
+        ),
+        tuple(module for module in pickler.modules if id(module) not in parts),
+        tuple(pickler.optimizers),
     )
 
 
-def check_picklable(name: str, options: dict[str, Any]) -> Referred:
-    """Return what a function refers to; raise SerializationError if it cannot be sent."""
+def check_captured(name: str, options: dict[str, Any]) -> Captured:
+    """Return what a function refers to.
+
+    Raises
+    ------
+    SerializationError
+        If it cannot be sent.
+    TypeError
+        If it would train: each worker would step in a copy of its own, and no model would learn.
+    """
     try:
-        return referred_in(options)
+        captured = captured_in(options)
     except Exception as error:
         if is_from_handler(error):
             raise
@@ -82,6 +104,17 @@ def check_picklable(name: str, options: dict[str, Any]) -> Referred:
             f"cannot send {name!r} to the workers: {culprit}{type(error).__name__}: {str(error).rstrip('.')}. "
             "Make such an object inside the function, or pass what it needs as an argument."
         ) from error
+    _check_optimizers(name, captured.optimizers)
+    return captured
+
+
+def _check_optimizers(name: str, optimizers: Sequence[Any]) -> None:
+    if optimizers:
+        raise TypeError(
+            f"cannot build {name!r}: it refers to a torch optimizer ({type(optimizers[0]).__name__}), whose steps "
+            "would change a copy on each worker and not the model here. Use synk.torch.replicate(model, optimizer), or keep "
+            "both on the workers by synk.resident((model, optimizer))."
+        )
 
 
 def find_culprit(fn: Any) -> str:
@@ -96,7 +129,7 @@ def find_culprit(fn: Any) -> str:
         return ""
     for name, value in {**variables.nonlocals, **variables.globals}.items():
         try:
-            referred_in(value)
+            captured_in(value)
         except Exception as error:
             if is_from_handler(error):
                 raise
@@ -105,9 +138,10 @@ def find_culprit(fn: Any) -> str:
 
 
 def referred_by(name: str, options: dict[str, Any], watched: Watch) -> Referred:
-    """Return what a function refers to now, in its own modules too."""
-    found = check_picklable(name, options)
+    """Return what a function refers to now, in its own modules too; raise as ``check_captured``."""
+    found = check_captured(name, options).referred
     values = [part.value for part in watched.parts]
+    _check_optimizers(name, [value for value in values if is_torch_optimizer(value)])
     return Referred(
         found.variables | {value._variable for value in values if isinstance(value, VariableHandle)},
         found.residents | {value._resident for value in values if isinstance(value, ResidentHandle)},

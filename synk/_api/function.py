@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, overload
 
-from synk._api.captured import Changes, Referred, check_picklable, referred_by
+from synk._api.captured import Changes, Referred, check_captured, referred_by
 from synk._api.data import Data, make_data
 from synk._api.options import (
     FRAMEWORKS,
@@ -127,7 +127,9 @@ class Function(Generic[P]):
         self._home: tuple[dict[str, Any], str] | None = None  # the user's module that holds it, and its name there
         self._watch: Watch | None = None  # over what the workers have been told
         self._changes = Changes(self.name)
-        self.variables, self.residents = check_picklable(self.name, self.options)
+        self._modules: tuple[Any, ...] = ()
+        captured = check_captured(self.name, self.options)
+        (self.variables, self.residents), self._modules = captured.referred, captured.modules
         functools.update_wrapper(self, fn, updated=())
         _waiting[self] = None
 
@@ -141,6 +143,7 @@ class Function(Generic[P]):
             "framework": self.framework,
             "updates": self.updates,
             "changes": self._changed,
+            "modules": self._modules,
         }
 
     # -- calling ------------------------------------------------------------------------------------------------------

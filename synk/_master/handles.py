@@ -7,6 +7,8 @@ from typing import Any
 
 import cloudpickle
 
+from synk._pure.tensors import is_torch_module, is_torch_optimizer
+
 
 class Handle:
     """The base of :class:`synk.Shared` and :class:`synk.Resident`, which are known by their class.
@@ -27,15 +29,23 @@ class HandlePickler(cloudpickle.Pickler):
     Attributes
     ----------
     handles : list of Handle
-        Those it has met.
+    modules, optimizers : list
+        Of torch.
+        All three: those it has met.
     """
 
     def __init__(self, file: Any, **options: Any) -> None:
         super().__init__(file, protocol=5, **options)
         self.handles: list[Handle] = []
+        self.modules: list[Any] = []
+        self.optimizers: list[Any] = []
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Handle):
             self.handles.append(obj)
             return obj._reference
+        if is_torch_module(obj):
+            self.modules.append(obj)
+        elif is_torch_optimizer(obj):
+            self.optimizers.append(obj)
         return super().reducer_override(obj)

@@ -143,3 +143,15 @@ def _problem(tensor: Any) -> str:
             "Pass tensor.cpu()"
         )
     return ""
+
+
+def is_torch_module(obj: Any) -> bool:
+    """Whether ``obj`` is a module of torch, a model or a part of one."""
+    torch = sys.modules.get("torch")
+    return isinstance(obj, getattr(getattr(torch, "nn", None), "Module", ()))
+
+
+def is_torch_optimizer(obj: Any) -> bool:
+    """Whether ``obj`` is an optimizer of torch."""
+    torch = sys.modules.get("torch")
+    return isinstance(obj, getattr(getattr(torch, "optim", None), "Optimizer", ()))

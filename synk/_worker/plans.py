@@ -13,7 +13,7 @@ from synk._pure.tensors import is_tensor
 from synk._wire.memory import Segment
 from synk._wire.messages import IN_SEGMENTS, Layout, Move, Plan
 from synk._worker.loans import Loans
-from synk._worker.residents import Changing
+from synk._worker.residents import Changing, Reading
 from synk.backends import Backend
 from synk.errors import SerializationError
 
@@ -32,9 +32,10 @@ class LoadedFunction:
         framework: str | None,
         updates: Any,
         changes: Any,
+        modules: Any,
         backend: Backend,
     ) -> None:
-        self.fn = Changing(fn, changes) if changes else fn
+        self.fn = Changing(fn, changes) if changes else Reading(fn, modules, name) if modules else fn
         self.name = name
         self.outputs = outputs
         self.updates = updates

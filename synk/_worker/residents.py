@@ -110,3 +110,42 @@ class Changing:
                 resident.version, resident.is_torn = number, False
         worker.hold_back(False)
         return result
+
+
+class Reading:
+    """A function that captured modules of torch and may only read them.
+
+    What it changed in them would be this rank's own: no other rank, and not the master, would have it.
+    """
+
+    def __init__(self, fn: Callable[..., Any], modules: Sequence[Any], name: str) -> None:
+        self._fn = fn
+        self._modules = modules
+        self._name = name
+        self._has_changed = ""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        before = [_marks(module) for module in self._modules]
+        result = self._fn(*args, **kwargs)
+        for module, marks in zip(self._modules, before):
+            now = _marks(module)
+            if now != marks:
+                self._has_changed = next((name for name in marks if marks[name] != now.get(name)), "a new tensor")
+                self._check()
+        return result
+
+    def _check(self) -> None:
+        if self._has_changed:
+            raise TypeError(
+                f"cannot use the result of {self._name!r}: it has changed {self._has_changed!r} of a torch module that "
+                "it captured, on this worker's copy alone, expected a function that only reads it (batch norms: "
+                "module.eval()). Train with synk.torch.replicate(model, optimizer), or keep the module on the workers "
+                "by synk.resident(module) and changes=[...]."
+            )
+
+
+def _marks(module: Any) -> dict[str, tuple[int, int]]:
+    """Return what shows that a parameter or buffer was changed."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    return {name: (tensor._version, tensor.data_ptr()) for name, tensor in named}

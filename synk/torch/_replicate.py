@@ -121,8 +121,8 @@ class Replicated(Handle):
     """
 
     __slots__ = (
-        "__weakref__", "_fingerprints", "_is_behind", "_is_busy", "_linked", "_lock", "_objects", "_options",
-        "_resident", "_runtime",
+        "__weakref__", "_fingerprints", "_is_behind", "_is_busy", "_is_touched", "_linked", "_lock", "_objects",
+        "_options", "_resident", "_runtime",
     )  # fmt: skip
 
     def __init__(self, objects: Sequence[Any], options: _rank.Options, runtime: Runtime) -> None:
@@ -130,7 +130,7 @@ class Replicated(Handle):
         self._options = options
         self._runtime = runtime
         self._lock = threading.RLock()
-        self._is_behind = self._is_busy = False
+        self._is_behind = self._is_busy = self._is_touched = False
         name = ", ".join(type(obj).__name__ for obj in objects)
         self._resident = runtime.resident(
             _rank.RankReplica(objects, options), name=name, dump=_rank.dump, load=_rank.load
@@ -226,7 +226,7 @@ class Replicated(Handle):
 
     def _note_equal(self) -> None:
         self._fingerprints = [_state.fingerprint(obj) for obj in self._objects]
-        self._is_behind = False
+        self._is_behind = self._is_touched = False
 
     @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
@@ -237,6 +237,7 @@ class Replicated(Handle):
             self._is_busy = before
 
     def _refresh(self) -> None:
+        self._is_touched = self._is_touched or not self._is_busy
         if self._is_behind and not self._is_busy:
             with self._lock:
                 if self._is_behind and not self._is_busy:
@@ -244,7 +245,7 @@ class Replicated(Handle):
 
     def _check_unchanged(self) -> None:
         for obj, before in zip(self._objects, self._fingerprints):
-            if self._is_behind and _state.fingerprint(obj) != before:
+            if self._is_behind and _state.fingerprint(obj, before) != before:
                 raise ValueError(
                     f"cannot bring {type(obj).__name__} up to date: it was changed in the master, by way of tensors "
                     "that were taken from it before, while the ranks took steps. Call pull() before you change what "
@@ -254,7 +255,9 @@ class Replicated(Handle):
     def _before_call(self, *, trains: bool) -> None:
         """Have the ranks see what the program has changed, and note that a step is about to make them differ."""
         with self._lock, self._busy():
-            now = [_state.fingerprint(obj) for obj in self._objects]
+            pairs = zip(self._objects, self._fingerprints)
+            now = [_state.fingerprint(obj, None if self._is_touched else before) for obj, before in pairs]
+            self._is_touched = False
             if now != self._fingerprints:
                 if self._is_behind:
                     self._check_unchanged()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -209,13 +210,18 @@ def _become(obj: Any, other: Any) -> None:
 # -- what shows a change ----------------------------------------------------------------------------------------------
 
 
-def fingerprint(obj: Any) -> dict[str, Any]:
-    """Return what differs from an earlier one, by part, after most changes that a program makes to an object."""
+def fingerprint(obj: Any, before: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return what differs from an earlier one, by part, after a change that a program makes to an object.
+
+    The contents of tensors are read, because what is written through ``tensor.data`` leaves no other trace. They are
+    taken from ``before`` where it is given: nobody can have looked at the object since.
+    """
     if is_module(obj):
         tensors = [tensor for _, tensor in tensors_of(obj)]
         return {
             "shape": [_Seen(tensor, (tensor.dtype, tensor.data_ptr())) for tensor in tensors],
             "tensors": [tensor._version for tensor in tensors],
+            "contents": [_digest(tensor) for tensor in tensors] if before is None else before["contents"],
             "flags": [each.training for each in _submodules(obj)]
             + [each.requires_grad for each in torch.nn.Module.parameters(obj)],
         }
@@ -230,6 +236,13 @@ def fingerprint(obj: Any) -> dict[str, Any]:
     if _has_state_dict(obj):
         return {"state_dict": _marks(obj.state_dict())}
     return {"whole": pickle.dumps(obj, protocol=5)}
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    """Return a checksum of a tensor in the host's memory; 0 for others."""
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return 0
+    return zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 class _Seen:
@@ -267,9 +280,8 @@ def changes(obj: Any, before: dict[str, Any], now: dict[str, Any]) -> State:
         return {}
     if is_module(obj):
         names = [name for name, _ in tensors_of(obj)]
-        old = before.get("tensors", [])
-        named = [name for name, new, was in zip(names, now["tensors"], old) if new != was]
-        return dump_module(obj, named if "tensors" in parts else [], has_gradients=False)
+        seen = zip(names, zip(now["tensors"], now["contents"]), zip(before["tensors"], before["contents"]))
+        return dump_module(obj, [name for name, new, was in seen if new != was], has_gradients=False)
     if is_optimizer(obj):
         state: State = {"groups": groups_of(obj)}
         if "state" in parts:

@@ -516,6 +516,11 @@ def change_weights(model: Any, optimizer: Any) -> None:
         model[0].weight.mul_(0.5)
 
 
+def change_data(model: Any, optimizer: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.2, 0.2)  # leaves no trace but the numbers
+
+
 def load_weights(model: Any, optimizer: Any) -> None:
     model.load_state_dict({name: tensor.flip(0) for name, tensor in model.state_dict().items()})
 
@@ -535,7 +540,9 @@ def to_eval(model: Any, optimizer: Any) -> None:
     model.eval()
 
 
-@pytest.mark.parametrize("change", [change_rate, change_weights, load_weights, load_optimizer, freeze, to_eval])
+@pytest.mark.parametrize(
+    "change", [change_rate, change_weights, change_data, load_weights, load_optimizer, freeze, to_eval]
+)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_the_program_changes_between_calls_holds_on_all_ranks(
     shared_runtimes: Any, change: Callable[..., None], workers: int
