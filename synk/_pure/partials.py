@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.dtypes import as_numbers, assign, is_bfloat16
+from synk._pure.dtypes import as_numbers, assign, describe_dtype, is_bfloat16
 from synk._pure.ops import Op, check_op, is_reducible
 
 # An accumulator block of this size stays in the second-level cache while every rank's part streams through it.
@@ -169,9 +169,9 @@ class Accumulator:
             self._sum = self._xp.array(self._lift(op, first, self._rows[0]), order="C")
         if value.shape != first.shape or value.dtype != first.dtype:
             raise ValueError(
-                f"cannot accumulate {self.what} over slices: got shape {value.shape} and dtype {value.dtype} after "
-                f"shape "
-                f"{first.shape} and dtype {first.dtype}, expected the same for every slice. "
+                f"cannot accumulate {self.what} over slices: got shape {value.shape} and dtype "
+                f"{describe_dtype(value.dtype)} after shape {first.shape} and dtype {describe_dtype(first.dtype)}, "
+                "expected the same for every slice. "
                 "Use op 'gather' where the length follows the rows."
             )
         with np.errstate(all="ignore"):  # overflow and NaN are the caller's numbers, as in a NumPy reduction
