@@ -112,8 +112,8 @@ def _check_optimizers(name: str, optimizers: Sequence[Any]) -> None:
     if optimizers:
         raise TypeError(
             f"cannot build {name!r}: it refers to a torch optimizer ({type(optimizers[0]).__name__}), whose steps "
-            "would change a copy on each worker and not the model here. Use synk.torch.replicate(model, optimizer), or keep "
-            "both on the workers by synk.resident((model, optimizer))."
+            "would change a copy on each worker and not the model here. Use synk.torch.replicate(model, optimizer), or "
+            "keep both on the workers by synk.resident((model, optimizer))."
         )
 
 
