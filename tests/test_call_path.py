@@ -23,6 +23,8 @@ import pytest
 import saboteurs
 from harness import PACKAGE_FOLDER, assert_right, mapped_memfds, same_workers
 
+import synk
+
 COUNTERS = {"messages_down", "messages_up", "bytes_down", "bytes_up", "bytes_pickled"}
 WORKERS = (1, 2, 3)
 BIG = np.random.default_rng(0).normal(size=(1 << 16, 16))
@@ -489,3 +491,17 @@ print(sorted(new & heavy))
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE_FOLDER)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_a_function_that_communicates_imports_nothing_of_the_master() -> None:
+    """An import is held together against interrupts: where it is long, a worker would seem not to answer Ctrl-C."""
+
+    def communicate(x: np.ndarray) -> str:
+        before = set(sys.modules)
+        synk.comm.all_reduce(x, "sum")
+        synk.comm.barrier()
+        return " ".join(sorted(name for name in set(sys.modules) - before if name.startswith("synk")))
+
+    with synk.fork(2, backend="numpy") as rt:
+        imported = rt.function(communicate, outputs=None)(np.ones(2))
+    assert imported == ["", ""]

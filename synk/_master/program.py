@@ -27,8 +27,8 @@ from synk.errors import StartupError
 
 # The bootstrap may import nothing before the path is the master's: a pickle.py in the current directory must not run.
 # Only absolute entries are used for our own imports; the worker sets the path exactly before it loads a function. The
-# package's own file, which imports the master's half, is run at the first use of a public name: most functions use
-# none, and it would double what a worker imports beside NumPy.
+# package's own file, which imports the master's half, is run at the first use of a public name other than ``comm``:
+# most functions use none, and it would double what a worker imports beside NumPy.
 _BOOTSTRAP = """\
 import sys
 if sys.path and sys.path[0] == "": del sys.path[0]
