@@ -145,8 +145,9 @@ def _write_some(stream: TextIO, text: str) -> str:
     while text:
         if poll is not None and not poll.poll(_STALL_MS):
             break
-        # A pipe that is ready takes this much without blocking.
-        part, text = (text[:_PIECE], text[_PIECE:]) if poll is not None else (text, "")
+        # A pipe that is ready takes this much without blocking. It ends with a line: another rank's may follow.
+        end = len(text) if poll is None else text.rfind("\n", 0, _PIECE) + 1 or _PIECE
+        part, text = text[:end], text[end:]
         try:
             stream.write(part)
         except UnicodeEncodeError:

@@ -134,6 +134,19 @@ def test_F4_workers_flood_their_output(kind: str, target: str) -> None:
         assert text.count("y") == 2 * repeats * 100
 
 
+def test_F4_a_stream_that_is_full_holds_whole_lines() -> None:
+    """What does not fit is written later, and the lines of another rank may come before it."""
+    from synk._master.output import _write_some
+
+    text = f"[rank 0] {'x' * 99}\n" * 2000
+    read_fd, write_fd = os.pipe()
+    with open(read_fd, "rb") as reader, open(write_fd, "w", encoding="ascii") as stream:
+        rest = _write_some(stream, text)
+        written = os.read(reader.fileno(), len(text)).decode("ascii")
+    assert rest and written + rest == text
+    assert written.endswith("\n")
+
+
 def test_F4_the_masters_output_is_closed_or_full() -> None:
     script("""
         from harness import assert_right
