@@ -45,9 +45,6 @@ from synk.errors import WorkerDied
 P = ParamSpec("P")
 """The parameters of the user's function."""
 
-_PLAIN = CallOptions()
-"""Those of nearly all calls."""
-
 _waiting: weakref.WeakKeyDictionary[Function[...], None] = weakref.WeakKeyDictionary()  # in the order they were made
 _waiting_lock = threading.Lock()
 
@@ -175,14 +172,12 @@ class Function(Generic[P]):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        is_plain = batch is None and shard_batch is None and output_subset is None and timeout is None
-        if is_plain and type(num_slices) is int and num_slices == 1:
+        if output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
             quiet, watched = self.plans.quiet[0], self._watch
-            if quiet is not None and not kwargs and watched is not None and watched.is_current() and not self._retry:
-                result = quiet.run(self._session, self, args)
+            if quiet is not None and watched is not None and watched.is_current() and not self._retry:
+                result = quiet.run(self._session, self, args, kwargs, batch, shard_batch)
                 if result is not NOT_QUIET:
                     return result
-            return self._run(args, kwargs, _PLAIN)
         options = CallOptions(
             batch, shard_batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout)
         )
@@ -313,11 +308,10 @@ class Function(Generic[P]):
                 f"cannot submit {self.name!r}: it was built with retry={self._retry}, and a submitted call is never "
                 "run again. Call it, or build it without retry."
             )
-        is_plain = batch is None and shard_batch is None and output_subset is None and timeout is None
-        if is_plain and type(num_slices) is int and num_slices == 1 and not kwargs:
+        if output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
             session, watched = self._session, self._watch
             if session is not None and watched is not None and watched.is_current():
-                pending: PendingCall | None = session.queue.submit_quietly(self, args)
+                pending: PendingCall | None = session.queue.submit_quietly(self, args, kwargs, batch, shard_batch)
                 if pending is not None:
                     return pending
         function = self._renewed()

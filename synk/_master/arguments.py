@@ -91,21 +91,41 @@ class Argument:
         return self.data is not None and self.data.minibatch
 
     @property
-    def num_rows(self) -> int:
-        if self.kind == "shard":
-            return sum(self.value.lengths)
-        return len(self.contents.array if self.contents is not None else self.array)  # type: ignore[arg-type]
+    def shape(self) -> tuple[int, ...] | None:
+        """Of the array; None where it is none."""
+        array = self.array if self.contents is None else self.contents.array
+        return None if array is None else array.shape
 
 
-def select(arguments: Sequence[Argument], batch: Any, function_name: str) -> Selection | None:
+class Rows(NamedTuple):
+    """A scattered array of a call, as far as it matters for which rows the ranks get."""
+
+    label: str
+    num_rows: int
+    is_minibatch: bool
+
+
+def rows_of(arguments: Sequence[Argument]) -> list[Rows]:
+    """Return the arrays that have rows, as ``select`` and ``assign`` take them."""
+    return [Rows(a.label, a.shape[0], a.is_minibatch) for a in arguments if a.kind == "rows" and a.shape is not None]
+
+
+def shapes_beside_rows(arguments: Sequence[Argument]) -> tuple[Any, ...] | None:
+    """Return the shapes of all inputs but for their rows; None where they are not known."""
+    shapes = [(argument, argument.shape) for argument in arguments]
+    if not shapes or any(shape is None for _, shape in shapes):
+        return None
+    return tuple((argument.keyword, shape[argument.kind == "rows" :]) for argument, shape in shapes)  # type: ignore[index]
+
+
+def select(rows: Sequence[Rows], batch: Any, function_name: str) -> Selection | None:
     """Return the rows of a call, or None where no argument is scattered."""
-    rows = [argument for argument in arguments if argument.kind == "rows"]
     if not rows:
         if batch is not None:
             raise ValueError(f"cannot select rows of {function_name!r}: batch was given, but no argument is scattered.")
         return None
-    whole = [(a.label, a.num_rows) for a in rows if not a.is_minibatch]
-    mini = [(a.label, a.num_rows) for a in rows if a.is_minibatch]
+    whole = [(label, count) for label, count, is_minibatch in rows if not is_minibatch]
+    mini = [(label, count) for label, count, is_minibatch in rows if is_minibatch]
     return select_common(batch, whole, mini, repr(function_name))
 
 
@@ -132,22 +152,24 @@ def own_rows(variables: Sequence[Variable], world_size: int, function_name: str)
 
 
 def assign(
-    arguments: Sequence[Argument], shards: Sequence[Argument], batch: Any, shard_batch: Any, function_name: str
+    rows: Sequence[Rows], shards: Sequence[tuple[str, Variable]], batch: Any, shard_batch: Any, function_name: str
 ) -> Assignment:
     """Return which rank works on which rows where some arguments are sharded variables: each on those it owns.
+
+    ``shards`` are the variables, with how errors call them.
 
     Raises
     ------
     ValueError
         If the variables' shards differ in length, or other inputs do not have one row for each of theirs.
     """
-    lengths = shards[0].value.lengths
-    for other in shards[1:]:
-        if other.value.lengths != lengths:
+    (first, variable), *others = shards
+    lengths = variable.lengths
+    for label, other in others:
+        if other.lengths != lengths:
             raise ValueError(
-                f"cannot call {function_name!r}: got {shards[0].label} with {lengths} rows on the ranks and "
-                f"{other.label} with "
-                f"{other.value.lengths}, expected equal shards."
+                f"cannot call {function_name!r}: got {first} with {lengths} rows on the ranks and {label} with "
+                f"{other.lengths}, expected equal shards."
             )
     if batch is not None and shard_batch is not None:
         raise ValueError(f"cannot call {function_name!r}: got batch and shard_batch, expected one of them.")
@@ -158,17 +180,14 @@ def assign(
         assignment = assign_owned(batch, lengths, repr(function_name))
         expected = sum(lengths)
     is_batched = batch is not None or shard_batch is not None
-    for argument in arguments:
-        if argument.kind != "rows":
-            continue
-        is_mini = argument.is_minibatch and is_batched
+    for label, count, is_minibatch in rows:
+        is_mini = is_minibatch and is_batched
         wanted = assignment.selection.count if is_mini else expected
-        if argument.num_rows < wanted or (argument.num_rows > wanted and not is_mini):
+        if count < wanted or (count > wanted and not is_mini):
             raise ValueError(
-                f"cannot scatter {argument.label} of {function_name!r}: got {argument.num_rows} rows, expected "
+                f"cannot scatter {label} of {function_name!r}: got {count} rows, expected "
                 f"{wanted}{' or more' if is_mini else ''}, one for each "
-                f"{'selected ' if is_mini or shard_batch is not None else ''}row of the sharded variable "
-                f"{shards[0].label}."
+                f"{'selected ' if is_mini or shard_batch is not None else ''}row of the sharded variable {first}."
             )
     return assignment
 

@@ -10,16 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from synk._master import collectives
-from synk._master.arguments import (
-    Argument,
-    assign,
-    own_rows,
-    pickle_objects,
-    select,
-)
+from synk._master.arguments import Argument, Rows, assign, own_rows, pickle_objects, rows_of, select
 from synk._master.checked import Checks
 from synk._master.launched import Callee
-from synk._master.plans import Call, CallOptions
+from synk._master.plans import Call, CallOptions, IndexArrays
 from synk._master.session import Session
 from synk._master.variable import Variable
 from synk._pure.ops import each_op
@@ -72,26 +66,19 @@ def _divide(
 ) -> Call:
     """Decide which rows a call works on, which ranks run it, and on which of the rows each."""
     name, world_size = function.name, session.world_size
-    shards = [argument for argument in arguments if argument.kind == "shard"]
-    owned: Assignment | None = None
     sources: Sequence[Variable] = ()
     unequal = ""
-    selection: Selection | None
-    if shards:
-        owned = assign(arguments, shards, options.batch, options.shard_batch, name)
-        selection, bounds = owned.selection, owned.bounds
-    elif options.shard_batch is not None:
-        raise ValueError(f"cannot call {name!r}: shard_batch was given, but no argument is a sharded variable.")
-    else:
-        selection = select(arguments, options.batch, name)
-        if selection is not None:
-            bounds = _even_bounds(selection.count, 1 if options.is_serial else world_size)
-        else:
-            if not function.per_rank:
-                sources = closed_over_shards(session, function, deadline)
-                if not sources:
-                    _check_rowless(function.outputs, name)
-            bounds, unequal = own_rows(sources, world_size, name)
+    rows = rows_of(arguments)
+    shards = [(argument.label, argument.value) for argument in arguments if argument.kind == "shard"]
+    selection, bounds, owned = choose_rows(
+        rows, shards, options.batch, options.shard_batch, 1 if options.is_serial else world_size, name
+    )
+    if selection is None:
+        if not function.per_rank:
+            sources = closed_over_shards(session, function, deadline)
+            if not sources:
+                _check_rowless(function.outputs, name)
+        bounds, unequal = own_rows(sources, world_size, name)
     if options.is_serial:
         count = bounds[-1][1]
         bounds, unequal = [(0, count)] + [(count, count)] * (world_size - 1), ""
@@ -99,12 +86,50 @@ def _divide(
     has_rows = selection is not None or bool(sources)
     # Of a function whose outputs are not combined, a rank without rows shows what else it has.
     if selection is not None or (sources and any(op is not None for op in each_op(function.outputs))):
-        ranks = [rank for rank, (low, high) in enumerate(bounds) if high > low]
+        ranks = ranks_with_rows(bounds)
         if not ranks:
             _check_no_rows(function.outputs, name, sources)
             ranks = [0]
-    rows = [bounds[rank][1] - bounds[rank][0] if has_rows else 1 for rank in ranks]
-    return Call(arguments, selection, bounds, ranks, rows, None, options, owned, sources, unequal)
+    num_rows = [bounds[rank][1] - bounds[rank][0] if has_rows else 1 for rank in ranks]
+    indices = index_arrays(selection, owned, rows)
+    return Call(arguments, selection, bounds, ranks, num_rows, None, options, owned, sources, unequal, indices)
+
+
+def choose_rows(
+    rows: Sequence[Rows],
+    shards: Sequence[tuple[str, Variable]],
+    batch: Any,
+    shard_batch: Any,
+    num_parts: int,
+    name: str,
+) -> tuple[Selection | None, list[tuple[int, int]], Assignment | None]:
+    """Return the rows of a call, those of each rank, and how they lie in sharded variables; None where there are none.
+
+    Raises
+    ------
+    ValueError, IndexError, TypeError
+        If the batch does not fit.
+    """
+    if shards:
+        owned = assign(rows, shards, batch, shard_batch, name)
+        return owned.selection, owned.bounds, owned
+    if shard_batch is not None:
+        raise ValueError(f"cannot call {name!r}: shard_batch was given, but no argument is a sharded variable.")
+    selection = select(rows, batch, name)
+    return selection, [] if selection is None else _even_bounds(selection.count, num_parts), None
+
+
+def ranks_with_rows(bounds: Sequence[tuple[int, int]]) -> list[int]:
+    return [rank for rank, (low, high) in enumerate(bounds) if high > low]
+
+
+def index_arrays(selection: Selection | None, owned: Assignment | None, rows: Sequence[Rows]) -> IndexArrays:
+    """Return which rows of whole inputs, of the ranks' own shards and of minibatch inputs to take; None: a range."""
+    indices = None if selection is None else selection.indices
+    if owned is None:
+        return indices, None, None
+    has_minibatch = any(is_minibatch for _, _, is_minibatch in rows)
+    return indices, owned.local_indices, owned.order if has_minibatch else None
 
 
 def closed_over_shards(session: Session, function: Callee, deadline: float | None) -> list[Variable]:

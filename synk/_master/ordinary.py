@@ -41,7 +41,10 @@ def _can_repeat(session: Session, launched: Launched) -> bool:
     """Whether calls like one that has just ended well can be quiet."""
     call, cached = launched.call, launched.cached
     assembly, plan_id = cached.assembly, cached.plan.plan_id
-    if session.has_devices or call.sources or not (call.options.is_plain and cached.is_agreed):
+    options = call.options
+    if options.num_slices > 1 or options.output_subset is not None or options.is_serial or options.is_trial:
+        return False
+    if session.has_devices or call.sources or not cached.is_agreed:
         return False
     if assembly is None or not assembly.is_plain:
         return False
@@ -51,19 +54,20 @@ def _can_repeat(session: Session, launched: Launched) -> bool:
         return False
     staged = iter(cached.staged)
     for argument in call.arguments:
-        if argument.keyword or argument.nest is not None or argument.kind not in ("rows", "whole"):
+        if argument.kind in ("object", "closed over"):
             return False
         if argument.tensor_dtype:  # an array of the dtype in which it lies would look the same
             return False
         array, target = argument.array, None if argument.array is None else next(staged)
-        if array is None or target is None:
-            if argument.data is None:
-                return False
-        elif (  # records, of which equal dtypes can differ, and what was changed in place since it was passed
-            type(array) is not np.ndarray
-            or array.dtype.kind == "V"
-            or array.dtype.newbyteorder("=") != target.dtype
-            or array.shape != target.shape
+        if (
+            array is not None
+            and target is not None
+            and (  # records, of which equal dtypes can differ, and what was changed in place since it was passed
+                type(array) is not np.ndarray
+                or array.dtype.kind == "V"
+                or array.dtype.newbyteorder("=") != target.dtype
+                or array.shape != target.shape
+            )
         ):
             return False
     return True

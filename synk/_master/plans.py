@@ -25,6 +25,9 @@ from synk._wire.messages import Layout, Plan
 
 _MAX_PLANS = 64
 
+IndexArrays = tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]
+"""Which rows to take of whole inputs, of the ranks' own shards, and of minibatch inputs; None for a range."""
+
 
 class CachedPlan:
     """A plan with what the master learnt about its outputs."""
@@ -126,18 +129,6 @@ class CallOptions:
     is_trial: bool = False
     is_apart: bool = False
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing is asked for but the call itself."""
-        return (
-            self.batch is None
-            and self.num_slices == 1
-            and self.output_subset is None
-            and self.shard_batch is None
-            and not self.is_serial
-            and not self.is_trial
-        )
-
 
 @dataclass
 class Call:
@@ -153,13 +144,6 @@ class Call:
     owned: Assignment | None = None
     sources: Sequence[Variable] = ()  # sharded variables whose rows are those of the call, as no argument has any
     unequal: str = ""  # why their rows are no weights of an average
+    index_arrays: IndexArrays = (None, None, None)
     has_group: bool = False  # whether its large outputs are reduced by NCCL
-
-    @property
-    def index_arrays(self) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
-        """Which rows of whole inputs, of the ranks' own shards and of minibatch inputs to take; None: a range."""
-        indices = self.selection.indices if self.selection is not None else None
-        if self.owned is None:
-            return indices, None, None
-        has_minibatch = any(argument.is_minibatch for argument in self.arguments)
-        return indices, self.owned.local_indices, self.owned.order if has_minibatch else None
+    beside_rows: Any = None  # the shapes of the inputs but for their rows, where the arguments are not kept

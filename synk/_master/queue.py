@@ -86,7 +86,9 @@ class Queue:
             self._collect_oldest(verb, None)
         return pending
 
-    def submit_quietly(self, function: Callee, args: tuple[Any, ...]) -> PendingCall | None:
+    def submit_quietly(
+        self, function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any, shard_batch: Any
+    ) -> PendingCall | None:
         """Submit a call by a quiet one; None where it is not one, and nothing was done."""
         session, calls = self._session, self.calls
         if session.is_mine() or cell.worker is not None:
@@ -100,15 +102,15 @@ class Queue:
             if function.variables or function.changes or (calls and (newest is None or calls[-1]._is_alone)):
                 return None
             quiet = function.plans.quiet[(newest.cached.lane.index + 1) % NUM_LANES if newest is not None else 0]
-            if (
-                quiet is None
-                or len(session.workers.requests) != len(calls)  # one of them has no owner: an interrupt came
-                or not quiet.is_repeated(session, function, args)
-            ):
+            # With a request too many one of them has no owner: an interrupt came.
+            if quiet is None or quiet.look.has_variables or len(session.workers.requests) != len(calls):
+                return None
+            values = quiet.compare(session, function, args, kwargs, batch, shard_batch)
+            if values is None:
                 return None
             pending = PendingCall(self, function.name)
             try:
-                quiet.send(session, args, started)
+                quiet.send(session, values, started)
                 pending._begin_quietly(quiet.launched(function), quiet)
                 calls.append(pending)
             except BaseException as error:

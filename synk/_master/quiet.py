@@ -3,8 +3,8 @@
 It is prepared by an ordinary call, one for each lane, and relies on all that this one has found out. Three comparisons
 tell whether it still may: the epoch (what the runtime itself has changed, ``synk._master.epoch``), the news (what
 finalizers dropped, calls in flight, whatever the workers' descriptors report), and what the function's code names,
-which the caller has compared before (``synk._master.watch``). Then come the arguments. Up to there nothing is written,
-and anything else is an ordinary call.
+which the caller has compared before (``synk._master.watch``). Then come the arguments (``synk._master.look``). Their
+rows may be others if the same ranks run the call. Nothing is written before, and anything else is an ordinary call.
 
 From the first doorbell on, the quiet call is a request like others: an interrupt at any line finds it among those in
 flight, and what the workers answer is taken here only if it is, byte for byte, what a repeated call answers. Everything
@@ -17,17 +17,22 @@ import _signal  # type: ignore[import-not-found]  # the public functions make an
 import os
 import signal
 import time
-import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from synk._master.arguments import shapes_beside_rows
 from synk._master.call import abandon, collect
 from synk._master.launched import Callee, Launched
+from synk._master.look import Look
+from synk._master.plans import Call
 from synk._master.requests import Request
 from synk._master.results import Lease
 from synk._master.session import Session
+from synk._master.staging import write_numbers
+from synk._master.variable import VariableHandle
 from synk._pure.arrays import PARALLEL_NBYTES, copy_into
 from synk._pure.interrupts import num_cancels
 from synk._pure.limits import poll_ms
@@ -56,29 +61,27 @@ class QuietCall(Request):
 
     def __init__(self, session: Session, launched: Launched) -> None:
         super().__init__(0, (), None, "call", repr(launched.function.name))
-        cached, call = launched.cached, replace(launched.call, arguments=[], selection=None)
+        cached, arguments = launched.cached, launched.call.arguments
+        call = replace(launched.call, arguments=[], objects=None, beside_rows=shapes_beside_rows(arguments))
         lane, assembly = cached.lane, cached.assembly
         assert assembly is not None
         self._epoch = launched.epoch
         self._name = launched.function.name
-        self._call = call
+        # The call whose rows come next, with the batch that they stand for, and the one whose rows were written last.
+        self._chosen = _remembered(call, call.options.batch)
+        self._written = call
         self._cached = cached
         self._plan_id = cached.plan.plan_id
         self._assembly = assembly
-        staged = iter(cached.staged)
-        # For Data it and its contents, for arrays the dtype, the shape, and where to copy them.
-        self._arguments: list[tuple[Any, Any, np.ndarray | None]] = []
-        for argument in launched.call.arguments:
-            if argument.data is not None and argument.contents is not None:
-                self._arguments.append((weakref.ref(argument.data), weakref.ref(argument.contents.array), None))
-            elif argument.array is not None:
-                self._arguments.append((argument.array.dtype, argument.array.shape, next(staged)))
+        self.look = look = Look(self._name, arguments, cached.staged)
+        self._leaves, self._is_flat = look.leaves, look.is_flat
         self._copies = [
             (position, target, target.nbytes >= PARALLEL_NBYTES)
-            for position, (_, _, target) in enumerate(self._arguments)
+            for position, (_, _, target, _) in enumerate(self._leaves)
             if target is not None
         ]
-        self._staged_nbytes = sum(target.nbytes for _, target, _ in self._copies)
+        places = [place for place in cached.places.indices if place is not None]
+        self._staged_nbytes = sum(target.nbytes for target in (*cached.staged, *places))
         self._lane = lane
         self._bounds = lane.last_numbers
         self._block = lane.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1].copy()
@@ -93,7 +96,15 @@ class QuietCall(Request):
         self._lease: Lease | None = None
         self._number = self._started = 0
 
-    def run(self, session: Session, function: Callee, args: tuple[Any, ...]) -> Any:
+    def run(
+        self,
+        session: Session,
+        function: Callee,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        batch: Any,
+        shard_batch: Any,
+    ) -> Any:
         """Return the result of one call, or ``NOT_QUIET`` where it is another one; what the function names is current.
 
         Raises
@@ -106,10 +117,13 @@ class QuietCall(Request):
         started = time.monotonic_ns()
         with session._lock:
             workers = session.workers
-            if workers.requests or session.queue.calls or not self.is_repeated(session, function, args):
+            if workers.requests or session.queue.calls:
+                return NOT_QUIET
+            values = self.compare(session, function, args, kwargs, batch, shard_batch)
+            if values is None:
                 return NOT_QUIET
             try:
-                self.send(session, args, started)
+                self.send(session, values, started)
                 result = self.finish(session, function)
             except BaseException as error:
                 workers.recovery.settle_after(error)
@@ -117,8 +131,19 @@ class QuietCall(Request):
                 raise
             return collect(session, self.hand_over(function)) if result is NOT_QUIET else result
 
-    def is_repeated(self, session: Session, function: Callee, args: tuple[Any, ...]) -> bool:
-        """Whether a call with these arguments is like the last one, and nothing has changed since. Writes nothing."""
+    def compare(
+        self,
+        session: Session,
+        function: Callee,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        batch: Any,
+        shard_batch: Any,
+    ) -> Sequence[Any] | None:
+        """Return what was passed, leaf by leaf, if such a call is like the last one and nothing has changed since.
+
+        Writes nothing. A batch that does not fit raises, as in an ordinary call.
+        """
         workers, cached = session.workers, self._cached
         if (
             self._epoch != workers.epoch.number
@@ -132,31 +157,55 @@ class QuietCall(Request):
             or cached.assembly is not self._assembly
             # Ctrl-C would only cancel a task of asyncio, and not be heard here.
             or (_signal.getsignal(_SIGINT) is not _raises_keyboard_interrupt and num_cancels() >= 0)
-            or len(args) != len(self._arguments)
         ):
-            return False
-        for value, (first, second, target) in zip(args, self._arguments):
-            if target is None:
-                if value is None or value is not first() or value._contents.array is not second():
-                    return False
-            elif type(value) not in _ARRAYS or value.dtype != first or value.shape != second:
-                return False
+            return None
+        values: Sequence[Any] | None = args if self._is_flat and not kwargs else self.look.taken_apart(args, kwargs)
+        if values is None or len(values) != len(self._leaves):
+            return None
+        for value, (first, second, target, is_minibatch) in zip(values, self._leaves):
+            if target is not None:
+                if type(value) not in _ARRAYS or value.dtype != first or value.shape != second:
+                    return None
+            elif (
+                value is None
+                or value is not first()
+                or value._contents.array is not second()
+                or value.minibatch is not is_minibatch
+                if second is not None
+                else not isinstance(value, VariableHandle) or value._variable is not first()
+            ):
+                return None
+        known, call = self._chosen
+        if shard_batch is not None or type(batch) is not type(known) or batch != known:
+            chosen = self.look.choose(call, session.world_size, batch, shard_batch)
+            if chosen is None:
+                return None
+            self._chosen = _remembered(chosen, batch)
         for fd, _ in self._poll.poll(0):
             if fd not in self._rank_of or not workers.requests:  # more than replies to calls before this one
-                return False
+                return None
         if self._result_nbytes:
             self._lease = session.memory.lease_known(self._result_nbytes, self._ranks)
-        return self._epoch == workers.epoch.number and (self._lease is not None or not self._result_nbytes)
+        is_quiet = self._epoch == workers.epoch.number and (self._lease is not None or not self._result_nbytes)
+        return values if is_quiet else None
 
-    def send(self, session: Session, args: tuple[Any, ...], started_ns: int) -> None:
-        """Bring the arguments and the ranks' bounds to where the workers read them, and ring."""
+    def send(self, session: Session, values: Sequence[Any], started_ns: int) -> None:
+        """Bring what ``compare`` has returned and the ranks' bounds to where the workers read them, and ring."""
         workers, lane, numbers, counters = session.workers, self._lane, self._numbers, session.counters
         for position, target, is_large in self._copies:
             if is_large:
-                copy_into(target, args[position])
+                copy_into(target, values[position])
             else:
-                target[...] = args[position]
-        if lane.last_numbers is not self._bounds:  # a call with others came between
+                target[...] = values[position]
+        _, call = self._chosen
+        if call is not self._written:
+            for place, indices in zip(self._cached.places.indices, call.index_arrays):
+                if place is not None:
+                    place[...] = indices
+            write_numbers(lane, call)
+            self._bounds, self._written = lane.last_numbers, call
+            self._block = lane.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1].copy()
+        elif lane.last_numbers is not self._bounds:  # a call with others came between
             lane.last_numbers = None  # until all of them are written
             lane.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1] = self._block
             lane.last_numbers = self._bounds
@@ -186,14 +235,15 @@ class QuietCall(Request):
         for reply in self.replies.values():
             if reply is not self._answer:
                 return NOT_QUIET
-        lease = self._lease
-        result = self._assembly.build(self._call.rows, None, None if lease is None else lease.deliver(), None)
+        lease, (_, call) = self._lease, self._chosen
+        order = None if call.owned is None else call.owned.order
+        result = self._assembly.build(call.rows, None, None if lease is None else lease.deliver(), order)
         if self._assembly.has_assignments:
-            session.variables.commit(self._call.ranks, self._assembly.layouts, self._number)
+            session.variables.commit(call.ranks, self._assembly.layouts, self._number)
         session.workers.requests.pop(self.sequence, None)
         self._lease = None
         if function.changes:
-            session.residents.note_changed(function.changes, self._number, self._call.ranks)
+            session.residents.note_changed(function.changes, self._number, call.ranks)
         self._cached.is_agreed = True
         slowest = 0
         for words in self._function_ns:
@@ -232,7 +282,7 @@ class QuietCall(Request):
     def launched(self, function: Callee) -> Launched:
         """Return the call under way, as the ordinary way knows calls."""
         return Launched(
-            function, self._call, self._cached, self._number, self, None, self.deadline, self._started,
+            function, self._chosen[1], self._cached, self._number, self, None, self.deadline, self._started,
             self._staged_nbytes,
         )  # fmt: skip
 
@@ -241,3 +291,9 @@ class QuietCall(Request):
         launched = self.launched(function)
         launched.lease, self._lease = self._lease, None
         return launched
+
+
+def _remembered(call: Call, batch: Any) -> tuple[Any, Call]:
+    """Return a call with the batch that it stands for, where another one that is equal means the same rows."""
+    is_plain = batch is None or type(batch) is int
+    return (batch if is_plain and call.owned is None else NOT_QUIET), call

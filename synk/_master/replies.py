@@ -9,6 +9,7 @@ import time
 from collections.abc import Generator, Sequence
 from typing import Any
 
+from synk._master.arguments import shapes_beside_rows
 from synk._master.assembly import Assembly
 from synk._master.failures import raise_failures
 from synk._master.launched import Launched, Tried
@@ -122,10 +123,7 @@ def _look_at_shapes(launched: Launched, assembly: Assembly) -> None:
     has_rows = call.selection is not None or bool(call.sources)
     if not has_rows or len(call.ranks) == 1 or call.options.output_subset is not None or function.per_rank:
         return
-    inputs = [(a, a.array if a.contents is None else a.contents.array) for a in call.arguments]
-    others = None
-    if inputs and not function.variables and all(array is not None for _, array in inputs):
-        others = tuple((a.keyword, array.shape[a.kind == "rows" :]) for a, array in inputs)  # type: ignore[union-attr]
+    others = None if function.variables else call.beside_rows or shapes_beside_rows(call.arguments)
     leaves = assembly.layouts[0].leaves
     tell(function.row_shapes.look(assembly.ops, leaves, call.rows, call.options.num_slices, others))
 

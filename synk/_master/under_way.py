@@ -21,7 +21,7 @@ class UnderWay(Protocol):
     def check_step(self, function: Any) -> None:
         """Raise where a step before one of ``function`` has failed."""
 
-    def submit_quietly(self, function: Any, args: Any) -> Any:
+    def submit_quietly(self, function: Any, args: Any, kwargs: Any, batch: Any, shard_batch: Any) -> Any:
         """Send one that is like the last one of its function; None where it is not."""
 
     def drain(self, verb: str, deadline: float | None) -> None:

@@ -109,32 +109,19 @@ class Inputs:
         self, prepared: PreparedPlan, item: Input, base: np.ndarray, numbers: list[int], low: int, high: int
     ) -> Any:
         """Return the rows ``low`` to ``high`` of the selection, as a view where they are a range."""
-        indices = prepared.order if item.is_minibatch else prepared.indices
+        indices = prepared.indices_for(item)
         if indices is not None:
             return self._backend.take_rows(base, indices[low:high])
-        return self._backend.from_host(self._row_range(item, base, numbers, low, high))
-
-    @staticmethod
-    def _row_range(item: Input, base: np.ndarray, numbers: Sequence[int], low: int, high: int) -> np.ndarray:
-        """Return the rows of a range as a view."""
-        start, step = (0, 1) if item.is_minibatch else (numbers[Down.START], numbers[Down.STEP])
-        first = start + low * step
-        if step == 1:
-            return base[first : first + high - low]
-        stop: int | None = first + (high - low) * step
-        if stop is not None and stop < 0:  # a negative step that ends on row 0
-            stop = None
-        return base[first:stop:step] if high > low else base[:0]
+        return self._backend.from_host(base[row_range(item, numbers, low, high)])
 
     def lent_rows(self, prepared: PreparedPlan, low: int, high: int) -> RowsOf:
         """Return what tells which rows of an input the function got when it was called for ``low`` to ``high``."""
         numbers = self._down[self._rank].tolist()
 
         def rows(item: Input, base: np.ndarray) -> np.ndarray | None:
-            indices = prepared.order if item.is_minibatch else prepared.indices
-            if self._backend.is_device or indices is not None:
+            if self._backend.is_device or prepared.indices_for(item) is not None:
                 return None
-            return self._row_range(item, base, numbers, low, high)
+            return base[row_range(item, numbers, low, high)]
 
         return rows
 
@@ -191,6 +178,15 @@ class Inputs:
         """Drop what was brought ahead."""
         self._ahead = None
         self.num_ahead = 0
+
+
+def row_range(item: Input, numbers: Sequence[int], low: int, high: int) -> slice:
+    """Return where the rows ``low`` to ``high`` of the selection lie in an input, when they are a range."""
+    start, step = (0, 1) if item.is_minibatch else (numbers[Down.START], numbers[Down.STEP])
+    first, stop = start + low * step, start + high * step
+    if high <= low:
+        return slice(0, 0)
+    return slice(first, stop if stop >= 0 else None, step)  # below 0: a negative step that ends on row 0
 
 
 def in_framework(value: Any, convert: Callable[[Any], Any], xp: Any) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 from synk._pure.ops import Op
 from synk._pure.tensors import is_tensor
 from synk._wire.memory import Segment
-from synk._wire.messages import IN_SEGMENTS, Layout, Move, Plan
+from synk._wire.messages import IN_SEGMENTS, Input, Layout, Move, Plan
 from synk._worker.loans import Loans
 from synk._worker.residents import Changing, Reading
 from synk.backends import Backend
@@ -113,6 +113,10 @@ class PreparedPlan:
         self.pickle_view: memoryview | None = None
         if plan.pickle_place is not None:
             self.pickle_view = self._bytes_view(plan.pickle_place, segments)
+
+    def indices_for(self, item: Input) -> np.ndarray | None:
+        """Return which rows of a scattered array the ranks get; None where they are a range."""
+        return self.order if item.is_minibatch else self.indices
 
     @staticmethod
     def _index_view(place: tuple[int, int, int] | None, segments: dict[int, Segment]) -> np.ndarray | None:

@@ -1,9 +1,9 @@
 """The quiet call on a rank: a plan's next call, when it is like the last one and no message with a body came between.
 
-Prepared after an ordinary call of the plan, whose rows, inputs and outputs it relies on. It makes new views of the
-inputs for each call, for a function may change the shape of one, writes the outputs to where the last ones went if they
-look like them, and replies. Whatever else the function does (raises, assigns another variable, keeps an input, returns
-something new) is left to the ordinary way, which goes on with its outcome.
+Prepared after an ordinary call of the plan, whose inputs and outputs it relies on; the rows may be others. It makes new
+views of the inputs for each call, for a function may change the shape of one, writes the outputs to where the last ones
+went if they look like them, and replies. Whatever else the function does (raises, assigns another variable, keeps an
+input, returns something new) is left to the ordinary way, which goes on with its outcome.
 
 Never for functions with slices, updates, a framework or broadcast objects, and never where failpoints are armed.
 """
@@ -21,6 +21,7 @@ from synk._wire.messages import DOORBELL, Kind, Status
 from synk._worker import failpoints as _failpoints
 from synk._worker.calls import Outcome
 from synk._worker.dispatch import go_on
+from synk._worker.inputs import nested, row_range
 from synk._worker.plans import PreparedPlan
 from synk._worker.rank import RSS_INTERVAL_NS, Interrupted, Worker
 from synk._worker.variables import VariableStore
@@ -38,22 +39,21 @@ class QuietCall:
 
     def __init__(self, worker: Worker, prepared: PreparedPlan) -> None:
         lane, plan = worker.lane, prepared.plan
-        numbers = worker.lane.down[worker.rank].tolist()
         slots, layout = prepared.slots, prepared.layout
         assert slots is not None and layout is not None
         self._prepared = prepared
         self._plan_id = plan.plan_id
+        self._rank = worker.rank
         self._fn = prepared.function.fn
         self._lane = lane
         self._numbers = memoryview(lane.down[worker.rank])[Down.PARTICIPATES : Down.LOCAL_STEP + 1]
-        self._known_numbers = self._numbers.tobytes()
-        low, high = numbers[Down.LOW], numbers[Down.HIGH]
-        starts = [low if item.is_minibatch else numbers[Down.START] + low for item in plan.inputs]
+        self._known_numbers = b""
+        self._low = self._high = 0
         # The arrays themselves are found in the plan: another reference to them would look like one of the function's.
-        self._indices = [
-            (position, slice(start, start + high - low) if item.kind == "rows" else ...)
-            for position, (item, start) in enumerate(zip(plan.inputs, starts))
-        ]
+        self._others: list[tuple[int, Any, Any]] = []  # inputs that are not views of arrays
+        self._places = self._choose_rows()
+        self._keywords = [keyword for keyword in prepared.keywords if keyword]  # of the last arguments
+        self._is_flat = not plan.nests and not self._keywords and not self._others
         self._slots, self._assigned = slots, layout.assigned
         # Of these some words belong to the rank, and only those of the first lane count.
         self._rank_down = memoryview(worker.down[worker.rank])
@@ -73,19 +73,15 @@ class QuietCall:
         if prepared is None or prepared.slots is None or worker.lane.called is not prepared:
             return False
         plan, function = prepared.plan, prepared.function
-        numbers = worker.lane.down[worker.rank].tolist()
         return (
             not worker.backend.is_device
             and worker.failpoint is _failpoints.nothing
             and plan.num_slices == 1
             and not plan.is_trial
-            and not plan.nests
             and prepared.pickle_view is None
-            and prepared.indices is prepared.local_indices is prepared.order is None
             and not function.updates
             and function.to_framework is None
-            and all(item.kind in ("rows", "whole") and not item.name for item in plan.inputs)
-            and numbers[Down.STEP] == 1
+            and all(item.kind in ("rows", "whole", "shard", "replica") for item in plan.inputs)
         )
 
     def run(self, worker: Worker, sequence: int, channel: Any) -> Any:
@@ -102,15 +98,16 @@ class QuietCall:
             or variables.given
             or variables.whole
             or self._first_down[_RESULT]
-            or self._numbers.tobytes() != self._known_numbers
         ):
             return None
+        places = self._places if self._numbers.tobytes() == self._known_numbers else self._choose_rows()
         rank_up, lane_up = self._rank_up, self._lane_up
         worker.sequence, worker.lane = sequence, lane
         worker.used_lanes.add(lane.index)
         variables.call_down = lane.down
         lane.called, cell.worker = prepared, worker
         arguments: Any = []
+        named: Any = None
         result = failure = None
         is_expected = False
         started = ended = 0
@@ -121,10 +118,11 @@ class QuietCall:
                 if interrupt >= 0 and is_interrupted(interrupt, sequence):
                     raise Interrupted  # the signal came before this call could take it
                 rank_up[_PHASE] = _FUNCTION
-                for position, rows in self._indices:
+                for position, rows in places:
                     arguments.append(arrays[position][rows])
+                arguments, named = (arguments, {}) if self._is_flat else self._composed(worker, arguments)
                 started = time.monotonic_ns()
-                result = self._fn(*arguments)
+                result = self._fn(*arguments, **named)
                 ended = time.monotonic_ns()
                 lane_up[_FUNCTION_NS] = ended - started
                 is_expected = self._publish(variables, result)
@@ -133,7 +131,7 @@ class QuietCall:
         except BaseException as error:  # whatever the user's function raises is an answer
             worker.is_interruptible = False
             failure = error
-        arguments = None
+        arguments = named = None
         if not is_expected or worker.peers.is_communicating or prepared.loans.are_open():
             outcome = Outcome(result, failure, ended - started)
             result = failure = None
@@ -157,13 +155,41 @@ class QuietCall:
                 lane.communicator.wake_sleepers()  # type: ignore[union-attr]
         return REPLIED
 
+    def _choose_rows(self) -> list[tuple[int, Any]]:
+        """Return which part of which array the function gets by the master's numbers, which have changed."""
+        known, prepared = self._numbers.tobytes(), self._prepared
+        numbers = self._lane.down[self._rank].tolist()
+        self._low, self._high = low, high = numbers[Down.LOW], numbers[Down.HIGH]
+        places: list[tuple[int, Any]] = []
+        self._others = []
+        for position, item in enumerate(prepared.plan.inputs):
+            indices = prepared.indices_for(item) if item.kind == "rows" else None
+            if indices is not None or item.kind in ("shard", "replica"):
+                self._others.append((position, item, None if indices is None else indices[low:high]))
+            else:
+                places.append((position, ... if item.kind == "whole" else row_range(item, numbers, low, high)))
+        self._places, self._known_numbers = places, known
+        return places
+
+    def _composed(self, worker: Worker, arguments: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return what the function gets by position and by keyword; so far ``arguments`` are views of arrays."""
+        prepared, low, high = self._prepared, self._low, self._high
+        for position, item, indices in self._others:
+            if indices is not None:
+                value = worker.backend.take_rows(prepared.bases[position], indices)
+            else:
+                value = worker.variables.argument(item, prepared.local_indices, low, high, low)
+            arguments.insert(position, value)
+        if prepared.nests:
+            arguments = nested(arguments, prepared.nests)
+        first = len(arguments) - len(self._keywords)
+        return arguments[:first], dict(zip(self._keywords, arguments[first:]))
+
     def _publish(self, variables: VariableStore, result: Any) -> bool:
         """Bring outputs and new values of variables to their places, if they look like those of the call before."""
         if variables.given or not self._slots.fill(result):
             return False
-        if variables.assigned or self._assigned:
-            return variables.assignments() == self._assigned and variables.store()
-        return True
+        return variables.store_as_before(self._assigned) if variables.assigned or self._assigned else True
 
 
 def prepare(worker: Worker, kind: int, status: Status, plan_id: int, body: Any) -> None:

@@ -8,6 +8,7 @@ rank. In one file because a variable and the store of all share one transaction.
 
 from __future__ import annotations
 
+import operator
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -33,12 +34,14 @@ from synk._wire.variables import (
 from synk.backends import Backend
 from synk.backends._frameworks import bfloat16
 
+_shape_of = operator.attrgetter("shape")
+
 
 class Replica:
     """One variable on one rank; what ``w`` is inside a function."""
 
     # Without a dictionary a misspelt ``w.vlaue = ...`` is an error.
-    __slots__ = ("_declaration", "_front", "_shapes", "_store", "_structure", "_views")
+    __slots__ = ("_buffers", "_declaration", "_front", "_shapes", "_store", "_structure", "_views")
 
     def __init__(self, store: VariableStore) -> None:
         self._store = store
@@ -47,13 +50,14 @@ class Replica:
         self._shapes: list[Shapes] = [(), ()]
         self._structure: Any = None
         self._views: list[np.ndarray] | None = None
+        self._buffers: list[tuple[Shapes, list[np.ndarray]] | None] = [None, None]
 
     def declare(self, declaration: Declaration) -> None:
         """Take in what the master says: new buffers, new shapes, or all of it."""
         self._declaration = declaration
         self._front = declaration.front
         self._shapes = list(declaration.shapes)
-        self._views = None
+        self.close()
         _, self._structure = flatten(pickle.loads(declaration.skeleton))
 
     @property
@@ -66,13 +70,19 @@ class Replica:
         return self._known.name
 
     def _arrays(self, index: int) -> list[np.ndarray]:
+        """Return the arrays of one buffer, as the rank writes them."""
+        known = self._buffers[index]
+        if known is not None and known[0] == self._shapes[index]:
+            return known[1]
         declaration = self._known
         segment = self._store.segments[declaration.segment_ids[index]]
         offsets, _ = leaf_offsets(declaration.dtypes, self._shapes[index])
-        return [
+        arrays = [
             segment.view(offset, shape, dtype)
             for offset, shape, dtype in zip(offsets, self._shapes[index], declaration.dtypes)
         ]
+        self._buffers[index] = self._shapes[index], arrays
+        return arrays
 
     def leaves(self) -> list[np.ndarray]:
         """The arrays of the value as this call sees it, read-only."""
@@ -80,9 +90,11 @@ class Replica:
         if current is not None:
             return current
         if self._views is None:
-            views = self._arrays(self._front)
-            for view in views:
+            views = []
+            for array in self._arrays(self._front):
+                view = array[...]
                 view.flags.writeable = False
+                views.append(view)
             self._views = views
         return self._views
 
@@ -92,9 +104,11 @@ class Replica:
         leaves: list[Any] = list(self.leaves())
         if self._store.to_framework is not None:
             leaves = [self._store.as_framework(leaf) for leaf in leaves]
+        if self._structure == "leaf":
+            return leaves[0]
         value = unflatten(self._structure, leaves)
         is_flat_tuple = isinstance(self._structure, tuple) and self._structure[0] is tuple
-        if self._structure != "leaf" and not is_flat_tuple:
+        if not is_flat_tuple:
             self._store.note_given(self, value, leaves)
         return value
 
@@ -105,6 +119,18 @@ class Replica:
 
     def assign(self, value: Any) -> None:
         """Keep ``value`` aside as the new one."""
+        declaration, shapes = self._declaration, self._shapes[self._front]
+        assert declaration is not None
+        if (  # as most look: there is nothing to check
+            type(value) is np.ndarray
+            and self._structure == "leaf"
+            and not self._store.backend.is_device
+            and value.dtype == declaration.dtypes[0]
+            and value.shape == shapes[0]
+        ):
+            self._store.forget_given(self)
+            self._store.assigned[self] = [self._keep(value, value.dtype)]
+            return
         leaves, structure = flatten_value(value, self._structure)
         if structure != self._structure:
             raise ValueError(
@@ -112,8 +138,6 @@ class Replica:
                 f"{describe(self._structure)}."
             )
         leaves = [self._store.from_user(leaf) for leaf in leaves]
-        declaration = self._known
-        shapes = self._shapes[self._front]
         as_array = self._store.backend.as_array
         arrays = check_value(
             self.name, leaves, declaration.dtypes, shapes, is_sharded=declaration.is_sharded, as_array=as_array
@@ -133,13 +157,14 @@ class Replica:
 
     def store(self, pending: Sequence[Any]) -> bool:
         """Write an assigned value into the second buffer; return False if that has no room."""
-        declaration = self._known
         back = 1 - self._front
-        shapes = shapes_of(pending)
-        _, needed = leaf_offsets(declaration.dtypes, shapes)
-        segment = self._store.segments.get(declaration.segment_ids[back])
-        if segment is None or segment.nbytes < needed:
-            return False
+        shapes = tuple(map(_shape_of, pending))
+        known = self._buffers[back]
+        if known is None or known[0] != shapes:
+            _, needed = leaf_offsets(self._known.dtypes, shapes)
+            segment = self._store.segments.get(self._known.segment_ids[back])
+            if segment is None or segment.nbytes < needed:
+                return False
         self._shapes[back] = shapes
         for target, source in zip(self._arrays(back), pending):
             self._store.backend.to_host(source, target)
@@ -155,6 +180,7 @@ class Replica:
     def close(self) -> None:
         """Let go of the shared memory, though functions may still refer to the variable."""
         self._views = None
+        self._buffers = [None, None]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return value_as_array(self, self._structure, dtype, copy)
@@ -386,10 +412,24 @@ class VariableStore:
         """What the call has assigned: variables and their new shapes."""
         return tuple((replica.variable_id, shapes_of(pending)) for replica, pending in self.assigned.items())
 
+    def store_as_before(self, expected: tuple[tuple[int, Shapes], ...]) -> bool:
+        """Do as ``store`` if the call has assigned what another one did; ``expected`` is what ``assignments`` said."""
+        if len(self.assigned) != len(expected):
+            return False
+        for (replica, pending), (variable_id, shapes) in zip(self.assigned.items(), expected):
+            if self._replicas.get(variable_id) is not replica or len(pending) != len(shapes):
+                return False
+            for leaf, shape in zip(pending, shapes):
+                if leaf.shape != shape:
+                    return False
+        return self.store()
+
     def store(self) -> bool:
         """Write all assignments of the call under way into second buffers; return False if one has no room."""
-        has_room = [replica.store(pending) for replica, pending in self.assigned.items()]
-        if False in has_room:
+        has_room = True
+        for replica, pending in self.assigned.items():
+            has_room = replica.store(pending) and has_room
+        if not has_room:
             return False
         self.stored = (int(self.call_down[0, Down.CALL]), list(self.assigned))
         self.abandon()

@@ -333,6 +333,142 @@ def test_keywords_and_options_after_a_quiet_call(shared_runtimes: Any) -> None:
         check(f(W, X))
 
 
+BATCHES: list[Any] = [
+    5, 5, 6, 8, 3, None, slice(2, 7), slice(1, 8, 3), slice(None, None, -1), slice(6, 1, -2), [5, 1, 1, 0],
+    np.array([7, -1, 2, 2]), np.arange(8)[::-1], X[:, 0] > 9, 5, None,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, "inline"])
+@pytest.mark.parametrize("as_data", [True, False])
+def test_batches_are_quiet(shared_runtimes: Any, ordinary: Ordinary, num_workers: Any, as_data: bool) -> None:
+    """From the third call of a plan on: lists of one length are one, and all ranges and numbers of rows together."""
+    rt = shared_runtimes[num_workers]
+
+    def look(w: np.ndarray, x: np.ndarray) -> tuple[Any, Any, Any]:
+        caller = sys._getframe(1).f_code.co_filename
+        return float(caller.endswith("quiet.py")), (x * w).sum(), x.mean(axis=0)
+
+    f = rt.function(look, bcast_inputs="w", outputs=("min", "sum", "avg"))
+    x = rt.data(X) if as_data else X
+    for k, batch in enumerate(BATCHES):
+        if num_workers == 3 and isinstance(batch, list):
+            continue
+        rows = X[:batch] if isinstance(batch, int) else X if batch is None else X[batch]
+        for _ in range(3):
+            f(W, x=x, batch=batch)
+        before = len(ordinary)
+        for scale in (k, k + 1):
+            is_quiet, total, mean = f(W * scale, x=x, batch=batch)
+            assert is_quiet
+            np.testing.assert_allclose(total, (rows * W * scale).sum())
+            np.testing.assert_allclose(mean, rows.mean(axis=0))
+        assert len(ordinary) == before
+    before = len(ordinary)
+    for batch in (4, 6, slice(1, 8), 7, slice(None, None, -1), None, 5):
+        f(W, x=x, batch=batch)
+    assert len(ordinary) - before <= 1, "one of them comes after a list"
+
+
+def test_indices_of_a_batch_lie_where_those_before_lay(shared_runtimes: Any, ordinary: Ordinary) -> None:
+    rt = shared_runtimes[2]
+    rng = np.random.default_rng(0)
+    data = rt.data(X)
+    small = rt.data(X[:4], minibatch=True)
+    f = rt.function(lambda x, y: (x[:, 0] @ y[:, 1], x.copy()), outputs=("sum", "gather"))
+    for k in range(12):
+        indices = rng.integers(8, size=4)
+        small[...] = X[indices] + k
+        before = len(ordinary)
+        total, rows = f(data, y=small, batch=indices)
+        np.testing.assert_allclose(total, X[indices, 0] @ (X[indices, 1] + k))
+        np.testing.assert_array_equal(rows, X[indices])
+        assert len(ordinary) == before or k < 3
+    small.minibatch = False
+    total, rows = f(data, y=small, batch=[0, 1, 2, 1])
+    np.testing.assert_allclose(total, X[[0, 1, 2, 1], 0] @ small.data[[0, 1, 2, 1], 1])
+
+
+def test_a_batch_without_rows_and_wrong_ones_after_a_quiet_call(shared_runtimes: Any) -> None:
+    """They give what they give to a function that is called for the first time, and nothing is sent before an error."""
+    rt = shared_runtimes[2]
+    total = rt.function(lambda x: x.sum(), outputs="sum")
+    f = make(rt)
+    for batch in (5, [1, 2, 3], slice(1, 4)):
+        for _ in range(4):
+            f(W, X, batch=batch)
+            total(X, batch=batch)
+        for nothing in (0, [], slice(3, 3), np.zeros(8, bool)):
+            assert total(X, batch=nothing) == 0.0
+            with pytest.raises(ValueError, match="no rows"):
+                f(W, X, batch=nothing)
+        for _ in range(4):
+            f(W, X, batch=batch)
+        for wrong in (9, -1, [8], [-9, 0, 1], np.zeros(7, bool), "ab", [0.5, 1.0, 2.0], True, object()):
+            messages = []
+            for function in (f, make(rt)):
+                sent = rt.counters["messages_down"]
+                with pytest.raises((IndexError, TypeError)) as caught:
+                    function(W, X, batch=wrong)
+                messages.append((caught.type, str(caught.value)))
+                assert function is not f or rt.counters["messages_down"] == sent
+            assert messages[0] == messages[1]
+        check(f(W, X, batch=batch), W, X[:batch] if isinstance(batch, int) else X[batch])
+
+
+def test_shared_variables_as_arguments_are_quiet(shared_runtimes: Any, ordinary: Ordinary) -> None:
+    """Replicas and shards, whose values and lengths change between the calls, from the master's side and in calls."""
+    rt = shared_runtimes[2]
+    one, two = rt.shared(W), rt.shared(W * 2)
+    shard = rt.shared(X, sharded=True)
+
+    def look(w: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[Any, Any]:
+        caller = sys._getframe(1).f_code.co_filename
+        return float(caller.endswith("quiet.py")), (x * w).sum() + y.sum()
+
+    f = rt.function(look, bcast_inputs="w", outputs=("min", "sum"))
+    grow = rt.function(lambda: setattr(shard, "value", np.concatenate([shard.value, shard.value[:1]])), outputs=None)
+    for _ in range(3):
+        for w, scale in ((one, 1.0), (two, 2.0), (W * 3, 3.0)):
+            rows = np.asarray(rt.gather(shard)).reshape(-1, 3)
+            y = rt.data(rows)
+            for batch in (None, slice(1, 7), [0, 7, 3], None):
+                part = rows if batch is None else rows[batch]
+                for k in range(6):  # what was dropped before has to be told to the ranks
+                    before = len(ordinary)
+                    is_quiet, total = f(w, shard, y=y, batch=batch)
+                    np.testing.assert_allclose(total, (part * W * scale).sum() + part.sum())
+                    assert k < 4 or (is_quiet and len(ordinary) == before)
+        grow()
+        two.value = W * 2
+    y = rt.data(np.asarray(rt.gather(shard)).reshape(-1, 3))
+    pending = f.submit(one, shard, y=y)
+    np.testing.assert_allclose(pending.result()[1], f(one, shard, y=y)[1])
+
+
+def test_nested_arguments_are_quiet(shared_runtimes: Any, ordinary: Ordinary) -> None:
+    rt = shared_runtimes[2]
+    data = rt.data(X)
+
+    def look(both: dict[str, Any], w: np.ndarray) -> tuple[float, Any]:
+        caller = sys._getframe(1).f_code.co_filename
+        first, nothing = both["pair"]
+        assert nothing is None
+        return float(caller.endswith("quiet.py")), (both["x"] * w).sum() + first.sum()
+
+    f = rt.function(look, bcast_inputs="w", outputs=("min", "sum"))
+    for k in range(8):
+        before = len(ordinary)
+        is_quiet, total = f({"x": data, "pair": (X[:, 0] + k, None)}, w=W, batch=7)
+        np.testing.assert_allclose(total, (X[:7] * W).sum() + (X[:7, 0] + k).sum())
+        assert k < 3 or (is_quiet and len(ordinary) == before)
+    _, total = f({"pair": (X[:, 0], None), "x": data}, w=W, batch=7)  # another structure
+    np.testing.assert_allclose(total, (X[:7] * W).sum() + X[:7, 0].sum())
+    for wrong in ({"x": data, "pair": 3}, {"x": data, "pair": (X[:5, 0], None)}, X, 3.0):
+        with pytest.raises((TypeError, ValueError, IndexError)):
+            f(wrong, w=W)
+
+
 def test_data_that_changes_between_calls(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     f = make(rt)
@@ -1068,12 +1204,23 @@ class Fuzz:
         for _ in range(self.rng.integers(1, 6)):
             w = self.rng.normal(size=3)
             x = np.array(source)
-            how = self.rng.integers(12)
+            how = self.rng.integers(16)
             function = self.functions[name]
-            if how == 0:
-                rows = slice(0, max(1, len(x) // 2))
-                got = function(w, source, batch=rows)
-                x = x[rows]
+            if how in (0, 12, 13, 14):
+                rows = self.batch(len(x))
+                x = x[:rows] if isinstance(rows, int) else x[rows]
+                if how == 0:
+                    got = function(w, source, batch=rows)
+                elif how == 12:
+                    got = function(w, batch=rows, x=source)
+                elif how == 13 or name == "assign":
+                    got = function(x=source, w=w, batch=rows)
+                else:
+                    got = [function.submit(w, x=source, batch=rows) for _ in range(4)][-1].result()
+            elif how == 15:
+                with pytest.raises(IndexError, match="batch"):
+                    function(w, source, batch=[len(x)])
+                continue
             elif how == 1 and name != "assign":
                 got = function.serial(w, source)
             elif how in (2, 5, 6):
@@ -1090,6 +1237,19 @@ class Fuzz:
                 np.testing.assert_allclose(one, other, rtol=1e-4 if x.dtype == np.float32 else 1e-9)
             if name == "assign" and w[0] > 0:
                 self.value = self.value + 1
+
+    def batch(self, num_rows: int) -> Any:
+        """Return any batch of one row or more."""
+        count = int(self.rng.integers(1, num_rows + 1))
+        indices = self.rng.integers(-num_rows, num_rows, size=count)
+        start = int(self.rng.integers(num_rows))
+        mask = self.rng.random(num_rows) < 0.6
+        mask[start] = True
+        batches = [
+            count, slice(start, None), slice(None, None, -1), slice(start, None, 2), indices, indices.tolist(), mask,
+            np.arange(num_rows)[::-1],
+        ]  # fmt: skip
+        return batches[self.rng.integers(len(batches))]
 
     def change(self) -> None:
         data = self.data[self.rng.integers(len(self.data))]
