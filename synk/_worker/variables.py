@@ -57,7 +57,7 @@ class Replica:
         self._declaration = declaration
         self._front = declaration.front
         self._shapes = list(declaration.shapes)
-        self.close()
+        self._views, self._buffers = None, [None, None]
         _, self._structure = flatten(pickle.loads(declaration.skeleton))
 
     @property
