@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import small
+from benchmarks import small, training
 from benchmarks._harness import BARE, GLOO, JAX, MPI, POOL
 
 Results = dict[str, Any]
@@ -191,6 +191,14 @@ def _worst(key: str, scale: float = 1.0) -> Callable[[Any], float]:
     return lambda family: max(family["many_calls"][process][key] for process in ("master", "worker")) * scale
 
 
+def _step_less_a_call(results: Results) -> tuple[Values, bool]:
+    """What a step of a model of one number costs above a plain call, in microseconds."""
+    rounds = rounds_of(results, "training", "one number", "plain call")
+    return [(entry["synk"]["call_s"] - entry["plain call"]["call_s"]) * 1e6 for entry in rounds], _noisy(
+        results, rounds
+    )
+
+
 BARS = (
     Bar("tiny call, warm: time / bare loop's", 1.9, 1.4, _to_best("tiny", BARE.name)),
     Bar("tiny call, cold: time / bare loop's", 1.35, 1.05, _to_best("tiny, cold", BARE.name)),
@@ -248,6 +256,16 @@ BARS = (
     Bar("many calls: growth of descriptors", 0, 0, _footprint(_worst("fds"))),
     Bar("many calls: growth of mappings", 0, 0, _footprint(_worst("mappings"))),
     Bar("many calls: growth of private memory", 1.0, 0.1, _footprint(_worst("private_nbytes", 2.0**-20)), unit=" MB"),
+    *(
+        Bar(f"training, {case}: step / DDP's", must, aim, _call("training", case, training.DDP.name))
+        for case, must, aim in (
+            ("cnn, 8 x 8 images", 1.0, 0.8),
+            ("transformer of two blocks", 1.0, 0.9),
+            ("18 MB of gradients", 1.0, 0.75),
+            ("0.6 ms of work", 1.3, 1.1),
+        )
+    ),
+    Bar("training, one number: step less a plain call", 150, 100, _step_less_a_call, unit=" us"),
     Bar("all_reduce of 64 MB: bandwidth / one copy's", 0.55, 0.85, _bandwidth("all_reduce 64 MB"), at_least=True),
     Bar("all_reduce of 64 MB: time / mpi4py's", 0.5, 0.4, _call("collectives", "all_reduce 64 MB", MPI.name)),
     Bar("all_reduce of 64 MB: time / gloo's", 0.5, 0.4, _call("collectives", "all_reduce 64 MB", GLOO.name)),

@@ -37,6 +37,7 @@ def report(results: Results) -> str:
         "footprint": _footprint,
         "state": _state,
         "collectives": _collectives,
+        "training": _training,
     }
     for family, section in sections.items():
         if family in results:
@@ -177,6 +178,16 @@ def _collectives(family: Any) -> str:
         rows.append([case, *cells, *ratios, _ratio(entries, "ideal", "synk")])
     header = ("collective", "copy ms", "synk ms", "mpi4py ms", "gloo ms", "synk / mpi4py", "synk / gloo", "copy / synk")
     return table(header, rows)
+
+
+def _training(family: Any) -> str:
+    rows = []
+    for case, peers in family.items():
+        for peer, rounds in peers.items():
+            own = [] if isinstance(rounds, str) else rounds
+            note = rounds if isinstance(rounds, str) else _milliseconds(own, peer)
+            rows.append([case, _milliseconds(own, "synk"), peer, note, _ratio(own, "synk", peer)])
+    return table(("step of training", "synk ms", "peer", "peer ms", "synk / peer"), rows)
 
 
 def _milliseconds(entries: Sequence[Any], name: str) -> str:

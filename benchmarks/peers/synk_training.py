@@ -1,0 +1,34 @@
+"""``synk.torch``: the same steps, whole batches given by the master at each call."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+import synk
+from benchmarks import _models
+from benchmarks._serve import WORLD_SIZE, Call, serve
+
+
+def prepare(job: str) -> Call:
+    """Train the model of ``job``, and read the loss of each step; ``plain``: a call that trains nothing."""
+    model, optimizer, x, y = _models.make("empty" if job == "plain" else job)
+    run: Any
+    if job == "plain":
+        run = synk.function(lambda x, y: x.sum(), framework="torch")
+    else:
+        run = synk.torch.replicate(model, optimizer).function(_models.step)
+
+    def call(number: int) -> None:
+        float(run(x, y))
+
+    return call
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    begin = time.perf_counter()
+    with synk.fork(WORLD_SIZE):
+        serve({"step": prepare}, start_s=time.perf_counter() - begin, version=synk.__version__)

@@ -1,0 +1,40 @@
+"""Steps of training in PyTorch against DistributedDataParallel with gloo, on CPU workers with one thread each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks._harness import Harness, PeerError, Spec
+
+DDP = Spec("torch DDP (gloo)", "ddp", "ranks", ("torch",), {"GLOO_SOCKET_IFNAME": "lo"})
+SYNK = Spec("synk", "synk_training", requires=("synk", "torch"))
+JOBS = {
+    "cnn, 8 x 8 images": "cnn",
+    "transformer of two blocks": "transformer",
+    "18 MB of gradients": "large",
+    "0.6 ms of work": "small",
+    "one number": "empty",
+}
+
+
+def run(harness: Harness) -> dict[str, Any]:
+    """Return case -> peer -> rounds (or what went wrong)."""
+    results: dict[str, Any] = {}
+    for case, job in JOBS.items():
+        harness.progress(case)
+        try:
+            with harness.peers(SYNK, DDP) as peers:
+                for peer in peers:
+                    peer.prepare("step", job=job)
+                results[case] = {DDP.name: [harness.turns(peers) for _ in range(harness.rounds)]}
+        except PeerError as error:
+            results[case] = {DDP.name: f"failed: {error}"}
+    plain = Spec("plain call", "synk_training", requires=("synk", "torch"))
+    try:
+        with harness.peers(SYNK, plain) as peers:
+            for peer, job in zip(peers, ("empty", "plain")):
+                peer.prepare("step", job=job)
+            results["one number"][plain.name] = [harness.turns(peers) for _ in range(harness.rounds)]
+    except PeerError as error:
+        results["one number"][plain.name] = f"failed: {error}"
+    return results
