@@ -35,6 +35,7 @@ SEES_ALSO = {
     "synk._api.inline": "_worker",  # a rank in the master's process: the one place where both halves meet
     "synk.torch._replicate": "_master",
     "synk.torch._rank": "_worker",
+    "synk.torch._kept_graphs": "_worker",
     "synk.torch._batchnorm": "_worker",
 }
 """Of a package with a half in each process, which half a file belongs to."""

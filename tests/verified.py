@@ -25,7 +25,7 @@ def verifying(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(self: synk.Function, /, *args: Any, **kwargs: Any) -> Any:
-        if self.id not in verified and kwargs.get("shard_batch") is None:
+        if is_users(self) and self.id not in verified and kwargs.get("shard_batch") is None:
             verified.add(self.id)
             report = self.verify(*args, **{key: value for key, value in kwargs.items() if key not in OTHER_OPTIONS})
             assert report or {output.verdict for output in report.outputs} <= {"equal", "communicates", "per rank"}, (
@@ -36,9 +36,15 @@ def verifying(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def build(self: synk.Function, *args: Any, **options: Any) -> None:
-    plain_build(self, *args, **options)
-    built[self.id] = self.name
+def build(self: synk.Function, fn: Any, *args: Any, **options: Any) -> None:
+    plain_build(self, fn, *args, **options)
+    if is_users(self):
+        built[self.id] = self.name
+
+
+def is_users(function: synk.Function) -> bool:
+    """Whether a function is the program's, and none of synk's own, which rely on what the ranks keep between calls."""
+    return not str(getattr(function._fn, "__module__", "")).startswith("synk.")
 
 
 plain_build = synk.Function.__init__

@@ -3,7 +3,8 @@
 Loaded when ``synk.torch`` is first used; nothing of synk imports torch by itself.
 """
 
+from synk.torch._data_parallel import DataParallel
 from synk.torch._rank import mean
 from synk.torch._replicate import Replicated, StepFunction, replicate
 
-__all__ = ["Replicated", "StepFunction", "mean", "replicate"]
+__all__ = ["DataParallel", "Replicated", "StepFunction", "mean", "replicate"]
