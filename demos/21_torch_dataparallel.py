@@ -41,7 +41,7 @@ def train(*, is_parallel: bool) -> tuple[torch.nn.Module, float]:
 plain, expected = train(is_parallel=False)
 synk.fork(2)
 parallel, loss = train(is_parallel=True)
-difference = max(float((a - b).abs().max()) for a, b in zip(plain.parameters(), parallel.parameters()))
+difference = max(float((a - b).detach().abs().max()) for a, b in zip(plain.parameters(), parallel.parameters()))
 assert list(parallel.state_dict()) == list(plain.state_dict())
 assert abs(loss - expected) < 1e-10
 assert difference < 1e-10
