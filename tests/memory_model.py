@@ -401,6 +401,7 @@ def interrupt() -> Protocol:
         block("WorkerProcess.interrupt", write("SIGINT", name="call signal")),
         note("call ring"),
         note("call wait"),
+        note("call interrupt"),  # once more, to a rank that has not answered
         note("store INTERRUPT"),
     )
     worker = [read("SIGINT"), take_call(expect("INTERRUPT", 1), note("call _run"))]

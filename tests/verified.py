@@ -16,8 +16,8 @@ import synk
 
 OTHER_OPTIONS = ("shard_batch", "output_subset")
 
-built: dict[int, str] = {}
-verified: set[int] = set()
+built: list[synk.Function] = []
+verified: list[synk.Function] = []
 
 
 def verifying(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,8 +25,8 @@ def verifying(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(self: synk.Function, /, *args: Any, **kwargs: Any) -> Any:
-        if is_users(self) and self.id not in verified and kwargs.get("shard_batch") is None:
-            verified.add(self.id)
+        if is_users(self) and not any(self is each for each in verified) and kwargs.get("shard_batch") is None:
+            verified.append(self)
             report = self.verify(*args, **{key: value for key, value in kwargs.items() if key not in OTHER_OPTIONS})
             assert report or {output.verdict for output in report.outputs} <= {"equal", "communicates", "per rank"}, (
                 report
@@ -39,7 +39,7 @@ def verifying(method: Callable[..., Any]) -> Callable[..., Any]:
 def build(self: synk.Function, fn: Any, *args: Any, **options: Any) -> None:
     plain_build(self, fn, *args, **options)
     if is_users(self):
-        built[self.id] = self.name
+        built.append(self)
 
 
 def is_users(function: synk.Function) -> bool:
@@ -55,5 +55,5 @@ synk.Function.submit = verifying(synk.Function.submit)  # type: ignore[method-as
 if __name__ == "__main__":
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
-    missed = [name for key, name in built.items() if key not in verified]
+    missed = [function.name for function in built if not any(function is each for each in verified)]
     assert not missed, f"never verified: {missed}"

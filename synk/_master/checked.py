@@ -151,15 +151,25 @@ class Checks:
         check_owner(variable, self._session.variables, f"{label} of {self._name!r}")
         return variable
 
-    def _check_constants(self, label: str, value: Any, seen: frozenset[int] = frozenset()) -> None:
+    def _check_constants(self, label: str, value: Any) -> None:
         """Refuse tensors that require grad in a broadcast argument and its containers; a module takes its own along."""
-        if is_tensor(value):
-            check_no_grad(value, f"{label} of {self._name!r}")
-        elif isinstance(value, (tuple, list, dict)) and id(value) not in seen and "torch" in sys.modules:
-            parts = value if isinstance(value, dict) else dict(enumerate(value))
-            if not PLAIN_TYPES.issuperset(map(type, parts.values())):
-                for key, part in parts.items():
-                    self._check_constants(f"{label}[{key!r}]", part, seen | {id(value)})
+        if "torch" not in sys.modules:
+            return
+        pending: list[tuple[Any, Any]] = [(None, value)]  # where it lies: the container's own place, and the key in it
+        seen = set()
+        while pending:
+            place, value = pending.pop()
+            if is_tensor(value):
+                keys = []
+                while place is not None:
+                    place, key = place
+                    keys.append(f"[{key!r}]")
+                check_no_grad(value, f"{label}{''.join(reversed(keys))} of {self._name!r}")
+            elif isinstance(value, (tuple, list, dict)) and id(value) not in seen:
+                seen.add(id(value))
+                parts = value if isinstance(value, dict) else dict(enumerate(value))
+                if not PLAIN_TYPES.issuperset(map(type, parts.values())):
+                    pending += [((place, key), part) for key, part in parts.items()]
 
     def _misplaced(self, label: str, variable: Variable, hint: str) -> ValueError:
         is_kind = "sharded" if variable.is_sharded else "replicated"

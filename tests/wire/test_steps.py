@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from rank_arrays import REDUCIBLE, assert_same, reduced
@@ -10,9 +12,11 @@ from synk._pure.partials import BLOCK_NBYTES
 from synk._wire.memory import Segment
 from synk._wire.steps import Copy, Reduce, run_steps
 
+numbers = itertools.count(1)
+
 
 def made(nbytes: int, fill: int = 0) -> Segment:
-    segment = Segment.create(nbytes)
+    segment = Segment.create(nbytes, segment_id=next(numbers))
     segment.buffer[:] = fill
     return segment
 
