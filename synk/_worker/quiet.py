@@ -140,15 +140,15 @@ class QuietCall:
             finally:
                 cell.worker = None
         cell.worker = None
-        if os.getpid() != worker.pid:  # the function has forked, and this is the child: it must not answer
-            os._exit(0)
+        flush_output(worker)
+        if self._assigned:  # not before: the ordinary way would not know of them
+            variables.note_stored()
         if self._left is not None:  # as leave_call
             self._left[worker.rank] = self._first_down[_CALL]
         rank_up[_PHASE] = _IDLE
         rank_up[_OUTPUT_NBYTES] += self._slots.nbytes
         if ended - worker.rss_measured > RSS_INTERVAL_NS:
             worker.measure(ended)
-        flush_output(worker)
         os.write(channel.write_fd, DOORBELL.pack(_DONE, 0, sequence, 0))
         for number in self._sleeps:
             if number & 1:  # over a collective that this rank had no use for; the others look again by themselves
@@ -189,7 +189,7 @@ class QuietCall:
         """Bring outputs and new values of variables to their places, if they look like those of the call before."""
         if variables.given or not self._slots.fill(result):
             return False
-        return variables.store_as_before(self._assigned) if variables.assigned or self._assigned else True
+        return variables.write_as_before(self._assigned) if variables.assigned or self._assigned else True
 
 
 def prepare(worker: Worker, kind: int, status: Status, plan_id: int, body: Any) -> None:
@@ -207,7 +207,12 @@ def holds_outputs(worker: Worker) -> bool:
 
 
 def flush_output(worker: Worker) -> None:
-    """Have what was printed reach the master, where it does not go to the master's own streams."""
+    """Have what was printed reach the master, where it does not go to the master's own streams.
+
+    A copy of this process that the function has forked ends here: it must neither print it once more nor answer.
+    """
+    if os.getpid() != worker.pid:
+        os._exit(0)
     for stream in () if worker.is_inline else (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -412,8 +412,11 @@ class VariableStore:
         """What the call has assigned: variables and their new shapes."""
         return tuple((replica.variable_id, shapes_of(pending)) for replica, pending in self.assigned.items())
 
-    def store_as_before(self, expected: tuple[tuple[int, Shapes], ...]) -> bool:
-        """Do as ``store`` if the call has assigned what another one did; ``expected`` is what ``assignments`` said."""
+    def write_as_before(self, expected: tuple[tuple[int, Shapes], ...]) -> bool:
+        """Write all assignments, if the call has assigned what one did whose ``assignments`` were ``expected``.
+
+        They count as stored with :meth:`note_stored`; until then the ordinary way can write them once more.
+        """
         if len(self.assigned) != len(expected):
             return False
         for (replica, pending), (variable_id, shapes) in zip(self.assigned.items(), expected):
@@ -422,18 +425,23 @@ class VariableStore:
             for leaf, shape in zip(pending, shapes):
                 if leaf.shape != shape:
                     return False
-        return self.store()
+            if not replica.store(pending):
+                return False
+        return True
 
     def store(self) -> bool:
         """Write all assignments of the call under way into second buffers; return False if one has no room."""
         has_room = True
         for replica, pending in self.assigned.items():
             has_room = replica.store(pending) and has_room
-        if not has_room:
-            return False
+        if has_room:
+            self.note_stored()
+        return has_room
+
+    def note_stored(self) -> None:
+        """What the call has assigned is written: it holds if the master says so."""
         self.stored = (int(self.call_down[0, Down.CALL]), list(self.assigned))
         self.abandon()
-        return True
 
     def argument(self, item: Input, local_indices: np.ndarray | None, low: int, high: int, offset: int) -> Any:
         """Return a variable passed as an argument: whole, or the rows ``low`` to ``high`` of the call's selection.

@@ -1352,3 +1352,29 @@ def test_nothing_ends_the_epoch_of_quiet_calls(shared_runtimes: Any) -> None:
         data[0] = k
         f(W * k, data)
     assert rt._session.workers.epoch.number == number
+
+
+@pytest.mark.parametrize("kind", [1, 2, "inline"])
+@pytest.mark.parametrize("way", ["communicates", "keeps an input", "both"])
+def test_no_assignment_is_lost_where_a_quiet_call_goes_on_the_ordinary_way(
+    shared_runtimes: Any, kind: Any, way: str
+) -> None:
+    """The function has run, and its variables are written, when it shows that the call is no quiet one."""
+    rt = shared_runtimes[kind]
+    w = rt.shared(np.zeros(2))
+    kept: list[Any] = []
+
+    def step(x: np.ndarray) -> float:
+        total = x.sum()
+        if way != "keeps an input":
+            total = synk.comm.all_reduce(total, "sum")
+        if way != "communicates":
+            kept[:] = [x]
+        w.value = w.value + 1.0
+        return float(total)
+
+    f = rt.function(step, outputs="max")
+    for number in range(1, 9):
+        f(np.full(4, float(number)))
+        assert np.array_equal(w.value, [number, number])
+        assert all(np.array_equal(rt.get_value(w, rank), [number, number]) for rank in range(rt.world_size))
