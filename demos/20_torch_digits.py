@@ -30,7 +30,7 @@ F = torch.nn.functional
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--size", choices=("small", "full"), default="full", help="small: fewer epochs, for tests")
 SIZE = parser.parse_args().size
-NUM_EPOCHS, MIN_ACCURACY = {"small": (3, 0.9), "full": (15, 0.97)}[SIZE]
+NUM_EPOCHS, MIN_ACCURACY = {"small": (1, 0.5), "full": (15, 0.97)}[SIZE]
 NUM_TRAIN, BATCH_ROWS = 1437, 99
 
 pixels, labels = load_digits(return_X_y=True)
@@ -118,7 +118,7 @@ with synk.fork(2, backend="numpy") as runtime, warnings.catch_warnings():
     def take_step(x: Any, y: Any) -> Any:
         global count
         count += 1
-        if count == 20:
+        if count == 10:
             os.kill(pid_of_rank(torch.arange(2).numpy())[1], signal.SIGKILL)
         try:
             return parallel_step(x, y)
@@ -128,4 +128,4 @@ with synk.fork(2, backend="numpy") as runtime, warnings.catch_warnings():
 
     survived = train(take_step)
     assert survived == losses
-print("with a worker killed after 19 steps: the same losses, bit for bit")
+print("with a worker killed after 9 steps: the same losses, bit for bit")

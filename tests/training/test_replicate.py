@@ -858,8 +858,7 @@ def build_faulty() -> tuple[Any, ...]:
     return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
-@pytest.mark.parametrize("where", FAULTS)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("where", "rank"), [*((where, 1) for where in FAULTS), ("reduction", 0), ("step", 0)])
 @pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
 def test_a_worker_that_is_killed_anywhere_changes_no_bit(reused: Callable[..., Any], where: str, rank: int) -> None:
     """The step is repeated unless it counted: losses and states are those of a run without deaths, bit for bit."""
