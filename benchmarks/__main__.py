@@ -48,6 +48,7 @@ def main() -> int:
         max_noise=options.max_noise,
         tries=options.tries,
         quick=options.quick,
+        only_peers=options.peers,
         interpreters=[*options.python, *filter(None, os.environ.get("SYNK_BENCHMARK_PYTHONS", "").split(os.pathsep))],
     )
     results: dict[str, Any] = {"machine": _machine(), "options": {"quick": options.quick, "rounds": harness.rounds}}
@@ -71,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one short round, fewer sizes")
     parser.add_argument("--only", nargs="+", choices=FAMILIES, metavar="FAMILY", help=" ".join(FAMILIES))
+    parser.add_argument("--peers", nargs="+", default=[], metavar="NAME", help="only those whose names begin like this")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, help="default: 3, or 1 with --quick")
     parser.add_argument("--max-noise", type=float, default=0.15, help="cores that others may use during a block")

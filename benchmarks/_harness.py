@@ -139,6 +139,7 @@ class Harness:
     tries: int = 3
     quick: bool = False
     interpreters: Sequence[str] = ()
+    only_peers: Sequence[str] = ()  # how their names begin; none for all
 
     def __post_init__(self) -> None:
         mark = f"SYNK_BENCHMARK_RUN={os.getpid()}-{time.time_ns()}"
@@ -149,6 +150,11 @@ class Harness:
         self.versions: dict[str, str] = {}
         self.failures: dict[str, str] = {}
         self._python_of: dict[tuple[str, ...], str | None] = {}
+
+    @property
+    def chosen_peers(self) -> list[Spec]:
+        """The peers to compare with."""
+        return [spec for spec in PEERS if not self.only_peers or spec.name.startswith(tuple(self.only_peers))]
 
     def close(self) -> None:
         """Remove the scratch directory."""
