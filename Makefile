@@ -1,3 +1,4 @@
+# make alone lists the targets.
 # Everything runs in a virtual environment of this folder, made on first use; an active one is left alone.
 # Another interpreter: make test PYTHON=python3.12.  More arguments for pytest: make test ARGS="-k digits -x".
 
@@ -26,10 +27,22 @@ GPU := $(VENV)/.gpu-$(VERSION)
 # The extra that matches the driver, for the gpu targets.
 CUDA ?= cuda13
 
-.PHONY: demo test bench gpu-test gpu-bench storm faults lint doctest docs smoke clean
+.PHONY: help demo test bench gpu-test gpu-bench storm faults lint doctest docs smoke clean
+
+help:
+	@echo "make demo      trains on handwritten digits, serial and on 1, 2, ... workers: a table, and a picture of the speed-up"
+	@echo "make test      the test suite; a part of it: make test ARGS=\"-k digits -x\""
+	@echo
+	@echo "make bench     measures against peers; make faults: what injected faults do"
+	@echo "make storm     minutes of random kills and interrupts"
+	@echo "make gpu-test  the tests that need a GPU; make gpu-bench: its benchmarks (CUDA=cuda12 or cuda13)"
+	@echo "make lint doctest docs smoke   what .ci/run checks besides the tests"
+	@echo "make clean     removes what the other targets have made"
+	@echo
+	@echo "Each target installs what it needs into $(VENV) when it is first used."
 
 demo: $(DEMOS)
-	@$(PY) demos/10_digits_softmax.py
+	@$(PY) demos/10_digits_softmax.py --picture digits.png
 
 test: $(TEST)
 	@$(PY) -m pytest -n $(JOBS) --maxprocesses 8 $(ARGS)
@@ -88,7 +101,9 @@ define install
 endef
 
 $(DEMOS): $(BASE) pyproject.toml
-	$(call install,-e '.[demos]')
+	@echo "The demo trains a classifier of handwritten digits, first as a serial program, then on 1, 2, ... workers."
+	@echo "It needs NumPy, SciPy, scikit-learn and matplotlib, about 150 MB to download."
+	$(call install,-e '.[demos,plot]')
 
 $(TEST): $(BASE) pyproject.toml constraints.txt
 	$(call install,-c constraints.txt -e '.[test]')

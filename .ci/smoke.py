@@ -14,8 +14,9 @@ if "site-packages" not in Path(synk.__file__).parts:
     raise SystemExit(f"not the installed package: {synk.__file__}")
 if not importlib.resources.files("synk").joinpath("py.typed").is_file():
     raise SystemExit("py.typed is missing from the wheel")
-if importlib.metadata.version("synk") != synk.__version__:
-    raise SystemExit(f"version: the wheel says {importlib.metadata.version('synk')}, the package {synk.__version__}")
+version = importlib.metadata.version("synkhronos")
+if version != synk.__version__:
+    raise SystemExit(f"version: the wheel says {version}, the package {synk.__version__}")
 
 x = np.arange(15.0).reshape(5, 3)
 with synk.fork(2):

@@ -25,7 +25,9 @@ os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", MKL_NUM_THREADS
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--size", choices=("small", "full"), default="full", help="small: a tenth of the work, for tests")
-NUM_FEATURES, NUM_EPOCHS = {"small": (512, 25), "full": (2048, 30)}[parser.parse_args().size]
+parser.add_argument("--picture", metavar="FILE", help="draw the speed-up there; needs matplotlib")
+options = parser.parse_args()
+NUM_FEATURES, NUM_EPOCHS = {"small": (512, 25), "full": (2048, 30)}[options.size]
 NUM_TRAIN, BATCH_ROWS, LEARNING_RATE, MOMENTUM = 1437, 479, 0.0125, 0.9
 
 rng = np.random.default_rng(0)
@@ -94,3 +96,26 @@ print()
 print(f"{'program':<12}{'time [s]':>10}{'speed-up':>10}{'largest difference':>20}{'test accuracy':>15}")
 for program, seconds, difference, score in table:
     print(f"{program:<12}{seconds:>10.2f}{serial_s / seconds:>10.2f}{difference:>20}{score:>15.1%}")
+
+
+def draw(file: str) -> None:
+    """Draw the speed-up of the parallel programs over the number of workers, and write it to a file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    numbers = [int(program.split()[0]) for program, *_ in table[1:]]
+    speed_ups = [serial_s / seconds for _, seconds, *_ in table[1:]]
+    _, axes = pyplot.subplots(figsize=(5, 3.5), layout="constrained")
+    limit = [min(number, num_cores) for number in numbers]
+    axes.plot(numbers, limit, color="0.6", linestyle="--", label="one for each core")
+    axes.plot(numbers, speed_ups, marker="o", label="measured")
+    axes.set(xlabel="workers", ylabel="speed-up over the serial program", xticks=numbers, ylim=(0, None))
+    axes.legend(frameon=False)
+    pyplot.savefig(file, dpi=150)
+    print(f"\nspeed-up drawn in {file}")
+
+
+if options.picture:
+    draw(options.picture)

@@ -271,7 +271,7 @@ def info() -> str:
     """Return a description of synk, this machine, and the current runtime."""
     lines = [
         f"synk {__version__}, Python {platform.python_version()}, numpy {np.__version__}, {platform.platform()}",
-        f"CPU: {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable",
+        f"CPU: {num_cores()} of {os.cpu_count()} cores usable",
         *gpu_lines(has_cupy=has_cupy()),
     ]
     if cell.runtime is not None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from synk._pure.cores import num_cores
 from synk.backends import BACKENDS, backend_module
 from synk.communicators._nccl_library import nccl_environment
 
@@ -61,7 +62,7 @@ class Placement:
     def _num_threads(self, rank: int) -> int:
         """Return how many threads a library of a rank may start: its cores, divided by the ranks that share them."""
         if not self.cpus:
-            return max(len(os.sched_getaffinity(0)) // len(self.devices), 1)
+            return max(num_cores() // len(self.devices), 1)
         cpus = set(self.cpus[rank])
         return max(len(cpus) // sum(not cpus.isdisjoint(others) for others in self.cpus), 1)
 

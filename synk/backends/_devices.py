@@ -227,8 +227,8 @@ def describe(device: Device) -> str:
 def install_command(cuda_version: tuple[int, int] = (0, 0)) -> str:
     """Return the command that installs the GPU packages for a driver of ``cuda_version``."""
     if cuda_version[0] == 0:
-        return 'pip install "synk[cuda13]" (or "synk[cuda12]", by the CUDA version that `nvidia-smi` shows)'
-    return f'pip install "synk[cuda{min(cuda_version[0], _MAX_CUDA_MAJOR)}]"'
+        return 'pip install "synkhronos[cuda13]" (or "synkhronos[cuda12]", by the CUDA version that `nvidia-smi` shows)'
+    return f'pip install "synkhronos[cuda{min(cuda_version[0], _MAX_CUDA_MAJOR)}]"'
 
 
 def explain_absence(snapshot: NvmlSnapshot, environ: Mapping[str, str], *, has_cupy: bool) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from synk._pure.arrays import as_plain_array, is_masked
+from synk._pure.cores import num_cores
 from synk._wire.memory import Segment
 from synk.backends._frameworks import Converter, host_converters
 from synk.backends._places import Places
@@ -23,7 +23,7 @@ def place(num_workers: int | None, devices: Sequence[Any] | None) -> Places:
     """Give every rank the whole machine: its cores are shared."""
     if devices is not None:
         raise ValueError(f"cannot fork: got devices={devices!r} with backend 'numpy', expected None.")
-    count = num_workers or len(os.sched_getaffinity(0))
+    count = num_workers or num_cores()
     return Places(tuple(f"cpu:{rank}" for rank in range(count)))
 
 
@@ -111,7 +111,7 @@ class NumpyBackend:
         return True
 
     def describe(self) -> str:
-        return f"numpy {np.__version__}, {len(os.sched_getaffinity(0))} cores visible"
+        return f"numpy {np.__version__}, {num_cores()} cores usable"
 
     def close(self) -> None:
         """Nothing is held."""

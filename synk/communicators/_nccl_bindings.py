@@ -422,5 +422,5 @@ def load_binding(environ: Mapping[str, str] = os.environ) -> Binding:
     other = f" or set {BINDING_VARIABLE}={next(name for name in BINDINGS if name != choice)}" if choice else ""
     raise UnsupportedError(
         f"cannot load an NCCL binding: {'; '.join(reasons)}. Install one "
-        f'(pip install "synk[cuda12]" or "synk[cuda13]"){other}.'
+        f'(pip install "synkhronos[cuda12]" or "synkhronos[cuda13]"){other}.'
     )

@@ -146,7 +146,7 @@ def find_library(environ: Mapping[str, str] = os.environ) -> str:
     except OSError as error:
         raise UnsupportedError(
             f"cannot load NCCL: got {error}, expected {SONAME} from NVIDIA's wheel or the system. Install it "
-            f'(pip install "synk[cuda12]" or "synk[cuda13]") or set {LIBRARY_VARIABLE} to its path.'
+            f'(pip install "synkhronos[cuda12]" or "synkhronos[cuda13]") or set {LIBRARY_VARIABLE} to its path.'
         ) from error
     return mapped_library() or SONAME
 

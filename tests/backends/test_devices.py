@@ -444,7 +444,7 @@ def test_a_cuda_that_does_not_answer_leaves_the_order_open(program: str, monkeyp
     ("snapshot", "environ", "has_cupy", "expected"),
     [
         (NvmlSnapshot(problem=NO_DRIVER), {}, True, "no NVIDIA driver is loaded. synk runs on the CPU cores."),
-        (NvmlSnapshot(problem=NO_PACKAGE), {}, True, 'nvidia-ml-py is not installed. pip install "synk[cuda13]" (or'),
+        (NvmlSnapshot(problem=NO_PACKAGE), {}, True, 'is not installed. pip install "synkhronos[cuda13]" (or'),
         (NvmlSnapshot(problem="NVML does not answer: x"), {}, True, "Does `nvidia-smi` work?"),
         (NvmlSnapshot(driver_version="580.1"), {}, True, "the driver 580.1 shows none to this process"),
         (H200_SERVER, {"CUDA_VISIBLE_DEVICES": ""}, True, "CUDA_VISIBLE_DEVICES='' hides all 8"),
@@ -455,9 +455,9 @@ def test_a_cuda_that_does_not_answer_leaves_the_order_open(program: str, monkeyp
             True,
             "runs CUDA 11.8, synk needs a driver for CUDA 12",
         ),
-        (H200_SERVER, {}, False, 'CuPy is not installed. pip install "synk[cuda13]"'),
-        (MIG_SERVER, {}, False, 'CuPy is not installed. pip install "synk[cuda12]"'),
-        (dataclasses.replace(H200_SERVER, cuda_version=(14, 0)), {}, False, 'pip install "synk[cuda13]"'),
+        (H200_SERVER, {}, False, 'CuPy is not installed. pip install "synkhronos[cuda13]"'),
+        (MIG_SERVER, {}, False, 'CuPy is not installed. pip install "synkhronos[cuda12]"'),
+        (dataclasses.replace(H200_SERVER, cuda_version=(14, 0)), {}, False, 'pip install "synkhronos[cuda13]"'),
     ],
 )
 def test_an_absence_is_explained(
