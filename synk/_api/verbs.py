@@ -15,6 +15,7 @@ from synk._api.data import Data
 from synk._api.resident import Resident
 from synk._api.shared import Shared
 from synk._master.profile import Profile
+from synk._pure.cores import num_cores
 from synk._version import __version__
 from synk._wire.cell import cell
 from synk.backends._cupy import has_cupy

@@ -16,6 +16,7 @@ from synk._master.program import search_path
 from synk._master.watch import Part, Watch, watch
 from synk._master.workers import Workers
 from synk._pure.interrupts import deferred, is_from_handler
+from synk._wire.logs import levels
 from synk._wire.messages import Kind, LoadOrder, Reload, Status
 from synk.errors import SerializationError, StartupError
 
@@ -130,7 +131,7 @@ class Functions:
         if waiting and self._on_restart is not None:
             fn, options = self._on_restart
             self.bring([(_ON_RESTART, fn, options, watch(fn))], "on_restart", deadline)
-            orders = {worker.rank: LoadOrder([], [], search_path(), _ON_RESTART) for worker in waiting}
+            orders = {worker.rank: LoadOrder([], [], search_path(), levels(), _ON_RESTART) for worker in waiting}
             failures, was_interrupted = self._order(orders, "on_restart", deadline)
             if failures or was_interrupted:
                 what = f"{failures[0].type_name}: {failures[0].message}" if failures else "an interrupt"
@@ -149,7 +150,7 @@ class Functions:
                 (number, p.data) for number, p in self.book.parcels.items() if number not in worker.known.parcels
             ]
             if missing or reloads:
-                orders[worker.rank] = LoadOrder(list(reloads), missing, search_path())
+                orders[worker.rank] = LoadOrder(list(reloads), missing, search_path(), levels())
         failures, was_interrupted = self._order(orders, names, deadline)
         if failures:
             raise SerializationError(

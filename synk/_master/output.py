@@ -1,5 +1,8 @@
 """What workers print, on its way to the streams of the master; and the reports that the master itself makes.
 
+Lines are passed on whole, each behind the rank that printed it. Only a progress bar, which writes its line again and
+again behind a carriage return, is shown before its line has an end, so that it moves as it would without workers.
+
 Nothing that a stream or a log handler does may decide over a call: whatever they raise ends here.
 """
 
@@ -46,6 +49,7 @@ class Output:
         self._prefix = f"[rank {rank}] "
         self._stream_name = stream_name
         self._line: list[tuple[float, bytes]] = []  # the unfinished line: its pieces, and when they came
+        self._num_shown = 0  # bytes of it that were passed on
         self._unwritten = ""
         self._backlog = 0  # bytes in the pipe that were written before the operation under way
         self._tail: deque[list[tuple[float, bytes]]] = deque(maxlen=_STDERR_LINES)  # the last lines
@@ -59,6 +63,7 @@ class Output:
             try:
                 data = os.read(fd, 1 << 16)
             except BlockingIOError:
+                self._write([self._unfinished()])
                 return True
             if not data:
                 self._write([self._end_line()] if self._line else [])
@@ -81,7 +86,7 @@ class Output:
         for pieces in self._tail:
             new = [piece for came, piece in pieces if came >= began]
             if any(new) or len(new) == len(pieces):
-                found.append(_decoded(b"".join(new)[:2000]))
+                found.append(_decoded(b"".join(new).removesuffix(b"\r").rpartition(b"\r")[2][:2000]))
         return found
 
     def _take(self, data: bytes, came: float) -> Iterator[str]:
@@ -98,11 +103,37 @@ class Output:
     def _end_line(self) -> str:
         pieces, self._line = self._line, []
         self._tail.append(pieces)
-        return f"{self._prefix}{_decoded(b''.join([piece for _, piece in pieces]))}\n"
+        data, self._num_shown = b"".join([piece for _, piece in pieces])[self._num_shown :], 0
+        text = self._placed(_decoded(data.removesuffix(b"\r"))) + "\n"
+        cell.unfinished.pop(self._stream_name, None)
+        return text
+
+    def _unfinished(self) -> str:
+        """Return what is to be shown of a line that has no end yet: nothing, unless it is written anew, as bars are."""
+        line = b"".join([piece for _, piece in self._line])
+        data = line[self._num_shown :]
+        data = data[: _num_whole(data)].removesuffix(b"\r")  # which may be half of the end of a line
+        if not data or b"\r" not in line:
+            return ""
+        self._num_shown += len(data)
+        text = self._placed(_decoded(data))
+        cell.unfinished[self._stream_name] = self
+        return text
+
+    def _placed(self, text: str) -> str:
+        """Return a part of a line as it goes on with its beginning, or as a line of its own where that is not there."""
+        last = cell.unfinished.get(self._stream_name)
+        rewritten = text.replace("\r", f"\r{self._prefix}")
+        if last is self:
+            return rewritten
+        if text.startswith("\r"):  # bars of several ranks move in one line
+            return rewritten
+        return ("" if last is None else "\n") + self._prefix + rewritten
 
     def _write(self, lines: list[str]) -> None:
-        if lines:
-            self._unwritten += "".join(lines)
+        text = "".join(lines)
+        if text:
+            self._unwritten += text
             self._flush()
 
     def _flush(self) -> bool:
@@ -127,6 +158,19 @@ class Output:
 
     def close(self) -> None:
         self.fd = NONE
+        if cell.unfinished.get(self._stream_name) is self:
+            del cell.unfinished[self._stream_name]
+
+
+def _num_whole(data: bytes) -> int:
+    """Return how many bytes of ``data`` are whole characters: the last one may not have come as a whole."""
+    for back in range(1, min(4, len(data)) + 1):
+        byte = data[-back]
+        if byte >= 0xC0:  # the first byte of several
+            return len(data) if back >= 2 + (byte >= 0xE0) + (byte >= 0xF0) else len(data) - back
+        if byte < 0x80:
+            break
+    return len(data)
 
 
 def _decoded(line: bytes) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 
 from synk._master.processes import Processes, WorkerState
 from synk._pure.interrupts import is_from_handler
 from synk._wire.control import Phase, Up
 from synk.errors import WorkerDied
+
+_COMMUNICATION = (os.path.join("synk", "_worker", "comm.py"), os.path.join("synk", "communicators", ""))
+"""Files that show in the stack of a rank which waits for another one."""
 
 
 def where(processes: Processes) -> str:
@@ -26,6 +30,17 @@ def where(processes: Processes) -> str:
             stacks = process.stacks(1.0).strip().replace("\n", "\n    ")
             parts.append(f"{named}: {phase}, {nbytes} bytes of outputs published so far\n    {stacks}")
     return "\n".join(parts)
+
+
+def at_work(processes: Processes, ranks: Iterable[int]) -> str:
+    """Return what all ranks do, as :func:`where`; a line if ``ranks`` are in their function and wait for no other."""
+    text, up = where(processes), processes.up
+    ranks = sorted(ranks)
+    computes = ranks and len(up) and all(up[rank, Up.PHASE] == Phase.FUNCTION for rank in ranks)
+    if not computes or any(folder in text for folder in _COMMUNICATION):
+        return "\n" + text
+    names = f"rank {ranks[0]} is" if len(ranks) == 1 else f"{len(ranks)} ranks are"
+    return f" {names} at work in it. Runtime.where() shows what they do."
 
 
 class DeathReports:

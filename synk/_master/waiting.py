@@ -10,7 +10,7 @@ from synk._master.output import report
 from synk._master.poll_set import PollSet
 from synk._master.processes import Processes
 from synk._master.recovery import Recovery
-from synk._master.reports import where
+from synk._master.reports import at_work
 from synk._master.requests import Request, Requests
 from synk._pure.environment import stuck_after_s
 from synk._pure.interrupts import plain_interrupts
@@ -79,7 +79,8 @@ class Waiting:
 
     def _report(self, request: Request) -> None:
         what = request.what or request.phase
-        report("%s has run for more than %g s:\n%s", what, self._stuck_after_s, where(self._processes))
+        ranks = [] if request.replies else request.pending  # where some have ended, the others wait or are slow
+        report("%s has run for more than %g s:%s", what, self._stuck_after_s, at_work(self._processes, ranks))
 
     def take_events(self, timeout_ms: int | None) -> bool:
         """Handle what happens within a time limit; return whether replies came.

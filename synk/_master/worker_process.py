@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from synk._master.logs import Records
 from synk._master.output import Output
 from synk._master.program import command, startup_text, write_setup
 from synk._pure.interrupts import deferred, is_from_handler
@@ -60,7 +61,7 @@ class WorkerProcess:
         self.started = 0.0
         self.exit_text = ""
         self._popen: subprocess.Popen[bytes] | None = None
-        self._outputs: list[Output] = []
+        self._outputs: list[Output | Records] = []
         self._lifeline: int = NONE
         self._stacks: int = NONE
         self._worker_down: int = NONE
@@ -114,7 +115,10 @@ class WorkerProcess:
         self._pulse = Pulse()
         out_read, their_out = pipe()
         err_read, their_err = pipe()
-        self._outputs = [Output(out_read, self.rank, "stdout"), Output(err_read, self.rank, "stderr")]
+        log_read, their_log = pipe()
+        self._outputs = [
+            Output(out_read, self.rank, "stdout"), Output(err_read, self.rank, "stderr"), Records(log_read, self.rank)
+        ]  # fmt: skip
         self._stacks, their_stacks = pipe()
         os.set_blocking(self._stacks, False)
         sock, their_sock = packet_pair()
@@ -127,6 +131,7 @@ class WorkerProcess:
             "pulse": self._pulse.take(),
             "stdout": their_out,
             "stderr": their_err,
+            "log": their_log,
             "stacks": their_stacks,
         }
 

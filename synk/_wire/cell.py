@@ -20,6 +20,8 @@ class _Cell:
         Likewise, also when it is closed: to tell why.
     worker : Worker or None
         What this process is; inline, what it plays while a call runs. None in a master.
+    unfinished : dict of str to object
+        By stream of the master ("stdout", "stderr"): what has written the line there that has no end yet.
     broken_streams : set of str
         Streams of this process (``"stdout"``, ``"stderr"``) of which it was said that they take no text.
     has_freeze_support : bool
@@ -33,6 +35,7 @@ class _Cell:
     has_freeze_support = False
 
     def __init__(self) -> None:
+        self.unfinished: dict[str, Any] = {}
         self.broken_streams: set[str] = set()
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from synk._pure.ops import Op, is_reducible
 from synk._pure.ranges import LINE_NBYTES
+from synk._wire.logs import Levels
 
 VERSION = 1
 
@@ -303,6 +304,8 @@ class LoadOrder:
         See ``synk._master.parcels``.
     sys_path : list of str
         The master's.
+    levels : Levels
+        Of the master's loggers.
     prepare : int or None
         The function to run in a worker that was started in the place of another.
     """
@@ -310,6 +313,7 @@ class LoadOrder:
     reloads: list[Reload]
     parcels: list[tuple[int, bytes]]
     sys_path: list[str]
+    levels: Levels
     prepare: int | None = None
 
 

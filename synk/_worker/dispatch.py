@@ -11,6 +11,7 @@ from typing import Any
 from synk._wire.cell import cell
 from synk._wire.control import Phase, Up
 from synk._wire.failures import Failure
+from synk._wire.logs import set_levels
 from synk._wire.messages import IS_ALONE, LANE_SHIFT, Body, DeviceCollective, Fetch, JoinOrder, Kind, LoadOrder, Status
 from synk._wire.steps import run_steps
 from synk._worker.calls import Outcome, assemble, publish_again, run_call
@@ -113,6 +114,7 @@ def _load(worker: Worker, body: Body | None) -> Reply:
     def load() -> None:
         worker.failpoint("distribute.loading")
         worker.own_up[Up.PHASE] = Phase.LOADING
+        set_levels(order.levels)
         worker.held.load(order)
         if order.prepare is not None:
             _prepare(worker, worker.held.functions[order.prepare])

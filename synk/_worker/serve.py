@@ -27,6 +27,7 @@ from synk._worker import failpoints as _failpoints
 from synk._worker.comm import comm
 from synk._worker.dispatch import handle
 from synk._worker.failures import pack_failure
+from synk._worker.logs import send_records
 from synk._worker.quiet import REPLIED, flush_output, prepare
 from synk._worker.rank import DeviceLost, Doorbell, Worker
 from synk.errors import SharedMemoryError
@@ -61,6 +62,7 @@ class WorkerLoop:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         _prefer_for_oom()
+        send_records(Descriptor(setup["fds"]["log"]))
         failpoint = _failpoints.arm(setup["failpoints"], setup["rank"])
         failpoint("start.import")
         control = Segment(setup["fds"]["control"], setup["control_nbytes"], is_writable=True, segment_id=0)

@@ -195,7 +195,7 @@ def test_cupy_is_taken_where_pynccl_is_missing(stub: Stub, monkeypatch: pytest.M
 def test_both_missing_names_both(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("pynccl", "pynccl.binding", "cupy", "cupy.cuda", "cupy.cuda.nccl"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UnsupportedError, match=r'pynccl: .*; cupy: .*pip install "synk\[cuda12\]"'):
+    with pytest.raises(UnsupportedError, match=r'pynccl: .*; cupy: .*pip install "synkhronos\[cuda12\]"'):
         load_binding({"SYNK_NCCL_LIB": str(stub.path)})
 
 
@@ -273,7 +273,7 @@ def test_the_order_of_the_search(stub: Stub, tmp_path: Path, monkeypatch: pytest
     environ: dict[str, str] = {}
     monkeypatch.setattr(_nccl_library, "SONAME", "libnccl-that-nobody-has.so.2")
     monkeypatch.setattr(_nccl_library, "_library_of_wheel", lambda: "")
-    with pytest.raises(UnsupportedError, match=r'pip install "synk\[cuda12\]" or "synk\[cuda13\]"'):
+    with pytest.raises(UnsupportedError, match=r'pip install "synkhronos\[cuda12\]" or "synkhronos\[cuda13\]"'):
         find_library(environ)
     monkeypatch.setattr(_nccl_library, "SONAME", str(stub.path))
     assert find_library(environ) == str(stub.path)

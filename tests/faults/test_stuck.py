@@ -89,27 +89,61 @@ def test_where_tells_of_stopped_and_dead_workers(runtime: Fork) -> None:
         rt.where()
 
 
-def test_a_long_call_is_explained_once_in_the_log(
-    runtime: Fork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def reported(
+    runtime: Fork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, target: Any
+) -> str:
+    """Return the one report on a call of ``target``, which runs for longer than is expected."""
     monkeypatch.setenv("SYNK_STUCK_AFTER", "0.5")
     rt = runtime(2)
     path = tmp_path / "go"
+    with caplog.at_level(logging.WARNING, "synk"):
+        harness.pids(rt)  # starting and loading may take that long, too
+        caplog.clear()
+        thread = stuck_call(rt, path, target)
+        assert harness.wait_for(lambda: any("more than 0.5 s" in record.getMessage() for record in caplog.records))
+        path.touch()
+        thread.join()
+    messages = [record.getMessage() for record in caplog.records if target.__name__ in record.getMessage()]
+    assert len(messages) == 1
+    return str(messages[0])
 
+
+def test_a_long_call_in_which_all_ranks_compute_gets_a_line(
+    runtime: Fork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def long_call(x: Any, path: str) -> float:
         wait_for_file(path)
         return float(x.sum())
 
-    with caplog.at_level(logging.WARNING, "synk"):
-        harness.pids(rt)  # starting and loading may take that long, too
-        caplog.clear()
-        thread = stuck_call(rt, path, long_call)
-        assert harness.wait_for(lambda: any("in long_call" in record.getMessage() for record in caplog.records))
-        path.touch()
-        thread.join()
-    messages = [record.getMessage() for record in caplog.records if "in long_call" in record.getMessage()]
-    assert len(messages) == 1
-    assert "rank 0" in messages[0] and "rank 1" in messages[0]
+    text = reported(runtime, tmp_path, monkeypatch, caplog, long_call)
+    assert text == (
+        "'long_call' has run for more than 0.5 s: 2 ranks are at work in it. Runtime.where() shows what they do."
+    )
+
+
+def test_a_long_call_in_which_a_rank_waits_for_another_is_explained(
+    runtime: Fork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def long_wait(x: Any, path: str) -> float:
+        if synk.comm.rank == 1:
+            wait_for_file(path)
+        synk.comm.barrier()
+        return float(x.sum())
+
+    text = reported(runtime, tmp_path, monkeypatch, caplog, long_wait)
+    assert "in long_wait" in text and "in barrier" in text and "rank 0 (pid" in text and "rank 1 (pid" in text
+
+
+def test_a_long_call_that_one_rank_has_finished_is_explained(
+    runtime: Fork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def long_half(x: Any, path: str) -> float:
+        if synk.comm.rank == 1:
+            wait_for_file(path)
+        return float(x.sum())
+
+    text = reported(runtime, tmp_path, monkeypatch, caplog, long_half)
+    assert "rank 0 (pid" in text and "in long_half" in text
 
 
 @pytest.mark.parametrize("text, seconds", [("2.5", 2.5), ("0", float("inf"))])

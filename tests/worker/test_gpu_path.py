@@ -370,7 +370,7 @@ def test_without_cupy_the_error_names_the_command(monkeypatch: pytest.MonkeyPatc
     from synk.backends import _nvml
 
     monkeypatch.setattr(_nvml, "read_snapshot", lambda: fake_gpus.snapshot(2))
-    with pytest.raises(synk.errors.UnsupportedError, match=r'pip install "synk\[cuda13\]"'):
+    with pytest.raises(synk.errors.UnsupportedError, match=r'pip install "synkhronos\[cuda13\]"'):
         synk.Runtime(backend="cupy")
     with synk.Runtime(1) as rt:
         assert rt.backend == "numpy"

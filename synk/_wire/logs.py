@@ -1,0 +1,71 @@
+"""Log records on their way from a worker to the loggers of the master, a line of JSON each; and the levels back."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any, NamedTuple
+
+_OWN = frozenset(vars(logging.makeLogRecord({})))
+_SENT = (
+    "name", "levelno", "levelname", "pathname", "filename", "module", "lineno", "funcName", "created", "msecs",
+    "thread", "threadName", "process", "stack_info",
+)  # fmt: skip
+_PLAIN = (str, int, float, bool, type(None))
+
+_formatter = logging.Formatter()
+
+
+def pack_record(record: logging.LogRecord) -> bytes:
+    """Return a record as a line. Its message is put together here; extra attributes travel if they are plain values.
+
+    The line begins with a newline, too: one that an interrupt has cut off spoils no other.
+    """
+    content = {name: getattr(record, name, None) for name in _SENT}
+    content["msg"] = record.getMessage()
+    content["exc_text"] = record.exc_text or (_formatter.formatException(record.exc_info) if record.exc_info else None)
+    content |= {name: value for name, value in vars(record).items() if name not in _OWN and isinstance(value, _PLAIN)}
+    return b"\n" + json.dumps(content).encode("ascii") + b"\n"
+
+
+def unpack_record(line: bytes, rank: int) -> logging.LogRecord:
+    """Return the record of a line that the worker of ``rank`` has written.
+
+    Raises
+    ------
+    ValueError
+        If the line was cut off.
+    """
+    content: dict[str, Any] = json.loads(line)
+    content |= {"msg": f"[rank {rank}] {content['msg']}", "args": None, "rank": rank, "processName": f"rank {rank}"}
+    return logging.makeLogRecord(content)
+
+
+class Levels(NamedTuple):
+    """The levels that were set.
+
+    Attributes
+    ----------
+    root, disabled : int
+        Of the root logger, and of ``logging.disable``.
+    by_logger : dict of str to int
+    """
+
+    root: int
+    disabled: int
+    by_logger: dict[str, int]
+
+
+def levels() -> Levels:
+    """Return the levels of this process."""
+    loggers = list(logging.root.manager.loggerDict.items())
+    by_logger = {name: logger.level for name, logger in loggers if isinstance(logger, logging.Logger) and logger.level}
+    return Levels(logging.root.level, logging.root.manager.disable, by_logger)
+
+
+def set_levels(wanted: Levels) -> None:
+    """Give the loggers of this process the levels of another one."""
+    logging.disable(wanted.disabled)
+    logging.root.setLevel(wanted.root)
+    for name, level in wanted.by_logger.items():
+        logging.getLogger(name).setLevel(level)
