@@ -15,9 +15,10 @@ from synk._wire.residents import resolve_resident
 class Resident(ResidentHandle):
     """A Python object of which every rank has one of its own between calls. Made by :func:`synk.resident`.
 
-    Functions refer to it by closing over it: inside a function ``r.value`` is this rank's object, and all functions
-    mean the same one. A function that changes it says so with ``changes=[r]``; ranks stay alike as long as they
-    change it alike, as an optimizer does with averaged gradients.
+    Functions refer to it by closing over it: inside a function ``r.value`` is this rank's object. Or they get it as an
+    argument that ``bcast_inputs`` names: ``f(x, r)`` hands this rank's object over, itself and not a copy. All
+    functions mean the same one. A function that changes it says so with ``changes=[r]``; ranks stay alike as long as
+    they change it alike, as an optimizer does with averaged gradients.
 
     After a call that failed, a worker that died, Ctrl-C, or a call in which a rank had no rows, the ranks that lag
     behind get the state of the one that is furthest, before anything else is done. An exception that ends a call
@@ -86,7 +87,10 @@ class Resident(ResidentHandle):
             session.residents.settle(session.deadline(None))
 
     def __reduce__(self) -> Any:
-        raise TypeError(f"cannot pickle resident object {self.name!r}: it lives on the workers. Close over it.")
+        raise TypeError(
+            f"cannot pickle resident object {self.name!r}: it lives on the workers. Close over it, or pass it as "
+            "an argument of its own that bcast_inputs names."
+        )
 
     def __repr__(self) -> str:
         return f"<synk.Resident {self.name!r}>"

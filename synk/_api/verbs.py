@@ -133,6 +133,8 @@ def resident(
 ) -> Resident:
     """Give every rank a Python object of its own that it keeps between calls; see :class:`synk.Resident`.
 
+    Functions close over it and use its ``.value``, or get the rank's object as a broadcast argument.
+
     Parameters
     ----------
     obj : object

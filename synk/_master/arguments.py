@@ -53,7 +53,7 @@ class Argument:
         Of ``data`` when the argument was bound. Another thread may replace them at any time, so the whole call goes by
         these.
     value : object
-        For ``object``, ``shard`` and ``replica``.
+        For ``object``, ``shard``, ``replica`` and ``resident``.
     tensor_dtype : str
         As ``Input.tensor_dtype``.
     nest : Nest or None
@@ -81,7 +81,7 @@ class Argument:
             return (self.kind, self.value.id, self.array.shape)  # type: ignore[union-attr]
         if self.array is not None:  # the type as well: NumPy calls np.record equal to a plain record
             return (self.kind, self.array.shape, self.dtype, self.dtype.type, self.tensor_dtype)
-        if self.kind in ("shard", "replica"):
+        if self.kind in ("shard", "replica", "resident"):
             return (self.kind, self.value.id)
         return self.kind
 
@@ -275,7 +275,7 @@ def input_of(argument: Argument, segment_id: int, offset: int) -> Input:
     """Return the worker's description of an argument at its place."""
     if argument.kind == "object":
         return Input(argument.keyword, "object", 0, offset)
-    if argument.kind in ("shard", "replica"):
+    if argument.kind in ("shard", "replica", "resident"):
         return Input(argument.keyword, argument.kind, argument.value.id)
     if argument.contents is not None:
         array, segment_id = argument.contents.array, argument.contents.segment_id

@@ -124,7 +124,7 @@ def _forget(session: Session, function: Callee, cached: CachedPlan, lease: Lease
 
 def _load(session: Session, function: Callee, call: Call, deadline: float | None) -> None:
     """See that all workers live, have the function, and hold the values that it reads."""
-    for resident in function.residents:
+    for resident in (*function.residents, *(each.value for each in call.arguments if each.kind == "resident")):
         resident.check(f"call {function.name!r}")
     function.load(session, deadline)
     while session.workers.processes.has_dead:  # one that died after it had loaded the function

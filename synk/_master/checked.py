@@ -13,6 +13,8 @@ import numpy as np
 
 from synk._master.arguments import PLAIN_TYPES, Argument, Nest
 from synk._master.contents import DataHandle
+from synk._master.resident import ResidentHandle, ResidentObject
+from synk._master.resident import check_owner as check_owner_of_resident
 from synk._master.session import Session
 from synk._master.variable import Variable, VariableHandle, check_owner
 from synk._pure.arrays import as_plain_array, check_shareable
@@ -67,6 +69,8 @@ class Checks:
             if variable.is_sharded:
                 raise self._misplaced(label, variable, "take it out of bcast_inputs")
             return Argument(label, keyword, "replica", value=variable)
+        if isinstance(value, ResidentHandle):
+            return self._resident(label, keyword, value)
         self._check_constants(label, value)
         if is_tensor(value) and self._framework == "torch":
             return self._array(label, keyword, value)
@@ -82,7 +86,7 @@ class Checks:
         if argument.kind == "whole":
             what = "a Data with no axes" if argument.data is not None else f"a single value ({type(value).__name__})"
             raise TypeError(self._no_rows(label, what))
-        if argument.kind == "replica":
+        if argument.kind in ("replica", "resident"):
             raise self._misplaced(label, argument.value, f"add {label!r} to bcast_inputs")
         return argument
 
@@ -106,7 +110,7 @@ class Checks:
                 arguments.append(Argument(label + path, keyword, "object", value=leaf))
                 continue
             argument = self._leaf(label + path, keyword, leaf)
-            if argument.kind == "replica":
+            if argument.kind in ("replica", "resident"):
                 hint = "pass it as an argument of its own that bcast_inputs names"
                 raise self._misplaced(label + path, argument.value, hint)
             arguments.append(argument)
@@ -122,6 +126,8 @@ class Checks:
         if isinstance(value, VariableHandle):
             variable = self._owned(label, value)
             return Argument(label, keyword, "shard" if variable.is_sharded else "replica", value=variable)
+        if isinstance(value, ResidentHandle):
+            return self._resident(label, keyword, value)
         if isinstance(value, ReadOnlyArray):
             value = value.view(np.ndarray)
         argument = self._array(label, keyword, value)
@@ -151,6 +157,10 @@ class Checks:
         check_owner(variable, self._session.variables, f"{label} of {self._name!r}")
         return variable
 
+    def _resident(self, label: str, keyword: str, value: ResidentHandle) -> Argument:
+        check_owner_of_resident(value._resident, self._session.residents, f"{label} of {self._name!r}")
+        return Argument(label, keyword, "resident", value=value._resident)
+
     def _check_constants(self, label: str, value: Any) -> None:
         """Refuse tensors that require grad in a broadcast argument and its containers; a module takes its own along."""
         if "torch" not in sys.modules:
@@ -171,9 +181,12 @@ class Checks:
                 if not PLAIN_TYPES.issuperset(map(type, parts.values())):
                     pending += [((place, key), part) for key, part in parts.items()]
 
-    def _misplaced(self, label: str, variable: Variable, hint: str) -> ValueError:
-        is_kind = "sharded" if variable.is_sharded else "replicated"
-        return ValueError(f"cannot pass {label} of {self._name!r}: variable {variable.name!r} is {is_kind}; {hint}.")
+    def _misplaced(self, label: str, meant: Variable | ResidentObject, hint: str) -> ValueError:
+        if isinstance(meant, Variable):
+            what = f"variable {meant.name!r} is {'sharded' if meant.is_sharded else 'replicated'}"
+        else:
+            what = f"resident object {meant.name!r} has no rows"
+        return ValueError(f"cannot pass {label} of {self._name!r}: {what}; {hint}.")
 
     def _no_rows(self, label: str, got: str) -> str:
         return (

@@ -23,6 +23,17 @@ class Handle:
     _reference: tuple[Callable[..., Any], tuple[Any, ...]]
 
 
+class ArgumentHandle(Handle):
+    """One that can be an argument of a call."""
+
+    __slots__ = ()
+
+    @property
+    def _meant(self) -> Any:
+        """What a call knows it by."""
+        raise NotImplementedError
+
+
 class HandlePickler(cloudpickle.Pickler):
     """Pickles by cloudpickle's rules, but a handle as a reference to what the rank has.
 

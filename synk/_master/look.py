@@ -30,7 +30,8 @@ class Look:
     Attributes
     ----------
     leaves : list of (first, second, target, is_minibatch)
-        What to compare each leaf with: weak references to a ``Data`` and its contents, or to a variable, and None; for
+        What to compare each leaf with: weak references to a ``Data`` and its contents, or to a variable or resident
+        object, and None; for
         arrays the dtype, the shape, and the place to copy them to. ``is_minibatch`` is that of ``Data``.
     is_flat : bool
         Whether the leaves are what was passed, by position.

@@ -25,6 +25,7 @@ import numpy as np
 
 from synk._master.arguments import shapes_beside_rows
 from synk._master.call import abandon, collect
+from synk._master.handles import ArgumentHandle
 from synk._master.launched import Callee, Launched
 from synk._master.look import Look
 from synk._master.plans import Call
@@ -32,7 +33,6 @@ from synk._master.requests import Request
 from synk._master.results import Lease
 from synk._master.session import Session
 from synk._master.staging import write_numbers
-from synk._master.variable import VariableHandle
 from synk._pure.arrays import PARALLEL_NBYTES, copy_into
 from synk._pure.interrupts import num_cancels
 from synk._pure.limits import poll_ms
@@ -172,7 +172,7 @@ class QuietCall(Request):
                 or value._contents.array is not second()
                 or value.minibatch is not is_minibatch
                 if second is not None
-                else not isinstance(value, VariableHandle) or value._variable is not first()
+                else not isinstance(value, ArgumentHandle) or value._meant is not first()
             ):
                 return None
         known, call = self._chosen

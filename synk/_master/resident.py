@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from synk._master.failures import raise_failures
-from synk._master.handles import Handle, HandlePickler
+from synk._master.handles import ArgumentHandle, HandlePickler
 from synk._master.program import search_path
 from synk._master.workers import Workers
 from synk._pure.interrupts import deferred, is_from_handler
 from synk._wire.messages import Kind, Reply
 from synk._wire.residents import NEVER, Adopt, Dump, Report, Restore, methods_of
-from synk.errors import SerializationError, WorkerDied, add_note
+from synk.errors import ClosedError, SerializationError, WorkerDied, add_note
 
 ASK_S = 5.0
 """How long idle workers may take to say, after a call has failed, how far their objects are."""
@@ -111,6 +111,10 @@ class Residents:
         self.is_unsettled = False
         self.dropped: deque[int] = deque()
         self._living: weakref.WeakValueDictionary[int, ResidentObject] = weakref.WeakValueDictionary()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._workers.processes.is_closed
 
     def add(self, resident: ResidentObject) -> None:
         self._living[resident.id] = resident
@@ -278,14 +282,22 @@ class Residents:
                     each.known.drop_resident(number)
 
 
-class ResidentHandle(Handle):
+class ResidentHandle(ArgumentHandle):
     """The base of :class:`synk.Resident`. Calls know one by its class."""
 
     __slots__ = ("_resident",)
     _resident: ResidentObject
 
+    @property
+    def _meant(self) -> ResidentObject:
+        return self._resident
+
 
 def check_owner(resident: ResidentObject, residents: Residents, what: str) -> None:
     """Raise where ``resident`` belongs to another runtime."""
     if resident.residents is not residents:
+        if resident.residents.is_closed:
+            raise ClosedError(
+                f"cannot use {what}: the runtime of resident object {resident.name!r} was closed. Make it again."
+            )
         raise ValueError(f"cannot use {what}: resident object {resident.name!r} belongs to another runtime.")

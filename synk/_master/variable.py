@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from synk._master.handles import Handle
+from synk._master.handles import ArgumentHandle
 from synk._master.known import KnownByRank
 from synk._master.memory import Memory
 from synk._master.processes import Processes
@@ -432,11 +432,15 @@ class Variables:
             variable.close()
 
 
-class VariableHandle(Handle):
+class VariableHandle(ArgumentHandle):
     """The base of :class:`synk.Shared`. Calls know one by its class; a mark could be borne by other objects."""
 
     __slots__ = ("_variable",)
     _variable: Variable
+
+    @property
+    def _meant(self) -> Variable:
+        return self._variable
 
 
 def check_owner(variable: Variable, variables: Variables, what: str) -> None:

@@ -91,11 +91,12 @@ class Input:
         The parameter; empty for one passed by position.
     kind : str
         ``"rows"`` (scattered array), ``"whole"`` (broadcast array), ``"object"`` (entry of the call's pickle),
-        ``"shard"`` or ``"replica"`` (a shared variable, sharded or replicated), ``"closed over"`` (all rows of an
+        ``"shard"`` or ``"replica"`` (a shared variable, sharded or replicated), ``"resident"`` (the rank's own object),
+        ``"closed over"`` (all rows of an
         array of a sharded variable that the function closes over, for a serial call; ``name`` is the variable's id).
     segment_id, offset : int
         Where the array starts; for ``"object"`` ``offset`` is the position in the pickled tuple, and for shared
-        variables ``segment_id`` is the variable.
+        variables and resident objects ``segment_id`` is their number.
     shape, dtype
         Of the whole array, axis 0 being the rows.
     is_minibatch : bool

@@ -15,6 +15,7 @@ from synk._wire.control import Down
 from synk._wire.messages import Input
 from synk._worker.loans import RowsOf
 from synk._worker.plans import PreparedPlan
+from synk._worker.residents import resident_argument
 from synk._worker.variables import VariableStore
 from synk.backends import Backend, DeviceBackend
 from synk.errors import SerializationError
@@ -93,6 +94,8 @@ class Inputs:
                 value = objects[item.offset]
             elif item.kind == "closed over":
                 continue
+            elif item.kind == "resident":
+                value = resident_argument(item.segment_id, is_trial=prepared.plan.is_trial)
             else:
                 value = variables.argument(item, prepared.local_indices, low, high, numbers[Down.LOW])
             if function.to_framework is not None and item.kind in ("rows", "whole"):

@@ -81,7 +81,7 @@ class QuietCall:
             and prepared.pickle_view is None
             and not function.updates
             and function.to_framework is None
-            and all(item.kind in ("rows", "whole", "shard", "replica") for item in plan.inputs)
+            and all(item.kind in ("rows", "whole", "shard", "replica", "resident") for item in plan.inputs)
         )
 
     def run(self, worker: Worker, sequence: int, channel: Any) -> Any:
@@ -164,7 +164,7 @@ class QuietCall:
         self._others = []
         for position, item in enumerate(prepared.plan.inputs):
             indices = prepared.indices_for(item) if item.kind == "rows" else None
-            if indices is not None or item.kind in ("shard", "replica"):
+            if indices is not None or item.kind in ("shard", "replica", "resident"):
                 self._others.append((position, item, None if indices is None else indices[low:high]))
             else:
                 places.append((position, ... if item.kind == "whole" else row_range(item, numbers, low, high)))
@@ -177,6 +177,8 @@ class QuietCall:
         for position, item, indices in self._others:
             if indices is not None:
                 value = worker.backend.take_rows(prepared.bases[position], indices)
+            elif item.kind == "resident":
+                value = worker.residents.get(item.segment_id).value
             else:
                 value = worker.variables.argument(item, prepared.local_indices, low, high, low)
             arguments.insert(position, value)

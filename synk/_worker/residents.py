@@ -16,6 +16,7 @@ from synk._wire.cell import cell
 from synk._wire.control import Down
 from synk._wire.residents import Adopt, Dump, Report, Restore
 from synk._worker.pickling import dumps
+from synk.errors import SerializationError
 
 
 class RankResident:
@@ -86,6 +87,26 @@ class Residents:
         elif isinstance(order, Restore):
             self._objects[order.resident_id].restore(order.state, order.version)
         return {}
+
+
+def resident_argument(resident_id: int, *, is_trial: bool) -> Any:
+    """Return this rank's object as a function gets it that it is passed to: itself, and a copy on trial.
+
+    Raises
+    ------
+    SerializationError
+        If it cannot be copied.
+    """
+    resident = cell.worker.residents.get(resident_id)
+    if not is_trial:
+        return resident.value
+    try:
+        return pickle.loads(dumps(resident.value))
+    except Exception as error:
+        raise SerializationError(
+            f"cannot try a function: its argument, resident object {resident.name!r}, cannot be copied on its rank "
+            f"({type(error).__name__}: {error}), expected one that can be pickled."
+        ) from error
 
 
 class Changing:

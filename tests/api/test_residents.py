@@ -70,6 +70,101 @@ def test_every_rank_has_one_that_all_functions_mean(shared_runtimes: Any, kind: 
     assert rt.resident(original, name="other").name == "other"
 
 
+def make_passed_step(rt: synk.Runtime, *changes: synk.Resident) -> Any:
+    """Return ``step(x, log)``, which does what that of ``make_step`` does to the log that it is passed."""
+
+    def step(x: np.ndarray, log: Log) -> float:
+        log.add(float(synk.comm.all_reduce(x.sum(), "sum")))
+        return float(x.sum())
+
+    return rt.function(step, outputs="sum", bcast_inputs="log", changes=changes)
+
+
+@pytest.mark.parametrize("kind", [1, 2, 4, "inline"])
+def test_a_function_gets_the_ranks_own_as_a_broadcast_argument(shared_runtimes: Any, kind: Any) -> None:
+    rt = shared_runtimes[kind]
+    num_ranks = rt.world_size
+    first, second = rt.resident(Log()), rt.resident(Log())
+    step = make_passed_step(rt, first, second)
+    for k in range(4):
+        assert step(np.full(8, k), first) == 8.0 * k
+    assert step.plans.quiet[0] is not None  # the later ones had nothing new
+    step(np.ones(8), log=second)
+    step(np.ones(8), second)
+    step.submit(np.ones(8), first).result()
+    assert logs(rt, first) == [[0.0, 8.0, 16.0, 24.0, 8.0]] * num_ranks
+    assert logs(rt, second) == [[8.0, 8.0]] * num_ranks
+    is_first = rt.function(lambda x, log: log is first.value, bcast_inputs="log", outputs=None)
+    x = np.zeros(num_ranks)
+    for _ in range(2):
+        assert [is_first(x, first), is_first(x, second)] == [[True] * num_ranks, [False] * num_ranks]
+    first.set(Log())
+    assert is_first(x, first) == [True] * num_ranks
+    step(np.ones(8), first)
+    assert logs(rt, first) == [[8.0]] * num_ranks
+    assert step.verify(np.ones(8), first)  # on a copy
+    assert logs(rt, first) == [[8.0]] * num_ranks
+
+
+def test_a_passed_object_is_in_one_state_after_whatever_happens(reused: Reused) -> None:
+    """Ranks without rows, a serial call, an exception, deaths: as where the function closes over it."""
+    rt = reused(3)
+    log = rt.resident(Log())
+    step = make_passed_step(rt, log)
+    step(np.ones(2), log)
+    step.serial(np.ones(3), log)
+    assert logs(rt, log) == [[2.0, 3.0]] * 3
+
+    def fail(x: np.ndarray, log: Log) -> float:
+        log.add(1.0)
+        if synk.comm.rank == 1:
+            raise ArithmeticError("here")
+        return 0.0
+
+    with pytest.raises(ArithmeticError):
+        rt.function(fail, bcast_inputs="log", changes=log)(np.ones(3), log)
+    known = logs(rt, log)
+    assert known == [known[0]] * 3
+    for rank in (0, 2):
+        kill_and_wait(pids(rt)[rank])
+        with pytest.warns(RuntimeWarning, match=f"rank {rank} "):
+            step(np.full(3, rank), log)
+        assert logs(rt, log) == [[*known[0], 3.0 * rank]] * 3
+        known = logs(rt, log)
+
+
+@pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
+def test_where_it_cannot_be_passed_is_said_before_anything_is_sent(reused: Reused, runtime: Any) -> None:
+    rt, other = reused(1), runtime(1)
+    log, foreign = rt.resident(Log(), name="log"), other.resident(Log(), name="foreign")
+    step = make_passed_step(rt, log)
+    step(np.ones(2), log)
+    scattered = rt.function(lambda x, log: 0.0)
+    wrapped = rt.function(lambda x, box: 0.0, bcast_inputs="box")
+    before = dict(rt.counters)
+    with pytest.raises(ValueError, match="log of '<lambda>': resident object 'log' has no rows; add 'log' to bcast"):
+        scattered(np.ones(2), log)
+    with pytest.raises(ValueError, match=r"x\['b'\] of '<lambda>': resident object 'log' has no rows; pass it as an"):
+        scattered({"a": np.ones(2), "b": log}, np.ones(2))
+    with pytest.raises(synk.errors.SerializationError, match="pass it as an argument of its own that bcast_inputs"):
+        wrapped(np.ones(2), {"log": log})
+    with pytest.raises(ValueError, match="log of 'step': resident object 'foreign' belongs to another runtime"):
+        step(np.ones(2), foreign)
+    other.close()
+    with pytest.raises(synk.errors.ClosedError, match="the runtime of resident object 'foreign' was closed"):
+        step(np.ones(2), foreign)
+    assert rt.counters == before
+    step(np.ones(2), log)
+    kill_and_wait(pids(rt)[0])
+    read = rt.function(lambda x, log: log.total, bcast_inputs="log", outputs=None)
+    for call in (read, step):
+        with pytest.raises(synk.errors.WorkerDied, match="the state of resident object 'log' is lost"):
+            call(np.ones(2), log)
+    log.set(Log())
+    step(np.ones(2), log)
+    assert logs(rt, log) == [[2.0]]
+
+
 def test_several_in_one_tuple_keep_what_they_share(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     inner = [0]
