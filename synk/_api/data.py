@@ -20,6 +20,7 @@ from synk._master.contents import Contents, DataHandle
 from synk._master.session import Session
 from synk._pure.arrays import as_plain_array, check_shareable
 from synk._pure.interrupts import deferred
+from synk._pure.show import table
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.memory import Segment
 
@@ -146,6 +147,15 @@ class Data(DataHandle, ArrayLike):
 
     def __iter__(self) -> Any:
         return iter(self.data)
+
+    def _repr_html_(self) -> str:
+        rows = [
+            ("shape", self.shape),
+            ("dtype", self._dtype),
+            ("size", f"{self.nbytes / 1e6:.3g} MB in shared memory"),
+            ("axis 0", "the rows of the batch" if self.minibatch else "the rows of the data set"),
+        ]
+        return table(f"synk.Data {self.name or ''}".rstrip(), rows)
 
     def __repr__(self) -> str:
         name = f" {self.name!r}" if self.name else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,9 +10,28 @@ import numpy as np
 
 from synk._api.resident import Resident
 from synk._api.shared import Shared
+from synk._pure.interrupts import is_from_handler
 from synk._pure.ops import REDUCE_OPS
 
 FRAMEWORKS = (None, "torch", "jax")
+
+
+def check_on_restart(fn: Any) -> None:
+    if fn is None:
+        return
+    if not callable(fn):
+        raise TypeError(f"cannot fork: got on_restart of type {type(fn).__name__}, expected a callable.")
+    try:
+        inspect.signature(fn).bind()
+    except TypeError as error:
+        if is_from_handler(error):
+            raise
+        raise TypeError(
+            f"cannot fork: got an on_restart that needs arguments ({error}), expected one without."
+        ) from None
+    except ValueError as error:  # a built-in function that does not tell
+        if is_from_handler(error):
+            raise
 
 
 def check_retry(retry: Any, updates: Any, changes: Any, name: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -12,6 +11,7 @@ from synk._api.build import Decorator, build_function
 from synk._api.data import Data, make_data
 from synk._api.function import Function, P, distribute_functions
 from synk._api.inline import InlineProcess
+from synk._api.options import check_on_restart
 from synk._api.resident import Resident, make_resident
 from synk._api.shared import Shared
 from synk._master import collectives
@@ -24,8 +24,8 @@ from synk._master.reports import where
 from synk._master.session import Session
 from synk._master.variable import Variable, check_owner
 from synk._master.worker_process import WorkerProcess
-from synk._pure.interrupts import is_from_handler
 from synk._pure.limits import check_timeout
+from synk._pure.show import Text, table
 from synk._wire.cell import refuse_inside_worker
 from synk.errors import ClosedError
 
@@ -86,7 +86,7 @@ class Runtime:
         on_restart: Callable[[], Any] | None = None,
     ) -> None:
         refuse_inside_worker("fork")
-        prepared = _check_on_restart(on_restart)
+        prepared = _on_restart(on_restart)
         timeout = check_timeout(timeout)
         if isinstance(max_restarts, bool) or not isinstance(max_restarts, (int, np.integer)) or max_restarts < 0:
             raise ValueError(f"cannot fork: got max_restarts={max_restarts!r}, expected an integer of 0 or more.")
@@ -319,6 +319,9 @@ class Runtime:
 
     def info(self) -> str:
         """Return a description of the runtime, one line per rank."""
+        return Text(self._description())
+
+    def _description(self) -> str:
         title = f"runtime: {self.world_size} x {self.backend}{' inline' if self._session.workers.is_inline else ''}"
         if self.is_closed:
             return f"{title}, closed"
@@ -370,21 +373,23 @@ class Runtime:
     def __repr__(self) -> str:
         return repr(self._session)
 
+    def _repr_html_(self) -> str:
+        session = self._session
+        state = "closed" if session.is_closed else "open"
+        busy = "a call is under way" if session.is_mine() or session.queue.calls else "idle"
+        counters = session.counters
+        rows = [
+            ("workers", f"{self.world_size} x {self.backend}"),
+            ("devices", ", ".join(self.devices)),
+            ("state", state if session.is_closed else f"{state}, {busy}"),
+            ("calls", counters["calls"]),
+            ("restarts of workers", counters["restarts"]),
+        ]
+        return table("synk.Runtime", rows)
 
-def _check_on_restart(fn: Any) -> tuple[Callable[[], Any], dict[str, Any]] | None:
+
+def _on_restart(fn: Any) -> tuple[Callable[[], Any], dict[str, Any]] | None:
+    check_on_restart(fn)
     if fn is None:
         return None
-    if not callable(fn):
-        raise TypeError(f"cannot fork: got on_restart of type {type(fn).__name__}, expected a callable.")
-    try:
-        inspect.signature(fn).bind()
-    except TypeError as error:
-        if is_from_handler(error):
-            raise
-        raise TypeError(
-            f"cannot fork: got an on_restart that needs arguments ({error}), expected one without."
-        ) from None
-    except ValueError as error:  # a built-in function that does not tell
-        if is_from_handler(error):
-            raise
     return fn, Function(fn, outputs=None, name="on_restart").options  # checks that it can be sent

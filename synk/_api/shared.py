@@ -10,6 +10,7 @@ from synk._master import collectives
 from synk._master.session import Session
 from synk._master.variable import Variable, VariableHandle
 from synk._pure.read_only import read_only
+from synk._pure.show import table
 from synk._wire.variables import resolve_variable, value_as_array
 
 
@@ -95,6 +96,10 @@ class Shared(VariableHandle):
         raise TypeError(
             f"cannot pickle variable {self.name!r}: it lives on the workers. Pass it as an argument, or close over it."
         )
+
+    def _repr_html_(self) -> str:
+        kind = f"sharded, {self.lengths} rows on the ranks" if self.is_sharded else "replicated"
+        return table(f"synk.Shared {self.name}", [("kind", kind), ("shape", self.shape), ("dtype", self.dtype)])
 
     def __repr__(self) -> str:
         kind = "sharded" if self.is_sharded else "replicated"

@@ -16,6 +16,7 @@ from synk._api.resident import Resident
 from synk._api.shared import Shared
 from synk._master.profile import Profile
 from synk._pure.cores import num_cores
+from synk._pure.show import Text
 from synk._version import __version__
 from synk._wire.cell import cell
 from synk.backends._cupy import has_cupy
@@ -281,7 +282,7 @@ def info() -> str:
         lines.append(current().info())
     else:
         lines.append("runtime: none (synk.fork() starts one)")
-    return "\n".join(lines)
+    return Text("\n".join(lines))
 
 
 def distribute() -> None:

@@ -14,6 +14,7 @@ from synk._pure.dtypes import as_numbers, is_bfloat16
 from synk._pure.interrupts import is_from_handler
 from synk._pure.ops import REDUCE_OPS, Op, check_op, match_ops
 from synk._pure.partials import concatenate, reduce_into
+from synk._pure.show import Text
 from synk._pure.trees import flatten
 from synk._wire.control import Traits
 
@@ -68,6 +69,9 @@ class Report:
 
     def __bool__(self) -> bool:
         return all(output.verdict in ("equal", "one per rank") for output in self.outputs)
+
+    def _repr_html_(self) -> str:
+        return Text(self)._repr_html_()
 
     def __repr__(self) -> str:
         rows = [("output", "op", "equals serial", "largest difference", "would match")]

@@ -11,6 +11,7 @@ from synk._master.quiet import QuietCall
 from synk._master.replies import collecting
 from synk._master.session import Session
 from synk._master.workers import Request
+from synk._pure.show import table
 from synk._wire.messages import Reply
 from synk.errors import CallCancelled, ClosedError
 
@@ -130,9 +131,16 @@ class PendingCall:
         self._value, self._error = value, error
         self._launched = self._quiet = self._steps = self._request = None
 
+    @property
+    def _state(self) -> str:
+        return "under way" if self._launched is not None else "failed" if self._error is not None else "done"
+
     def __repr__(self) -> str:
-        state = "under way" if self._launched is not None else "failed" if self._error is not None else "done"
-        return f"<synk.PendingCall of {self.name!r}, {state}>"
+        return f"<synk.PendingCall of {self.name!r}, {self._state}>"
+
+    def _repr_html_(self) -> str:
+        rows = [("function", self.name), ("state", self._state), ("ranks", ", ".join(map(str, self.ranks)))]
+        return table("synk.PendingCall", rows)
 
 
 class _Unasked:

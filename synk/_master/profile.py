@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from synk._pure.show import table
+
 
 @dataclass
 class Record:
@@ -56,7 +58,13 @@ class Profile:
             found = self.records[name] = Record()
         return found
 
-    def __str__(self) -> str:
+    def _repr_html_(self) -> str:
+        heads = ("function", "calls", "total s", "ms/call", "share", "in B/call", "out B/call")
+        lines = str(self).splitlines()[1:]
+        return table("profile", [heads, *([part.strip() for part in line.rsplit(None, 6)] for line in lines)],
+                     has_heads=True)  # fmt: skip
+
+    def __repr__(self) -> str:
         width = max([8, *(len(name) for name in self.records)]) + 2
         titles = f"{'calls':>8}{'total s':>10}{'ms/call':>10}{'share':>8}{'in B/call':>12}{'out B/call':>12}"
         lines = [f"{'function':<{width}}{titles}"]
