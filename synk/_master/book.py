@@ -223,7 +223,7 @@ class Book:
                 raise
             if part.place is None:
                 what = f"{part.key!r} ({type(part.value).__name__})"
-                raise pickle.PicklingError(f"{what} cannot be pickled: {error}") from error
+                raise pickle.PicklingError(f"cannot pickle {what}: {error}") from error
             parcel = None  # workers keep what they made themselves, where it cannot travel
         self._tell(known, part.key, part.value, parcel)
         return 0 if parcel is None else len(parcel.data)

@@ -158,7 +158,7 @@ class Functions:
                 "What a function needs must be importable there, or defined in the script itself."
             ) from rebuild(failures, self._workers.world_size, names)
         if was_interrupted:
-            raise SerializationError(f"loading {names} was interrupted.")
+            raise SerializationError(f"cannot load {names} on the workers: the loading was interrupted. Call again.")
 
     def _order(self, orders: dict[int, LoadOrder], names: str, deadline: float | None) -> tuple[list[Any], bool]:
         """Have workers load, and note what those have that say so; return failures, and if one was interrupted."""

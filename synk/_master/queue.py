@@ -194,7 +194,9 @@ class Queue:
         until = time.monotonic() + seconds
         session.if_free(lambda: self._wait(pending, until), seconds)
         if pending._launched is not None:
-            raise TimeoutError(f"{pending.name!r} has not ended within {seconds:g} s; it goes on.")
+            raise TimeoutError(
+                f"cannot {verb} any longer: got no result in {seconds:g} s. The call goes on; ask again."
+            )
 
     def _wait(self, pending: PendingCall, until: float | None) -> None:
         self._session.workers.waiting.num_cancels = num_cancels()

@@ -337,7 +337,7 @@ class Session:
             return
         refuse_inside_worker("close")
         if self.is_mine():
-            raise ReentrancyError("cannot close the runtime while this thread is in a call.")
+            raise ReentrancyError("cannot close the runtime: this thread is in a call. Close it afterwards.")
         with deferred(workers.processes.kill):  # a runtime that is closed in part could neither be used nor be closed
             workers.waiting.wake()
             try:

@@ -79,5 +79,7 @@ def _load_into_all(values: Any, states: Any) -> None:
 def resolve_resident(resident_id: int) -> Any:
     """Return this rank's object; what a pickled ``Resident`` becomes."""
     if cell.worker is None:
-        raise pickle.UnpicklingError("a resident object has meaning only on a worker of its runtime")
+        raise pickle.UnpicklingError(
+            "cannot load a resident object here: it has a meaning only on the workers of its runtime."
+        )
     return cell.worker.residents.get(resident_id)

@@ -147,7 +147,7 @@ def value_as_array(variable: Any, structure: Any, dtype: Any, copy: bool | None)
     """Return ``variable.value`` as NumPy asks for it by ``__array__``."""
     if structure != "leaf":
         raise TypeError(
-            f"cannot make an array of variable {variable.name!r}, which is {describe(structure)}. "
+            f"cannot make an array of variable {variable.name!r}: got {describe(structure)}, expected one array. "
             "Take one of the arrays of its value."
         )
     return np.array(variable.value, dtype=dtype) if copy else np.asarray(variable.value, dtype=dtype)
@@ -156,5 +156,7 @@ def value_as_array(variable: Any, structure: Any, dtype: Any, copy: bool | None)
 def resolve_variable(variable_id: int) -> Any:
     """Return this worker's replica; what a pickled ``Shared`` becomes."""
     if cell.worker is None:
-        raise pickle.UnpicklingError("a shared variable has meaning only on a worker of its runtime")
+        raise pickle.UnpicklingError(
+            "cannot load a shared variable here: it has a meaning only on the workers of its runtime."
+        )
     return cell.worker.variables.get(variable_id)

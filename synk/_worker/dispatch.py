@@ -128,7 +128,10 @@ def _prepare(worker: Worker, function: LoadedFunction) -> None:
         with worker.backend.running():
             function.fn()
         if worker.variables.assigned:
-            raise TypeError("on_restart cannot assign a shared variable: it is not a call, and changes one rank.")
+            raise TypeError(
+                "cannot assign a shared variable in on_restart: it runs on one rank, and all ranks must hold the same. "
+                "Assign it in a call."
+            )
     finally:
         worker.variables.abandon()
 

@@ -72,18 +72,18 @@ def _matches(entry: str, gpus: Sequence[Gpu]) -> list[list[Device]]:
 
 def _resolve(entry: str, value: str, gpus: Sequence[Gpu]) -> Device:
     """Return the one device that an entry means."""
-    problem = f"cannot read {VISIBLE_VARIABLE}={value!r}: got the entry {entry!r}, "
+    problem = f"cannot read {VISIBLE_VARIABLE}={value!r}: got the entry {entry!r}"
     matches = _matches(entry, gpus)
     if not matches:
         raise ValueError(
-            f"{problem}expected an index from 0 to {len(gpus) - 1}, the uuid of a GPU or MIG instance, or -1 to end "
+            f"{problem}, expected an index from 0 to {len(gpus) - 1}, the uuid of a GPU or MIG instance, or -1 to end "
             "the list. See `nvidia-smi -L`."
         )
     if len(matches) > 1:
-        raise ValueError(f"{problem}which fits {len(matches)} devices. Write more of the uuid (`nvidia-smi -L`).")
+        raise ValueError(f"{problem}, which fits {len(matches)} devices. Write more of the uuid (`nvidia-smi -L`).")
     if len(matches[0]) != 1:
         raise ValueError(
-            f"{problem}a GPU in MIG mode with {len(matches[0])} instances, expected exactly one. Name instances by "
+            f"{problem}, a GPU in MIG mode with {len(matches[0])} instances, expected exactly one. Name instances by "
             "their MIG uuids (`nvidia-smi -L`)."
         )
     return matches[0][0]

@@ -389,7 +389,7 @@ def _load_cupy(path: str) -> CupyBinding:
         warnings.simplefilter("ignore")  # CuPy warns where it finds no NCCL; the error below says more
         nccl = importlib.import_module("cupy.cuda.nccl")
     if not nccl.available:
-        raise ImportError(f"cupy.cuda.nccl could not load NCCL ({path})")
+        raise ImportError(f"cannot use cupy.cuda.nccl: it could not load NCCL from {path}.")
     return CupyBinding(nccl, mapped_library() or path)
 
 
