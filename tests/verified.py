@@ -44,7 +44,7 @@ def build(self: synk.Function, fn: Any, *args: Any, **options: Any) -> None:
 
 def is_users(function: synk.Function) -> bool:
     """Whether a function is the program's, and none of synk's own, which rely on what the ranks keep between calls."""
-    return not str(getattr(function._fn, "__module__", "")).startswith("synk.")
+    return not str(getattr(function, "__module__", "")).startswith("synk.")
 
 
 plain_build = synk.Function.__init__

@@ -9,12 +9,13 @@ import numpy as np
 
 from synk._api.build import Decorator, build_function
 from synk._api.data import Data, make_data
-from synk._api.function import Function, P, distribute_functions
+from synk._api.function import Function, P
 from synk._api.inline import InlineProcess
 from synk._api.options import check_on_restart
 from synk._api.resident import Resident, make_resident
 from synk._api.shared import Shared
 from synk._master import collectives
+from synk._master.callee import Callee, distribute
 from synk._master.ends import watch_over
 from synk._master.placement import place
 from synk._master.profile import Profile
@@ -175,7 +176,7 @@ class Runtime:
         """Send all functions that are not yet on the workers; see :func:`synk.distribute`."""
         with self._session.entered("distribute"):
             self._session.begin("distribute")
-            distribute_functions(self._session, deadline=self._session.deadline(None))
+            distribute(self._session, deadline=self._session.deadline(None))
 
     def _list(self, verb: str, variables: Any) -> list[Variable]:
         """Return the variables of one ``Shared``, or of a sequence of them, checked."""
@@ -392,4 +393,4 @@ def _on_restart(fn: Any) -> tuple[Callable[[], Any], dict[str, Any]] | None:
     check_on_restart(fn)
     if fn is None:
         return None
-    return fn, Function(fn, outputs=None, name="on_restart").options  # checks that it can be sent
+    return fn, Callee(fn, "on_restart", outputs=None).options  # checks that it can be sent

@@ -85,7 +85,8 @@ class WrappedFunction(Function[P]):
     """A function that brings its own runtime where there is none; made by :func:`synk.wrap`."""
 
     def _bound_session(self) -> Session:
-        refuse_inside_worker(f"call {self.name!r}")
-        if cell.runtime is None and (self._session is None or self._session.is_closed):
+        refuse_inside_worker(self._verb)
+        session = self._callee.session
+        if cell.runtime is None and (session is None or session.is_closed):
             fork()
         return super()._bound_session()

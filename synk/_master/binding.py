@@ -11,8 +11,8 @@ from typing import Any
 
 from synk._master import collectives
 from synk._master.arguments import Argument, Rows, assign, own_rows, pickle_objects, rows_of, select
+from synk._master.callee import Callee
 from synk._master.checked import Checks
-from synk._master.launched import Callee
 from synk._master.plans import Call, CallOptions, IndexArrays
 from synk._master.session import Session
 from synk._master.variable import Variable

@@ -10,9 +10,10 @@ import time
 from typing import Any
 
 from synk._master.binding import bind
+from synk._master.callee import Callee
 from synk._master.device_values import check_not_lost
 from synk._master.lanes import Lane
-from synk._master.launched import Callee, Launched
+from synk._master.launched import Launched
 from synk._master.plans import CachedPlan, Call, CallOptions
 from synk._master.replies import collecting
 from synk._master.results import Lease

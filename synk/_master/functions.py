@@ -38,7 +38,7 @@ class Functions:
     ----------
     book : Book
         All parcels, in the order in which they are loaded.
-    bound : WeakSet of synk.Function
+    bound : WeakSet of Callee
         Those that are on the workers.
     ids : iterator of int
         For functions that are sent for the first time.

@@ -3,39 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from synk._master.plans import CachedPlan, Call, PlanCache
+from synk._master.callee import Callee
+from synk._master.plans import CachedPlan, Call
 from synk._master.requests import Request
-from synk._master.resident import ResidentObject
 from synk._master.results import Lease
-from synk._master.row_shapes import RowShapes
-from synk._master.session import Session
-from synk._master.signature import Signature
 from synk._master.variable import Variable
 from synk._wire.control import Traits
-
-
-class Callee(Protocol):
-    """What a call needs of the function that is called."""
-
-    name: str
-    id: int
-    signature: Signature
-    outputs: Any
-    framework: str | None
-    per_rank: bool
-    row_shapes: RowShapes
-    plans: PlanCache
-    variables: set[Variable]
-    residents: set[ResidentObject]
-    changes: tuple[ResidentObject, ...]
-    is_stale: bool
-
-    def load(self, session: Session, deadline: float | None) -> None:
-        """See that the workers have it."""
 
 
 @dataclass(slots=True)

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from synk._master.call import CallOptions, collect, launch
-from synk._master.launched import Callee, Launched
+from synk._master.callee import Callee
+from synk._master.launched import Launched
 from synk._master.quiet import QuietCall
 from synk._master.session import Session
 from synk._master.trials import try_shorter

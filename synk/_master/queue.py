@@ -13,7 +13,8 @@ from collections import deque
 from typing import Any
 
 from synk._master.call import CallOptions, abandon, launch
-from synk._master.launched import Callee, Launched
+from synk._master.callee import Callee
+from synk._master.launched import Launched
 from synk._master.ordinary import prepare
 from synk._master.pending import PendingCall, Steps
 from synk._master.quiet import NOT_QUIET

@@ -25,8 +25,9 @@ import numpy as np
 
 from synk._master.arguments import shapes_beside_rows
 from synk._master.call import abandon, collect
+from synk._master.callee import Callee
 from synk._master.handles import ArgumentHandle
-from synk._master.launched import Callee, Launched
+from synk._master.launched import Launched
 from synk._master.look import Look
 from synk._master.plans import Call
 from synk._master.requests import Request

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 
 from synk._master.arguments import aligned, capacity_for, input_of, pickle_nests
+from synk._master.callee import Callee
 from synk._master.lanes import Lane
-from synk._master.launched import Callee
 from synk._master.plans import CachedPlan, Call, CallOptions, Places
 from synk._master.session import Session
 from synk._pure.arrays import copy_into

@@ -87,7 +87,7 @@ class Placed:
                 name=f"{self._name}.{fn.__name__}",
                 session=self._runtime._session,
             )
-            function.row_shapes.is_open = False  # sums are of gradients, whatever their length
+            function._callee.row_shapes.is_open = False  # sums are of gradients, whatever their length
             made.append(function)
         return made
 

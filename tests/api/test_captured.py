@@ -312,7 +312,7 @@ def test_a_shared_variable_bound_anew_is_the_one_that_counts(shared_runtimes: An
     old, main["w"] = main["w"], rt.shared(10.0)
     np.testing.assert_array_equal(f(X), 11 * X)
     assert (old.value, main["w"].value) == (2.0, 11.0)
-    assert main["w"]._variable in f.variables
+    assert main["w"]._variable in f._callee.variables
 
 
 def test_what_cannot_be_sent_is_an_error_and_the_next_call_is_right(shared_runtimes: Any) -> None:
@@ -359,16 +359,16 @@ def test_a_change_inside_is_seen_by_a_new_definition_and_by_verify(shared_runtim
     rt = shared_runtimes[2]
     f = rt.function(main["f"], outputs="gather")
     np.testing.assert_array_equal(f(X), X + 1)
-    assert not f._is_stale_inside()
+    assert not f._callee.is_changed_inside()
     main["table"][0] = 5.0
     main["items"].append(2.0)
-    assert f._is_stale_inside()
+    assert f._callee.is_changed_inside()
     np.testing.assert_array_equal(f(X), X + 1)  # documented
     exec("def f(x): return x + table[0] + sum(items)", main)
     again = rt.function(main["f"], outputs="gather")
     np.testing.assert_array_equal(again(X), X + 8)
     np.testing.assert_array_equal(f(X), X + 8)  # one object
-    assert not f._is_stale_inside()
+    assert not f._callee.is_changed_inside()
 
 
 def test_an_unchanged_object_of_the_master_does_not_reset_that_of_the_rank(shared_runtimes: Any) -> None:

@@ -159,7 +159,7 @@ def test_a_call_that_waits_for_submitted_ones_is_interrupted_with_them(reused: A
 def test_an_interrupted_call_has_assigned_nothing(reused: Any, busy: Any, later: Any) -> None:
     rt = reused(2)
     w = rt.shared(np.zeros(3))
-    stay = busy(rt)._fn
+    stay = busy(rt).__wrapped__
 
     def assign(x: Any) -> Any:
         w.value = w.value + 1

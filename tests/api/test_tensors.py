@@ -98,8 +98,8 @@ def test_every_dtype_there_and_back(shared_runtimes: Any, where: Any, dtype: str
 )
 def test_any_strides_and_lazy_values(shared_runtimes: Any, make: Any) -> None:
     x = make(torch.arange(24.0).reshape(6, 4))
-    f = shared_runtimes[2].function(lambda w, x: (x * 2, w * 2), bcast_inputs="w", framework="torch")
-    f.outputs = ("gather", "first")
+    outputs = ("gather", "first")
+    f = shared_runtimes[2].function(lambda w, x: (x * 2, w * 2), bcast_inputs="w", outputs=outputs, framework="torch")
     for value in (x, x.bfloat16()) if not x.is_complex() else (x,):
         result = f(value, value)
         assert torch.equal(result[0], value.detach() * 2)
@@ -305,8 +305,12 @@ def test_broadcast_tensors_and_structures(shared_runtimes: Any) -> None:
 def test_the_bytes_of_broadcast_tensors_are_not_pickled(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     model = torch.nn.Linear(300, 300)
-    f = rt.function(lambda m, w, x: m(x + w["w"].float()).detach(), bcast_inputs=("m", "w"), framework="torch")
-    f.outputs = "gather"
+    f = rt.function(
+        lambda m, w, x: m(x + w["w"].float()).detach(),
+        bcast_inputs=("m", "w"),
+        outputs="gather",
+        framework="torch",
+    )
     x, w = torch.ones(4, 300), {"w": torch.ones(300, dtype=torch.bfloat16)}
     before = rt.counters["bytes_pickled"]
     result = f(model, w, x)

@@ -168,7 +168,7 @@ X = np.arange(4.0)
 def check():
     np.testing.assert_array_equal(f(X), work(X))
     np.testing.assert_array_equal(f.serial(X), work(X))
-    np.testing.assert_array_equal(decorated(X), library.decorated._fn(X))
+    np.testing.assert_array_equal(decorated(X), library.decorated.__wrapped__(X))
     print(f(X)[1], decorated(X)[1])
 """
 

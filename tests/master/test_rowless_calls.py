@@ -55,10 +55,10 @@ def test_with_per_rank_each_rank_contributes_its_own(shared_runtimes: Any, where
 def test_per_rank_is_an_option_of_every_way_to_build_a_function(reused: Callable[..., Any]) -> None:
     rt = reused(2)
     decorated = rt.function(outputs="sum", per_rank=True)(lambda: 1)
-    assert decorated.per_rank
+    assert decorated._callee.per_rank
     assert decorated() == 2
-    assert synk.function(lambda: 1, outputs="sum", per_rank=True).per_rank
-    assert synk.wrap(lambda: 1, outputs="sum", per_rank=True).per_rank
+    assert synk.function(lambda: 1, outputs="sum", per_rank=True)._callee.per_rank
+    assert synk.wrap(lambda: 1, outputs="sum", per_rank=True)._callee.per_rank
     with pytest.raises(TypeError, match="cannot build 'len': got per_rank=1, expected True or False"):
         synk.function(len, per_rank=1)
 
