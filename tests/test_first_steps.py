@@ -232,14 +232,15 @@ def test_a_bfloat16_variable_needs_ml_dtypes(shared_runtimes: Any) -> None:
 
 
 def test_what_a_runtime_numbers_it_numbers_itself(runtime: Any) -> None:
-    """Functions, variables and segments of one runtime have the same numbers whatever others there are."""
+    """Functions, variables, segments and plans of one runtime have the same numbers whatever others there are."""
 
     def numbers() -> tuple[Any, ...]:
         rt = runtime(1)
         w, data = rt.shared(np.ones(3)), rt.data(np.arange(3.0))
         first, second = rt.function(lambda x: (x * w.value).sum()), rt.function(lambda x: x.sum())
         assert second(data) == first(data) == 3.0
-        assert (first.id, second.id) == (2, 1), "in the order in which they are sent"
-        return w._variable.id, data._contents.segment.id, rt._session.lanes.first.ids
+        assert (first._callee.id, second._callee.id) == (2, 1), "in the order in which they are sent"
+        plans = rt._session.workers.by_rank[0].known.plans
+        return w._variable.id, data._contents.segment.id, rt._session.lanes.first.ids, sorted(plans)
 
     assert numbers() == numbers()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,8 +21,6 @@ from synk._pure.trees import flatten, unflatten
 from synk._wire.memory import Segment
 from synk._wire.messages import LARGE_NBYTES, Layout, Leaf, Move, is_reduced_on_devices, slot_offsets
 from synk.errors import CollectiveMismatch
-
-_numbers = itertools.count(1)
 
 _ABSENT = Leaf((), None)
 """In the place of a leaf that a rank does not have: it returned None there."""
@@ -46,13 +43,10 @@ class Assembly:
     slots : Segment
     slot_nbytes : int
     world_size : int
+    number : int
+        By which the ranks know it.
     has_group : bool
         Whether the voters reduce large outputs by NCCL.
-
-    Attributes
-    ----------
-    number : int
-        Told from those of all other assemblies.
     """
 
     def __init__(
@@ -65,10 +59,11 @@ class Assembly:
         slots: Segment,
         slot_nbytes: int,
         world_size: int,
+        number: int,
         has_group: bool = False,
     ) -> None:
         self.name = name
-        self.number = next(_numbers)
+        self.number = number
         self._has_group = has_group
         self._slots_id = slots.id
         self.voters = voters

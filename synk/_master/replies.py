@@ -79,7 +79,7 @@ def _agree(session: Session, launched: Launched, layouts: list[Layout]) -> tuple
         outputs = None if call.options.is_apart else launched.function.outputs
         assembly = cached.assembly = Assembly(
             launched.function.name, outputs, cached.plan.output_subset, call.ranks, layouts,
-            lane.slots, lane.slot_nbytes, session.world_size, call.has_group,
+            lane.slots, lane.slot_nbytes, session.world_size, next(session.assembly_ids), call.has_group,
         )  # fmt: skip
         cached.output_nbytes = sum(leaf.nbytes for layout in layouts for leaf in layout.leaves)
     if call.unequal and assembly.has_averages:

@@ -39,6 +39,10 @@ from synk._wire.memory import Segment
 from synk._wire.messages import Body
 from synk.errors import ClosedError, NotForkedError, ReentrancyError, UnsupportedError
 
+_COUNTERS = (
+    "messages_down", "messages_up", "bytes_down", "bytes_up", "bytes_pickled", "bytes_staged", "calls", "restarts",
+)  # fmt: skip
+
 open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
@@ -65,6 +69,7 @@ class Session:
     counters : dict of str to int
     numbers : iterator of int
         Of calls, and of collectives on devices.
+    plan_ids, assembly_ids : iterator of int
     """
 
     def __init__(
@@ -82,23 +87,12 @@ class Session:
         self.devices: tuple[str, ...] = placement.devices
         self.world_size = len(self.devices)
         self.has_devices = self.backend != "numpy"
-        self.counters: dict[str, int] = dict.fromkeys(
-            [
-                "messages_down",
-                "messages_up",
-                "bytes_down",
-                "bytes_up",
-                "bytes_pickled",
-                "bytes_staged",
-                "calls",
-                "restarts",
-            ],
-            0,
-        )
+        self.counters = dict.fromkeys(_COUNTERS, 0)
         self.pid = os.getpid()
         self._lock = threading.RLock()
         self.profile = Profile()
         self.numbers = itertools.count(1)
+        self.plan_ids, self.assembly_ids = itertools.count(1), itertools.count(1)
         self.at_close: list[Callable[[], None]] = []  # what is to be done while the workers still answer
         self.workers = Workers(
             placement,

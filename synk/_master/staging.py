@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 
 from synk._master.arguments import aligned, capacity_for, input_of, pickle_nests
@@ -14,8 +12,6 @@ from synk._master.session import Session
 from synk._pure.arrays import copy_into
 from synk._wire.control import Down
 from synk._wire.messages import Plan
-
-_plan_ids = itertools.count(1)
 
 
 def plan_call(session: Session, function: Callee, call: Call, options: CallOptions, lane: Lane) -> CachedPlan:
@@ -71,7 +67,7 @@ def plan_call(session: Session, function: Callee, call: Call, options: CallOptio
         (staging.id, at, len(indices)) if indices is not None else None for at, indices in zip(indices_at, index_arrays)
     ]
     plan = Plan(
-        next(_plan_ids),
+        next(session.plan_ids),
         function.id,
         tuple(inputs),
         options.num_slices,
