@@ -21,6 +21,8 @@ class KnownByRank:
         By plan, the number of the assembly in which the rank knows its part.
     variables : dict of int to int
         By variable, the version that it was told of.
+    unanswered : dict of int to Body
+        By number, the bodies of messages that it has not answered.
     """
 
     def __init__(self, rank: int, epoch: Epoch) -> None:
@@ -32,6 +34,7 @@ class KnownByRank:
         self.assemblies: dict[int, int] = {}
         self.segments: set[int] = set()
         self.variables: dict[int, int] = {}
+        self.unanswered: dict[int, Body] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -43,6 +46,7 @@ class KnownByRank:
         self.assemblies.clear()
         self.segments = set()
         self.variables = {}
+        self.unanswered.clear()
         self.num_changes = -1
         self.residents: dict[int, int] = {}  # id -> ``first_version`` of what it has
         self._dropped_residents: list[int] = []
@@ -52,16 +56,6 @@ class KnownByRank:
         self._dropped_functions: list[int] = []
         self._dropped_parcels: list[tuple[int, list[tuple[tuple[int, int], Any]]]] = []
         self._lane_ids: dict[int, tuple[int, int]] = {}  # what it knows of each lane, see Lane.ids
-
-    def forget_sent(self) -> None:
-        """Send everything again: the rank could not take in the last message."""
-        self._epoch.end()
-        self.segments.clear()
-        self.plans.clear()
-        self.assemblies.clear()
-        self.variables.clear()
-        self.num_changes = -1
-        self._lane_ids.clear()
 
     def drop_segment(self, segment_id: int) -> None:
         self._epoch.end()
@@ -155,18 +149,13 @@ class KnownByRank:
             missing,
         )
 
-    def note_sent(self, body: Body | None, segments: Sequence[Segment]) -> None:
+    def note_sent(self, sequence: int, body: Body) -> None:
         """Remember what the rank holds now. Called after sending: a message lost to an interrupt is sent again."""
-        if body is None:
-            return
         self._epoch.end()  # a call that is prepared must not be sent to a rank that knows other things now
-        self.segments.update(segment.id for segment in segments)
-        del self._dropped_segments[: len(body.dropped_segments)]
-        del self._dropped_plans[: len(body.dropped_plans)]
-        del self._dropped_functions[: len(body.dropped_functions)]
-        del self._dropped_parcels[: len(body.dropped_parcels)]
-        del self._dropped_variables[: len(body.dropped_variables)]
-        del self._dropped_residents[: len(body.dropped_residents)]
+        self.unanswered[sequence] = body
+        self.segments.update(_brought_by(body))
+        for waiting, told in self._drops(body):
+            del waiting[: len(told)]
         for declaration in body.declarations:
             self.variables[declaration.variable_id] = declaration.version
         if body.slots is not None:
@@ -175,3 +164,33 @@ class KnownByRank:
         if body.collective is not None:
             lane, collective_id = body.collective
             self._lane_ids[lane] = (self._lane_ids.get(lane, (0, 0))[0], collective_id)
+
+    def take_back(self, body: Body) -> None:
+        """The rank could not take in a message: it holds nothing of what came with it, and has forgotten nothing."""
+        self._epoch.end()
+        self.segments.difference_update(_brought_by(body))
+        for waiting, told in self._drops(body):
+            waiting[:0] = told
+        for declaration in body.declarations:
+            if declaration.variable_id in self.variables:
+                self.variables[declaration.variable_id] = -1  # it may hold what an earlier message told of it
+        self.num_changes = -1
+        for place in (body.slots, body.collective):
+            if place is not None:
+                self._lane_ids.pop(place[0], None)
+
+    def _drops(self, body: Body) -> list[tuple[list[Any], list[Any]]]:
+        """Return what the rank has yet to be told to forget, and what a message tells it of that."""
+        return [
+            (self._dropped_segments, body.dropped_segments),
+            (self._dropped_plans, body.dropped_plans),
+            (self._dropped_functions, body.dropped_functions),
+            (self._dropped_parcels, body.dropped_parcels),
+            (self._dropped_variables, body.dropped_variables),
+            (self._dropped_residents, body.dropped_residents),
+        ]
+
+
+def _brought_by(body: Body) -> list[int]:
+    """Return the segments that come with a message."""
+    return [place[0] for place in (*body.segments, *body.parts)]

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from synk._master.processes import Processes, WorkerState
 from synk._pure.interrupts import deferred
 from synk._wire.channel import Channel, ProtocolError
-from synk._wire.messages import ASSEMBLED, DONE, HAS_BODY, IS_ASSEMBLED, Reply, Status
+from synk._wire.messages import ASSEMBLED, DONE, HAS_BODY, IS_ASSEMBLED, IS_UNRECEIVED, Reply, Status
 from synk.errors import CallTimeout
 
 HELLO = 0
@@ -119,6 +119,10 @@ class Requests(dict[int, Request]):
         if message is None:
             return False
         sequence, reply = message
+        known = self._processes.by_rank[rank].known
+        body = known.unanswered.pop(sequence, None)
+        if body is not None and reply.flags & IS_UNRECEIVED:
+            known.take_back(body)
         request = self.get(sequence)  # None: the answer to a message that was given up
         if sequence == HELLO:
             self._processes.by_rank[rank].hello = reply

@@ -25,7 +25,7 @@ from synk._pure.environment import spin_s
 from synk._pure.interrupts import deferred
 from synk._wire.channel import MAX_FDS, Patience
 from synk._wire.memory import Segment
-from synk._wire.messages import IS_ALONE, IS_UNRECEIVED, LANE_SHIFT, Body, Kind, Reply
+from synk._wire.messages import IS_ALONE, LANE_SHIFT, Body, Kind, Reply
 
 AWAKE_S = 200e-6
 """How long the master waits awake for the replies to a quiet call."""
@@ -263,7 +263,7 @@ class Workers:
             worker.process.channel.ring(kind, flags, sequence, value)
             return
         counters["bytes_down"] += worker.process.deliver(
-            kind, flags, sequence, value, body, missing, lambda: worker.known.note_sent(body, missing)
+            kind, flags, sequence, value, body, missing, lambda: worker.known.note_sent(sequence, body)
         )
 
     def prefetch(self, ranks: Sequence[int], plan_id: int, lane: int) -> None:
@@ -296,12 +296,8 @@ class Workers:
         if request.pending:
             self.wait_until(request, None)
         # No rank owes it anything: if an interrupt comes from here on, the next operation clears it away.
-        replies = request.replies
-        for rank, reply in replies.items():
-            if reply.flags & IS_UNRECEIVED:  # it had no room for what came with the message, and holds none of it
-                self.by_rank[rank].known.forget_sent()
         self.requests.pop(request.sequence, None)
-        return replies
+        return request.replies
 
     def wait_until(self, request: Request, until: float | None) -> bool:
         """Wait until no rank owes ``request`` a reply, at most until the monotonic time given; return whether it is so.

@@ -164,20 +164,26 @@ class WorkerLoop:
         data, fds = self._channel.receive_body(sequence)
         body = pickle.loads(data)
         assert isinstance(body, Body)
+        held = self._worker.held
         arriving = iter(list(zip(body.segments, fds)))
+        arrived: list[Segment] = []
         for (segment_id, nbytes, is_writable, is_staging, is_arena), fd in arriving:
-            if segment_id in self._worker.held.segments:  # sent twice after an interrupt
+            if segment_id in held.segments:  # sent twice after an interrupt
                 os.close(fd)
                 continue
             try:
-                segment = self._worker.held.map_segment(fd, segment_id, nbytes, is_writable, is_staging)
-            except SharedMemoryError:
+                segment = held.map_segment(fd, segment_id, nbytes, is_writable, is_staging)
+            except SharedMemoryError:  # the master takes all of the message back
                 for _, later in arriving:
                     os.close(later)
                 os.close(fd)
+                for segment in arrived:
+                    segment.close()
                 raise
             segment.is_arena = is_arena
-            self._worker.held.add_segment(segment)
+            arrived.append(segment)
+        for segment in arrived:
+            held.add_segment(segment)
         return body
 
     def _reply(self, status: Status, flags: int, sequence: int, body: bytes | None) -> None:

@@ -126,6 +126,29 @@ def test_G3_a_rank_that_cannot_take_in_its_message_keeps_nobody_waiting(reused: 
     assert pids(rt) == workers
 
 
+def test_G3_a_rank_that_cannot_take_in_its_message_forgets_later_what_it_was_to_forget(reused: Fork) -> None:
+    """Both what that message told it to drop, and what it holds since earlier ones and is dropped after it."""
+    rt = reused(2)
+    total = rt.function(lambda *xs: sum(x.sum() for x in xs), outputs="sum")
+    # Too large for arenas: each has a descriptor of its own.
+    before, after, new = (rt.data(np.ones(1 << 17)) for _ in range(3))
+    assert total(before, after) == 1 << 18
+    inodes = [os.fstat(data._contents.segment.fd).st_ino for data in (before, after)]
+    worker = pids(rt)[1]
+    assert set(inodes) <= mapped_memfds(worker)
+    limits = resource.prlimit(worker, resource.RLIMIT_NOFILE)
+    resource.prlimit(worker, resource.RLIMIT_NOFILE, (3, limits[1]))
+    del before
+    with pytest.raises(SharedMemoryError, match="ulimit -n"):
+        total(new)
+    resource.prlimit(worker, resource.RLIMIT_NOFILE, limits)
+    assert total(new) == 1 << 17
+    assert mapped_memfds(worker).intersection(inodes) == {inodes[1]}
+    del after
+    assert total(new) == 1 << 17
+    assert not mapped_memfds(worker).intersection(inodes)
+
+
 @pytest.mark.parametrize("where", ["start", "data", "worker"])
 def test_G3_few_descriptors(where: str) -> None:
     """The limit is named, everything works again below it, and nothing leaks on the way."""
