@@ -4,46 +4,32 @@ from importlib import import_module as _import_module
 from typing import Any as _Any
 
 from synk import errors
-from synk._api.build import function
-from synk._api.current import close, current, fork
-from synk._api.data import Data
-from synk._api.function import Function
-from synk._api.resident import Resident
-from synk._api.runtime import Runtime
-from synk._api.shared import Shared
-from synk._api.verbs import (
-    all_gather,
-    all_reduce,
-    broadcast,
-    data,
-    distribute,
-    gather,
-    get_lengths,
-    get_shapes,
-    get_value,
-    info,
-    profile,
-    reduce,
-    resident,
-    scatter,
-    set_value,
-    shared,
-)
-from synk._api.wrap import wrap
-from synk._api.wrapper import FunctionWrapper
-from synk._master.pending import PendingCall
 from synk._version import __version__
+from synk._wire.cell import cell as _cell
+from synk._wire.program import is_worker as _is_worker
 from synk._worker.comm import comm
 from synk._worker.program import freeze_support
 
+# In the master these are imported with synk: later they would be looked for in whatever folder the program is in by
+# then. A worker has them looked up when a function uses one; most use none, and they bring all of the master's half.
+if not _is_worker():
+    from synk._api.names import *  # noqa: F403
+
 
 def __getattr__(name: str) -> _Any:
-    if name == "torch":  # loaded when it is first used, because it imports torch
+    if name == "torch":  # it imports torch
         return _import_module("synk.torch")
-    raise AttributeError(f"module 'synk' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'synk' has no attribute {name!r}")
+    with _cell.uninterrupted():  # an import that is broken off leaves files open
+        return getattr(_import_module("synk._api.names"), name)
 
 
-__all__ = [
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+__all__ = [  # noqa: F405
     "Data",
     "Function",
     "FunctionWrapper",

@@ -528,15 +528,31 @@ print(sorted(new & heavy))
     assert done.stdout == "[]\n"
 
 
-def test_a_function_that_communicates_imports_nothing_of_the_master() -> None:
-    """An import is held together against interrupts: where it is long, a worker would seem not to answer Ctrl-C."""
+def test_a_worker_imports_nothing_of_the_master_s_half() -> None:
+    """It would double what a worker imports, and an import is held together against interrupts."""
 
     def communicate(x: np.ndarray) -> str:
-        before = set(sys.modules)
+        assert issubclass(synk.errors.CallTimeout, Exception) and synk.__version__
         synk.comm.all_reduce(x, "sum")
         synk.comm.barrier()
-        return " ".join(sorted(name for name in set(sys.modules) - before if name.startswith("synk")))
+        return " ".join(name for name in sys.modules if name.startswith(("synk._master", "synk._api")))
+
+    def look_up(x: np.ndarray) -> tuple[str, str, str, str]:
+        before, names = set(synk.__all__) - set(vars(synk)), dir(synk)
+        assert not hasattr(synk, "frok")
+        everything: dict[str, Any] = {}
+        exec("from synk import *", everything)
+        try:
+            everything["fork"]()
+        except synk.errors.ReentrancyError as error:
+            return " ".join(before), " ".join(names), " ".join(everything), str(error)
+        raise AssertionError("a worker has forked")
 
     with synk.fork(2, backend="numpy") as rt:
         imported = rt.function(communicate, outputs=None)(np.ones(2))
+        before, names, found, refusal = rt.function(look_up, outputs="first")(np.ones(2))
     assert imported == ["", ""]
+    assert {"Data", "fork", "function"} <= set(before.split()) and "comm" not in before
+    assert set(synk.__all__) <= set(names.split())
+    assert set(synk.__all__) <= set(found.split())
+    assert "cannot fork inside worker rank 0" in refusal

@@ -26,32 +26,14 @@ from synk._wire.program import WORKER_ARGUMENT, is_frozen
 from synk.errors import StartupError
 
 # The bootstrap may import nothing before the path is the master's: a pickle.py in the current directory must not run.
-# Only absolute entries are used for our own imports; the worker sets the path exactly before it loads a function. The
-# package's own file, which imports the master's half, is run at the first use of a public name other than ``comm``:
-# most functions use none, and it would double what a worker imports beside NumPy.
+# Only absolute entries are used for our own imports; the worker sets the path exactly before it loads a function.
 _BOOTSTRAP = """\
 import sys
 if sys.path and sys.path[0] == "": del sys.path[0]
-import contextlib, importlib.util, json, socket
-with open(int(sys.argv[1]), "rb") as file: setup = json.load(file)
+import json, socket
+with open(int(sys.argv[2]), "rb") as file: setup = json.load(file)
 sock = socket.socket(fileno=setup["fds"]["socket"])
 sys.path[:] = setup["import_path"]
-spec = importlib.util.find_spec("synk")
-package = importlib.util.module_from_spec(spec)
-def complete(name):
-    if name.startswith("_") and name != "__version__": raise AttributeError(name)
-    from synk._wire.cell import cell
-    del package.__getattr__
-    # An import that is broken off leaves files open.
-    with cell.worker.uninterrupted() if cell.worker else contextlib.nullcontext():
-        try:
-            spec.loader.exec_module(package)
-        except BaseException:
-            package.__getattr__ = complete
-            raise
-    return getattr(package, name)
-package.__getattr__ = complete
-sys.modules["synk"] = package
 from synk._worker.serve import main
 main(sock, setup)
 """
@@ -82,7 +64,7 @@ def command(setup_fd: int, rank: int) -> list[str]:
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     if sys.version_info >= (3, 11) and "-P" not in flags and "-I" not in flags:
         flags.append("-P")
-    return [_interpreter(), *flags, "-c", _BOOTSTRAP, str(setup_fd), name]
+    return [_interpreter(), *flags, "-c", _BOOTSTRAP, WORKER_ARGUMENT, str(setup_fd), name]
 
 
 def write_setup(setup: dict[str, Any]) -> Descriptor:

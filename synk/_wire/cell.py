@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from synk.errors import ReentrancyError
@@ -37,6 +38,10 @@ class _Cell:
     def __init__(self) -> None:
         self.unfinished: dict[str, Any] = {}
         self.broken_streams: set[str] = set()
+
+    def uninterrupted(self) -> contextlib.AbstractContextManager[None]:
+        """Hold back an interrupt of the call under way, on a worker, while the body runs."""
+        return contextlib.nullcontext() if self.worker is None else self.worker.uninterrupted()
 
 
 cell = _Cell()

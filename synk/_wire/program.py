@@ -1,4 +1,4 @@
-"""How a frozen program tells its workers from itself: they are copies of it, with an argument more."""
+"""How the program of a worker is told from others: by its first argument."""
 
 from __future__ import annotations
 
@@ -10,3 +10,9 @@ WORKER_ARGUMENT = "--synk-worker"
 def is_frozen() -> bool:
     """Whether this is a frozen program, which has no interpreter to start."""
     return bool(getattr(sys, "frozen", False))
+
+
+def is_worker() -> bool:
+    """Whether this process was started as a worker: asked early, for later its arguments are the master's."""
+    arguments = getattr(sys, "argv", [])
+    return arguments[1:2] == [WORKER_ARGUMENT] and (is_frozen() or arguments[0] == "-c")

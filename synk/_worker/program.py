@@ -7,7 +7,7 @@ import socket
 import sys
 
 from synk._wire.cell import cell
-from synk._wire.program import WORKER_ARGUMENT, is_frozen
+from synk._wire.program import is_frozen, is_worker
 
 
 def freeze_support() -> None:
@@ -23,7 +23,7 @@ def freeze_support() -> None:
     """
     if not is_frozen():
         return
-    if sys.argv[1:2] != [WORKER_ARGUMENT]:
+    if not is_worker():
         cell.has_freeze_support = True
         return
     with open(int(sys.argv[2]), "rb") as file:

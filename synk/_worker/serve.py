@@ -24,7 +24,6 @@ from synk._wire.lifeline import tie_to_pipe, tie_to_pulse
 from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, IS_UNRECEIVED, LANE_SHIFT, Body, Kind, Status
 from synk._worker import failpoints as _failpoints
-from synk._worker.comm import comm
 from synk._worker.dispatch import handle
 from synk._worker.failures import pack_failure
 from synk._worker.logs import send_records
@@ -232,9 +231,6 @@ def main(sock: socket.socket, setup: dict[str, Any]) -> None:
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, io.TextIOWrapper)
         stream.reconfigure(line_buffering=True, errors="backslashreplace")
-    # The public name that means something here: a function that communicates does not wait for the import of the rest,
-    # for all of which an interrupt would be held back.
-    vars(sys.modules["synk"])["comm"] = comm
     loop = WorkerLoop(sock, setup)
     loop.start()
     # While only our own folders are searched, and while there are descriptors: an error report must need none.

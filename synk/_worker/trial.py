@@ -115,5 +115,5 @@ class _Pickle(cloudpickle.Pickler):
         if (kind.__module__.partition(".")[0], kind.__qualname__) in _GENERATORS:
             self.generators.append(obj)
         if isinstance(obj, ModuleType) and sys.modules.get(obj.__name__) is obj:
-            return importlib.import_module, (obj.__name__,)  # cloudpickle knows no subclasses, and synk is one here
+            return importlib.import_module, (obj.__name__,)  # cloudpickle knows no subclasses, as lazy ones are
         return super().reducer_override(obj)
