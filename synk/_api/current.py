@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from synk._api.notebook import notebook_cell
 from synk._api.runtime import Runtime
+from synk._master.output import report
 from synk._master.session import current_session
 from synk._pure.interrupts import deferred
 from synk._wire.cell import cell, refuse_inside_worker
@@ -41,6 +44,9 @@ def fork(
 
     Returns at once: the workers come up while the program goes on, and the first verb that needs them waits.
 
+    In a notebook, a cell that calls it at its top level can be run again: with the same arguments the runtime that it
+    made before is closed, and another one started.
+
     Parameters
     ----------
     num_workers : int or None
@@ -66,7 +72,7 @@ def fork(
     Raises
     ------
     SynkError
-        If a runtime made by ``fork`` is still running.
+        If a runtime made by ``fork`` is still running, and it is not the same cell of a notebook that asks again.
     StartupError
         If a worker process cannot be started.
     ValueError, TypeError
@@ -83,11 +89,15 @@ def fork(
     refuse_inside_worker("fork")
     if cell.runtime is not None and cell.runtime.is_closed:  # by a fault: what it still holds is let go of
         cell.runtime.close()
+    wanted = (num_workers, backend, str(devices), inline, timeout, max_restarts, on_restart)
+    place = notebook_cell(sys._getframe(1))
     if cell.runtime is not None and cell.session.is_own_process:
-        raise SynkError(
-            f"cannot fork: {cell.runtime!r} is already running. Call synk.close() first, or make a second one with "
-            "synk.Runtime(...)."
-        )
+        if place is None or not place.is_run_again(cell.forked_at) or wanted != cell.forked_with:
+            raise SynkError(
+                f"cannot fork: {cell.runtime!r} is already running. Call synk.close() first, or make a second one with "
+                "synk.Runtime(...)."
+            )
+        _close_to_begin_anew()
     try:
         with deferred():  # a runtime that nobody can name could not be closed
             runtime = Runtime(
@@ -100,10 +110,20 @@ def fork(
                 on_restart=on_restart,
             )
             cell.runtime, cell.session, cell.last_session = runtime, runtime._session, runtime._session
+            cell.forked_at, cell.forked_with = place, wanted
     except BaseException:  # Ctrl-C, or what another signal handler raises, comes when it has started
         close()
         raise
     return cell.runtime
+
+
+def _close_to_begin_anew() -> None:
+    names = [repr(variable.name) for variable in cell.session.variables.living()]
+    close()
+    if names:
+        report(
+            "fork: the cell was run again. Its workers are new, and shared variables (%s) are gone.", ", ".join(names)
+        )
 
 
 def close() -> None:

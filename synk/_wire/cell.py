@@ -19,6 +19,10 @@ class _Cell:
         That of ``runtime``.
     last_session : Session or None
         Likewise, also when it is closed: to tell why.
+    forked_at : NotebookCell or None
+        Where in a notebook that was.
+    forked_with : tuple or None
+        With which arguments.
     worker : Worker or None
         What this process is; inline, what it plays while a call runs. None in a master.
     unfinished : dict of str to object
@@ -32,6 +36,8 @@ class _Cell:
     runtime: Any = None
     session: Any = None
     last_session: Any = None
+    forked_at: Any = None
+    forked_with: Any = None
     worker: Any = None
     has_freeze_support = False
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
+import sys
 import traceback
 from typing import Any
 
@@ -18,6 +20,10 @@ PICKLE_CAP = 1 << 20
 
 
 _READ_ONLY = "is read-only"
+
+_IS_NO_TENSOR = re.compile(
+    r"must be (a )?Tensors?\b.*ndarray|expected Tensor .*ndarray|'numpy\.ndarray' object has no attribute"
+)
 
 
 _WORKER_FOLDER = os.path.dirname(os.path.abspath(__file__))
@@ -92,5 +98,7 @@ def pack_failure(error: BaseException, rank: int, device: str, *, is_collateral:
     message = _message(error)
     if isinstance(error, ValueError) and _READ_ONLY in message:
         add_note(error, "Inputs and shared variables are read-only inside a function: copy (x = x.copy()) or assign.")
+    if isinstance(error, (TypeError, AttributeError)) and "torch" in sys.modules and _IS_NO_TENSOR.search(message):
+        add_note(error, 'The function got NumPy arrays. Build it with framework="torch" to get tensors.')
     text = _format(error)[-TEXT_CAP:]
     return Failure(rank, device, type(error).__qualname__, message, text, *_pickle(error), is_collateral)

@@ -221,6 +221,13 @@ def _prefer_for_oom() -> None:
         pass
 
 
+def _refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "cannot stop at breakpoint(): got there on a worker, which has no terminal. "
+        "Run the program with synk.fork(inline=True): the function then runs in its own process."
+    )
+
+
 def main(sock: socket.socket, setup: dict[str, Any]) -> None:
     """Run a worker; the bootstrap calls it when ``sys.path`` is set."""
     import faulthandler
@@ -233,6 +240,8 @@ def main(sock: socket.socket, setup: dict[str, Any]) -> None:
         stream.reconfigure(line_buffering=True, errors="backslashreplace")
     loop = WorkerLoop(sock, setup)
     loop.start()
+    if not os.environ.get("PYTHONBREAKPOINT"):  # else the user has chosen a debugger, or none
+        sys.breakpointhook = _refuse_breakpoint
     # While only our own folders are searched, and while there are descriptors: an error report must need none.
     import synk._worker.pickling  # noqa: F401
 

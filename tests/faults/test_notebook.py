@@ -88,6 +88,25 @@ assert run("print(*pids(np.ones(2)))") == ("ok", f"{pids[0]} {pids[1]}\\n")
 """)
 
 
+def test_E_notebook_cell_that_forks_can_be_run_again() -> None:
+    drive("""
+first = start()
+assert run("w = synk.shared(np.ones(2), name='w')")[0] == "ok"
+status, printed = run(START)
+told, numbers = printed.splitlines()
+assert "the cell was run again" in told and "'w'" in told, told
+pids = [int(pid) for pid in numbers.split()]
+assert not set(first) & set(pids) and gone(first)
+status, printed = run(START.replace("fork(2,", "fork(1,"))
+assert status == "error" and "SynkError" in printed, printed
+status, printed = run("with synk.fork(2, backend='numpy'): pass")
+assert status == "error" and "SynkError" in printed, printed
+status, printed = run("for _ in range(2): synk.fork(2, backend='numpy')")
+assert status == "error" and "SynkError" in printed, printed
+assert run("print(*pids(np.ones(2)))") == ("ok", f"{pids[0]} {pids[1]}\\n")
+""")
+
+
 def test_D1_notebook_interrupted_cell() -> None:
     drive("""
 pids = start()
