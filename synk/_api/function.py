@@ -25,6 +25,7 @@ from synk._master.quiet import NOT_QUIET
 from synk._master.session import Session, current_session
 from synk._pure.limits import check_timeout
 from synk._pure.ops import check_outputs
+from synk._pure.tracebacks import outlined
 from synk._wire.cell import refuse_inside_worker
 from synk.errors import WorkerDied
 
@@ -142,17 +143,22 @@ class Function(FunctionHandle, Generic[P]):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        if output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
-            callee = self._callee
-            quiet, watched = callee.plans.quiet[0], callee.watch
-            if quiet is not None and watched is not None and watched.is_current() and not self._retry:
-                result = quiet.run(callee.session, callee, args, kwargs, batch, shard_batch)
-                if result is not NOT_QUIET:
-                    return result
-        options = CallOptions(
-            batch, shard_batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout)
-        )
-        return self._run(args, kwargs, options)
+        try:
+            if output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
+                callee = self._callee
+                quiet, watched = callee.plans.quiet[0], callee.watch
+                if quiet is not None and watched is not None and watched.is_current() and not self._retry:
+                    result = quiet.run(callee.session, callee, args, kwargs, batch, shard_batch)
+                    if result is not NOT_QUIET:
+                        return result
+            options = CallOptions(
+                batch, shard_batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout)
+            )
+            return self._run(args, kwargs, options)
+        except Exception as error:
+            __tracebackhide__ = True
+            error = outlined(error)
+            raise error
 
     def serial(
         self,
@@ -171,7 +177,12 @@ class Function(FunctionHandle, Generic[P]):
         options = CallOptions(
             batch, None, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout), is_serial=True
         )
-        return self._run(args, kwargs, options)
+        try:
+            return self._run(args, kwargs, options)
+        except Exception as error:
+            __tracebackhide__ = True
+            error = outlined(error)
+            raise error
 
     def verify(
         self,

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Mapping
 
 from synk._pure.interrupts import is_from_handler
+from synk._pure.tracebacks import frames_of
 from synk._wire.failures import Failure
 from synk._wire.messages import Reply, Status
 from synk.errors import RemoteError, add_note
@@ -19,37 +20,45 @@ def rebuild(failures: list[Failure], world_size: int, name: str) -> Exception:
     """
     failures = sorted(failures, key=lambda failure: (failure.is_collateral, failure.rank))
     first = failures[0]
-    remote = RemoteError(
-        f"rank {first.rank} of {world_size} ({first.device}) raised {first.type_name} in {name!r}: {first.message}\n"
-        f"{first.traceback_text}",
-        rank=first.rank,
-        device=first.device,
-        type_name=first.type_name,
-        traceback_text=first.traceback_text,
-    )
-    if first.unfit:
-        add_note(remote, f"It comes as a RemoteError because it cannot be pickled and loaded again: {first.unfit}")
-    notes = [f"raised in {name!r} on rank {first.rank} of {world_size} ({first.device})"]
+    where = f"rank {first.rank} of {world_size} ({first.device})"
+    frames = frames_of(first.traceback_text)
     others = [failure for failure in failures[1:] if not failure.is_collateral]
-    notes += [f"rank {failure.rank} raised {failure.type_name}: {failure.message[:200]}" for failure in others[:8]]
-    if len(others) > 8:
-        notes.append(f"and {len(others) - 8} more ranks")
-    error: Exception = remote
+    alike = [each.rank for each in others if (each.type_name, each.message) == (first.type_name, first.message)]
+    notes = [
+        f"rank {each.rank} raised {each.type_name}: {each.message[:200]}" for each in others if each.rank not in alike
+    ]
+    if notes:
+        notes = [f"raised in {name!r} on {where}", *notes[:8]] + [f"and {len(notes) - 8} more ranks"] * (len(notes) > 8)
     if first.pickled is not None:
         try:
             loaded = pickle.loads(first.pickled)
             if isinstance(loaded, Exception):
-                BaseException.__setattr__(loaded, "__cause__", remote)  # not by assignment: the class may be frozen
+                also = f", and likewise on {len(alike)} more" if alike else ""
+                cause = _remote(first, f"on {where} in {name!r}{also}:\n{frames}")
+                BaseException.__setattr__(loaded, "__cause__", cause)  # not by assignment: the class may be frozen
                 for note in notes:
                     add_note(loaded, note)
+                getattr(loaded, "__notes__", None)  # whoever prints it asks for them
                 return loaded
         except BaseException as inner:  # code of the user's class runs here: whatever it does, a RemoteError remains
             if is_from_handler(inner):
                 raise
-            error = remote
+    error = _remote(first, f"{where} raised {first.type_name} in {name!r}: {first.message}\n{frames}")
+    if first.unfit:
+        notes.insert(0, f"It comes as a RemoteError because it cannot be pickled and loaded again: {first.unfit}")
     for note in notes:
         add_note(error, note)
     return error
+
+
+def _remote(failure: Failure, text: str) -> RemoteError:
+    return RemoteError(
+        text,
+        rank=failure.rank,
+        device=failure.device,
+        type_name=failure.type_name,
+        traceback_text=failure.traceback_text,
+    )
 
 
 def raise_failures(replies: Mapping[int, Reply], world_size: int, name: str) -> None:
