@@ -21,17 +21,19 @@ PY := $(VENV)/bin/python
 BASE := $(VENV)/.base-$(VERSION)
 DEMOS := $(VENV)/.demos-$(VERSION)
 TEST := $(VENV)/.test-$(VERSION)
+JAX := $(VENV)/.jax-$(VERSION)
 DEV := $(VENV)/.dev-$(VERSION)
 BENCH := $(VENV)/.bench-$(VERSION)
 GPU := $(VENV)/.gpu-$(VERSION)
 # The extra that matches the driver, for the gpu targets.
 CUDA ?= cuda13
 
-.PHONY: help demo test bench gpu-test gpu-bench storm faults lint doctest docs smoke clean
+.PHONY: help demo test jax bench gpu-test gpu-bench storm faults lint doctest docs smoke clean
 
 help:
 	@echo "make demo      trains on handwritten digits, serial and on 1, 2, ... workers: a table, and a picture of the speed-up"
 	@echo "make test      the test suite; a part of it: make test ARGS=\"-k digits -x\""
+	@echo "make jax       installs JAX and optax: make test then runs the tests that need them, too"
 	@echo
 	@echo "make bench     measures against peers; make faults: what injected faults do"
 	@echo "make storm     minutes of random kills and interrupts"
@@ -46,6 +48,9 @@ demo: $(DEMOS)
 
 test: $(TEST)
 	@$(PY) -m pytest -n $(JOBS) --maxprocesses 8 $(ARGS)
+
+# From then on `make test` also runs the tests that need JAX and optax; without them it names these as skipped.
+jax: $(JAX)
 
 storm: $(TEST)
 	@$(PY) -m pytest -m storm -o faulthandler_timeout=1800 $(ARGS)
@@ -107,6 +112,9 @@ $(DEMOS): $(BASE) pyproject.toml
 
 $(TEST): $(BASE) pyproject.toml constraints.txt
 	$(call install,-c constraints.txt -e '.[test]')
+
+$(JAX): $(TEST)
+	$(call install,-c constraints.txt -e '.[test-jax]')
 
 $(DEV): $(TEST)
 	$(call install,-c constraints.txt -e '.[dev]')

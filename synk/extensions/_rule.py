@@ -79,13 +79,7 @@ class UpdateRule:
         TypeError
             If a parameter is not an array of a floating-point dtype.
         """
-        leaves, spec = optree.tree_flatten(params)
-        for accessor, leaf in zip(spec.accessors(), leaves, strict=True):
-            if "float" not in str(getattr(leaf, "dtype", "")):
-                raise TypeError(
-                    f"cannot initialise {self.name}: got {accessor.codify('params')} of {kind_of(leaf)}, expected an "
-                    "array of a floating-point dtype. Convert it, for instance by numpy.asarray(value, 'float32')."
-                )
+        leaves, spec = floating_leaves(self.name, params)
         return {"step": 0, **{slot: spec.unflatten([_constant(leaf) * 0 for leaf in leaves]) for slot in self.slots}}
 
     def step(self, params: Tree, grads: Tree, state: Mapping[str, Tree]) -> tuple[Tree, dict[str, Tree]]:
@@ -113,13 +107,13 @@ class UpdateRule:
             If a parameter would change its dtype.
         """
         leaves, spec = optree.tree_flatten(params)
-        grad_leaves = self._leaves_like(spec, leaves, grads, "grads")
+        grad_leaves = leaves_like(self.name, spec, leaves, grads, "grads")
         if set(state) != {"step", *self.slots}:
             raise ValueError(
                 f"cannot step {self.name}: got a state with entries {sorted(state)}, expected "
                 f"{sorted(['step', *self.slots])}. Make the state by this rule's init(params)."
             )
-        columns = [self._leaves_like(spec, leaves, state[slot], f"state[{slot!r}]") for slot in self.slots]
+        columns = [leaves_like(self.name, spec, leaves, state[slot], f"state[{slot!r}]") for slot in self.slots]
         count = _concrete(operator.index, state["step"])
         rate = self._rate_at(count)
         new_leaves, new_columns = [], [[] for _ in self.slots]  # type: list[Array], list[list[Array]]
@@ -137,24 +131,6 @@ class UpdateRule:
         trees = {slot: spec.unflatten(column) for slot, column in zip(self.slots, new_columns, strict=True)}
         return spec.unflatten(new_leaves), {"step": state["step"] + 1, **trees}
 
-    def _leaves_like(self, spec: optree.PyTreeSpec, leaves: list[Array], tree: Tree, name: str) -> list[Array]:
-        """Return the leaves of ``tree``, which has the structure and shapes of the parameters."""
-        found, found_spec = optree.tree_flatten(tree)
-        if found_spec != spec:
-            raise ValueError(
-                f"cannot step {self.name}: got {name} of structure {found_spec}, expected that of the parameters, "
-                f"{spec}. Pass one array for each parameter, nested in the same way."
-            )
-        # Without this check a wrong shape would be broadcast, and the parameter silently take another one.
-        for index, (leaf, param) in enumerate(zip(found, leaves, strict=True)):
-            if getattr(leaf, "shape", ()) != param.shape:
-                raise ValueError(
-                    f"cannot step {self.name}: got {spec.accessors()[index].codify(name)} of shape "
-                    f"{tuple(getattr(leaf, 'shape', ()))}, expected the parameter's, {tuple(param.shape)}. "
-                    "Reshape or sum it to that shape."
-                )
-        return found
-
     def _rate_at(self, count: int) -> float:
         """Return the learning rate of the step that follows ``count`` steps."""
         if not callable(self.learning_rate):
@@ -166,6 +142,49 @@ class UpdateRule:
                 "finite number of at least 0. Correct the schedule; it gets the number of steps done so far."
             )
         return rate
+
+
+def floating_leaves(rule: str, params: Tree) -> tuple[list[Array], optree.PyTreeSpec]:
+    """Return the leaves of ``params`` and their structure.
+
+    Raises
+    ------
+    TypeError
+        If one is not an array of a floating-point dtype.
+    """
+    leaves, spec = optree.tree_flatten(params)
+    for accessor, leaf in zip(spec.accessors(), leaves, strict=True):
+        if "float" not in str(getattr(leaf, "dtype", "")):
+            raise TypeError(
+                f"cannot initialise {rule}: got {accessor.codify('params')} of {kind_of(leaf)}, expected an array of a "
+                "floating-point dtype. Convert it, for instance by numpy.asarray(value, 'float32')."
+            )
+    return leaves, spec
+
+
+def leaves_like(rule: str, spec: optree.PyTreeSpec, leaves: list[Array], tree: Tree, name: str) -> list[Array]:
+    """Return the leaves of ``tree``, which has the structure and shapes of the parameters.
+
+    Raises
+    ------
+    ValueError
+        If it has not.
+    """
+    found, found_spec = optree.tree_flatten(tree)
+    if found_spec != spec:
+        raise ValueError(
+            f"cannot step {rule}: got {name} of structure {found_spec}, expected that of the parameters, {spec}. Pass "
+            "one array for each parameter, nested in the same way."
+        )
+    # Without this check a wrong shape would be broadcast, and the parameter silently take another one.
+    for index, (leaf, param) in enumerate(zip(found, leaves, strict=True)):
+        if getattr(leaf, "shape", ()) != param.shape:
+            raise ValueError(
+                f"cannot step {rule}: got {spec.accessors()[index].codify(name)} of shape "
+                f"{tuple(getattr(leaf, 'shape', ()))}, expected the parameter's, {tuple(param.shape)}. Reshape or sum "
+                "it to that shape."
+            )
+    return found
 
 
 def learning_rate_of(rule: str, value: Any) -> LearningRate:

@@ -35,11 +35,11 @@ LossAndGrad = Callable[..., tuple[Any, Tree]]
 class TrainFunction(synk.FunctionWrapper):
     """A training step that is called like a function; made by `make_train_function`.
 
-    ``train(x, y)`` takes one step and returns the loss, averaged over all rows. Inputs are what ``loss_and_grad`` takes
-    after the parameters, by position or by name; the options are those of a function's call: ``batch``,
-    ``shard_batch``, ``timeout``. ``serial`` takes the step on one worker, and the others follow; ``submit`` does not
-    wait for the step, unless ranks without rows have to follow; ``verify`` compares the step on all workers with that
-    on one, parameters and state included, and takes none.
+    ``train(x, y)`` takes one step and returns the loss, averaged over all rows, or ``(loss, aux)``. Inputs are what
+    ``loss_and_grad`` takes after the parameters, by position or by name; the options are those of a function's call:
+    ``batch``, ``shard_batch``, ``timeout``. ``serial`` takes the step on one worker, and the others follow; ``submit``
+    does not wait for the step, unless ranks without rows have to follow; ``verify`` compares the step on all workers
+    with that on one, parameters and state included, and takes none.
 
     ``num_slices`` and ``output_subset``, which would change what one step is, raise TypeError.
 
@@ -48,7 +48,7 @@ class TrainFunction(synk.FunctionWrapper):
     runtime : synk.Runtime
         Where parameters and state live.
     function : synk.Function
-        The step as it is distributed; returns the loss, how many ranks took part and the first of them.
+        The step as it is distributed; returns what a call does, how many ranks took part and the first of them.
     params : synk.Shared
         The parameters: ``params.value`` reads them, assigning sets those of every rank.
     state : synk.Shared
@@ -61,7 +61,7 @@ class TrainFunction(synk.FunctionWrapper):
     state: synk.Shared
 
     def finish(self, result: Any) -> Any:
-        """Return the loss; ranks that have not seen the step get what it has made of parameters and state."""
+        """Return the loss, with what comes beside it; ranks that have not seen the step get what it has made."""
         loss, num_ranks, first_rank = result
         if num_ranks < self.runtime.world_size:
             for variable in (self.params, self.state):
@@ -115,6 +115,8 @@ def make_train_function(
     clip_norm: float | None = None,
     num_slices: int = 1,
     bcast_inputs: str | Sequence[str] = (),
+    has_aux: bool = False,
+    aux_outputs: Any = "avg",
     framework: str | None = None,
     name: str = "train",
     runtime: synk.Runtime | None = None,
@@ -132,7 +134,8 @@ def make_train_function(
     params : tree of arrays
         The initial parameters, any nesting of dicts, lists and tuples of floating-point arrays.
     update_rule : UpdateRule
-        For instance ``adam(1e-3)``; or any object with its ``init`` and ``step``.
+        For instance ``adam(1e-3)``; ``from_optax(tx)`` for an optimizer of optax; or any object with ``init`` and
+        ``step``.
     clip_norm : float, optional
         Largest norm of the averaged gradient; see `clip_by_global_norm`.
     num_slices : int
@@ -140,8 +143,14 @@ def make_train_function(
         falls by as much.
     bcast_inputs : str or sequence of str
         Names of the inputs that go whole to every rank; the others are scattered by rows.
+    has_aux : bool
+        ``loss_and_grad`` returns ``((loss, aux), grads)``, as ``jax.value_and_grad(loss, has_aux=True)`` does, and a
+        call ``(loss, aux)``.
+    aux_outputs : op, or nesting of ops
+        How the ranks' ``aux`` are combined; as ``outputs`` of `synk.function`.
     framework : str, optional
-        ``"torch"`` or ``"jax"``: parameters and inputs arrive as that library's arrays.
+        ``"torch"`` or ``"jax"``: parameters and inputs arrive as that library's arrays. Where not given, what the
+        update rule names as its own: JAX for one of optax.
     name : str
         The function's name in messages.
     runtime : synk.Runtime, optional
@@ -165,6 +174,12 @@ def make_train_function(
         )
     if clip_norm is not None:
         clip_by_global_norm((), clip_norm)  # checks the number here, in the master
+    if has_aux and num_slices > 1 and aux_outputs != "avg":
+        raise ValueError(
+            f"cannot make a training function: got aux_outputs={aux_outputs!r} with num_slices={num_slices}, expected "
+            "'avg', as what comes from the slices of a rank is averaged. Use num_slices=1."
+        )
+    framework = _framework_of(update_rule, framework)
     signature = _inputs_signature(loss_and_grad)
     whole = {bcast_inputs} if isinstance(bcast_inputs, str) else set(bcast_inputs)
     gradient = loss_and_grad if num_slices == 1 else _sliced(loss_and_grad, signature, whole, num_slices)
@@ -175,6 +190,11 @@ def make_train_function(
     def step(*args: Any, **kwargs: Any) -> tuple[Any, int, int]:
         current = shared_params.value
         loss, grads = gradient(current, *args, **kwargs)
+        if has_aux and not (isinstance(loss, tuple) and len(loss) == 2):
+            raise TypeError(
+                f"cannot take a step of {name!r}: got {type(loss).__name__} beside the gradients, expected (loss, "
+                "aux), because of has_aux=True. For JAX use value_and_grad(loss, has_aux=True)."
+            )
         flats, unflatten = flatten(grads)
         flats = tuple(synk.comm.all_reduce(flat, op="avg") for flat in flats)
         if clip_norm is not None:
@@ -187,9 +207,20 @@ def make_train_function(
 
     step.__name__ = step.__qualname__ = name
     step.__signature__ = signature  # type: ignore[attr-defined]
-    outputs = ("avg", "first", "first")
+    outputs = (("avg", aux_outputs) if has_aux else "avg", "first", "first")
     function = runtime.function(step, bcast_inputs=bcast_inputs, outputs=outputs, framework=framework, name=name)
     return TrainFunction(runtime, function, shared_params, shared_state)
+
+
+def _framework_of(update_rule: Any, framework: str | None) -> str | None:
+    """Return the library whose arrays a step works on."""
+    own: str | None = getattr(update_rule, "framework", None)
+    if None not in (own, framework) and own != framework:
+        raise ValueError(
+            f"cannot make a training function: got framework={framework!r} with {update_rule!r}, expected {own!r}, "
+            "whose arrays the rule works on."
+        )
+    return framework or own
 
 
 def _inputs_signature(loss_and_grad: LossAndGrad) -> inspect.Signature:

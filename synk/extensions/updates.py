@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from synk.extensions._gradients import clip_by_global_norm, flatten
+from synk.extensions._optax import from_optax
 from synk.extensions._rule import Array, LearningRate, UpdateRule, betas_of, learning_rate_of, number
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "adamw",
     "clip_by_global_norm",
     "flatten",
+    "from_optax",
     "momentum",
     "nesterov_momentum",
     "rmsprop",

@@ -293,7 +293,7 @@ def test_torch_tensors_stay_outside_of_autograd(make: Callable[..., updates.Upda
 
 @pytest.mark.parametrize("make", RULES)
 def test_jax_arrays_and_tracing(make: Callable[..., updates.UpdateRule]) -> None:
-    jax = pytest.importorskip("jax", reason="jax is no dependency of the tests")
+    jax = pytest.importorskip("jax", reason="needs JAX: `make jax` installs it")
     rule = make(lambda step: 0.1 / (1 + step), weight_decay=0.1)
     values = {"w": np.array([1.0, -2.0], "float32"), "b": [np.array(0.5, "float32")]}
     params = optree.tree_map(jax.numpy.asarray, values)
@@ -529,7 +529,7 @@ def test_flatten_copies_and_unflatten_views() -> None:
 
 
 def test_flatten_joins_jax_arrays() -> None:
-    jax = pytest.importorskip("jax", reason="jax is no dependency of the tests")
+    jax = pytest.importorskip("jax", reason="needs JAX: `make jax` installs it")
     (flat,), unflatten = updates.flatten([jax.numpy.ones((2, 2)), jax.numpy.zeros(1)])
     assert isinstance(flat, jax.Array)
     assert [leaf.shape for leaf in unflatten((flat,))] == [(2, 2), (1,)]
