@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import reduce as fold
 from typing import Any
 
@@ -141,7 +140,7 @@ class Assembly:
     @staticmethod
     def _in_place(layout: Layout, positions: list[int]) -> Layout:
         """Return a rank's layout with a leaf for each of the common skeleton."""
-        return replace(layout, leaves=tuple(layout.leaves[k] if k != MISSING else _ABSENT for k in positions))
+        return layout._replace(leaves=tuple(layout.leaves[k] if k != MISSING else _ABSENT for k in positions))
 
     def _check_leaf(self, leaf: int) -> None:
         op = self.ops[leaf]

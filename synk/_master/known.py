@@ -179,7 +179,7 @@ class KnownByRank:
             if place is not None:
                 self._lane_ids.pop(place[0], None)
 
-    def _drops(self, body: Body) -> list[tuple[list[Any], list[Any]]]:
+    def _drops(self, body: Body) -> list[tuple[list[Any], Sequence[Any]]]:
         """Return what the rank has yet to be told to forget, and what a message tells it of that."""
         return [
             (self._dropped_segments, body.dropped_segments),

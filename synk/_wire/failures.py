@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """An exception of one rank in transferable form.
 
     Attributes

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from synk._wire.cell import cell
 
@@ -12,8 +11,7 @@ NEVER = -1
 """The version of an object in a process that was started in the place of another: it has only what it began with."""
 
 
-@dataclass(frozen=True)
-class Adopt:
+class Adopt(NamedTuple):
     """Make an object from its pickle, in place of the one of this number where there is one."""
 
     resident_id: int
@@ -23,23 +21,20 @@ class Adopt:
     sys_path: list[str]
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """Tell of objects ``(version, is_torn)``."""
 
     resident_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Dump:
+class Dump(NamedTuple):
     """Tell the state of an object, as bytes; with ``is_whole`` the object itself, pickled."""
 
     resident_id: int
     is_whole: bool = False
 
 
-@dataclass(frozen=True)
-class Restore:
+class Restore(NamedTuple):
     """Bring an object into a state: that of another rank after call ``version``."""
 
     resident_id: int

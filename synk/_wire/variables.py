@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,8 +17,7 @@ from synk._wire.cell import cell
 Shapes = tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True)
-class Declaration:
+class Declaration(NamedTuple):
     """What a worker must know of one variable.
 
     Attributes

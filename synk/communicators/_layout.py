@@ -5,7 +5,7 @@ In this order: the control words; for each rank the two halves of its slot; for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk._wire.memory import PAGE_NBYTES
@@ -16,8 +16,7 @@ WORD_NBYTES = 8
 SLOT_NBYTES = 1 << 23
 
 
-@dataclass(frozen=True)
-class ControlLayout:
+class ControlLayout(NamedTuple):
     """Where the control words of ``world_size`` ranks lie; offsets in bytes from the start of the segment."""
 
     world_size: int
@@ -52,8 +51,7 @@ class ControlLayout:
         return round_up(self.read + self.world_size * self.column_nbytes, PAGE_NBYTES)
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How a segment of ``nbytes`` is divided among ``world_size`` ranks."""
 
     nbytes: int
