@@ -79,6 +79,7 @@ def doze(rank: int, looks: Sequence[Step | Block], acts: Sequence[Step | Block] 
         return block("Rendezvous._doze")
     return block(
         "Rendezvous._doze",
+        store(f"places[{rank}]", lambda number: number + 1),  # which of the naps it is
         FENCE,
         store(f"sleeps[{rank}]", odd),
         FENCE,
@@ -92,29 +93,30 @@ def doze(rank: int, looks: Sequence[Step | Block], acts: Sequence[Step | Block] 
 
 
 def post(rank: int, place: int, value: int) -> Block:
-    return block("Rendezvous.post", store(f"requests[{rank}][{place}]", value), store(f"places[{rank}]", place))
+    return block("Rendezvous.post", store(f"requests[{rank}][{place}]", value), note("store places"))
+
+
+def arrive(rank: int, peer: int, tick: int) -> Block:
+    return block("Rendezvous.arrive", FENCE, store(f"ticks[{rank}]", tick), wake_all(rank, peer, str(tick)))
+
+
+def has_met(rank: int) -> Block:
+    return block("Rendezvous.has_met", note("call _have_all_arrived"), rouse(rank))
 
 
 def meet(rank: int, peer: int, tick: int, is_dozing: bool) -> Block:
-    return block(
-        "Rendezvous.meet",
-        FENCE,
-        store(f"ticks[{rank}]", tick),
-        wake_all(rank, peer, str(tick)),
-        wait(rank, [has_arrived(peer, tick)], is_dozing),
-    )
-
-
-def agree(rank: int, peer: int, tick: int, is_dozing: bool) -> Block:
-    return block("Rendezvous.agree", meet(rank, peer, tick, is_dozing), expect(f"requests[{peer}][{tick & 1}]", tick))
+    """Arrive, and go on when the other rank has."""
+    waited = wait(rank, [has_arrived(peer, tick)], is_dozing, [has_met(rank)])
+    compare = block("Rendezvous.compare", expect(f"requests[{peer}][{tick & 1}]", tick))
+    return block("ShmCollectives._meet", arrive(rank, peer, tick), block("yield", waited), compare)
 
 
 def reduce(rank: int, peer: int, tick: int, is_dozing: bool) -> Block:
     place = tick & 1
     return block(
-        "ShmCommunicator._reduce",
+        "ShmCollectives._reduce",
         store(f"halves[{rank}][{place}]", tick),
-        block("ShmCommunicator._meet", note("call meet"), agree(rank, peer, tick, is_dozing)),
+        meet(rank, peer, tick, is_dozing),
         expect(f"halves[{peer}][{place}]", tick),
     )
 
@@ -149,8 +151,6 @@ def collectives(num_ticks: int, *is_dozing: bool) -> Protocol:
 
 def leaving() -> Protocol:
     """Rank 0 arrives, then leaves; rank 1 looks once whether it has left without arriving."""
-    # Without the wait: rank 1 has arrived before, and looks again.
-    arrive = block("Rendezvous.meet", *meet(0, 1, 1, False).items[:-1], note("call wait"))
     look = block(
         "Rendezvous._have_all_arrived",
         block("Rendezvous._has_arrived", note("call has_begun"), load("ticks[0]", "1:before")),
@@ -163,13 +163,13 @@ def leaving() -> Protocol:
         is_missed = registers["1:left"] == CALL and registers["1:after"] < 1
         return "a rank that arrived is said to have left" if is_missed else None
 
-    programs = _program(begin(0), arrive, end(0, 1)), _program(has_begun(0), look)
+    programs = _program(begin(0), arrive(0, 1, 1), end(0, 1)), _program(has_begun(0), look)
     return Protocol(programs, _left_over(ticks=0), check)
 
 
 def aborting() -> Protocol:
     """The master aborts a wait for a rank that will never come."""
-    rank = _program(begin(0), meet(0, 1, 1, True))
+    rank = _program(begin(0), arrive(0, 1, 1), wait(0, [has_arrived(1, 1)], True))
     return Protocol((rank, _program(set_abort(0))), _left_over(ticks=0))
 
 
@@ -185,12 +185,11 @@ _WRITTEN, _READ, _RING = "written[0][1]", "read[1][0]", "rings[0][1]"
 
 def clear(rank: int) -> Block:
     own = (store(_WRITTEN, 0), note("store read")) if rank == SENDER else (note("store written"), store(_READ, 0))
-    private = note("call clear"), note("call clear")  # of two dictionaries
-    return block("Mailbox.clear", *private, *own)
+    return block("Mailbox.clear", note("call clear"), *own, note("store unsent"))  # first of dictionaries
 
 
 def begin_with_messages(rank: int) -> Block:
-    return block("ShmCommunicator.begin", clear(rank), begin(rank))
+    return block("ShmCommunicator.begin", clear(rank), note("call clear"), begin(rank))
 
 
 def room(count: int) -> Block:
@@ -202,15 +201,33 @@ def room(count: int) -> Block:
 
 
 def write_message(count: int, is_dozing: bool) -> Block:
-    has_room = block(
-        "Mailbox._write.has_room", note("call has_left"), note("call _take_in_all"), room(count), note("call fail")
-    )
+    """A message for which the ring has room, or will have."""
+
+    def write(look: Step | Block) -> Block:
+        return block(
+            "Mailbox._write",
+            look,
+            note("store unsent"),
+            rouse(SENDER),
+            note("load written"),
+            store(_RING, count),
+            FENCE,
+            store(_WRITTEN, count),
+            wake(SENDER, RECEIVER, str(count)),
+            note("store unsent"),
+        )
+
+    if not is_dozing:
+        return write(room(count))
+    return wait(SENDER, [room(count)], True, [write(note("call _room"))])
+
+
+def send_now(count: int) -> Block:
     return block(
-        "Mailbox._write",
-        note("call _room"),
-        wait(SENDER, [has_room], is_dozing),
+        "ShortPath.send_now",
         note("load written"),
-        room(count),
+        await_(_READ, lambda number: number >= count - 1),
+        *[note("store rings")] * 3,  # in parts
         store(_RING, count),
         FENCE,
         store(_WRITTEN, count),
@@ -230,19 +247,44 @@ def take_in(count: int, is_dozing: bool) -> tuple[Block, list[Step | Block]]:
         store(_READ, count),
         wake(RECEIVER, SENDER, str(count)),
     ]
-    inner = block("Mailbox._take_in", look, *acts)
-    outer = block("Mailbox._take_in_all", has_begun(SENDER), inner)
+    rest = note("call write_on"), note("call advance")
     if not is_dozing:
-        return outer, []
-    return block("Mailbox._take_in_all", has_begun(SENDER), look), [
-        block("Mailbox._take_in", note("load written"), *acts)
-    ]
+        return block("Mailbox.progress", has_begun(SENDER), block("Mailbox._take_in", look, *acts), *rest), []
+    progress = block("Mailbox.progress", has_begun(SENDER), note("call _take_in"), *rest)
+    return block("", progress, look), [block("Mailbox._take_in", note("load written"), *acts)]
 
 
 def recv_message(count: int, is_dozing: bool) -> Block:
     looks, acts = take_in(count, is_dozing)
-    has_message = block("Mailbox.recv.has_message", note("call has_left"), looks, note("call fail"))
-    return block("Mailbox.recv", wait(RECEIVER, [has_message], is_dozing, acts))
+    is_there = block("Mailbox._is_there", note("call has_left"), _as_call(looks), note("call fail"))
+    return block("Mailbox.finish", note("call post"), wait(RECEIVER, [is_there], is_dozing, acts))
+
+
+def _as_call(looks: Block) -> Block:
+    """Return a block that the source calls as ``progress``, whatever the model has put around it."""
+    return looks if looks.name else Block("Mailbox.progress", looks.items)
+
+
+def recv_now(count: int) -> Block:
+    return block(
+        "ShortPath.recv_now",
+        note("load read"),
+        await_(_WRITTEN, lambda number: number >= count),
+        FENCE,
+        expect(_RING, count),
+        note("load written"),
+        note("load rings"),
+        FENCE,
+        store(_READ, count),
+        wake(RECEIVER, SENDER, str(count)),
+    )
+
+
+def short_messages() -> Protocol:
+    """Three messages through a ring that takes one, by ranks that stay awake."""
+    sender = _program(begin_with_messages(SENDER), has_begun(RECEIVER), *(send_now(count) for count in (1, 2, 3)))
+    receiver = _program(begin_with_messages(RECEIVER), has_begun(SENDER), *(recv_now(count) for count in (1, 2, 3)))
+    return Protocol((sender, receiver), {**_left_over(ticks=0), _WRITTEN: 3, _READ: 3})
 
 
 def messages(*is_dozing: bool) -> Protocol:
@@ -269,12 +311,13 @@ def check_deadlock() -> Block:
     """Rank 0 asks whether rank 1 sleeps over something that will not come."""
     stuck = block(
         "Rendezvous._is_stuck",
-        block("Rendezvous._request", note("load places"), load("requests[1][0]", "0:request")),
-        note("load ticks"),
+        load("places[1]", "0:place"),
         note("call has_begun"),
+        note("load ticks"),
+        note("load unsent"),
+        note("call room"),
         note("load written"),
         load(_READ, "0:read"),
-        note("call room"),
     )
     return block(
         "Rendezvous._check_deadlock",
@@ -285,17 +328,16 @@ def check_deadlock() -> Block:
         stuck,
         FENCE,
         load("sleeps[1]", "0:second"),
-        note("call has_left"),
-        note("call fail"),
+        note("call _give_verdict"),
     )
 
 
 def _is_well_founded(registers: Memory) -> str | None:
-    """What rank 0 takes for asleep must sleep over the request that rank 0 has read, and have changed nothing since."""
+    """What rank 0 takes for asleep must sleep over what rank 0 has read, and have changed nothing since."""
     number = registers["0:first"]
     if number != registers["0:second"] or not number & 1:
         return None
-    if registers["0:request"] != (number + 1) // 2:
+    if registers["0:place"] != (number + 1) // 2:
         return "a request was read that is not the one over which the rank sleeps"
     return "a message is taken for missing that has just been read" if number == 1 and registers["0:read"] else None
 
@@ -303,19 +345,42 @@ def _is_well_founded(registers: Memory) -> str | None:
 def verdicts_on_messages() -> Protocol:
     """Rank 1 takes two messages in, and sleeps before each."""
     sender = _program(write_message(1, False), check_deadlock(), write_message(2, False))
-    receives = (part for count in (1, 2) for part in (post(1, 0, count), recv_message(count, True)))
+    receiver = _program(*(recv_message(count, True) for count in (1, 2)))
     initial = {**_left_over(ticks=0), "sequences[0]": CALL, "sequences[1]": CALL}
-    return Protocol((sender, _program(*receives)), initial, _is_well_founded)
+    return Protocol((sender, receiver), initial, _is_well_founded)
 
 
 def verdicts_on_a_collective() -> Protocol:
     """Rank 1 meets rank 0 twice, and sleeps each time."""
-    first, second = (
-        block("Rendezvous.meet", *meet(0, 1, tick, False).items[:-1], note("call wait")) for tick in (1, 2)
-    )
-    meetings = (part for tick in (1, 2) for part in (post(1, 0, tick), meet(1, 0, tick, True)))
+    waits = [part for tick in (1, 2) for part in (arrive(1, 0, tick), _waited(tick))]
     initial = {**_left_over(ticks=0), "sequences[0]": CALL, "sequences[1]": CALL}
-    return Protocol((_program(first, check_deadlock(), second), _program(*meetings)), initial, _is_well_founded)
+    asking = _program(arrive(0, 1, 1), check_deadlock(), arrive(0, 1, 2))
+    return Protocol((asking, _program(*waits)), initial, _is_well_founded)
+
+
+def _waited(tick: int) -> Block:
+    return block("yield", wait(1, [has_arrived(0, tick)], True, [has_met(1)]))
+
+
+def verdict() -> Protocol:
+    """Rank 0 has found that nobody can go on, and leaves; rank 1 is told why."""
+    gives = block(
+        "Rendezvous._give_verdict",
+        note("call check_abort"),
+        store("verdicts[0]", CALL),
+        FENCE,
+        note("call has_left"),
+        note("load verdicts"),
+    )
+    fails = block(
+        "Rendezvous.fail", note("call check_abort"), load("verdicts[0]", "1:verdict"), note("call _give_verdict")
+    )
+
+    def check(registers: Memory) -> str | None:
+        is_missed = registers["1:left"] == CALL and registers["1:verdict"] != CALL
+        return "a rank is said to have left that has given a verdict" if is_missed else None
+
+    return Protocol((_program(gives, end(0, 1)), _program(has_left(1, 0), fails)), _left_over(ticks=0), check)
 
 
 # -- calls ------------------------------------------------------------------------------------------------------------
@@ -414,6 +479,8 @@ def protocols() -> dict[str, Protocol]:
         "interrupt": interrupt(),
         "aborting": aborting(),
         "leaving": leaving(),
+        "verdict": verdict(),
+        "short messages": short_messages(),
         "leaving after a message": leaving_after_a_message(),
         "calls": calls(),
         "verdicts on a collective": verdicts_on_a_collective(),

@@ -21,14 +21,15 @@ _WORDS = {
     "_sleeps": "sleeps",
     "sleeps": "sleeps",
     "_places": "places",
+    "_verdicts": "verdicts",
     "_bytes": "requests",
     "ring": "rings",
     "published": "published",
 }
 # rendezvous.written[a][b] is a word and rendezvous.written[a] a row of them; a local variable holds such a row.
-_ROWS = ("written", "read")
+_ROWS = ("written", "read", "unsent")
 # Calls that return a view of data.
-_VIEWS = {"_part": "halves", "view": "abort"}
+_VIEWS = {"_part": "halves", "view": "abort", "ndarray": "rings"}
 _SYSTEM_CALLS = {
     "os.eventfd_write": "write eventfds",
     "os.eventfd_read": "read eventfds",
@@ -86,6 +87,9 @@ class _Visitor(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         name = _name(node.func)
+        if name == "write" and any(_is_ring(each) for each in node.args):  # a message writes itself into a part of it
+            self.found.append("store rings")
+            return
         self.generic_visit(node)
         if name in ("fence", "_fence"):
             self.found.append("fence")
@@ -93,12 +97,19 @@ class _Visitor(ast.NodeVisitor):
             self.found.append(_SYSTEM_CALLS[called])
         elif name in ("pack_into", "unpack_from") and any(_name(each) == "_bytes" for each in node.args):
             self.found.append("store requests" if name == "pack_into" else "load requests")
+        elif name in ("pack_into", "unpack_from", "ndarray") and any(_name(each) == "ring" for each in node.args):
+            self.found.append("store rings" if name == "pack_into" else "load rings")
         elif name == "tolist" and isinstance(node.func, ast.Attribute) and _name(node.func.value) in _WORDS:
             self.found.append(f"load {_WORDS[_name(node.func.value)]}")
         elif name == "_part":
             self.found.append("load halves")
         elif name in self._calls:
             self.found.append(f"call {name}")
+
+    def visit_Yield(self, node: ast.Yield) -> None:
+        """Whoever goes on with a collective has waited until it can."""
+        if "yield" in self._calls:
+            self.found.append("call yield")
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
         verb = "load" if isinstance(node.ctx, ast.Load) else "store"
@@ -123,6 +134,10 @@ class _Visitor(ast.NodeVisitor):
 
 def _name(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _is_ring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Subscript) and _name(node.value) == "ring"
 
 
 def _number(node: ast.Subscript) -> str:

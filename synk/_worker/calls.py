@@ -85,6 +85,7 @@ def _run(worker: Worker, prepared: PreparedPlan, outcome: Outcome | None) -> Rep
         else:
             result, function_ns = outcome.take(), outcome.function_ns
             worker.variables.check_given()
+        worker.peers.complete(lane)
         lane.own_up[Up.FUNCTION_NS] = function_ns
         up[Up.PHASE] = Phase.PUBLISHING
         worker.failpoint("call.after_function")

@@ -8,7 +8,7 @@ only after they have agreed (``agree``).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,18 @@ import numpy as np
 
 from synk._pure.dtypes import dtype_name
 from synk._pure.ops import check_op
+from synk._worker.messages import Messages
+from synk._worker.user_arrays import UserArrays
 from synk.backends import Backend
 from synk.communicators import Buffer, Communicator
+from synk.communicators._checks import check_reduction
+from synk.communicators._schedule import Steps
+from synk.communicators._shm import ShmCommunicator
 
 # How many elements of which dtype stand for one that the communicator does not have, or has with too few bits.
 _WIDENED = {"float16": "float32", "bfloat16": "float32", "int16": "int32", "uint16": "uint32"}
 
-Agree = Callable[..., None]
+Agree = Callable[..., Iterable[None]]
 
 
 @dataclass
@@ -63,16 +68,16 @@ class Collectives:
     ----------
     communicator : Communicator
         For reductions and copies among all ranks.
-    messages : Communicator
-        For messages between two ranks, and barriers.
     backend : Backend
     size : int
         Ranks that take part.
     framework : tuple
         ``(to_framework, from_framework)`` of the function under way, or None for each.
     agree : callable
-        As ``ShmCommunicator.agree``; called before each collective of a function. Needed where the communicator does
-        not compare what the ranks ask for.
+        As ``ShmCommunicator.agree_steps``; taken before each collective of a function. Needed where the communicator
+        does not compare what the ranks ask for.
+    host : ShmCommunicator, optional
+        For messages between two ranks, and for the order of what a function starts; None for what the master asks for.
     guard : callable
         Returns the context in which the other ranks wait for this one; it tells them where the body fails.
     """
@@ -80,125 +85,142 @@ class Collectives:
     def __init__(
         self,
         communicator: Communicator,
-        messages: Communicator,
         backend: Backend,
         size: int,
         framework: tuple[Any, Any] = (None, None),
-        agree: Agree = lambda *args, **kwargs: None,
+        agree: Agree = lambda *args, **kwargs: (),
         guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        host: ShmCommunicator | None = None,
     ) -> None:
         self._communicator = communicator
-        self._messages = messages
         self._backend = backend
         self._xp = backend.xp
         self._size = size
-        self._to_framework, self._from_framework = framework
+        self.arrays = UserArrays(backend, framework)
         self._agree = agree
         self.guard = guard
+        self._shared = host
+        self._messages = None if host is None else Messages(host, self.arrays)
         self._stream = backend.stream_handle
         self._capabilities = communicator.capabilities()
         self._is_exact = getattr(self._capabilities, "nan_propagates", True)  # all but NCCL
 
-    # -- arrays of the user's ------------------------------------------------------------------------------------------
+    @property
+    def host(self) -> ShmCommunicator:
+        """The communicator of host memory in which the call under way has begun."""
+        assert self._shared is not None
+        return self._shared
 
-    def _take(self, array: Any) -> Any:
-        if self._from_framework is not None:
-            array = self._from_framework(array)
-        return self._xp.asarray(self._backend.as_array(array, "the array of a collective"), order="C")  # 0-d stays 0-d
+    @property
+    def messages(self) -> Messages:
+        """The messages of the call under way."""
+        assert self._messages is not None
+        return self._messages
 
-    def _give(self, array: Any) -> Any:
-        return array if self._to_framework is None else self._to_framework(array)
+    # -- of a function -------------------------------------------------------------------------------------------------
 
     def _buffer(self, array: Any) -> Buffer:
         return Buffer(self._backend.address(array), int(array.size), dtype_name(array.dtype))
 
-    def all_reduce(self, array: Any, op: str, weight: float | None, out: Any) -> Any:
-        send = self._take(array)
-        self._check(op, send)
-        self._agree("all_reduce", dtype_name(send.dtype), send.size, op, weight=weight)
-        place = None if out is None else self._place(out, send)
+    def all_reduce(self, array: Any, op: str, weight: float | None, out: Any) -> Steps:
+        """Return the steps of a collective; like those below, all of it that can be refused is refused first."""
+        send = self.arrays.take(array)
+        self._check(op, send, weight)
+        place = None if out is None else self.arrays.place(out, send)
+        yield from self._agree("all_reduce", dtype_name(send.dtype), send.size, op, weight=weight)
         with self.guard():
-            result = self.reduce_all([(send, op, weight)], place=place)[0]
+            result = (yield from self.reduce_steps([(send, op, weight)], place=place))[0]
         if place is None:
-            return self._give(result)
+            return self.arrays.give(result)
         if result is not place:
             place[...] = result
         return out
 
-    def _place(self, out: Any, like: Any) -> Any:
-        """Return the memory of ``out``, into which an array like another one is to go."""
-        place = out if self._from_framework is None else self._from_framework(out)
-        if not self._backend.is_array(place) or place.shape != like.shape or place.dtype != like.dtype:
-            got = f"{getattr(place, 'dtype', type(place).__name__)} of shape {getattr(place, 'shape', ())}"
-            raise ValueError(f"cannot write to out: got {got}, expected {like.dtype} of shape {like.shape}.")
-        if not place.flags.c_contiguous or not getattr(place.flags, "writeable", True):
-            raise ValueError("cannot write to out: got an array that is read-only or not contiguous.")
-        return place
-
-    def reduce(self, array: Any, op: str, root: int, weight: float | None) -> Any:
-        send = self._take(array)
-        self._check(op, send)
-        self._agree("reduce", dtype_name(send.dtype), send.size, op, root, weight=weight)
+    def reduce(self, array: Any, op: str, root: int, weight: float | None) -> Steps:
+        send = self.arrays.take(array)
+        self._check(op, send, weight)
+        yield from self._agree("reduce", dtype_name(send.dtype), send.size, op, root, weight=weight)
         with self.guard():
-            result = self.reduce_all([(send, op, weight)], root)[0]
-        return self._give(result) if self._communicator.rank == root else None
+            result = (yield from self.reduce_steps([(send, op, weight)], root))[0]
+        return self.arrays.give(result) if self._communicator.rank == root else None
 
-    def broadcast(self, array: Any, root: int) -> Any:
-        send = self._take(array)
-        self._agree("broadcast", dtype_name(send.dtype), send.size, peer=root)
+    def broadcast(self, array: Any, root: int) -> Steps:
+        send = self.arrays.take(array)
+        yield from self._agree("broadcast", dtype_name(send.dtype), send.size, peer=root)
         with self.guard():
-            result = self.broadcast_all([send], root)[0]
-        return self._give(result)
+            result = (yield from self.broadcast_steps([send], root))[0]
+        return self.arrays.give(result)
 
-    def all_gather(self, array: Any) -> Any:
-        send = self._take(array)
-        self._agree("all_gather", dtype_name(send.dtype), send.size)
+    def all_gather(self, array: Any) -> Steps:
+        send = self.arrays.take(array)
+        yield from self._agree("all_gather", dtype_name(send.dtype), send.size)
         with self.guard():
-            result = self.gather_all([send])[0]
-        return self._give(result)
+            result = (yield from self.gather_steps([send]))[0]
+        return self.arrays.give(result)
 
-    def reduce_scatter(self, array: Any, op: str, weight: float | None) -> Any:
-        send = self._take(array)
-        self._check(op, send)
+    def reduce_scatter(self, array: Any, op: str, weight: float | None) -> Steps:
+        send = self.arrays.take(array)
+        self._check(op, send, weight)
         if send.ndim == 0 or len(send) % self._size:
             raise ValueError(
                 f"cannot reduce_scatter: got shape {send.shape}, expected a multiple of {self._size} rows (the ranks "
                 "of the call)."
             )
-        self._agree("reduce_scatter", dtype_name(send.dtype), send.size // self._size, op, weight=weight)
+        yield from self._agree("reduce_scatter", dtype_name(send.dtype), send.size // self._size, op, weight=weight)
         with self.guard():
-            block = self.reduce_blocks([(send.reshape(-1), op, weight)])[0]
-        return self._give(block.reshape(len(send) // self._size, *send.shape[1:]))
+            block = (yield from self.block_steps([(send.reshape(-1), op, weight)]))[0]
+        return self.arrays.give(block.reshape(len(send) // self._size, *send.shape[1:]))
 
-    def send(self, array: Any, peer: int, tag: int) -> None:
-        send = self._take(array)  # held until it is sent
-        self._messages.send(self._buffer(send), peer, tag, stream=self._stream)
+    def barrier(self) -> Steps:
+        yield from self.host.barrier_steps()
 
-    def recv(self, like: Any, peer: int, tag: int) -> Any:
-        out = self._xp.empty_like(self._take(like))
-        self._messages.recv(self._buffer(out), peer, tag, stream=self._stream)
-        return self._give(out)
-
-    def barrier(self) -> None:
-        self._messages.barrier()
-
-    def _check(self, op: str, array: Any) -> None:
-        """Refuse what has no meaning, before the ranks agree on it; communicators other than NCCL's do it."""
+    def _check(self, op: str, array: Any, weight: float | None) -> None:
+        """Refuse what has no meaning, before the ranks agree on it."""
         if not self._is_exact:
             check_op(op, array.dtype, "the array of a collective")
+        check_reduction(op, dtype_name(array.dtype), weight)
+
+    def _steps(self, kind: str, *args: Any, **options: Any) -> Steps:
+        """Take the steps of an operation of the communicator; NCCL has none, the stream takes them."""
+        steps = getattr(self._communicator, f"{kind}_steps", None)
+        if steps is None:
+            getattr(self._communicator, kind)(*args, stream=self._stream, **options)
+        else:
+            yield from steps(*args, stream=self._stream, **options)
 
     # -- several arrays of the backend at once ------------------------------------------------------------------------
 
-    def reduce_all(
+    def reduce_all(self, items: Sequence[tuple[Any, str, float | None]]) -> list[Any]:
+        """Reduce contiguous arrays of all ranks, each ``(array, op, weight)``; return the results."""
+        return _taken(self.reduce_steps(items))
+
+    def reduce_blocks(self, items: Sequence[tuple[Any, str, float | None]]) -> list[Any]:
+        """Reduce flat arrays, each ``(array, op, weight)``, and return the rank's own block of each.
+
+        Where the elements are no multiple of the ranks, the last block ends with elements of no meaning.
+        """
+        return _taken(self.block_steps(items))
+
+    def gather_all(self, arrays: Sequence[Any]) -> list[Any]:
+        """Return contiguous arrays of all ranks stacked, shape ``(size, *shape)``."""
+        return _taken(self.gather_steps(arrays))
+
+    def broadcast_all(self, arrays: Sequence[Any], root: int) -> list[Any]:
+        """Return contiguous arrays of rank ``root``, as new ones."""
+        return _taken(self.broadcast_steps(arrays, root))
+
+    # Their steps, for those of a function.
+
+    def reduce_steps(
         self, items: Sequence[tuple[Any, str, float | None]], root: int | None = None, place: Any = None
-    ) -> list[Any]:
-        """Reduce contiguous arrays of all ranks, each ``(array, op, weight)``; return the results.
+    ) -> Steps:
+        """Take the steps of ``reduce_all``.
 
         ``root``: the only rank that gets them. What the others get has no meaning. ``place``: where the result of the
         only one goes, if the communicator can bring it there.
         """
         comm, xp = self._communicator, self._xp
-        folded = self._fold_complex(items)
+        folded = yield from self._fold_complex(items)
         reductions = [
             None if k in folded else _Reduction(xp, array, op, weight, self._capabilities)
             for k, (array, op, weight) in enumerate(items)
@@ -211,19 +233,15 @@ class Collectives:
                 for part, target in zip(reduction.parts if reduction is not None else (), out):
                     send, recv = self._buffer(part.array), self._buffer(target)
                     if root is None:
-                        comm.all_reduce(send, recv, part.op, weight=part.weight, stream=self._stream)
+                        yield from self._steps("all_reduce", send, recv, part.op, weight=part.weight)
                     else:
-                        comm.reduce(send, recv, part.op, root, weight=part.weight, stream=self._stream)
+                        yield from self._steps("reduce", send, recv, part.op, root, weight=part.weight)
         return [folded[k] if r is None else r.result(out) for k, (r, out) in enumerate(zip(reductions, outs))]
 
-    def reduce_blocks(self, items: Sequence[tuple[Any, str, float | None]]) -> list[Any]:
-        """Reduce flat arrays, each ``(array, op, weight)``, and return the rank's own block of each.
-
-        Where the elements are no multiple of the ranks, the last block ends with elements of no meaning.
-        """
+    def block_steps(self, items: Sequence[tuple[Any, str, float | None]]) -> Steps:
         comm, xp, size = self._communicator, self._xp, self._size
         padded = [(self._pad(array), op, weight) for array, op, weight in items]
-        folded = self._fold_complex(padded)
+        folded = yield from self._fold_complex(padded)
         reductions = [
             None if k in folded else _Reduction(xp, array, op, weight, self._capabilities)
             for k, (array, op, weight) in enumerate(padded)
@@ -236,7 +254,7 @@ class Collectives:
             for reduction, out in zip(reductions, outs):
                 for part, target in zip(reduction.parts if reduction is not None else (), out):
                     send, recv = self._buffer(part.array), self._buffer(target)
-                    comm.reduce_scatter(send, recv, part.op, weight=part.weight, stream=self._stream)
+                    yield from self._steps("reduce_scatter", send, recv, part.op, weight=part.weight)
         results = []
         for k, (reduction, out) in enumerate(zip(reductions, outs)):
             if reduction is None:
@@ -247,20 +265,18 @@ class Collectives:
                 results.append(reduction.result(out))
         return results
 
-    def gather_all(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return contiguous arrays of all ranks stacked, shape ``(size, *shape)``."""
+    def gather_steps(self, arrays: Sequence[Any]) -> Steps:
         outs = [self._xp.empty((self._size, *array.shape), dtype=array.dtype) for array in arrays]
         with self._communicator.group():
             for array, out in zip(arrays, outs):
-                self._communicator.all_gather(self._buffer(array), self._buffer(out), stream=self._stream)
+                yield from self._steps("all_gather", self._buffer(array), self._buffer(out))
         return outs
 
-    def broadcast_all(self, arrays: Sequence[Any], root: int) -> list[Any]:
-        """Return contiguous arrays of rank ``root``, as new ones."""
+    def broadcast_steps(self, arrays: Sequence[Any], root: int) -> Steps:
         outs = [array.copy() for array in arrays]
         with self._communicator.group():
             for out in outs:
-                self._communicator.broadcast(self._buffer(out), root, stream=self._stream)
+                yield from self._steps("broadcast", self._buffer(out), root)
         return outs
 
     def _pad(self, array: Any) -> Any:
@@ -271,12 +287,12 @@ class Collectives:
         padded[: array.size] = array
         return padded
 
-    def _fold_complex(self, items: Sequence[tuple[Any, str, float | None]]) -> dict[int, Any]:
+    def _fold_complex(self, items: Sequence[tuple[Any, str, float | None]]) -> Steps:
         """Return the products of complex arrays, which NCCL has not: all values gathered, then multiplied."""
         if self._is_exact:
             return {}
         wanted = [k for k, (array, op, _) in enumerate(items) if op == "prod" and array.dtype.kind == "c"]
-        gathered = self.gather_all([items[k][0] for k in wanted]) if wanted else []
+        gathered = (yield from self.gather_steps([items[k][0] for k in wanted])) if wanted else []
         folded = {}
         for k, stack in zip(wanted, gathered):
             product = stack[0]
@@ -284,3 +300,12 @@ class Collectives:
                 product = product * stack[position]
             folded[k] = product
         return folded
+
+
+def _taken(steps: Steps) -> list[Any]:
+    """Take steps that wait for nobody: those of NCCL."""
+    try:
+        next(steps)
+    except StopIteration as end:
+        return list(end.value)
+    raise AssertionError("only a function starts collectives that wait in host memory")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ import numpy as np
 from synk._pure.ops import REDUCE_OPS
 from synk._wire.cell import cell
 from synk._wire.control import Down
+from synk._worker.collectives import Collectives
+from synk._worker.requests import Request
+from synk.communicators._schedule import Steps
 from synk.errors import ReentrancyError
 
 
@@ -25,6 +29,21 @@ def _worker() -> Any:
             "variables, as synk.all_reduce."
         )
     return cell.worker
+
+
+def _collectives() -> Collectives:
+    collectives: Collectives = _worker().collectives()
+    return collectives
+
+
+def _run(steps: Steps) -> Any:
+    return _collectives().host.run(steps)
+
+
+def _start(steps: Steps) -> Request:
+    host = _collectives().host
+    operation = host.start(steps)
+    return Request(host, lambda: host.test(operation), lambda: host.finish(operation))
 
 
 class Comm:
@@ -100,45 +119,176 @@ class Comm:
         TypeError, ValueError
             For an op that the dtype does not have, and for a torch tensor that requires grad.
         """
+        return _run(self._all_reduce(array, op, weight, out))
+
+    def iall_reduce(self, array: Any, op: str = "avg", *, weight: float | None = None, out: Any = None) -> Request:
+        """Start an ``all_reduce`` and return at once; ``wait()`` of the request returns the result.
+
+        Non-blocking collectives are started in the same order on all ranks, and may be mixed with those that wait and
+        with messages. The array must stay as it is until the result is there. On CPU workers nothing goes on by
+        itself: it does in ``wait`` and ``test`` of any request, and while any other call of ``synk.comm`` waits.
+
+        Returns
+        -------
+        Request
+        """
+        return _start(self._all_reduce(array, op, weight, out))
+
+    def _all_reduce(self, array: Any, op: str, weight: float | None, out: Any) -> Steps:
         self._check_op(op)
         _check_constant(array, "all_reduce")
-        return _worker().collectives().all_reduce(array, op, self._weight(op, weight), out)
+        return _collectives().all_reduce(array, op, self._weight(op, weight), out)
 
     def reduce(self, array: Any, op: str = "avg", root: int = 0, *, weight: float | None = None) -> Any:
         """Reduce ``array`` of all ranks to rank ``root``; others get None."""
         self._check_op(op)
         _check_constant(array, "reduce")
-        return _worker().collectives().reduce(array, op, root, self._weight(op, weight))
+        return _run(_collectives().reduce(array, op, root, self._weight(op, weight)))
 
     def broadcast(self, array: Any, root: int = 0) -> Any:
         """Return ``array`` of rank ``root``; the others' arrays say its shape and dtype."""
         _check_constant(array, "broadcast")
-        return _worker().collectives().broadcast(array, root)
+        return _run(_collectives().broadcast(array, root))
+
+    def ibroadcast(self, array: Any, root: int = 0) -> Request:
+        """Start a ``broadcast``, as :meth:`iall_reduce` an ``all_reduce``."""
+        _check_constant(array, "broadcast")
+        return _start(_collectives().broadcast(array, root))
 
     def all_gather(self, array: Any) -> Any:
         """Return the arrays of all ranks (of one shape), stacked: shape ``(len(ranks), *shape)``."""
         _check_constant(array, "all_gather")
-        return _worker().collectives().all_gather(array)
+        return _run(_collectives().all_gather(array))
+
+    def iall_gather(self, array: Any) -> Request:
+        """Start an ``all_gather``, as :meth:`iall_reduce` an ``all_reduce``."""
+        _check_constant(array, "all_gather")
+        return _start(_collectives().all_gather(array))
 
     def reduce_scatter(self, array: Any, op: str = "sum", *, weight: float | None = None) -> Any:
         """Reduce ``array``, shape ``(len(ranks) * n, *rest)``, and return the rank's own block of n rows."""
+        return _run(self._reduce_scatter(array, op, weight))
+
+    def ireduce_scatter(self, array: Any, op: str = "sum", *, weight: float | None = None) -> Request:
+        """Start a ``reduce_scatter``, as :meth:`iall_reduce` an ``all_reduce``."""
+        return _start(self._reduce_scatter(array, op, weight))
+
+    def _reduce_scatter(self, array: Any, op: str, weight: float | None) -> Steps:
         self._check_op(op)
         _check_constant(array, "reduce_scatter")
-        return _worker().collectives().reduce_scatter(array, op, self._weight(op, weight))
+        return _collectives().reduce_scatter(array, op, self._weight(op, weight))
 
     def send(self, array: Any, peer: int, tag: int = 0) -> None:
-        """Send ``array`` to rank ``peer``."""
-        _check_constant(array, "send")
-        _worker().collectives().send(array, peer, tag)
+        """Send ``array`` to rank ``peer``, which may be this one; when this returns it may be changed.
 
-    def recv(self, like: Any, peer: int, tag: int = 0) -> Any:
-        """Return a new array of the shape and dtype of ``like`` with what rank ``peer`` sent."""
+        A small message is sent at once; a larger one waits until the receiver takes it in, which it does whenever it
+        waits for a message itself. A message that is never received is an error at the end of the call.
+
+        Parameters
+        ----------
+        array : array
+        peer : int
+        tag : int
+            From 0 on. Messages with one sender, receiver and tag are received in the order in which they were sent.
+        """
+        worker = cell.worker
+        if worker is not None and (path := worker.peers.short_path) is not None and path.send_now(array, peer, tag):
+            return
+        _check_constant(array, "send")
+        _collectives().messages.send(array, peer, tag)
+
+    def isend(self, array: Any, peer: int, tag: int = 0) -> Request:
+        """Send ``array`` to rank ``peer`` without waiting for it.
+
+        When this returns the array may be changed. ``wait()`` of the request returns None at once.
+        """
+        _check_constant(array, "isend")
+        return _collectives().messages.isend(array, peer, tag)
+
+    def recv(self, like: Any, peer: int, tag: int = 0, *, out: Any = None) -> Any:
+        """Return what rank ``peer`` sent: the oldest message of this tag that was not received.
+
+        Parameters
+        ----------
+        like : array or None
+            Of the dtype and number of elements of the message; the result has its shape. None: whatever comes, with
+            its own shape and dtype.
+        peer, tag : int
+        out : array, optional
+            Where the message goes: contiguous, of the shape and dtype of ``like``, which may be None then.
+
+        Returns
+        -------
+        array
+            ``out`` where given, else new.
+        """
+        worker = cell.worker
+        if out is None and worker is not None and (path := worker.peers.short_path) is not None:
+            array = path.recv_now(like, peer, tag)
+            if array is not None:
+                return array
         _check_constant(like, "recv")
-        return _worker().collectives().recv(like, peer, tag)
+        return _collectives().messages.recv(like, peer, tag, out)
+
+    def irecv(self, like: Any, peer: int, tag: int = 0, *, out: Any = None) -> Request:
+        """Ask for a message, and return at once; ``wait()`` of the request returns what :meth:`recv` does.
+
+        The k-th that asks for a sender and tag gets the k-th message, whatever the order in which they are waited for.
+        """
+        _check_constant(like, "irecv")
+        return _collectives().messages.irecv(like, peer, tag, out)
+
+    def gather(self, array: Any, root: int = 0, *, sizes: Sequence[int] | None = None) -> Any:
+        """Join the rows of all ranks, in their order, on rank ``root``; others get None.
+
+        Parameters
+        ----------
+        array : array, shape (rows, *rest)
+            With as many rows as the rank has.
+        root : int
+        sizes : sequence of int, optional
+            How many rows each rank is expected to bring; more or less is an error.
+        """
+        _check_constant(array, "gather")
+        return _collectives().messages.gather(array, root, sizes)
+
+    def scatter(self, array: Any, root: int = 0, *, sizes: Sequence[int] | None = None) -> Any:
+        """Return this rank's block of the rows of rank ``root``.
+
+        Parameters
+        ----------
+        array : array, shape (rows, *rest)
+            On rank ``root``; on the others it does not matter, and may be None.
+        root : int
+        sizes : sequence of int, optional
+            The number of rows for each rank of the call, on rank ``root``; blocks of equal length by default.
+        """
+        _check_constant(array, "scatter")
+        return _collectives().messages.scatter(array, root, sizes)
+
+    def all_to_all(self, array: Any, *, sizes: Sequence[int] | None = None) -> Any:
+        """Send a block of rows to each rank, and return the blocks that came from each, joined in their order.
+
+        Parameters
+        ----------
+        array : array, shape (rows, *rest)
+        sizes : sequence of int, optional
+            The number of rows for each rank of the call; blocks of equal length by default. May differ between ranks.
+        """
+        _check_constant(array, "all_to_all")
+        return _collectives().messages.all_to_all(array, sizes)
 
     def barrier(self) -> None:
         """Return when all ranks of the call have called it."""
-        _worker().collectives().barrier()
+        _run(_collectives().barrier())
+
+    def ibarrier(self) -> Request:
+        """Start a ``barrier``: the request is done when all ranks have started it."""
+        return _start(_collectives().barrier())
+
+    def wait_all(self, requests: Iterable[Request]) -> list[Any]:
+        """Wait for all requests, and return their results in the same order."""
+        return [request.wait() for request in requests]
 
     def shielded(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which no interrupt of the call (Ctrl-C, a timeout, a worker that died) is heard.

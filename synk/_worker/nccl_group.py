@@ -133,7 +133,7 @@ class WorkerGroup:
         """Return the collectives between all ranks, for what the master has seen to be alike on them."""
         assert self.communicator is not None
         comm = self.communicator
-        return Collectives(comm, comm, self._backend, self.world_size, guard=self.giving_up_on_failure)
+        return Collectives(comm, self._backend, self.world_size, guard=self.giving_up_on_failure)
 
     def leave(self) -> None:
         """Free the communicator; safe to repeat."""
@@ -154,6 +154,6 @@ def device_collectives(
     staging = StagingCommunicator(host, backend.copy, lambda stream: backend.synchronize())
     size = len(host.ranks)
     if group is None or group.communicator is None:
-        return Collectives(staging, staging, backend, size, framework)
+        return Collectives(staging, backend, size, framework, host=host)
     comm, guard = group.communicator, group.giving_up_on_failure
-    return Collectives(comm, staging, backend, size, framework, agree=host.agree, guard=guard)
+    return Collectives(comm, backend, size, framework, agree=host.agree_steps, guard=guard, host=host)

@@ -17,6 +17,7 @@ from synk._worker.lanes import WorkerLane
 from synk._worker.plans import LoadedFunction
 from synk.backends import Backend, DeviceBackend
 from synk.communicators._shm import Aborted, ShmCommunicator
+from synk.communicators._short_path import ShortPath
 from synk.errors import CollectiveMismatch
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class Peers:
         That of NCCL.
     is_communicating : bool
         Whether the call under way has used ``synk.comm``.
+    short_path : ShortPath or None
+        Through which messages of plain arrays go, as soon as the call under way communicates.
     """
 
     def __init__(
@@ -57,6 +60,8 @@ class Peers:
         self.patience_s = 0.0
         self.group: WorkerGroup | None = None
         self.is_communicating = False
+        self.short_path: ShortPath | None = None
+        self._collectives: Collectives | None = None  # of the call under way
 
     def close(self) -> None:
         if self.group is not None:
@@ -82,6 +87,12 @@ class Peers:
         self._fence()
         return True
 
+    def complete(self, lane: WorkerLane) -> None:
+        """Bring what the function has started by ``synk.comm`` to its end, now that it has returned."""
+        if self.is_communicating:
+            assert lane.communicator is not None
+            lane.communicator.complete()
+
     def leave_call(self, lane: WorkerLane) -> None:
         """Let nobody wait for this rank any longer."""
         call = lane.first_down[Down.CALL]
@@ -90,6 +101,7 @@ class Peers:
         if lane.communicator is not None:
             if self.is_communicating:
                 self.is_communicating = False
+                self.short_path = self._collectives = None
                 lane.communicator.end()
             else:
                 lane.communicator.skip(call)
@@ -102,19 +114,24 @@ class Peers:
 
     def collectives(self, lane: WorkerLane, function: LoadedFunction) -> Collectives:
         """Return the collectives of the call under way; the first use in a call joins its group."""
+        if self._collectives is not None:
+            return self._collectives
         communicator = lane.communicator
         assert communicator is not None
         slots = lane.executor.outputs.slots
         ranks = tuple(slots.participants)
-        if not self.is_communicating:
-            communicator.begin(ranks, lane.first_down[Down.CALL])
-            self.is_communicating = True
+        communicator.begin(ranks, lane.first_down[Down.CALL])
+        self.is_communicating = True
         framework = (function.to_framework, function.from_framework)
         if self._backend.is_device:
             from synk._worker.nccl_group import device_collectives
 
-            return device_collectives(self._backend, communicator, self.group if slots.has_group else None, framework)
-        return Collectives(communicator, communicator, self._backend, len(ranks), framework)
+            group = self.group if slots.has_group else None
+            self._collectives = device_collectives(self._backend, communicator, group, framework)
+        else:
+            self._collectives = Collectives(communicator, self._backend, len(ranks), framework, host=communicator)
+            self.short_path = communicator.short_path if framework == (None, None) else None
+        return self._collectives
 
     def join(self, order: JoinOrder, lanes: Sequence[WorkerLane]) -> dict[str, Any]:
         """Make the id of a group of NCCL, or join one, and have all lanes reduce by it."""

@@ -32,13 +32,13 @@ class ControlLayout(NamedTuple):
 
     @property
     def requests(self) -> int:
-        """Offset of the requests, ``(rank, 2)``, a line each."""
-        return self.column(5)
+        """Offset of the requests, ``(rank, 3)``, a line each: two for collectives in turn, one for messages."""
+        return self.column(6)
 
     @property
     def written(self) -> int:
         """Offset of the bytes written to each mailbox, ``(sender, receiver)``."""
-        return self.requests + self.world_size * 2 * LINE_NBYTES
+        return self.requests + self.world_size * 3 * LINE_NBYTES
 
     @property
     def read(self) -> int:
@@ -46,9 +46,14 @@ class ControlLayout(NamedTuple):
         return self.written + self.world_size * self.column_nbytes
 
     @property
+    def unsent(self) -> int:
+        """Offset of what tells whether a sender has more for a mailbox than is written, ``(sender, receiver)``."""
+        return self.read + self.world_size * self.column_nbytes
+
+    @property
     def nbytes(self) -> int:
         """Size of all control words, in whole pages."""
-        return round_up(self.read + self.world_size * self.column_nbytes, PAGE_NBYTES)
+        return round_up(self.unsent + self.world_size * self.column_nbytes, PAGE_NBYTES)
 
 
 class Layout(NamedTuple):

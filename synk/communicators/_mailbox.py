@@ -1,38 +1,34 @@
 """Tagged messages from one rank to another, through a ring of bytes for each ordered pair of ranks.
 
-A ring is a stream: a header of one cache line, the payload, padding to whole lines. The sender alone raises the count
-of bytes written and the receiver alone the count of bytes read (both in the rendezvous), so a ring needs no lock.
-Whoever waits here takes in everything that has arrived for it; what is not wanted yet is kept in private memory. So
-messages may be received in any order of tags, and two ranks may send to each other first and receive afterwards.
+A ring is a stream of messages: a line with the header and the first bytes, the other bytes, padding to whole lines. The
+sender alone raises the count of bytes written and the receiver alone the count of bytes read (both in the rendezvous),
+so a ring needs no lock. Whoever waits for a message takes in everything that has arrived for it; what is not wanted yet
+is kept in private memory. So messages may be received in any order of tags, and two ranks may send to each other first
+and receive afterwards.
+
+A message that finds no room stands in a queue of its sender, who writes on whenever it waits for anything.
 """
 
 from __future__ import annotations
 
-import struct
-from collections import defaultdict, deque
-from dataclasses import dataclass
+import functools
+from collections import deque
 
 import numpy as np
 
+from synk._pure.dtypes import dtype_name
 from synk._pure.ranges import LINE_NBYTES, round_up
-from synk.communicators._buffers import DTYPE_NAMES
+from synk.communicators._buffers import DTYPE_NAMES, named_dtype
+from synk.communicators._messages import (
+    HEADER,
+    Incoming,
+    Outgoing,
+)
 from synk.communicators._rendezvous import Rendezvous, Request
-from synk.errors import CollectiveMismatch
+from synk.communicators._schedule import Schedule
 
-_HEADER = struct.Struct("=4q")  # tag, number of the dtype, elements, bytes
-
-
-@dataclass
-class _Message:
-    """One message on the receiver's side, while it arrives and after."""
-
-    dtype: str
-    count: int
-    body: np.ndarray
-    num_filled: int = 0
-
-    def is_complete(self) -> bool:
-        return self.num_filled == self.body.size
+Key = tuple[int, int]
+"""Sender and tag."""
 
 
 class Mailbox:
@@ -41,174 +37,270 @@ class Mailbox:
     Parameters
     ----------
     rendezvous : Rendezvous
+    schedule : Schedule
+        Of the collectives that were started: they go on while the rank waits for a message.
     rings : ndarray of uint8, shape ``(sender, receiver, nbytes)``
         The shared memory; ``nbytes`` is a multiple of the cache line.
     """
 
-    def __init__(self, rendezvous: Rendezvous, rings: np.ndarray) -> None:
+    def __init__(self, rendezvous: Rendezvous, schedule: Schedule, rings: np.ndarray) -> None:
         self._rendezvous = rendezvous
+        self._schedule = schedule
         self._rank = rendezvous.rank
-        self._rings = rings
-        self._capacity = rings.shape[2]
+        self.to_peers = list(rings[self._rank])
+        self.from_peers = list(rings[:, self._rank])
+        self.capacity = rings.shape[2]
         # While one part is taken out, the next is put in.
-        self._grain = max(round_up(self._capacity // 4, LINE_NBYTES), LINE_NBYTES)
-        self._arriving: dict[int, _Message] = {}
-        self._waiting: defaultdict[tuple[int, int], deque[_Message]] = defaultdict(deque)
-        self._expected: tuple[tuple[int, int], np.ndarray] | None = None
-        self._is_used = False
+        self._grain = max(round_up(self.capacity // 4, LINE_NBYTES), LINE_NBYTES)
+        self._unsent: dict[int, deque[Outgoing]] = {}  # by receiver; none that is empty
+        self._arriving: dict[int, Incoming] = {}  # by sender
+        self._posted: dict[Key, deque[Incoming]] = {}  # that have not come
+        self._arrived: dict[Key, deque[Incoming]] = {}  # that nobody has asked for
+        self.is_used = False  # in the present call
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is asked for, kept or waiting."""
+        return not (self._arriving or self._posted or self._arrived or self._unsent or self._schedule.operations)
 
     def clear(self) -> None:
         """Forget all messages. To be called before the rendezvous begins a call, so that no rank reads old counts."""
-        if self._is_used:
-            self._arriving.clear()
-            self._waiting.clear()
-            self._expected = None
-            for rank in range(len(self._rings)):
-                self._rendezvous.written[self._rank][rank] = 0
-                self._rendezvous.read[self._rank][rank] = 0
-            self._is_used = False  # last: an interrupted call leaves the rest to the next one
+        if self.is_used:
+            for messages in (self._unsent, self._arriving, self._posted, self._arrived):
+                messages.clear()
+            rank, rendezvous = self._rank, self._rendezvous
+            for peer in range(len(self.to_peers)):
+                rendezvous.written[rank][peer] = 0
+                rendezvous.read[rank][peer] = 0
+                rendezvous.unsent[rank][peer] = 0
+            self.is_used = False  # last: an interrupted call leaves the rest to the next one
 
     def close(self) -> None:
         """Let go of the shared memory."""
-        self._rings = self._rings[:0, :0].copy()
+        self.to_peers, self.from_peers = [], []
+
+    def progress(self) -> None:
+        """Take in what has arrived, write what finds room, and go on with the collectives."""
+        for peer in self._rendezvous.ranks:
+            if self._rendezvous.has_begun(peer):
+                self._take_in(peer)
+        self.write_on()
+        self._schedule.advance()
+
+    # -- the end of a call ---------------------------------------------------------------------------------------
+
+    def complete(self) -> None:
+        """Wait for what was asked for, and until what was sent is in the rings."""
+        for messages in list(self._posted.values()):
+            for message in list(messages):
+                self.finish(message)
+        for outgoing in [message for queue in self._unsent.values() for message in queue]:
+            self._finish_sending(outgoing)
+
+    def check_received(self) -> None:
+        """When this rank has left the call: wait until its messages are taken in, and raise where one is left over.
+
+        What its receiver has taken in and nobody has asked for is an error there.
+
+        Raises
+        ------
+        CollectiveMismatch
+        """
+        rank, rendezvous = self._rank, self._rendezvous
+        for (sender, tag), messages in self._arrived.items():
+            message = messages[0]
+            request = Request("send", dtype=message.dtype, num_elements=message.num_elements, peer=rank, tag=tag)
+            rendezvous.fail(_unreceived_text(request, sender))
+        for peer, written in enumerate(rendezvous.written[rank].tolist() if self.is_used else ()):
+            if written:
+                rendezvous.wait(functools.partial(self._is_taken_in, peer))
+
+    def _is_taken_in(self, peer: int) -> bool:
+        """Whether ``peer`` has taken in all that this rank has sent."""
+        rank, rendezvous = self._rank, self._rendezvous
+        has_left = rendezvous.has_left(peer)  # looked at first: what it read before leaving counts
+        num_read = rendezvous.read[peer][rank] if rendezvous.has_begun(peer) else 0
+        if num_read == rendezvous.written[rank][peer]:
+            return True
+        if has_left:
+            rendezvous.fail(_unreceived_text(self._first_unread(peer, num_read), rank))
+        return False
+
+    def _first_unread(self, peer: int, num_read: int) -> Request:
+        """Return what was sent to ``peer`` and stands at the front of the ring."""
+        start = num_read % self.capacity
+        tag, nbytes, number, _ = HEADER.unpack_from(self.to_peers[peer][start : start + LINE_NBYTES])
+        name = DTYPE_NAMES[number]
+        return Request("send", dtype=name, num_elements=nbytes // named_dtype(name).itemsize, peer=peer, tag=tag)
 
     # -- sending -------------------------------------------------------------------------------------------------
 
-    def send(self, body: np.ndarray, request: Request) -> None:
-        """Write a message of bytes; return as soon as its last byte is in the ring.
+    def send(self, array: np.ndarray, peer: int, tag: int) -> None:
+        """Write a message; return as soon as its last byte is in the ring.
 
         Raises
         ------
         CollectiveMismatch
             If the ring is full and the receiver has left the call, or no rank can go on.
         """
-        self._is_used = True
-        header = np.zeros(LINE_NBYTES, np.uint8)
-        _HEADER.pack_into(
-            header.data, 0, request.tag, DTYPE_NAMES.index(request.dtype), request.num_elements, body.size
-        )
-        self._write(header, request)
-        self._write(body, request)
+        self._finish_sending(self._put(array, peer, tag))
 
-    def _write(self, data: np.ndarray, request: Request) -> None:
-        rank, peer, rendezvous = self._rank, request.peer, self._rendezvous
-        ring, written = self._rings[rank, peer], rendezvous.written[rank]
-        done = 0
+    def isend(self, array: np.ndarray, peer: int, tag: int) -> None:
+        """Write what finds room of a message, and keep a copy of the rest."""
+        self._put(array, peer, tag).make_own()
 
-        def has_room() -> bool:
-            has_left = rendezvous.has_left(peer)  # looked at first: what it read before leaving counts
-            self._take_in_all()
-            if self._room(peer):
-                return True
-            if has_left:
-                rendezvous.fail(
-                    f"cannot finish {request} on rank {rank}: rank {peer} left the function without receiving it. "
-                    "Every message that is larger than the mailbox needs a recv."
-                )
-            return False
+    def _finish_sending(self, message: Outgoing) -> None:
+        if not message.is_done:
+            self._rendezvous.post(message.request)
+            self._rendezvous.wait(lambda: self._is_written(message), is_message=True)
 
-        while done < data.size:
-            if not self._room(peer):
-                rendezvous.wait(has_room)
-            start = written[peer] % self._capacity
-            room = min(self._room(peer), self._grain, self._capacity - start)
-            nbytes = min(room, data.size - done)
-            ring[start : start + nbytes] = data[done : done + nbytes]
-            done += nbytes
-            # Both counts stay multiples of a line, so a header never wraps around.
+    def _put(self, array: np.ndarray, peer: int, tag: int) -> Outgoing:
+        self.is_used = True
+        message = Outgoing(array, peer, tag)
+        self._unsent.setdefault(peer, deque()).append(message)
+        self._write(peer)
+        return message
+
+    def _is_written(self, message: Outgoing) -> bool:
+        rendezvous, peer = self._rendezvous, message.request.peer
+        has_left = rendezvous.has_left(peer)  # looked at first: what it read before leaving counts
+        self.progress()
+        if message.is_done:
+            return True
+        if has_left:
+            rendezvous.fail(_unreceived_text(message.request, self._rank))
+        return False
+
+    def write_on(self) -> None:
+        """Write what finds room by now."""
+        if self._unsent:
+            for peer in list(self._unsent):
+                self._write(peer)
+
+    def _write(self, peer: int) -> None:
+        """Write what waits for ``peer``, as far as there is room."""
+        rank, rendezvous, queue = self._rank, self._rendezvous, self._unsent[peer]
+        ring, written = self.to_peers[peer], rendezvous.written[rank]
+        while queue:
+            room = self._room(peer)
+            if not room:
+                rendezvous.unsent[rank][peer] = 1
+                return
+            rendezvous.rouse()
+            start = written[peer] % self.capacity
+            # Both counts stay multiples of a line, so a first line never wraps around.
+            nbytes = queue[0].write(ring[start : start + min(room, self._grain)])
             rendezvous.fence()
-            written[peer] += round_up(nbytes, LINE_NBYTES)
+            written[peer] += nbytes
             rendezvous.wake(peer)
+            if queue[0].is_done:
+                queue.popleft()
+        del self._unsent[peer]
+        rendezvous.unsent[rank][peer] = 0
 
     def _room(self, peer: int) -> int:
         """Return how many bytes may be written for ``peer``: whole lines."""
         rendezvous = self._rendezvous
         if not rendezvous.has_begun(peer):  # its count of bytes read is still that of an earlier call
-            return self._capacity - rendezvous.written[self._rank][peer]
+            return self.capacity - rendezvous.written[self._rank][peer]
         return rendezvous.room(self._rank, peer)
 
     # -- receiving -----------------------------------------------------------------------------------------------
 
-    def recv(self, body: np.ndarray, request: Request) -> None:
-        """Fill ``body`` with the next message of this sender and tag.
+    def irecv(self, like: np.ndarray | None, peer: int, tag: int) -> Incoming:
+        """Ask for the next message of this sender and tag that was not asked for."""
+        self.is_used = True
+        dtype, count = ("", -1) if like is None else (dtype_name(like.dtype), like.size)
+        request = Request("recv", dtype=dtype, num_elements=count, peer=peer, tag=tag)
+        key = peer, tag
+        message = _take(self._arrived, key)
+        if message is None:
+            message = Incoming(request, like)
+            self._posted.setdefault(key, deque()).append(message)
+        else:
+            message.request, message.target = request, like
+        return message
+
+    def finish(self, message: Incoming) -> None:
+        """Wait until what was asked for is there.
 
         Raises
         ------
         CollectiveMismatch
-            If the message has another dtype or count, the sender has left without sending, or no rank can go on.
+            If the sender has left without sending, or no rank can go on.
         """
-        self._is_used = True
-        rendezvous = self._rendezvous
-        key = (request.peer, request.tag)
-        queue = self._waiting[key]
-        self._expected = (key, body)
+        if not message.is_done:
+            assert message.request is not None
+            self._rendezvous.post(message.request)
+            self._rendezvous.wait(lambda: self._is_there(message), is_message=True)
 
-        def has_message() -> bool:
-            has_left = rendezvous.has_left(request.peer)  # looked at first: what it sent before leaving counts
-            self._take_in_all()
-            if queue and queue[0].is_complete():
-                return True
-            if has_left:
-                rendezvous.fail(
-                    f"cannot finish {request} on rank {self._rank}: rank {request.peer} left the function without "
-                    "sending it. Every recv needs a send of the same tag."
-                )
-            return False
-
-        rendezvous.wait(has_message)
-        self._expected = None
-        message = queue.popleft()
-        if not queue:
-            del self._waiting[key]
-        if (message.dtype, message.count) != (request.dtype, request.num_elements):
-            raise CollectiveMismatch(
-                f"cannot finish {request} on rank {self._rank}: got a message of {message.count} elements of dtype "
-                f"{message.dtype}. Send and receive equal counts and dtypes."
+    def _is_there(self, message: Incoming) -> bool:
+        rendezvous, request = self._rendezvous, message.request
+        assert request is not None
+        has_left = rendezvous.has_left(request.peer)  # looked at first: what it sent before leaving counts
+        self.progress()
+        if message.is_done:
+            return True
+        if has_left:
+            rendezvous.fail(
+                f"cannot finish {request} on rank {self._rank}: rank {request.peer} left the function without "
+                "sending it. Every recv needs a send of the same tag."
             )
-        if message.body is not body:
-            body[:] = message.body
-
-    def _take_in_all(self) -> None:
-        for sender in self._rendezvous.ranks:
-            if self._rendezvous.has_begun(sender):
-                self._take_in(sender)
+        return False
 
     def _take_in(self, sender: int) -> None:
         """Move all that ``sender`` has written out of the ring."""
         rank, rendezvous = self._rank, self._rendezvous
-        ring, read = self._rings[sender, rank], rendezvous.read[rank]
+        ring, read = self.from_peers[sender], rendezvous.read[rank]
         while True:
             num_new = rendezvous.written[sender][rank] - read[sender]
             if num_new == 0:
                 return
             rendezvous.rouse()
-            start = read[sender] % self._capacity
+            start = read[sender] % self.capacity
             message = self._arriving.get(sender)
             if message is None:
-                self._open(sender, ring[start : start + LINE_NBYTES])
+                message = self._open(sender, ring[start : start + LINE_NBYTES].tobytes())
                 num_read = LINE_NBYTES
             else:
+                assert message.body is not None
                 num_left = message.body.size - message.num_filled
-                nbytes = min(num_new, self._capacity - start, num_left)
+                nbytes = min(num_new, self.capacity - start, num_left)
                 message.body[message.num_filled : message.num_filled + nbytes] = ring[start : start + nbytes]
                 message.num_filled += nbytes
                 num_read = round_up(nbytes, LINE_NBYTES)
-                if message.is_complete():
-                    del self._arriving[sender]
+            if message.is_done:
+                self._arriving.pop(sender, None)
             rendezvous.fence()
             read[sender] += num_read
             rendezvous.wake(sender)
 
-    def _open(self, sender: int, header: np.ndarray) -> None:
-        """Prepare for the message of this header: straight into the array of a waiting recv where there is one."""
-        tag, dtype_number, count, nbytes = _HEADER.unpack_from(header.data)
-        key = (sender, tag)
-        body = None
-        if self._expected is not None and self._expected[0] == key and not self._waiting[key]:
-            body = self._expected[1]
-        if body is None or body.size != nbytes:
-            body = np.empty(nbytes, np.uint8)
-        message = _Message(DTYPE_NAMES[dtype_number], count, body)
-        self._waiting[key].append(message)
-        if nbytes:
-            self._arriving[sender] = message
+    def _open(self, sender: int, line: bytes) -> Incoming:
+        """Begin to take in the message of this line."""
+        self.is_used = True
+        key = sender, HEADER.unpack_from(line)[0]
+        message = _take(self._posted, key)
+        if message is None:
+            message = Incoming()
+            self._arrived.setdefault(key, deque()).append(message)
+        message.open(line)
+        self._arriving[sender] = message
+        return message
+
+
+def _unreceived_text(request: Request, sender: int) -> str:
+    return (
+        f"cannot finish {request} of rank {sender}: rank {request.peer} left the function without receiving it. "
+        "Every send needs a recv of the same tag."
+    )
+
+
+def _take(messages: dict[Key, deque[Incoming]], key: Key) -> Incoming | None:
+    """Take the oldest message of a sender and tag out."""
+    queue = messages.get(key)
+    if queue is None:
+        return None
+    message = queue.popleft()
+    if not queue:
+        del messages[key]
+    return message

@@ -36,8 +36,15 @@ SPIN_YIELDS = 16
 # Every change is followed by a wake-up; looking again without one is for what nobody can announce: a deadlock.
 RECHECK_MS = 100
 
-KINDS = ("barrier", "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send", "recv")
-_POINT_TO_POINT = ("send", "recv")
+_MESSAGES = ("send", "recv")
+KINDS = (
+    *("barrier", "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"),
+    *("gather", "scatter", "all_to_all", *_MESSAGES),
+)
+# Where requests lie: those of collectives take turns in the places 0 and 1, by their tick.
+_MESSAGE_PLACE = 2
+# Beside the place of what a rank waits for: it has raised its tick, and not gone on from there.
+_IS_MEETING = 4
 _RULE = "Every rank that takes part must call the same collectives, in the same order, with equal arguments."
 
 
@@ -60,12 +67,15 @@ class Request(NamedTuple):
         if self.kind == "barrier":
             return "barrier()"
         words = [self.op] if self.op else []
-        words += [self.dtype, f"{self.num_elements} elements"]
+        if self.num_elements < 0:  # whatever comes
+            words.append("any array")
+        elif self.dtype:
+            words += [self.dtype, f"{self.num_elements} elements"]
         if self.weight is not None:
             words.append("weighted")
-        if self.kind in ("reduce", "broadcast"):
+        if self.kind in ("reduce", "broadcast", "gather", "scatter"):
             words.append(f"root {self.peer}")
-        elif self.kind in _POINT_TO_POINT:
+        elif self.kind in _MESSAGES:
             words += [f"{'to' if self.kind == 'send' else 'from'} rank {self.peer}", f"tag {self.tag}"]
         return f"{self.kind}({', '.join(words)})"
 
@@ -109,6 +119,12 @@ class Rendezvous:
         Who takes part in the present call, ascending; empty outside a call.
     tick : int
         How often this rank has met the others in the present call.
+    is_meeting : bool
+        Whether it has raised its tick and not gone on from there.
+    is_unfinished : bool
+        Whether an operation goes on, or was broken off.
+    begun : set of int
+        Who is known to have joined the present call.
     """
 
     def __init__(
@@ -118,9 +134,12 @@ class Rendezvous:
         self.rank = rank
         self.ranks: tuple[int, ...] = ()
         self.tick = 0
+        self.is_meeting = False
         self.sequence = 0
+        self._place = 0  # of the last request for a collective
         self._is_aborted = False
-        self._begun: set[int] = set()  # who is known to have joined the present call
+        self.is_unfinished = False
+        self.begun: set[int] = set()
         self._mailbox_nbytes = mailbox_nbytes
         self._eventfds = tuple(eventfds)
         self._poll = select.poll()
@@ -136,28 +155,28 @@ class Rendezvous:
             return words[start : start + world_size]
 
         self._abort_word = words[:1]
-        self._sequences, self._ticks, self._left, self._sleeps, self._places = (
-            column(layout.column(index)) for index in range(5)
-        )
+        columns = [column(layout.column(index)) for index in range(6)]
+        self._sequences, self._ticks, self._left, self._sleeps, self._places, self._verdicts = columns
         step = layout.column_nbytes
-        # written[sender][receiver] belongs to the sender, read[receiver][sender] to the receiver.
+        # written and unsent[sender][receiver] belong to the sender, read[receiver][sender] to the receiver.
         self.written = [column(layout.written + each * step) for each in range(world_size)]
         self.read = [column(layout.read + each * step) for each in range(world_size)]
-        self._views = [words, self._abort_word, self._sequences, self._ticks, self._left, self._sleeps, self._places]
+        self.unsent = [column(layout.unsent + each * step) for each in range(world_size)]
+        self._views = [words, self._abort_word, *columns, *self.written, *self.read, *self.unsent]
 
     def close(self) -> None:
         """Let go of the shared memory; any use afterwards raises ValueError."""
         self.ranks = ()
-        for view in (*self._views, *self.written, *self.read, self._bytes):
+        for view in (*self._views, self._bytes):
             view.release()
 
     # -- who takes part ------------------------------------------------------------------------------------------
 
     def begin(self, ranks: tuple[int, ...], sequence: int) -> None:
         """Join the call ``sequence`` (above all earlier ones) of the ranks ``ranks``."""
-        self.ranks, self.sequence, self.tick = ranks, sequence, 0
+        self.ranks, self.sequence, self.tick, self.is_meeting = ranks, sequence, 0, False
         self._is_aborted = False
-        self._begun = set()
+        self.begun = set()
         self._ticks[self.rank] = 0
         self.fence()  # nobody may take an old tick, or an old count of bytes, for one of this call
         self._sequences[self.rank] = sequence
@@ -181,11 +200,11 @@ class Rendezvous:
 
     def has_begun(self, rank: int) -> bool:
         """Whether ``rank`` has joined the present call; its counters mean nothing before."""
-        if rank not in self._begun:
+        if rank not in self.begun:
             if self._sequences[rank] != self.sequence:
                 return False
             self.fence()  # its counters are read after this, or they could be those of the call before
-            self._begun.add(rank)
+            self.begun.add(rank)
         return True
 
     def has_left(self, rank: int) -> bool:
@@ -202,43 +221,51 @@ class Rendezvous:
     # -- meeting -------------------------------------------------------------------------------------------------
 
     def post(self, request: Request) -> None:
-        """Show what this rank is about to do; for a collective, ``meet`` follows."""
-        place = (self.tick + 1) & 1
+        """Show what this rank is about to do; for a collective, ``arrive`` follows."""
+        is_message = request.kind in _MESSAGES
+        # Who is behind may still compare the request of the tick before, which lies where that of the next one goes.
+        assert is_message or not self.is_meeting
+        place = _MESSAGE_PLACE if is_message else (self.tick + 1) & 1
         _REQUEST.pack_into(self._bytes, self._request_offset(self.rank, place), *_packed(request))
-        self._places[self.rank] = place
+        if not is_message:
+            self._place = place
+            self._places[self.rank] = place
 
-    def meet(self) -> None:
-        """Raise this rank's tick and wait for those of the group.
+    def arrive(self) -> None:
+        """Raise this rank's tick: what it has written for this one is there."""
+        self.tick += 1
+        self.is_meeting = True
+        self.fence()  # data and request come before the tick that tells of them
+        self._ticks[self.rank] = self.tick
+        self.wake_all()
+
+    def has_met(self) -> bool:
+        """Whether all ranks have arrived; this one goes on from there, awake.
 
         Raises
         ------
         CollectiveMismatch
-            If a rank left without arriving, or no rank can go on.
-        Aborted
-            If the wait was broken off.
+            If a rank left without arriving.
         """
-        self.tick += 1
-        self.fence()  # data and request come before the tick that tells of them
-        self._ticks[self.rank] = self.tick
-        self.wake_all()
-        self.wait(self._have_all_arrived)
+        if not self._have_all_arrived():
+            return False
+        self.rouse()  # what the others have written is read after this
+        self.is_meeting = False
+        return True
 
-    def agree(self) -> list[Any]:
-        """Meet at the start of a collective, compare the requests and return the weights, in the order of ``ranks``.
+    def compare(self) -> list[Any]:
+        """When all have met at the start of a collective, return the weights, in the order of ``ranks``.
 
         Raises
         ------
         CollectiveMismatch
             On every rank of the group, if any two requests differ.
         """
-        self.meet()
         place = self.tick & 1
         starts = [self._request_offset(rank, place) for rank in self.ranks]
         if len({bytes(self._bytes[start : start + _NUM_EQUAL_NBYTES]) for start in starts}) > 1:
-            raise CollectiveMismatch(
-                f"cannot run a collective: the ranks asked for different ones: {self._requests_text(self.ranks)}. "
-                + _RULE
-            )
+            texts = "; ".join(f"rank {rank}: {self._request_at(start)}" for rank, start in zip(self.ranks, starts))
+            raise CollectiveMismatch(f"cannot run a collective: the ranks asked for different ones: {texts}. {_RULE}")
         return [_REQUEST.unpack_from(self._bytes, start)[-1] for start in starts]
 
     def _have_all_arrived(self) -> bool:
@@ -257,10 +284,11 @@ class Rendezvous:
 
     # -- waiting and waking --------------------------------------------------------------------------------------
 
-    def wait(self, is_ready: Callable[[], bool]) -> None:
+    def wait(self, is_ready: Callable[[], bool], *, is_message: bool = False) -> None:
         """Return when ``is_ready()``; it is called again after every wake-up and may raise.
 
-        What is read afterwards is as new as what ``is_ready`` has seen.
+        What is read afterwards is as new as what ``is_ready`` has seen. ``is_message``: the rank waits for what it has
+        posted about a message, else for a collective.
 
         Raises
         ------
@@ -274,14 +302,16 @@ class Rendezvous:
                 if is_ready():
                     return
                 os.sched_yield()
-            self._doze(is_ready)
+            self._doze(is_ready, is_message)
         finally:
             self.rouse()
 
-    def _doze(self, is_ready: Callable[[], bool]) -> None:
+    def _doze(self, is_ready: Callable[[], bool], is_message: bool) -> None:
         """Sleep until ``is_ready()``."""
         sleeps, rank = self._sleeps, self.rank
         while True:
+            place = _MESSAGE_PLACE if is_message else self._place
+            self._places[rank] = place | _IS_MEETING * self.is_meeting
             # What this rank has done and asked for comes before the news that it sleeps.
             self.fence()
             sleeps[rank] |= 1
@@ -295,7 +325,7 @@ class Rendezvous:
             self.check_abort()
             if self._poll.poll(RECHECK_MS):
                 os.eventfd_read(self._eventfds[rank])
-            else:
+            elif self.ranks:  # who has left waits only for what it sent, and that may go on as long as it likes
                 self._check_deadlock()
 
     def rouse(self) -> None:
@@ -327,8 +357,10 @@ class Rendezvous:
             raise Aborted(f"rank {self.rank} gave up waiting: the call was aborted after a failure elsewhere.")
 
     def fail(self, text: str) -> NoReturn:
-        """Raise CollectiveMismatch, but Aborted where a rank that is missed has left because of the abort."""
+        """Raise CollectiveMismatch; where a rank has left for an abort or a verdict, that is raised instead."""
         self.check_abort()
+        if self.sequence in self._verdicts.tolist():
+            self._give_verdict()
         raise CollectiveMismatch(text)
 
     def is_aborted(self) -> bool:
@@ -356,28 +388,39 @@ class Rendezvous:
                 return
         self.fence()
         if self._sleeps.tolist() == numbers:
-            waiting = [rank for rank in self.ranks if not self.has_left(rank)]
-            self.fail(f"cannot go on: every rank waits for another one: {self._requests_text(waiting)}. {_RULE}")
+            self._give_verdict()
 
     def _is_stuck(self, rank: int) -> bool:
         """Whether the sleeping ``rank`` has nothing to do: all that it waits for is still missing."""
-        request = self._request(rank)
-        if request.kind not in _POINT_TO_POINT:
-            return any(self._ticks[each] < self._ticks[rank] for each in self.ranks)
-        # Whoever sends or receives takes in whatever reaches it, and a sender goes on when its receiver made room.
-        senders = [each for each in self.ranks if self.has_begun(each)]
-        has_mail = any(self.written[each][rank] != self.read[rank][each] for each in senders)
-        has_room = request.kind == "send" and self.room(rank, request.peer) > 0
-        return not has_mail and not has_room
+        place, peers = self._places[rank], [each for each in self.ranks if self.has_begun(each)]
+        if place & _IS_MEETING and all(each in peers and self._ticks[each] >= self._ticks[rank] for each in self.ranks):
+            return False
+        # Whoever waits goes on writing when a receiver made room; for a message, it takes in whatever reaches it.
+        if any(self.unsent[rank][each] and self.room(rank, each) > 0 for each in peers):
+            return False
+        is_message = place & ~_IS_MEETING == _MESSAGE_PLACE
+        return not (is_message and any(self.written[each][rank] != self.read[rank][each] for each in peers))
+
+    def _give_verdict(self) -> NoReturn:
+        """Raise what every rank raises when none can go on: the same text, whoever has found it first and left."""
+        self.check_abort()
+        self._verdicts[self.rank] = self.sequence
+        self.fence()  # whoever sees that this rank has left sees why
+        waiting = [rank for rank in self.ranks if not self.has_left(rank) or self._verdicts[rank] == self.sequence]
+        raise CollectiveMismatch(
+            f"cannot go on: every rank waits for another one: {self._requests_text(waiting)}. {_RULE}"
+        )
 
     # -- texts ---------------------------------------------------------------------------------------------------
 
     def _request_offset(self, rank: int, place: int) -> int:
-        return self._requests + (2 * rank + place) * LINE_NBYTES
+        return self._requests + (3 * rank + place) * LINE_NBYTES
 
     def _request(self, rank: int) -> Request:
-        """Return what ``rank`` posted last."""
-        offset = self._request_offset(rank, self._places[rank])
+        """Return what ``rank`` sleeps over."""
+        return self._request_at(self._request_offset(rank, self._places[rank] & ~_IS_MEETING))
+
+    def _request_at(self, offset: int) -> Request:
         kind, op, dtype, count, peer, tag, is_weighted, weight = _REQUEST.unpack_from(self._bytes, offset)
         return Request(
             KINDS[kind], _OP_NAMES[op], _DTYPE_NAMES[dtype], count, peer, tag, weight if is_weighted else None

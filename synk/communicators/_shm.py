@@ -1,8 +1,7 @@
 """Collectives between the worker processes of one machine, through one shared segment. No socket, no shared lock.
 
-Each rank has a *slot* of two halves, which it alone writes and all read. Data of tick ``t`` lies in half ``t & 1``, so
-one meeting of the ranks for each piece is enough (see ``_rendezvous``). Results are folded in rank order, whatever the
-timing: all ranks hold the same bits, and so does every repetition. Messages go through the mailboxes (``_mailbox``).
+The collectives are in ``_shm_collectives``, their order in ``_schedule``, messages in ``_mailbox``, and where the ranks
+meet in ``_rendezvous``.
 
 The master makes the segment (``required_nbytes``) and one eventfd for each rank, hands both to the workers, and keeps
 them for those that it starts again: ``set_abort`` when a worker failed, ``reset`` when all workers are idle again.
@@ -11,34 +10,28 @@ them for those that it starts again: ``set_abort`` when a worker failed, ``reset
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from synk._pure.ops import REDUCE_OPS
-from synk._pure.partials import reduce_into
-from synk._pure.ranges import LINE_NBYTES, round_up
 from synk._wire.memory import Segment
 from synk.communicators import Buffer, Capabilities
 from synk.communicators._buffers import DTYPE_NAMES, as_array
-from synk.communicators._checks import check_buffers, check_reduction
 from synk.communicators._layout import Layout, required_nbytes
 from synk.communicators._mailbox import Mailbox
-from synk.communicators._rendezvous import Aborted, Rendezvous, Request, reset, set_abort
-from synk.errors import CollectiveMismatch, SynkError
+from synk.communicators._messages import Incoming
+from synk.communicators._rendezvous import Aborted, Rendezvous, reset, set_abort
+from synk.communicators._schedule import Operation, Schedule, Steps
+from synk.communicators._shm_collectives import ShmCollectives
+from synk.communicators._short_path import ShortPath
+from synk.errors import CollectiveMismatch
 
 __all__ = ["Aborted", "ShmCommunicator", "required_nbytes", "reset", "set_abort"]
 
-# As long as the values of all ranks together take no more, every rank reduces everything for itself: one meeting.
-# Above, each reduces its share: at least two meetings.
-SMALL_NBYTES = 1 << 19
-# A rank's share of one piece, at most: long enough for a meeting to cost little beside it, short enough for the caches.
-CHUNK_NBYTES = 1 << 20
 
-
-class ShmCommunicator:
+class ShmCommunicator(ShmCollectives):
     """Collectives of one rank; they run between ``begin`` and ``end``, over the ranks given to ``begin``.
 
     All take part in the same order with equal arguments; where they do not, ``CollectiveMismatch`` is raised on every
@@ -51,6 +44,11 @@ class ShmCommunicator:
     rank, world_size : int
     eventfds : sequence of int
         One for each rank, as numbered in this process.
+
+    Attributes
+    ----------
+    short_path : ShortPath
+        For messages of plain arrays.
 
     Raises
     ------
@@ -65,27 +63,22 @@ class ShmCommunicator:
 
     def __init__(self, segment: Segment, rank: int, world_size: int, eventfds: Sequence[int]) -> None:
         layout = Layout(segment.nbytes, world_size)
-        self.rank = rank
-        self.world_size = world_size
-        self._rendezvous = Rendezvous(segment, rank, world_size, eventfds, layout.mailbox_nbytes)
-        # Indexed by rank and half.
-        self._halves = segment.view(layout.halves, (world_size, 2, layout.half_nbytes), np.dtype(np.uint8))
+        halves = (world_size, 2, layout.half_nbytes)
         rings = (world_size, world_size, layout.mailbox_nbytes)
-        self._mailbox = Mailbox(self._rendezvous, segment.view(layout.mailboxes, rings, np.dtype(np.uint8)))
-        self._half_nbytes = layout.half_nbytes
+        rendezvous = Rendezvous(segment, rank, world_size, eventfds, layout.mailbox_nbytes)
+        super().__init__(rendezvous, segment.view(layout.halves, halves, np.dtype(np.uint8)))
+        self.world_size = world_size
+        self._schedule = Schedule(rendezvous)
+        self._mailbox = Mailbox(rendezvous, self._schedule, segment.view(layout.mailboxes, rings, np.dtype(np.uint8)))
+        self.short_path = ShortPath(rendezvous, self._mailbox)
         self._is_closed = False
-        # The present operation: whether it goes on, whether the ranks agreed on it, and the weights of all of them.
-        self._is_unfinished = False
-        self._has_agreed = False
-        self._is_weighted = False
-        self._weights: list[Any] | None = None
 
     # -- the call ------------------------------------------------------------------------------------------------
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that take part in the present call, ascending; empty outside a call."""
-        return self._rendezvous.ranks
+    def call(self) -> int:
+        """The number of the present call; -1 outside a call."""
+        return self._rendezvous.sequence if self._rendezvous.ranks else -1
 
     def begin(self, ranks: tuple[int, ...], sequence: int) -> None:
         """Enter a call, before its first operation; to be called by ``ranks`` only. ``end`` follows.
@@ -101,8 +94,28 @@ class ShmCommunicator:
             The number of the call, the same on all of them: at least 1, and larger than in any earlier call.
         """
         self._mailbox.clear()
-        self._is_unfinished = False
+        self._schedule.clear()
+        self._rendezvous.is_unfinished = False
         self._rendezvous.begin(ranks, sequence)
+
+    def complete(self) -> None:
+        """Bring what this rank has started in the call to its end, and leave it: the function has returned.
+
+        Raises
+        ------
+        CollectiveMismatch
+            If that cannot be done, or a message is left that nobody has received.
+        """
+        if self._rendezvous.is_unfinished:  # and the function has got over it
+            self.end()
+            return
+        while self._schedule:
+            self.finish(self._schedule.last)
+        self._rendezvous.is_unfinished = True
+        self._mailbox.complete()
+        self._rendezvous.is_unfinished = False
+        self.end()
+        self._mailbox.check_received()
 
     def end(self) -> None:
         """Leave the call, after the function returned or raised. Peers that still wait for this rank are told."""
@@ -120,26 +133,55 @@ class ShmCommunicator:
         """Go through a call without ``begin`` and ``end``. Peers that wait for this rank are told."""
         self._rendezvous.skip(sequence)
 
-    def agree(
-        self, kind: str, dtype: str, count: int, op: str = "", peer: int = -1, *, weight: float | None = None
-    ) -> None:
-        """Return when every rank of the call asks for this same collective; nothing is moved.
+    # -- collectives that are started ------------------------------------------------------------------------------
 
-        For a library beside this one that does not compare what the ranks ask for (NCCL).
+    def start(self, steps: Steps) -> Operation:
+        """Start a collective, behind those that are not finished, and go as far as the others have come.
+
+        What the steps raise before they have shown anything to the others is raised here, and nothing has happened.
 
         Raises
         ------
         CollectiveMismatch
+            If an earlier operation of this call has failed.
         """
-        self._start(kind, dtype, count, op, peer=peer, weight=weight)
-        self._meet()
-        self._finish()
+        operation = Operation(steps)
+        self._check_whole()
+        self._rendezvous.is_unfinished = True
+        self._schedule.append(operation)
+        self._rendezvous.is_unfinished = False
+        return operation
+
+    def finish(self, operation: Operation) -> Any:
+        """Wait until a collective is done, and return what its steps return."""
+        if not operation.is_done:
+            self._check_whole()
+            self._rendezvous.is_unfinished = True
+            self._rendezvous.wait(lambda: self._advance(operation))
+            self._rendezvous.is_unfinished = False
+        return operation.value
+
+    def test(self, operation: Operation) -> bool:
+        """Go as far as the others have come; return whether a collective is done."""
+        if not operation.is_done:
+            self._check_whole()
+            self._rendezvous.is_unfinished = True
+            self._advance(operation)
+            self._rendezvous.is_unfinished = False
+        return operation.is_done
+
+    def run(self, steps: Steps) -> Any:
+        """Run a collective to its end."""
+        return self.finish(self.start(steps))
+
+    def _advance(self, operation: Operation) -> bool:
+        self._mailbox.write_on()
+        self._schedule.advance()
+        return operation.is_done
 
     def barrier(self) -> None:
         """Return when every rank of the call is here."""
-        self._start("barrier")
-        self._meet()
-        self._finish()
+        self.run(self.barrier_steps())
 
     def group(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing: each operation returns with its result."""
@@ -147,7 +189,7 @@ class ShmCommunicator:
 
     def poll(self) -> str:
         """Return ``"error"`` if the call was aborted or an operation of it failed on this rank, else ``"ok"``."""
-        return "error" if self._is_unfinished or self._is_closed or self._rendezvous.is_aborted() else "ok"
+        return "error" if self._rendezvous.is_unfinished or self._is_closed or self._rendezvous.is_aborted() else "ok"
 
     def abort(self) -> None:
         """Break the pending operation of this rank, and all later ones of this call. Callable from another thread."""
@@ -171,214 +213,88 @@ class ShmCommunicator:
 
     def all_reduce(self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0) -> None:
         """Reduce ``send`` of all ranks into ``recv`` of every rank."""
-        check_reduction(op, send.dtype, weight)
-        check_buffers("all_reduce", send, recv, send_count=send.count, recv_count=send.count)
-        source, target = as_array(send), as_array(recv)
-        self._start("all_reduce", send.dtype, send.count, op, weight=weight)
-        self._reduce(source, target, op, is_receiver=True)
-        self._finish()
+        self.run(self.all_reduce_steps(send, recv, op, weight=weight))
 
     def reduce(
         self, send: Buffer, recv: Buffer, op: str, root: int, *, weight: float | None = None, stream: int = 0
     ) -> None:
         """Reduce ``send`` of all ranks into ``recv`` of rank ``root``; elsewhere ``recv`` is not touched."""
-        check_reduction(op, send.dtype, weight)
-        check_buffers("reduce", send, recv, send_count=send.count, recv_count=send.count)
-        source, target = as_array(send), as_array(recv)
-        self._check_member("reduce", "root", root)
-        self._start("reduce", send.dtype, send.count, op, root, weight=weight)
-        self._reduce(source, target, op, is_receiver=self.rank == root)
-        self._finish()
+        self.run(self.reduce_steps(send, recv, op, root, weight=weight))
 
     def reduce_scatter(
         self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0
     ) -> None:
         """Reduce ``send`` (one block for each of ``ranks``) and leave this rank's block in ``recv``."""
-        self._check_active("reduce_scatter")
-        size, count = len(self.ranks), recv.count
-        check_reduction(op, send.dtype, weight)
-        check_buffers("reduce_scatter", send, recv, send_count=size * count, recv_count=count)
-        source, target = as_array(send), as_array(recv)
-        self._start("reduce_scatter", send.dtype, count, op, weight=weight)
-        for start, stop in _pieces(count, self._chunk_nbytes() // source.itemsize):
-            half = self._next_half()
-            shares = [slice(block * count + start, block * count + stop) for block in range(size)]
-            self._publish_shares(source, shares, half)
-            self._meet()
-            target[start:stop] = self._fold_share(source, shares, half, op)
-        self._finish()
-
-    def _reduce(self, source: np.ndarray, target: np.ndarray, op: str, is_receiver: bool) -> None:
-        if source.nbytes > min(SMALL_NBYTES // len(self.ranks), self._half_nbytes):
-            self._reduce_shares(source, target, op, is_receiver)
-            return
-        half = self._next_half()
-        self._part(self.rank, half, 0, source)[:] = source
-        self._meet()
-        if is_receiver:
-            parts = [self._part(rank, half, 0, source) for rank in self.ranks]
-            reduce_into(op, parts, self._weights, target)
-
-    def _reduce_shares(self, source: np.ndarray, target: np.ndarray, op: str, is_receiver: bool) -> None:
-        """Reduce in pieces: every rank its share of each, collected by the receivers at the next meeting.
-
-        So one meeting serves two pieces: it shows the values of this one and the results of the one before.
-        """
-        size, count = len(self.ranks), source.size
-        results = size * self._chunk_nbytes()  # where in a half a result lies: after the share of each rank
-        previous: list[slice] = []
-        for start, stop in (*_pieces(count, results // source.itemsize), (count, count)):
-            half = self._next_half()
-            shares = _shares(start, stop, size, source.itemsize)
-            self._publish_shares(source, shares, half)
-            self._meet()
-            result = self._fold_share(source, shares, half, op)
-            if is_receiver:
-                target[shares[self._position()]] = result
-                for rank, share in zip(self.ranks, previous, strict=False):
-                    if rank != self.rank:
-                        target[share] = self._part(rank, half, results, target[share])
-            previous = shares
-
-    def _publish_shares(self, source: np.ndarray, shares: Sequence[slice], half: int) -> None:
-        """Put what the others reduce into this rank's half; its own share is read where it is."""
-        chunk_nbytes = self._chunk_nbytes()
-        for position, share in enumerate(shares):
-            if position != self._position():
-                self._part(self.rank, half, position * chunk_nbytes, source[share])[:] = source[share]
-
-    def _fold_share(self, source: np.ndarray, shares: Sequence[slice], half: int, op: str) -> np.ndarray:
-        """Reduce this rank's share into its other half, where the next meeting shows it; return that view."""
-        chunk_nbytes, position = self._chunk_nbytes(), self._position()
-        mine = source[shares[position]]
-        parts = [
-            mine if rank == self.rank else self._part(rank, half, position * chunk_nbytes, mine) for rank in self.ranks
-        ]
-        result = self._part(self.rank, 1 - half, len(shares) * chunk_nbytes, mine)
-        reduce_into(op, parts, self._weights, result)
-        return result
+        self.run(self.reduce_scatter_steps(send, recv, op, weight=weight))
 
     # -- copies --------------------------------------------------------------------------------------------------
 
     def broadcast(self, buffer: Buffer, root: int, *, stream: int = 0) -> None:
         """Copy ``buffer`` of rank ``root`` into ``buffer`` of every rank."""
-        array = as_array(buffer)
-        self._check_member("broadcast", "root", root)
-        self._start("broadcast", buffer.dtype, buffer.count, peer=root)
-        for start, stop in _pieces(array.size, self._half_nbytes // array.itemsize):
-            part = self._part(root, self._next_half(), 0, array[start:stop])
-            if self.rank == root:
-                part[:] = array[start:stop]
-            self._meet()
-            if self.rank != root:
-                array[start:stop] = part
-        self._finish()
+        self.run(self.broadcast_steps(buffer, root))
 
     def all_gather(self, send: Buffer, recv: Buffer, *, stream: int = 0) -> None:
         """Concatenate ``send`` of all ranks, in the order of ``ranks``, into ``recv``."""
-        self._check_active("all_gather")
-        count = send.count
-        check_buffers("all_gather", send, recv, send_count=count, recv_count=len(self.ranks) * count)
-        source, target = as_array(send), as_array(recv)
-        self._start("all_gather", send.dtype, count)
-        for start, stop in _pieces(count, self._half_nbytes // source.itemsize):
-            half = self._next_half()
-            self._part(self.rank, half, 0, source[start:stop])[:] = source[start:stop]
-            self._meet()
-            for block, rank in enumerate(self.ranks):
-                there = target[block * count + start : block * count + stop]
-                there[:] = self._part(rank, half, 0, there)
-        self._finish()
+        self.run(self.all_gather_steps(send, recv))
 
     def send(self, buffer: Buffer, peer: int, tag: int = 0, *, stream: int = 0) -> None:
         """Send ``buffer`` to rank ``peer``, which may be this one; it may be changed as soon as this returns."""
-        body = as_array(buffer).view(np.uint8)
-        self._check_member("send", "peer", peer)
-        self._mailbox.send(body, self._start("send", buffer.dtype, buffer.count, peer=peer, tag=tag))
-        self._finish()
+        self.send_array(as_array(buffer), peer, tag)
 
     def recv(self, buffer: Buffer, peer: int, tag: int = 0, *, stream: int = 0) -> None:
         """Receive into ``buffer`` from rank ``peer`` the oldest message of this tag."""
-        body = as_array(buffer).view(np.uint8)
-        self._check_member("recv", "peer", peer)
-        self._mailbox.recv(body, self._start("recv", buffer.dtype, buffer.count, peer=peer, tag=tag))
-        self._finish()
+        self.recv_array(as_array(buffer), peer, tag)
 
-    # -- one operation -------------------------------------------------------------------------------------------
+    def send_array(self, array: np.ndarray, peer: int, tag: int) -> None:
+        """Send a C-contiguous array, as ``send``."""
+        self._check_message("send", peer)
+        self._rendezvous.is_unfinished = True
+        self._mailbox.send(array, peer, tag)
+        self._rendezvous.is_unfinished = False
 
-    def _start(
-        self,
-        kind: str,
-        dtype: str = "",
-        count: int = 0,
-        op: str = "",
-        peer: int = -1,
-        tag: int = 0,
-        weight: float | None = None,
-    ) -> Request:
-        """Show the others what this rank is about to do."""
-        self._check_active(kind)
+    def isend_array(self, array: np.ndarray, peer: int, tag: int) -> None:
+        """Send a C-contiguous array, which may be changed when this returns, without waiting for the receiver."""
+        self._check_message("send", peer)
+        self._rendezvous.is_unfinished = True
+        self._mailbox.isend(array, peer, tag)
+        self._rendezvous.is_unfinished = False
+
+    def recv_array(self, like: np.ndarray | None, peer: int, tag: int) -> np.ndarray:
+        """Receive into a C-contiguous array, or as a new one whatever comes."""
+        return self.finish_message(self.irecv_array(like, peer, tag))
+
+    def irecv_array(self, like: np.ndarray | None, peer: int, tag: int) -> Incoming:
+        """Ask for the next message that was not asked for, to be received as by ``recv_array``."""
+        self._check_message("recv", peer)
+        return self._mailbox.irecv(like, peer, tag)
+
+    def finish_message(self, message: Incoming) -> np.ndarray:
+        """Wait for what was asked for by ``irecv_array``."""
+        if not message.is_done:
+            self._check_whole()
+            self._rendezvous.is_unfinished = True
+            self._mailbox.finish(message)
+            self._rendezvous.is_unfinished = False
+        return message.array()
+
+    def test_message(self, message: Incoming) -> bool:
+        """Take in what has arrived; return whether what was asked for is there."""
+        if not message.is_done:
+            self._check_whole()
+            self._rendezvous.is_unfinished = True
+            self._mailbox.progress()
+            self._rendezvous.is_unfinished = False
+        return message.is_done
+
+    def _check_whole(self) -> None:
+        """Raise where an operation of this call was broken off: no later one may meet the others half-way."""
         self._rendezvous.check_abort()
-        request = Request(kind, op, dtype, count, peer, tag, weight)
-        if self._is_unfinished:
+        if self._rendezvous.is_unfinished:
             raise CollectiveMismatch(
-                f"cannot run {request} on rank {self.rank}: an earlier collective of this call failed, and the ranks "
+                f"cannot communicate on rank {self.rank}: an earlier collective of this call failed, and the ranks "
                 "may no longer agree. Let its exception leave the function."
             )
-        # Whatever interrupts the operation, this stays set: no later one of this call can meet the others half-way.
-        self._is_unfinished = True
-        self._has_agreed = False
-        self._is_weighted = request.weight is not None
-        self._rendezvous.post(request)
-        return request
 
-    def _meet(self) -> None:
-        """Meet the others; the first time in a collective, make sure that all want the same."""
-        if self._has_agreed:
-            self._rendezvous.meet()
-            return
-        weights = self._rendezvous.agree()
-        self._weights = weights if self._is_weighted else None
-        self._has_agreed = True
-
-    def _finish(self) -> None:
-        self._is_unfinished = False
-
-    def _next_half(self) -> int:
-        """Return which half belongs to the next meeting."""
-        return (self._rendezvous.tick + 1) & 1
-
-    def _part(self, rank: int, half: int, offset: int, like: np.ndarray) -> np.ndarray:
-        """View as many bytes of a half as ``like`` has, with its dtype."""
-        return self._halves[rank, half, offset : offset + like.nbytes].view(like.dtype)
-
-    def _chunk_nbytes(self) -> int:
-        """Return the largest share of a piece: a half holds one for each rank, and a result."""
-        return min(CHUNK_NBYTES, self._half_nbytes // (len(self.ranks) + 1) // LINE_NBYTES * LINE_NBYTES)
-
-    def _position(self) -> int:
-        return self.ranks.index(self.rank)
-
-    def _check_active(self, kind: str) -> None:
-        if not self.ranks:
-            raise SynkError(
-                f"cannot run {kind} on rank {self.rank}: no call is running here. "
-                "Use collectives inside a function that the runtime called."
-            )
-
-    def _check_member(self, kind: str, role: str, rank: int) -> None:
-        self._check_active(kind)
-        if rank not in self.ranks:
-            raise ValueError(f"cannot {kind}: got {role}={rank}, expected a rank of this call: one of {self.ranks}.")
-
-
-def _pieces(count: int, length: int) -> list[tuple[int, int]]:
-    """Return the bounds of ``count`` elements in pieces of ``length``: at least one piece, which may be empty."""
-    return [(start, min(start + length, count)) for start in range(0, max(count, 1), length)]
-
-
-def _shares(start: int, stop: int, size: int, itemsize: int) -> list[slice]:
-    """Return the parts of ``[start, stop)`` for ``size`` ranks; all but the last ones are whole cache lines."""
-    length = round_up(-(-(stop - start) // size) * itemsize, LINE_NBYTES) // itemsize
-    bounds = [min(start + position * length, stop) for position in range(size + 1)]
-    return [slice(low, high) for low, high in itertools.pairwise(bounds)]
+    def _check_message(self, kind: str, peer: int) -> None:
+        self.check_member(kind, "peer", peer)
+        self._check_whole()

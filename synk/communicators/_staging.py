@@ -13,9 +13,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from synk.communicators import Buffer, Capabilities, Communicator
+from synk.communicators import Buffer, Capabilities
 from synk.communicators._buffers import as_buffer, named_dtype
 from synk.communicators._checks import check_buffers
+from synk.communicators._schedule import Steps
+from synk.communicators._shm import ShmCommunicator
 
 
 class StagingCommunicator:
@@ -23,7 +25,7 @@ class StagingCommunicator:
 
     Parameters
     ----------
-    host : Communicator
+    host : ShmCommunicator
     copy : callable
         ``copy(destination, source, nbytes, stream)``: copy between host and device memory, ordered on the stream.
     synchronize : callable
@@ -31,7 +33,7 @@ class StagingCommunicator:
     """
 
     def __init__(
-        self, host: Communicator, copy: Callable[[int, int, int, int], None], synchronize: Callable[[int], None]
+        self, host: ShmCommunicator, copy: Callable[[int, int, int, int], None], synchronize: Callable[[int], None]
     ) -> None:
         self.rank = host.rank
         self.world_size = host.world_size
@@ -54,39 +56,60 @@ class StagingCommunicator:
             self._synchronize(stream)
 
     def all_reduce(self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0) -> None:
+        self._host.run(self.all_reduce_steps(send, recv, op, weight=weight, stream=stream))
+
+    def all_reduce_steps(
+        self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0
+    ) -> Steps:
         check_buffers("all_reduce", send, recv, send_count=send.count, recv_count=send.count)
         array = self._fetch(send, stream)
-        self._host.all_reduce(as_buffer(array), as_buffer(array), op, weight=weight)
+        yield from self._host.all_reduce_steps(as_buffer(array), as_buffer(array), op, weight=weight)
         self._give(array, recv, stream)
 
     def reduce(
         self, send: Buffer, recv: Buffer, op: str, root: int, *, weight: float | None = None, stream: int = 0
     ) -> None:
+        self._host.run(self.reduce_steps(send, recv, op, root, weight=weight, stream=stream))
+
+    def reduce_steps(
+        self, send: Buffer, recv: Buffer, op: str, root: int, *, weight: float | None = None, stream: int = 0
+    ) -> Steps:
         check_buffers("reduce", send, recv, send_count=send.count, recv_count=send.count)
         array = self._fetch(send, stream)
-        self._host.reduce(as_buffer(array), as_buffer(array), op, root, weight=weight)
+        yield from self._host.reduce_steps(as_buffer(array), as_buffer(array), op, root, weight=weight)
         if self.rank == root:
             self._give(array, recv, stream)
 
     def broadcast(self, buffer: Buffer, root: int, *, stream: int = 0) -> None:
+        self._host.run(self.broadcast_steps(buffer, root, stream=stream))
+
+    def broadcast_steps(self, buffer: Buffer, root: int, *, stream: int = 0) -> Steps:
         is_root = self.rank == root
         array = self._fetch(buffer, stream) if is_root else np.empty(buffer.count, named_dtype(buffer.dtype))
-        self._host.broadcast(as_buffer(array), root)
+        yield from self._host.broadcast_steps(as_buffer(array), root)
         if not is_root:
             self._give(array, buffer, stream)
 
     def all_gather(self, send: Buffer, recv: Buffer, *, stream: int = 0) -> None:
+        self._host.run(self.all_gather_steps(send, recv, stream=stream))
+
+    def all_gather_steps(self, send: Buffer, recv: Buffer, *, stream: int = 0) -> Steps:
         mine = self._fetch(send, stream)
         everything = np.empty(recv.count, named_dtype(recv.dtype))
-        self._host.all_gather(as_buffer(mine), as_buffer(everything))
+        yield from self._host.all_gather_steps(as_buffer(mine), as_buffer(everything))
         self._give(everything, recv, stream)
 
     def reduce_scatter(
         self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0
     ) -> None:
+        self._host.run(self.reduce_scatter_steps(send, recv, op, weight=weight, stream=stream))
+
+    def reduce_scatter_steps(
+        self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0
+    ) -> Steps:
         whole = self._fetch(send, stream)
         block = np.empty(recv.count, named_dtype(recv.dtype))
-        self._host.reduce_scatter(as_buffer(whole), as_buffer(block), op, weight=weight)
+        yield from self._host.reduce_scatter_steps(as_buffer(whole), as_buffer(block), op, weight=weight)
         self._give(block, recv, stream)
 
     def send(self, buffer: Buffer, peer: int, tag: int = 0, *, stream: int = 0) -> None:

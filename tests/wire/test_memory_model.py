@@ -42,7 +42,7 @@ from synk._wire.control import Down, Up
 from synk._worker import calls as _worker_calls
 from synk._worker import peers
 from synk._worker import variables as _variables
-from synk.communicators import _mailbox, _rendezvous, _shm
+from synk.communicators import _mailbox, _rendezvous, _shm, _shm_collectives, _short_path
 
 PROTOCOLS = memory_model.protocols()
 
@@ -126,11 +126,13 @@ def is_found(change: Change, concerns: Callable[[list[Step]], bool]) -> bool:
 # Pairs of stores that may change places: what the second tells of is not what the first wrote.
 UNORDERED = {
     # That a rank has begun tells of what it wrote before.
-    ("Rendezvous.begin store sequences", "Rendezvous.meet store ticks"),
-    ("Rendezvous.begin store sequences", "Rendezvous._doze store sleeps"),
+    ("Rendezvous.begin store sequences", "Rendezvous.arrive store ticks"),
     ("Rendezvous.begin store sequences", "Rendezvous.rouse store sleeps"),
-    # Where the last request lies is asked only about a rank that sleeps, which has a fence before that.
-    ("Rendezvous.post store places", "Rendezvous.meet store ticks"),
+    ("Rendezvous.begin store sequences", "ShortPath.send_now store rings"),
+    # A rank has said that it is awake when it found what it waited for; at the end of the wait it says so again.
+    ("Rendezvous.rouse store sleeps", "Rendezvous._doze store places"),
+    # Requests are compared when a rank has arrived, and told of when all sleep for good.
+    ("Rendezvous.rouse store sleeps", "Rendezvous.post store requests"),
     # Who wakes up must say so before it changes what others would judge it by, and they judge by ``written``.
     ("Rendezvous.rouse store sleeps", "Mailbox._write store rings"),
     # The fence is for the loads between the two.
@@ -165,7 +167,9 @@ MODULES = {
     "Rendezvous": _rendezvous,
     "set_abort": _rendezvous,
     "Mailbox": _mailbox,
+    "ShortPath": _short_path,
     "ShmCommunicator": _shm,
+    "ShmCollectives": _shm_collectives,
     "Peers": peers,
     "run_call": _worker_calls,
     "_run": _worker_calls,
@@ -179,7 +183,7 @@ MODULES = {
     "send": _calls,
 }
 # No functions of the source: what a call of ``is_ready`` does, and what Executor does with arrays.
-ABSTRACT = ("", "is_ready", "publish", "assemble")
+ABSTRACT = ("", "is_ready", "yield", "publish", "assemble")
 
 
 def collapsed(steps: Iterable[str]) -> tuple[str, ...]:
@@ -214,17 +218,24 @@ def test_the_source_takes_the_steps_of_the_model(name: str) -> None:
 # What else touches shared words, and why no protocol has it.
 OTHERS = {
     _rendezvous: {
+        # What is said in a verdict: all sleep, and nobody will do anything any more.
+        "Rendezvous._request": ("load places",),
+        "Rendezvous._request_at": ("load requests",),
         "Rendezvous.skip": ("store left", "call wake_all"),  # tells of nothing but itself
         "Rendezvous.check_abort": ("load abort",),
         "Rendezvous.is_aborted": ("load abort",),
         "Rendezvous.abort": ("write eventfds",),  # between threads of one process
         "reset": ("poll", "read eventfds"),  # while all ranks are idle: pipes come before and after
     },
-    _mailbox: {},
+    _short_path: {},
+    _mailbox: {
+        # By a rank that has left, and reads nothing because of what it finds.
+        "Mailbox._is_taken_in": ("call has_left", "call has_begun", "load read", "load written", "call fail"),
+    },
 }
 
 
-@pytest.mark.parametrize("module", (_rendezvous, _mailbox), ids=("rendezvous", "mailbox"))
+@pytest.mark.parametrize("module", (_rendezvous, _mailbox, _short_path), ids=lambda module: module.__name__)
 def test_nothing_else_touches_the_words(module: ModuleType) -> None:
     body = tree(module).body
     names = [node.name for node in body if isinstance(node, ast.FunctionDef)]
@@ -239,21 +250,21 @@ def test_nothing_else_touches_the_words(module: ModuleType) -> None:
 # A collective writes into the half of the next meeting, meets, and reads the others' data: as _reduce in the model.
 COLLECTIVES = {
     "_reduce": ("store halves", "call _meet", "load halves"),
-    "reduce_scatter": ("call _publish_shares", "call _meet", "call _fold_share"),
+    "reduce_scatter_steps": ("call _publish_shares", "call _meet", "call _fold_share"),
     "_reduce_shares": ("call _publish_shares", "call _meet", "call _fold_share", "load halves"),
     "_publish_shares": ("store halves",),
     "_fold_share": ("load halves",),  # and the result into the rank's other half, which the next meeting shows
-    "broadcast": ("load halves", "call _meet"),  # a view of root's half: written before, or read after
-    "all_gather": ("store halves", "call _meet", "load halves"),
-    "barrier": ("call _meet",),
-    "agree": ("call _meet",),
+    "broadcast_steps": ("load halves", "call _meet"),  # a view of root's half: written before, or read after
+    "all_gather_steps": ("store halves", "call _meet", "load halves"),
+    "barrier_steps": ("call _meet",),
+    "agree_steps": ("call _meet",),
 }
 
 
 @pytest.mark.parametrize("name", sorted(COLLECTIVES))
 def test_every_collective_meets_between_writing_and_reading(name: str) -> None:
     calls = ("_meet", "_publish_shares", "_fold_share")
-    assert collapsed(outline(_shm, f"ShmCommunicator.{name}", calls)) == COLLECTIVES[name]
+    assert collapsed(outline(_shm_collectives, f"ShmCollectives.{name}", calls)) == COLLECTIVES[name]
 
 
 # -- the documents ----------------------------------------------------------------------------------------------------
@@ -264,5 +275,6 @@ def test_the_design_names_every_shared_word() -> None:
     section = text.split("### The memory model", 1)[1].split("\n### ", 1)[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     named = {word.strip(" `") for row in rows for word in row.split(",")}
-    columns = {"abort", "sequences", "ticks", "left", "sleeps", "places", "requests", "written", "read"}
+    columns = {"abort", "sequences", "ticks", "left", "sleeps", "places", "verdicts", "requests"}
+    columns |= {"written", "read", "unsent"}
     assert named >= columns | {word.name for word in Down} | {word.name for word in Up}

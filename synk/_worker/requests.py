@@ -1,0 +1,68 @@
+"""What a function has started by ``synk.comm`` and waits for later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from synk.communicators._shm import ShmCommunicator
+from synk.errors import CollectiveMismatch
+
+
+class Request:
+    """A collective or message that was started, as ``synk.comm.iall_reduce`` returns it.
+
+    It belongs to the call that has started it: when the function returns, all that it has started is brought to its
+    end, and from then on the request has no meaning.
+
+    Examples
+    --------
+    >>> import numpy as np, synk
+    >>> with synk.Runtime(2, backend="numpy") as runtime:
+    ...     def total(x):
+    ...         request = synk.comm.iall_reduce(x.sum(), "sum")
+    ...         largest = x.max()  # meanwhile
+    ...         return request.wait(), largest
+    ...     runtime.function(total, outputs=("first", "max"))(np.arange(4.0))
+    (6.0, 3.0)
+    """
+
+    def __init__(self, host: ShmCommunicator, test: Callable[[], bool], finish: Callable[[], Any]) -> None:
+        self._host = host
+        self._call = host.call
+        self._test: Callable[[], bool] = test
+        self._finish: Callable[[], Any] | None = finish
+        self._value: Any = None
+
+    def wait(self) -> Any:
+        """Wait until it is done, and return its result; None for a send, an ibarrier.
+
+        May be called again: it returns the same.
+
+        Raises
+        ------
+        CollectiveMismatch
+            If it cannot be done: the ranks' requests differ, a rank has left the function, or all wait for each other;
+            and where the call that has started it is over.
+        """
+        self._check_call("wait for")
+        if self._finish is not None:
+            self._value = self._finish()
+            self._finish = None  # with the arrays that it holds
+        return self._value
+
+    def test(self) -> bool:
+        """Go on with what was started as far as the other ranks have come; return whether this is done.
+
+        Never waits. On CPU workers nothing goes on by itself: only in ``test``, ``wait``, and while other calls of
+        ``synk.comm`` wait.
+        """
+        self._check_call("test")
+        return self._finish is None or self._test()
+
+    def _check_call(self, verb: str) -> None:
+        if self._host.call != self._call:
+            raise CollectiveMismatch(
+                f"cannot {verb} a request of synk.comm: got one that a call has started which is over, expected one of "
+                "the present call. Wait for it in the function that has started it."
+            )
