@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _report, calls, collectives, footprint, small, startup, state, submitted, training
+from benchmarks import _report, calls, collectives, footprint, messages, small, startup, state, submitted, training
 from benchmarks._harness import ROOT, Harness
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -27,6 +27,7 @@ FAMILIES = {
     "footprint": footprint.run,
     "state": state.run,
     "collectives": collectives.run,
+    "messages": messages.run,
     "training": training.run,
 }
 

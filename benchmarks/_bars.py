@@ -191,6 +191,17 @@ def _worst(key: str, scale: float = 1.0) -> Callable[[Any], float]:
     return lambda family: max(family["many_calls"][process][key] for process in ("master", "worker")) * scale
 
 
+def _message(case: str, peer: str | None, scale: float = 1.0) -> Callable[[Results], tuple[Values, bool]]:
+    """The time of one message inside a function, against the peer's (None: itself)."""
+
+    def values(results: Results) -> tuple[Values, bool]:
+        rounds = rounds_of(results, "messages", case, peer or "alone")
+        other = [entry[peer]["inner_s"] if peer else 1.0 for entry in rounds]
+        return [entry["synk"]["inner_s"] * scale / each for entry, each in zip(rounds, other)], _noisy(results, rounds)
+
+    return values
+
+
 def _step_less_a_call(results: Results) -> tuple[Values, bool]:
     """What a step of a model of one number costs above a plain call, in microseconds."""
     rounds = rounds_of(results, "training", "one number", "plain call")
@@ -269,6 +280,19 @@ BARS = (
     Bar("all_reduce of 64 MB: bandwidth / one copy's", 0.55, 0.85, _bandwidth("all_reduce 64 MB"), at_least=True),
     Bar("all_reduce of 64 MB: time / mpi4py's", 0.5, 0.4, _call("collectives", "all_reduce 64 MB", MPI.name)),
     Bar("all_reduce of 64 MB: time / gloo's", 0.5, 0.4, _call("collectives", "all_reduce 64 MB", GLOO.name)),
+    *(
+        Bar(f"message, {case}: time / mpi4py's", must, aim, _message(case, MPI.name))
+        for case, must, aim in (
+            ("half a round trip of 8 B", 8, 3),
+            ("64 MB into an existing array", 1.5, 1.2),
+            ("8 MB exchanged, 10 ms of work between", 1.2, 1.0),
+        )
+    ),
+    Bar(
+        "isend of 8 MB to a rank that sleeps",
+        50, 10, _message("isend of 8 MB to a rank that sleeps", None, 1e3), unit=" ms",
+    ),
+    Bar("deadlock to its error", 1, 0.2, _message("deadlock to its error", None), unit=" s"),
 )  # fmt: skip
 
 

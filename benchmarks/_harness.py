@@ -264,6 +264,7 @@ def _summary(blocks: list[dict[str, Any]]) -> dict[str, Any]:
             for block in blocks
             for call, *inner in zip(block["call_s"][0], *block["inner_s"], strict=True)
         ]
+        summary["inner_s"] = statistics.median(max(inner) for _, *inner in pairs)
         summary["share"] = statistics.median(inner / call for call, inner in pairs)
         summary["outside_s"] = statistics.median(call - inner for call, inner in pairs)
     return summary

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import _bars, small, submitted
+from benchmarks import _bars, messages, small, submitted
 from benchmarks._harness import GLOO, MPI, PEERS
 
 Results = dict[str, Any]
@@ -37,6 +37,7 @@ def report(results: Results) -> str:
         "footprint": _footprint,
         "state": _state,
         "collectives": _collectives,
+        "messages": _messages,
         "training": _training,
     }
     for family, section in sections.items():
@@ -178,6 +179,10 @@ def _collectives(family: Any) -> str:
         rows.append([case, *cells, *ratios, _ratio(entries, "ideal", "synk")])
     header = ("collective", "copy ms", "synk ms", "mpi4py ms", "gloo ms", "synk / mpi4py", "synk / gloo", "copy / synk")
     return table(header, rows)
+
+
+def _messages(family: Any) -> str:
+    return table(("message", "synk us", "mpi4py us", "synk / mpi4py"), messages.lines(family))
 
 
 def _training(family: Any) -> str:

@@ -70,6 +70,13 @@ def output(w: Array, x: Array, y: Array, nbytes: int) -> Array:
     return array
 
 
+def spin(seconds: float) -> None:
+    """Keep a core busy."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
 def function_of(job: str, **params: Any) -> Callable[..., Any]:
     """Return the function ``(w, x, y)`` that ``job`` runs on each shard, as one that can be pickled by name."""
     if job == "output":

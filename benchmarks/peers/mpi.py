@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import time
 
 import numpy as np
 from mpi4py import MPI
 
 from benchmarks import _work
 from benchmarks._serve import Call, serve
+from benchmarks.messages import WORK_S
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.Get_rank(), WORLD.Get_size()
@@ -68,5 +70,49 @@ def collective(name: str, nbytes: int) -> Call:
     return call
 
 
+def message(name: str, nbytes: int, repetitions: int) -> Call:
+    """Exchange messages between the first two ranks; return the seconds of one, as both have seen it."""
+    array, other = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+    ack = np.ones(1, np.uint8)
+    peer = 1 - RANK
+
+    def round_trip() -> None:
+        for _ in range(repetitions):
+            if RANK == 0:
+                WORLD.Send(array, peer)
+                WORLD.Recv(other, peer)
+            else:
+                WORLD.Recv(other, peer)
+                WORLD.Send(array, peer)
+
+    def one_way() -> None:
+        for _ in range(repetitions):
+            if RANK == 0:
+                WORLD.Send(array, peer)
+                WORLD.Recv(ack, peer)
+            else:
+                WORLD.Recv(other, peer)
+                WORLD.Send(ack, peer)
+
+    def exchange() -> None:
+        for _ in range(repetitions):
+            requests = [WORLD.Irecv(other, peer), WORLD.Isend(array, peer)]
+            _work.spin(WORK_S)
+            MPI.Request.Waitall(requests)
+
+    body = {"round_trip": round_trip, "one_way": one_way, "exchange": exchange}[name]
+    num_messages = repetitions * (2 if name == "round_trip" else 1)
+
+    def call(number: int) -> float:
+        WORLD.Barrier()
+        start = time.perf_counter()
+        if RANK < 2:
+            body()
+        return (time.perf_counter() - start) / num_messages
+
+    return call
+
+
 if __name__ == "__main__":
-    serve({"call": prepare, "collective": collective}, rank=RANK, version=importlib.metadata.version("mpi4py"))
+    jobs = {"call": prepare, "collective": collective, "message": message}
+    serve(jobs, rank=RANK, version=importlib.metadata.version("mpi4py"))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 
 import synk
 from benchmarks import _work
 from benchmarks._serve import WORLD_SIZE, Call, serve
+from benchmarks.messages import NAP_S, WORK_S
 
 
 def prepare(job: str, **params: int) -> Call:
@@ -44,12 +46,74 @@ def collective(name: str, nbytes: int) -> Call:
     return call
 
 
+def message(name: str, nbytes: int, repetitions: int) -> Call:
+    """Exchange messages between the first two ranks in one call; return the seconds of one."""
+    if name == "deadlock":
+        return _deadlock()
+    num_messages = repetitions * (2 if name == "round_trip" else 1)
+    array, other = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)  # each rank's own, and kept between calls
+    ack = np.ones(1, np.uint8)
+
+    def body(x: Any) -> float:
+        comm = synk.comm
+        rank, peer = comm.rank, 1 - comm.rank
+        comm.barrier()
+        start = time.perf_counter()
+        for _ in range(repetitions if rank < 2 else 0):
+            if name == "exchange":
+                requests = [comm.irecv(None, peer, out=other), comm.isend(array, peer)]
+                _work.spin(WORK_S)
+                comm.wait_all(requests)
+            elif name == "to_a_sleeper":
+                if rank == 1:
+                    time.sleep(NAP_S)
+                    comm.recv(None, peer, out=other)
+                    start = time.perf_counter()
+                else:
+                    comm.isend(array, peer)
+            elif name == "one_way":
+                if rank == 0:
+                    comm.send(array, peer)
+                    comm.recv(ack, peer)
+                else:
+                    comm.recv(None, peer, out=other)
+                    comm.send(ack, peer)
+            elif rank == 0:
+                comm.send(array, peer)
+                comm.recv(other, peer)
+            else:
+                comm.recv(other, peer)
+                comm.send(array, peer)
+        return (time.perf_counter() - start) / num_messages
+
+    function = synk.function(body, outputs="max", name=name)
+    rows = np.zeros(WORLD_SIZE)
+    return lambda number: float(function(rows))
+
+
+def _deadlock() -> Call:
+    """Have all ranks wait for each other; return the seconds until the master has the error."""
+    size = WORLD_SIZE
+    function = synk.function(lambda x: synk.comm.recv(None, (synk.comm.rank + 1) % size), outputs=None)
+    rows = np.zeros(size)
+
+    def call(number: int) -> float:
+        start = time.perf_counter()
+        try:
+            function(rows)
+        except synk.errors.CollectiveMismatch:
+            return time.perf_counter() - start
+        raise AssertionError("the ranks did not wait for each other")
+
+    return call
+
+
 if __name__ == "__main__":
     begin = time.perf_counter()
     with synk.fork(WORLD_SIZE):
         prepare("tiny")(0)
         serve(
-            {"call": prepare, "collective": collective},
+            {"call": prepare, "collective": collective, "message": message},
             start_s=time.perf_counter() - begin,
             version=synk.__version__,
         )
