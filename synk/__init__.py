@@ -19,14 +19,14 @@ if not _is_worker():
 def __getattr__(name: str) -> _Any:
     if name == "torch":  # it imports torch
         return _import_module("synk.torch")
-    if name not in __all__:
+    if name not in __all__ and name != "map":
         raise AttributeError(f"module 'synk' has no attribute {name!r}")
     with _cell.uninterrupted():  # an import that is broken off leaves files open
         return getattr(_import_module("synk._api.names"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "map"})
 
 
 __all__ = [  # noqa: F405

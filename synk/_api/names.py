@@ -19,6 +19,7 @@ from synk._api.verbs import get_lengths as get_lengths
 from synk._api.verbs import get_shapes as get_shapes
 from synk._api.verbs import get_value as get_value
 from synk._api.verbs import info as info
+from synk._api.verbs import map as map  # not in synk.__all__: a star import would hide the built-in
 from synk._api.verbs import profile as profile
 from synk._api.verbs import reduce as reduce
 from synk._api.verbs import resident as resident

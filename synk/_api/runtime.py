@@ -1,8 +1,11 @@
-"""The runtime as the user holds it: its verbs. What is behind them is a session of the master."""
+"""The runtime as the user holds it: its verbs. What is behind them is a session of the master.
+
+In one file because it is one class: all that can be done with a runtime, each verb a few lines.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, overload
 
 import numpy as np
@@ -11,6 +14,7 @@ from synk._api.build import Decorator, build_function
 from synk._api.data import Data, make_data
 from synk._api.function import Function, P
 from synk._api.inline import InlineProcess
+from synk._api.mapping import map_items
 from synk._api.options import check_on_restart
 from synk._api.resident import Resident, make_resident
 from synk._api.shared import Shared
@@ -171,6 +175,21 @@ class Runtime:
         """Build a :class:`synk.Function` bound to this runtime; see :func:`synk.function`."""
         self._session.check_open("build a function")
         return build_function(fn, options, self._session)
+
+    def map(
+        self,
+        fn: Callable[[Any], Any],
+        items: Iterable[Any],
+        *,
+        batch_size: int | None = None,
+        ordered: bool = True,
+        progress: bool = False,
+    ) -> Iterator[Any]:
+        """Return an iterator over what ``fn`` returns for each of ``items``; see :func:`synk.map`.
+
+        What takes a pool of processes for its ``map`` can take a runtime: ``emcee.EnsembleSampler(..., pool=rt)``.
+        """
+        return map_items(self._session, fn, items, batch_size, ordered, progress)
 
     def distribute(self) -> None:
         """Send all functions that are not yet on the workers; see :func:`synk.distribute`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -172,6 +172,66 @@ def resident(
     {'rows': 17}
     """
     return current().resident(obj, name=name, dump=dump, load=load)
+
+
+def map(
+    fn: Callable[[Any], Any],
+    items: Iterable[Any],
+    *,
+    batch_size: int | None = None,
+    ordered: bool = True,
+    progress: bool = False,
+) -> Iterator[Any]:
+    """Return an iterator over what ``fn`` returns for each of ``items``; the workers get more as they become free.
+
+    For work that comes in pieces of its own: files, parameter sets, starting points. Work on the rows of arrays is
+    :func:`synk.function`'s. It is not among the names of ``from synk import *``, which would hide the built-in.
+
+    Parameters
+    ----------
+    fn : callable
+        A plain function of one item. It runs for each item on one worker, by itself: ``synk.comm`` has no meaning
+        there, and shared variables can be read (replicated ones) but not assigned.
+    items : iterable
+        Objects that can be pickled. Items are taken from it as workers need them, so it may be endless.
+    batch_size : int, optional
+        How many items a worker is sent at a time. By default a few at first, then as many as take it some 20 to 200 ms.
+    ordered : bool
+        False: results come as they are there, not in the order of the items.
+    progress : bool
+        Show a bar, by tqdm (``pip install "synkhronos[progress]"``).
+
+    Returns
+    -------
+    iterator
+        Of the results. Work begins with the first that is asked for. At most about four chunks of items per worker
+        are ahead of what was taken, so memory is bounded. To drop the iterator ends what is in flight.
+
+    Raises
+    ------
+    TypeError, ValueError, SerializationError
+        For a function or an option that does not fit, at once.
+    Exception
+        From the iterator, after the results of the items before it: what ``fn`` raised, with a note that names the item
+        and a ``RemoteError`` as its cause; what the iterable raised; ``SerializationError`` for an item that cannot be
+        pickled; ``WorkerDied`` and ``CallTimeout`` (the runtime's ``timeout``, for each batch of items). It has ended
+        then.
+
+    Notes
+    -----
+    Other calls may be made between two results: they wait for the items that workers are at. Arrays of 1 MB and more
+    in an item arrive read-only; one that is in many items crosses to the workers once, as long as it holds the same. A
+    function is sent once, and what it captures as it was when the map began. The runtime remembers the last 8
+    functions.
+
+    Examples
+    --------
+    >>> import synk
+    >>> with synk.fork(2):
+    ...     list(synk.map(lambda n: n * n, range(5)))
+    [0, 1, 4, 9, 16]
+    """
+    return current().map(fn, items, batch_size=batch_size, ordered=ordered, progress=progress)
 
 
 def broadcast(variables: Any, values: Any = None) -> None:

@@ -12,29 +12,31 @@ from synk._wire.messages import Reply, Status
 from synk.errors import RemoteError, add_note
 
 
-def rebuild(failures: list[Failure], world_size: int, name: str) -> Exception:
+def rebuild(failures: list[Failure], world_size: int, name: str, item: str = "") -> Exception:
     """Return the exception to raise for the failures of a call, lowest rank first.
 
     A user's exception is raised as its own type with a ``RemoteError`` as cause; what is not fit for that becomes the
-    ``RemoteError``. Ranks that failed only because of another one are counted, not raised.
+    ``RemoteError``. Ranks that failed only because of another one are counted, not raised. ``item`` says which item
+    of a map it was, for the texts.
     """
     failures = sorted(failures, key=lambda failure: (failure.is_collateral, failure.rank))
     first = failures[0]
     where = f"rank {first.rank} of {world_size} ({first.device})"
     frames = frames_of(first.traceback_text)
+    what = f"{name!r} for {item}" if item else repr(name)
     others = [failure for failure in failures[1:] if not failure.is_collateral]
     alike = [each.rank for each in others if (each.type_name, each.message) == (first.type_name, first.message)]
     notes = [
         f"rank {each.rank} raised {each.type_name}: {each.message[:200]}" for each in others if each.rank not in alike
     ]
-    if notes:
-        notes = [f"raised in {name!r} on {where}", *notes[:8]] + [f"and {len(notes) - 8} more ranks"] * (len(notes) > 8)
+    if notes or item:
+        notes = [f"raised in {what} on {where}", *notes[:8]] + [f"and {len(notes) - 8} more ranks"] * (len(notes) > 8)
     if first.pickled is not None:
         try:
             loaded = pickle.loads(first.pickled)
             if isinstance(loaded, Exception):
                 also = f", and likewise on {len(alike)} more" if alike else ""
-                cause = _remote(first, f"on {where} in {name!r}{also}:\n{frames}")
+                cause = _remote(first, f"on {where} in {what}{also}:\n{frames}")
                 BaseException.__setattr__(loaded, "__cause__", cause)  # not by assignment: the class may be frozen
                 for note in notes:
                     add_note(loaded, note)
@@ -43,7 +45,7 @@ def rebuild(failures: list[Failure], world_size: int, name: str) -> Exception:
         except BaseException as inner:  # code of the user's class runs here: whatever it does, a RemoteError remains
             if is_from_handler(inner):
                 raise
-    error = _remote(first, f"{where} raised {first.type_name} in {name!r}: {first.message}\n{frames}")
+    error = _remote(first, f"{where} raised {first.type_name} in {what}: {first.message}\n{frames}")
     if first.unfit:
         notes.insert(0, f"It comes as a RemoteError because it cannot be pickled and loaded again: {first.unfit}")
     for note in notes:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import types
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from synk._master.book import Book
@@ -22,6 +23,29 @@ from synk.errors import SerializationError, StartupError
 
 _ON_RESTART = 0
 """In the place of a function's id."""
+
+
+_NUM_MAPPED = 8
+
+
+class Mapped:
+    """The functions that were mapped last, so that they are sent once. Holds them, and what they capture."""
+
+    def __init__(self) -> None:
+        self._known: deque[tuple[Any, Any]] = deque(maxlen=_NUM_MAPPED)
+
+    def get(self, fn: Any, make: Callable[[], Any]) -> Any:
+        """Return what was made for a function, or have it made; for any thread."""
+        for known, made in list(self._known):
+            # A method is another object each time that it is asked for; equal ones are of the same object.
+            if known is fn or (type(fn) is types.MethodType and type(known) is types.MethodType and known == fn):
+                return made
+        made = make()
+        self._known.append((fn, made))
+        return made
+
+    def clear(self) -> None:
+        self._known.clear()
 
 
 class Functions:
@@ -42,6 +66,7 @@ class Functions:
         Those that are on the workers.
     ids : iterator of int
         For functions that are sent for the first time.
+    mapped : Mapped
     dropped : deque of (int, PlanCache)
         Functions, by id, that no longer exist, with their plans; filled by finalizers.
     """
@@ -54,6 +79,7 @@ class Functions:
         self.bound: weakref.WeakSet[Any] = weakref.WeakSet()
         self.ids = itertools.count(1)
         self.dropped: deque[tuple[int, Any]] = deque()
+        self.mapped = Mapped()
         self.book = self._new_book()
 
     def _new_book(self) -> Book:
@@ -183,6 +209,7 @@ class Functions:
 
     def close(self) -> None:
         """Let go of everything; the runtime is closed."""
+        self.mapped.clear()
         self.dropped.clear()  # their plans hold views of the staging segment
         for function in list(self.bound):
             function.forget_sent()

@@ -6,6 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Collection
 
+from synk._master.item_pickles import ArrayCopies
 from synk._master.processes import Processes
 from synk._master.results import Lease, ResultPool
 from synk._pure.interrupts import deferred
@@ -32,6 +33,8 @@ class Memory:
     arenas : Arenas
         In which small values lie.
     results : ResultPool
+    copies : ArrayCopies
+        Of large arrays in items of maps.
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -40,6 +43,7 @@ class Memory:
         self.ids = itertools.count(1)
         self.arenas = Arenas(self.released, self.ids)
         self.results = ResultPool(self.ids)
+        self.copies = ArrayCopies(self.released, self.ids)
 
     @property
     def has_dropped(self) -> bool:
@@ -51,7 +55,20 @@ class Memory:
             orphans.close_all()
         while self.released:
             with deferred():
-                self.forget(self.released.popleft())
+                segment = self.released.popleft()
+                self.copies.ids.discard(segment.id)
+                self.forget(segment)
+
+    def free_copies(self) -> None:
+        """Free copies of arrays that no item needs any more, though workers are at other items."""
+        for _ in range(len(self.released)):
+            with deferred():
+                segment = self.released.popleft()
+                if segment.id in self.copies.ids:
+                    self.forget(segment)
+                    self.copies.ids.discard(segment.id)
+                else:
+                    self.released.append(segment)
 
     def forget(self, segment: Segment) -> None:
         """Free a segment here; workers forget it with their next message."""
@@ -86,5 +103,6 @@ class Memory:
         while self.released:
             self.released.popleft().close()
         self.results.close()
+        self.copies.close()
         self.arenas.close()
         orphans.close_all()

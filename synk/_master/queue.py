@@ -21,6 +21,7 @@ from synk._master.quiet import NOT_QUIET
 from synk._master.replies import collecting
 from synk._master.requests import Request
 from synk._master.session import Session
+from synk._master.under_way import ChunksUnderWay
 from synk._master.variable import VariableHandle
 from synk._pure.interrupts import is_from_handler, num_cancels
 from synk._pure.limits import as_seconds
@@ -38,11 +39,14 @@ class Queue:
     ----------
     calls : deque of PendingCall
         Oldest first.
+    chunks : ChunksUnderWay or None
+        Those of the one map that has any in flight; never beside calls.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self.calls: deque[PendingCall] = deque()
+        self.chunks: ChunksUnderWay | None = None
         self._failed_step: weakref.ref[PendingCall] | None = None  # the last one that was to change resident objects
 
     def submit(
@@ -162,7 +166,7 @@ class Queue:
     # -- outcomes -----------------------------------------------------------------------------------------------------
 
     def drain(self, verb: str, deadline: float | None) -> None:
-        """Wait for all calls. What they raise is kept for whoever asks for their results.
+        """Wait for all calls, or for the items of a map. What they raise is kept for whoever asks for their results.
 
         Raises
         ------
@@ -171,6 +175,8 @@ class Queue:
         """
         while self.calls:
             self._collect_oldest(verb, deadline)
+        if self.chunks is not None:
+            self.chunks.settle(verb, deadline)
 
     def wait(self, pending: PendingCall, timeout: float | None) -> None:
         """Wait until ``pending`` has an outcome.
@@ -240,16 +246,20 @@ class Queue:
         launched = [pending._launched for pending in list(self.calls)]
         return any(segment in each.cached.segments for each in launched if each is not None)
 
-    def cancel(self, error: BaseException) -> None:
+    def cancel(self, error: Exception) -> None:
         """End the calls that have not been answered, with ``error``; nobody waits for one now."""
         self._session.workers.recovery.settle_after(error)
         self._end_lost(error)
+        if self.chunks is not None:
+            self.chunks.cancel(error)
 
     def close(self) -> None:
         """End all calls: the runtime is closed."""
         while self.calls:
             pending = self.calls.popleft()
             pending._end(None, ClosedError(f"the call of {pending.name!r} was ended: the runtime was closed."))
+        if self.chunks is not None:
+            self.chunks.cancel(ClosedError("the map was ended: the runtime was closed."))
 
     def _collect_oldest(self, verb: str, deadline: float | None) -> None:
         oldest = self.calls[0] if self.calls else None  # None: closed meanwhile

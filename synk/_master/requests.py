@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from synk._master.processes import Processes, WorkerState
 from synk._pure.interrupts import deferred
@@ -53,6 +53,26 @@ class Request:
         self.deadline = deadline
         self.phase = phase
         self.what = what
+
+
+class AnyOf(Request):
+    """Several requests, of which it is enough that one has been answered. For a wait; it is in no list."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        first = requests[0]
+        super().__init__(first.sequence, (), first.deadline, first.phase, first.what)
+        self._requests = requests
+
+    @property
+    def pending(self) -> set[int]:
+        """The ranks that owe an answer; none where one of the requests has all of its own."""
+        if any(not request.pending for request in self._requests):
+            return set()
+        return set().union(*(request.pending for request in self._requests))
+
+    @pending.setter
+    def pending(self, ranks: set[int]) -> None:
+        """Say nothing: the requests know."""
 
 
 class Requests(dict[int, Request]):

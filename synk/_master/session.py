@@ -221,7 +221,7 @@ class Session:
         """Do as ``begin`` in the middle of an operation: nothing is freed, because it may be in use."""
         self.check_open(verb)  # it may have been closed while this thread waited for the lock
         self.workers.waiting.num_cancels = num_cancels()
-        if self.queue.calls:
+        if self.queue.calls or self.queue.chunks is not None:
             num_interrupts = self.workers.waiting.num_interrupts
             self.queue.drain(verb, deadline)
             if self.workers.waiting.num_interrupts != num_interrupts:  # meant for this call too
@@ -309,7 +309,7 @@ class Session:
                 "cannot interrupt an inline runtime: got a function that runs in the thread which calls it, expected "
                 "one on a worker. Press Ctrl-C, or fork without inline=True."
             )
-        # Where an operation holds the lock, its own wait ends it. Else only calls that were submitted are under way.
+        # Where an operation holds the lock, its own wait ends it. Else only submitted calls and items are under way.
         if not self.if_free(lambda: self.queue.cancel(interrupted())):
             self.workers.waiting.interrupt()
 

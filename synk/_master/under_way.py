@@ -1,4 +1,4 @@
-"""The calls that were submitted, as far as the rest of a session is concerned."""
+"""Calls that were submitted, and items of a map, as far as the rest of a session is concerned."""
 
 from __future__ import annotations
 
@@ -8,8 +8,20 @@ from typing import Any, Protocol
 from synk._wire.memory import Segment
 
 
+class ChunksUnderWay(Protocol):
+    """Items of a map that workers are at: other operations wait for them."""
+
+    def settle(self, verb: str, deadline: float | None) -> None:
+        """Wait for all of them."""
+
+    def cancel(self, error: Exception) -> None:
+        """End those that have not been answered, with ``error``; nobody waits for one now."""
+
+
 class UnderWay(Protocol):
     """The calls that were submitted, as far as other operations are concerned: they wait for them."""
+
+    chunks: ChunksUnderWay | None
 
     @property
     def calls(self) -> Collection[Any]:
@@ -33,7 +45,7 @@ class UnderWay(Protocol):
     def release(self, segment: Segment) -> None:
         """Wait for those that read it."""
 
-    def cancel(self, error: BaseException) -> None:
+    def cancel(self, error: Exception) -> None:
         """End those that have not been answered, with ``error``; nobody waits for one now."""
 
     def close(self) -> None:

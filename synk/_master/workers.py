@@ -18,7 +18,7 @@ from synk._master.poll_set import PollSet
 from synk._master.process import Process
 from synk._master.processes import Processes, WorkerState
 from synk._master.recovery import Recovery
-from synk._master.requests import Request, Requests
+from synk._master.requests import AnyOf, Request, Requests
 from synk._master.starting import Starting
 from synk._master.waiting import Waiting
 from synk._pure.environment import spin_s
@@ -233,7 +233,7 @@ class Workers:
         requests = self.requests
         sequence = requests.next_sequence()
         flags = lane << LANE_SHIFT | (0 if requests else IS_ALONE)
-        if kind == Kind.CALL and requests:  # it was submitted, and joins others
+        if kind in (Kind.CALL, Kind.ITEMS) and requests:  # it was submitted, and joins others
             self.began = time.monotonic()
         # Noted before the first rank has it: wherever the sending is broken off, all of them count as having it.
         request = requests[sequence] = Request(sequence, messages, deadline, phase, what)
@@ -298,6 +298,16 @@ class Workers:
         # No rank owes it anything: if an interrupt comes from here on, the next operation clears it away.
         self.requests.pop(request.sequence, None)
         return request.replies
+
+    def wait_any(self, requests: Sequence[Request]) -> None:
+        """Wait until no rank owes one of ``requests`` a reply.
+
+        Raises
+        ------
+        WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
+            As :meth:`wait`.
+        """
+        self.wait_until(requests[0] if len(requests) == 1 else AnyOf(requests), None)
 
     def wait_until(self, request: Request, until: float | None) -> bool:
         """Wait until no rank owes ``request`` a reply, at most until the monotonic time given; return whether it is so.

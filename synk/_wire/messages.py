@@ -69,6 +69,7 @@ class Kind(IntEnum):
     SUPPLY = 9  # segments of the next message, where they are more than one can bring
     RESIDENT = 11  # an operation on resident objects, see synk._wire.residents
     PREFETCH = 10  # value = plan: bring the inputs of the call that will follow in this lane; gets no answer
+    ITEMS = 12  # run a function on each of some items, see synk._wire.items
 
 
 class Status(IntEnum):

@@ -46,6 +46,13 @@ def _start(steps: Steps) -> Request:
     return Request(host, lambda: host.test(operation), lambda: host.finish(operation))
 
 
+def _called() -> Any:
+    """Return the worker, which is in a call."""
+    worker = _worker()
+    worker.check_called()
+    return worker
+
+
 class Comm:
     """The communication of one rank during one call; the only instance is ``synk.comm``.
 
@@ -82,16 +89,16 @@ class Comm:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(np.flatnonzero(_worker().lane.down[:, Down.PARTICIPATES]).tolist())
+        return tuple(np.flatnonzero(_called().lane.down[:, Down.PARTICIPATES]).tolist())
 
     @property
     def rows(self) -> int:
-        worker = _worker()
+        worker = _called()
         return int(worker.lane.down[worker.rank, Down.ROWS])
 
     @property
     def total_rows(self) -> int:
-        down = _worker().lane.down
+        down = _called().lane.down
         return int((down[:, Down.ROWS] * down[:, Down.PARTICIPATES]).sum())
 
     def all_reduce(self, array: Any, op: str = "avg", *, weight: float | None = None, out: Any = None) -> Any:

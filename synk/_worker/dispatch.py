@@ -11,11 +11,13 @@ from typing import Any
 from synk._wire.cell import cell
 from synk._wire.control import Phase, Up
 from synk._wire.failures import Failure
+from synk._wire.items import ItemsDone
 from synk._wire.logs import set_levels
 from synk._wire.messages import IS_ALONE, LANE_SHIFT, Body, DeviceCollective, Fetch, JoinOrder, Kind, LoadOrder, Status
 from synk._wire.steps import run_steps
 from synk._worker.calls import Outcome, assemble, publish_again, run_call
 from synk._worker.failures import pack_failure
+from synk._worker.items import run_items
 from synk._worker.plans import LoadedFunction
 from synk._worker.rank import Interrupted, Reply, Worker
 from synk.errors import SerializationError
@@ -70,6 +72,8 @@ def _do(worker: Worker, kind: int, sequence: int, value: int, body: Body | None)
         return run_call(worker, value, sequence, body)
     if kind == Kind.LOAD:
         return _load(worker, body)
+    if kind == Kind.ITEMS:
+        return run_items(worker, body)
     if kind == Kind.PUBLISH:
         return publish_again(worker)
     if kind == Kind.ASSEMBLE:
@@ -172,7 +176,7 @@ def _join(worker: Worker, body: Body | None) -> Reply:
 
 def _pickle_reply(worker: Worker, status: Status, flags: int, content: Any) -> tuple[Status, int, bytes]:
     """Pickle a reply's body; what of the user's cannot be pickled becomes an error reply."""
-    if isinstance(content, (dict, Failure)):
+    if isinstance(content, (dict, Failure, ItemsDone)):
         return status, flags, pickle.dumps(content, protocol=5)
     what = "the structure of its result"
     try:

@@ -21,7 +21,7 @@ from synk._worker.failures import pack_failure
 from synk._worker.held import Held
 from synk._worker.lanes import WorkerLane
 from synk._worker.peers import Peers
-from synk._worker.plans import PreparedPlan
+from synk._worker.plans import LoadedFunction, PreparedPlan
 from synk._worker.residents import Residents
 from synk._worker.variables import Replica, VariableStore
 from synk.backends import Backend, backend_module
@@ -72,6 +72,8 @@ class Worker:
     variables : VariableStore
     residents : Residents
     peers : Peers
+    mapped : LoadedFunction or None
+        The function of a map, while this rank runs some of its items.
     sequence : int
         Of the message under way.
     is_interruptible : bool
@@ -108,6 +110,7 @@ class Worker:
         if self.backend.is_device:
             for lane in self.lanes:
                 lane.executor.inputs.look_ahead = self._look_ahead
+        self.mapped: LoadedFunction | None = None
         self.sequence = -1
         self.is_interruptible = False
         self.is_held = False
@@ -127,11 +130,14 @@ class Worker:
 
     @property
     def function_name(self) -> str:
+        if self.mapped is not None:
+            return self.mapped.name
         called = self.lane.called
         return called.function.name if called is not None else ""
 
     def collectives(self) -> Collectives:
         """Return the collectives of the call under way, for ``synk.comm``."""
+        self.check_called()
         if self.variables.is_sliced:
             raise ValueError(
                 f"cannot communicate in {self.function_name!r}: the call has num_slices above 1, so each rank runs the "
@@ -139,6 +145,15 @@ class Worker:
             )
         assert self.lane.called is not None
         return self.peers.collectives(self.lane, self.lane.called.function)
+
+    def check_called(self) -> None:
+        """Refuse what has a meaning only in a call, which all ranks run together."""
+        if self.mapped is not None:
+            raise ValueError(
+                f"cannot communicate in {self.function_name!r}: synk.map runs it for each item on one worker, while "
+                "the others are at other items, expected a function that needs no other rank. Use synk.function for "
+                "one that all ranks run together."
+            )
 
     # -- between calls ------------------------------------------------------------------------------------------------
 

@@ -132,7 +132,7 @@ class WorkerLoop:
             os._exit(1)  # nothing of the array library may touch the device any more
         if os.getpid() != worker.pid:  # the function has forked, and this is the child: it must not answer
             os._exit(0)
-        if kind == Kind.CALL:
+        if kind in (Kind.CALL, Kind.ITEMS):
             flush_output(worker)
             worker.failpoint("call.before_reply")
         elif kind == Kind.CLOSE:

@@ -1,0 +1,65 @@
+"""A map of a plain function over items."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from synk._api.options import partial_name
+from synk._api.progress import with_progress
+from synk._master.callee import Callee, FunctionHandle
+from synk._master.chunks import check_mapped
+from synk._master.item_map import ItemMap
+from synk._master.session import Session
+from synk._pure.interrupts import is_from_handler
+from synk._wire.cell import refuse_inside_worker
+
+
+def map_items(
+    session: Session,
+    fn: Callable[[Any], Any],
+    items: Iterable[Any],
+    batch_size: int | None,
+    is_ordered: bool,
+    has_progress: bool,
+) -> Iterator[Any]:
+    """Return an iterator over what ``fn`` returns for each of ``items``; see :func:`synk.map`."""
+    refuse_inside_worker("map")
+    name = _check_function(fn)
+    if batch_size is not None:
+        is_integer = isinstance(batch_size, (int, np.integer)) and not isinstance(batch_size, bool)
+        if not is_integer or batch_size < 1:
+            raise ValueError(
+                f"cannot map {name!r}: got batch_size={batch_size!r}, expected an integer above 0 or None."
+            )
+    try:
+        iterator = iter(items)
+    except TypeError as error:
+        if is_from_handler(error):
+            raise
+        raise TypeError(
+            f"cannot map {name!r}: got items of type {type(items).__name__}, expected an iterable."
+        ) from None
+    session.check_open(f"map {name!r}")
+    function = session.functions.mapped.get(fn, lambda: Callee(fn, name, outputs=None, session=session))
+    check_mapped(function)
+    size = None if batch_size is None else int(batch_size)
+    results = ItemMap(session, function, iterator, size, bool(is_ordered)).results()
+    return with_progress(results, name, operator.length_hint(items)) if has_progress else results
+
+
+def _check_function(fn: Any) -> str:
+    """Return the name of a function that is to be mapped."""
+    if isinstance(fn, FunctionHandle):
+        name = fn._callee.name
+        raise TypeError(
+            f"cannot map {name!r}: got a synk function, which all workers run together, expected a plain one, which a "
+            f"worker runs for each item. Map the function that it was made from ({name}.__wrapped__), or use "
+            f"{name}.stream(batches)."
+        )
+    if not callable(fn):
+        raise TypeError(f"cannot map over items: got {type(fn).__name__}, expected a function of one item.")
+    return str(getattr(fn, "__name__", None) or partial_name(fn) or type(fn).__name__)
