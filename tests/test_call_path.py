@@ -397,7 +397,7 @@ def test_a_call_with_keywords_a_variable_and_a_batch_goes_through_few_functions(
         worker = min((met[start + 1 : end] for start, end in itertools.pairwise(starts)), key=len)
         assert len(worker) <= (28 if is_same else 36), worker
         assert len({file for file, _ in worker}) <= 6, worker
-        stages = ("run", "_composed", "_publish", "fill", "resolve", "are_open")
+        stages = ("run", "_composed", "_publish", "fill", "resolve", "are_touched")
         assert [sum(name == stage for _, name in worker) for stage in stages] == [1] * len(stages)
 
 

@@ -25,6 +25,8 @@ from synk.errors import SerializationError
 
 _PAGE = 4096
 PLAIN_TYPES = frozenset((int, float, complex, bool, str, bytes, type(None)))
+_SCALAR_TYPES = frozenset(np.sctypeDict.values()) - {np.object_, np.void}
+_MAX_DEPTH = 8
 
 
 class Nest(NamedTuple):
@@ -56,6 +58,8 @@ class Argument:
         For ``object``, ``shard``, ``replica`` and ``resident``.
     tensor_dtype : str
         As ``Input.tensor_dtype``.
+    is_tensor : bool
+        Whether ``array`` is the memory of a tensor of torch.
     nest : Nest or None
         Of the first leaf of a nested argument.
     """
@@ -69,6 +73,7 @@ class Argument:
     value: Any = None
     dtype: Any = None
     tensor_dtype: str = ""
+    is_tensor: bool = False
     nest: Nest | None = None
 
     @property
@@ -242,6 +247,16 @@ def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> 
                 ) from inner
         raise SerializationError(f"cannot send the broadcast inputs of {function_name!r}: {error}") from error
     return data, [buffer.raw() for buffer in buffers]
+
+
+def is_plain_object(value: Any, depth: int = _MAX_DEPTH) -> bool:
+    """Whether a value is a number, a text, None, or a tuple, list or dict of such: no code of the user's pickles it."""
+    if type(value) in PLAIN_TYPES or type(value) in _SCALAR_TYPES:
+        return True
+    if not depth or type(value) not in (tuple, list, dict):
+        return False
+    parts = [*value, *value.values()] if type(value) is dict else value
+    return all(is_plain_object(part, depth - 1) for part in parts)
 
 
 def pickle_nests(arguments: Sequence[Argument], function_name: str) -> bytes:

@@ -138,7 +138,8 @@ class Checks:
     def _array(self, label: str, keyword: str, value: Any) -> Argument:
         """Return an array, or what becomes one, as an argument that goes whole to every rank."""
         what, tensor_dtype = f"{label} of {self._name!r}", ""
-        if is_tensor(value) and self._framework == "torch":
+        was_tensor = is_tensor(value)
+        if was_tensor and self._framework == "torch":
             array = check_tensor(value, what)
             tensor_dtype = foreign_name(array.dtype)
             if tensor_dtype:
@@ -146,7 +147,9 @@ class Checks:
         else:
             array = as_plain_array(value, what)
         dtype = check_shareable(array.dtype, label)
-        return Argument(label, keyword, "whole", array=array, dtype=dtype, tensor_dtype=tensor_dtype)
+        return Argument(
+            label, keyword, "whole", array=array, dtype=dtype, tensor_dtype=tensor_dtype, is_tensor=was_tensor
+        )
 
     def _data(self, label: str, keyword: str, kind: str, value: DataHandle) -> Argument:
         value._check_owner(self._session, f"{label} of {self._name!r}")

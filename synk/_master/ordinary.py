@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from synk._master.arguments import is_plain_object
 from synk._master.call import CallOptions, collect, launch
 from synk._master.callee import Callee
 from synk._master.launched import Launched
@@ -55,9 +56,7 @@ def _can_repeat(session: Session, launched: Launched) -> bool:
         return False
     staged = iter(cached.staged)
     for argument in call.arguments:
-        if argument.kind in ("object", "closed over"):
-            return False
-        if argument.tensor_dtype:  # an array of the dtype in which it lies would look the same
+        if argument.kind == "closed over" or (argument.kind == "object" and not is_plain_object(argument.value)):
             return False
         array, target = argument.array, None if argument.array is None else next(staged)
         if (

@@ -111,7 +111,9 @@ class PendingCall:
         self._request = next(steps)
 
     def _begin_quietly(self, launched: Launched, quiet: QuietCall) -> None:
-        self._launched, self._quiet, self._request, self._is_alone = launched, quiet, quiet, False
+        self._launched, self._quiet, self._request = launched, quiet, quiet
+        self._changes = frozenset(launched.function.changes)
+        self._is_alone = bool(self._changes)
         self.ranks = tuple(launched.call.ranks)
 
     def _leave_quiet_way(self, session: Session) -> None:

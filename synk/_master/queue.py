@@ -10,6 +10,7 @@ import os
 import time
 import weakref
 from collections import deque
+from functools import partial
 from typing import Any
 
 from synk._master.call import CallOptions, abandon, launch
@@ -104,7 +105,8 @@ class Queue:
                 if not self._finish_oldest():
                     return None
             newest = calls[-1]._launched if calls else None
-            if function.variables or function.changes or (calls and (newest is None or calls[-1]._is_alone)):
+            is_step = bool(function.changes)
+            if function.variables or (calls and (newest is None or (calls[-1]._is_alone and not is_step))):
                 return None
             quiet = function.plans.quiet[(newest.cached.lane.index + 1) % NUM_LANES if newest is not None else 0]
             # With a request too many one of them has no owner: an interrupt came.
@@ -115,17 +117,29 @@ class Queue:
                 return None
             pending = PendingCall(self, function.name)
             try:
-                quiet.send(session, values, started)
+                if not quiet.send(session, values, started, partial(self._steps_end, function) if is_step else None):
+                    return None
                 pending._begin_quietly(quiet.launched(function), quiet)
                 calls.append(pending)
             except BaseException as error:
                 session.workers.recovery.settle_after(error)
                 self._end_lost(error)
-                abandon(session, quiet.hand_over(function), error)
+                if quiet.sequence:
+                    abandon(session, quiet.hand_over(function), error)
                 raise
             if session.workers.is_inline and not self._finish_oldest():  # it has run already
                 self._collect_oldest(f"submit {function.name!r}", None)
         return pending
+
+    def _steps_end(self, function: Callee) -> bool:
+        """Wait for the calls in flight, for one that changes resident objects begins on what they have left.
+
+        Return False where the ordinary way must see to it.
+        """
+        while self.calls:
+            if not self._finish_oldest():
+                return False
+        return self._failed_before(function) is None
 
     def _can_join(self, function: Callee) -> bool:
         """Whether a call can be sent behind those under way: nothing else is to be done before it."""
@@ -154,14 +168,19 @@ class Queue:
         ------
         CallCancelled
         """
-        failed = self._failed_step() if self._failed_step is not None else None
-        if failed is None or failed._unasked is None or (error := failed._unasked.error) is None:
-            return
-        if failed._changes & set(function.changes):
+        failed = self._failed_before(function)
+        if failed is not None and failed._unasked is not None:
             raise CallCancelled(
                 f"the call of {function.name!r} was not begun: one of {failed.name!r} that was submitted before it has "
                 f"failed, and both change the same resident objects. Ask for the result of that one, then submit again."
-            ) from error
+            ) from failed._unasked.error
+
+    def _failed_before(self, function: Callee) -> PendingCall | None:
+        """Return the last call that has failed to change an object of ``function``, if nobody has heard of it."""
+        failed = self._failed_step() if self._failed_step is not None else None
+        if failed is None or failed._unasked is None or failed._unasked.error is None:
+            return None
+        return failed if failed._changes & set(function.changes) else None
 
     # -- outcomes -----------------------------------------------------------------------------------------------------
 

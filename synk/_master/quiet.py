@@ -17,7 +17,7 @@ import _signal  # type: ignore[import-not-found]  # the public functions make an
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -74,7 +74,7 @@ class QuietCall(Request):
         self._cached = cached
         self._plan_id = cached.plan.plan_id
         self._assembly = assembly
-        self.look = look = Look(self._name, arguments, cached.staged)
+        self.look = look = Look(self._name, arguments, cached.staged, cached.places.pickle)
         self._leaves, self._is_flat = look.leaves, look.is_flat
         self._copies = [
             (position, target, target.nbytes >= PARALLEL_NBYTES)
@@ -190,8 +190,14 @@ class QuietCall(Request):
         is_quiet = self._epoch == workers.epoch.number and (self._lease is not None or not self._result_nbytes)
         return values if is_quiet else None
 
-    def send(self, session: Session, values: Sequence[Any], started_ns: int) -> None:
-        """Bring what ``compare`` has returned and the ranks' bounds to where the workers read them, and ring."""
+    def send(
+        self, session: Session, values: Sequence[Any], started_ns: int, wait: Callable[[], bool] | None = None
+    ) -> bool:
+        """Bring what ``compare`` has returned and the ranks' bounds to where the workers read them, and ring.
+
+        ``wait`` waits for what must have happened before the doorbell. Return False where that, or anything else that
+        has happened meanwhile, leaves the call to the ordinary way; nobody has been told of it then.
+        """
         workers, lane, numbers, counters = session.workers, self._lane, self._numbers, session.counters
         for position, target, is_large in self._copies:
             if is_large:
@@ -210,6 +216,11 @@ class QuietCall(Request):
             lane.last_numbers = None  # until all of them are written
             lane.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1] = self._block
             lane.last_numbers = self._bounds
+        if wait is not None:
+            self.sequence = 0  # what breaks the wait off is not about this call
+            if not wait() or self._epoch != workers.epoch.number:
+                self._lease = None  # the end of its array brings the buffer back
+                return False
         self._number = numbers[_NUMBER] = next(session.numbers)
         numbers[_RESULT] = 0 if self._lease is None else self._lease.segment.id
         self.sequence = sequence = workers.requests.sequence = workers.requests.sequence % 0xFFFF + 1
@@ -228,6 +239,9 @@ class QuietCall(Request):
         counters["messages_down"] += len(self._channels)
         counters["bytes_down"] += 8 * len(self._channels)
         counters["bytes_staged"] += self._staged_nbytes
+        if self.look.pickled_nbytes:
+            counters["bytes_pickled"] += self.look.pickled_nbytes
+        return True
 
     def finish(self, session: Session, function: Callee) -> Any:
         """Wait for the replies and return the result; ``NOT_QUIET`` where something else has come than expected."""
@@ -254,6 +268,7 @@ class QuietCall(Request):
         record.function_ns += slowest
         record.output_nbytes += self._cached.output_nbytes
         record.staged_nbytes += self._staged_nbytes
+        record.pickled_nbytes += self.look.pickled_nbytes
         record.wall_ns += time.monotonic_ns() - self._started
         return result
 
@@ -284,7 +299,7 @@ class QuietCall(Request):
         """Return the call under way, as the ordinary way knows calls."""
         return Launched(
             function, self._chosen[1], self._cached, self._number, self, None, self.deadline, self._started,
-            self._staged_nbytes,
+            self._staged_nbytes, self.look.pickled_nbytes,
         )  # fmt: skip
 
     def hand_over(self, function: Callee) -> Launched:

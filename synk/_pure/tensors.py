@@ -57,6 +57,30 @@ def array_of(tensor: Any) -> np.ndarray:
     return tensor.view(getattr(torch, plain.name)).numpy().view(foreign(name, plain.itemsize))
 
 
+def torch_dtypes(name: str, plain: str) -> tuple[Any, Any]:
+    """Return torch's dtype ``name``, and the one of the same size that NumPy has too; None where it has the first."""
+    import torch
+
+    return getattr(torch, name), None if name == plain else getattr(torch, plain)
+
+
+def memory_of(tensor: Any, dtype: Any, plain: Any) -> np.ndarray | None:
+    """Return the memory of a tensor as an array, if it is one of ``dtype`` that NumPy can look at as it is, else None.
+
+    For whoever has asked ``torch_dtypes`` before; ``array_of`` and ``check_tensor`` take all others and say what is
+    wrong.
+    """
+    if type(tensor) is not sys.modules["torch"].Tensor or tensor.dtype is not dtype or tensor.requires_grad:
+        return None
+    try:
+        array: np.ndarray = (tensor if plain is None else tensor.view(plain)).numpy()
+    except (TypeError, RuntimeError) as error:  # on a device, sparse, conjugated, of a transformation
+        if is_from_handler(error):
+            raise
+        return None
+    return array
+
+
 def tensor_of(array: np.ndarray) -> Any:
     """Return a tensor on the memory of an array that torch has a dtype for."""
     import torch

@@ -74,7 +74,7 @@ def _run(worker: Worker, prepared: PreparedPlan, outcome: Outcome | None) -> Rep
     lane, up = worker.lane, worker.own_up
     executor = lane.executor
     worker.failpoint("call.before_function")
-    if worker.held.kept_data:
+    if worker.held.kept_data and outcome is None:  # else it was done before the function, and outputs may lie there
         worker.held.renew_data(prepared)
     with worker.backend.running():
         up[Up.PHASE] = Phase.FUNCTION

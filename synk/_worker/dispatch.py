@@ -18,7 +18,7 @@ from synk._wire.steps import run_steps
 from synk._worker.calls import Outcome, assemble, publish_again, run_call
 from synk._worker.failures import pack_failure
 from synk._worker.items import run_items
-from synk._worker.plans import LoadedFunction
+from synk._worker.plans import LoadedFunction, PreparedPlan
 from synk._worker.rank import Interrupted, Reply, Worker
 from synk.errors import SerializationError
 
@@ -45,12 +45,21 @@ def _finished(worker: Worker, kind: int, reply: Reply) -> tuple[Status, int, byt
         del content  # it may hold the function's inputs
     called = worker.lane.called
     if kind == Kind.CALL and called is not None and called.loans.are_open():
-        try:
-            worker.settle_inputs(called)  # before the reply: when the master has it, it may write the next inputs
-        except Exception as error:
-            status, reply_flags, content = worker.failed(error)
-            data = _pickle_reply(worker, status, reply_flags, content)[2]
+        return settle_inputs(worker, called) or (status, reply_flags, data)
     return status, reply_flags, data
+
+
+def settle_inputs(worker: Worker, called: PreparedPlan) -> tuple[Status, int, bytes | None] | None:
+    """See to what a function keeps of its inputs, before the reply: when the master has it, it may write the next ones.
+
+    Return the reply where that fails.
+    """
+    try:
+        worker.settle_inputs(called)
+    except Exception as error:
+        status, flags, content = worker.failed(error)
+        return _pickle_reply(worker, status, flags, content)
+    return None
 
 
 def _act(worker: Worker, kind: int, flags: int, sequence: int, value: int, body: Body | None) -> Reply:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -76,11 +76,11 @@ class Loans:
         for segment_id, offset, nbytes in plan.buffers:
             self.buffers.append(self._lend(segments[segment_id], offset, (nbytes,), np.dtype(np.uint8), None))
         self._writable = [loan for loan in self._loans if is_writable and loan.segment.is_private and loan.item]
+        self._data = [(loan, self._references(loan)) for loan in self._writable if not loan.segment.is_staging]
         for loan in self._writable:
             _pages.let_write(loan.address, loan.array.nbytes)
         self._staged = [array for loan in self._loans if loan.segment.is_staging for array in (loan.array, loan.root)]
         self._num_references = sum(map(sys.getrefcount, self._staged))
-        self._data_references = [self._references(loan) for loan in self._writable]
 
     def _lend(
         self, segment: Segment, offset: int, shape: tuple[int, ...], dtype: np.dtype, item: Input | None
@@ -102,6 +102,15 @@ class Loans:
     def are_open(self) -> bool:
         """Whether, after a call, anything may have been kept or written into."""
         return bool(self._writable) or sum(map(sys.getrefcount, self._staged)) != self._num_references
+
+    def are_touched(self, spans: Sequence[tuple[int, int]], known: Collection[tuple[int, int, int]]) -> bool:
+        """Whether, after a call, anything was kept but the ``Data`` that are known to be, or written into ``spans``."""
+        if sum(map(sys.getrefcount, self._staged)) != self._num_references:
+            return True
+        for address, nbytes in spans:
+            if _pages.is_written(address, nbytes):
+                return True
+        return bool(self._data) and not self.kept_data().issubset(known)
 
     def is_kept(self) -> bool:
         """Whether somebody refers to arrays that the next call may overwrite."""
@@ -127,17 +136,21 @@ class Loans:
 
     # -- what is written into -----------------------------------------------------------------------------------------
 
-    def written(self, rows: RowsOf) -> list[tuple[int, int]]:
-        """Return ``(address, nbytes)`` of the inputs that the function has written into."""
+    def spans(self, rows: RowsOf) -> list[tuple[int, int]]:
+        """Return ``(address, nbytes)`` of what the function can write into; what shares a page is one of them."""
         spans = [_span(loan, rows) for loan in self._writable]
-        return [(address, nbytes) for address, nbytes in spans if nbytes and _pages.is_written(address, nbytes)]
+        return _pages.joined([(address, nbytes) for address, nbytes in spans if nbytes])
+
+    def written(self, rows: RowsOf) -> list[tuple[int, int]]:
+        """Return those of the spans that the function has written into."""
+        return [span for span in self.spans(rows) if _pages.is_written(*span)]
 
     def kept_data(self) -> set[tuple[int, int, int]]:
         """Return ``(segment_id, address, nbytes)`` of ``Data`` of which somebody still has tensors."""
         return {
             (loan.segment.id, loan.address, loan.array.nbytes)
-            for loan, num_references in zip(self._writable, self._data_references)
-            if not loan.segment.is_staging and self._references(loan) != num_references
+            for loan, num_references in self._data
+            if self._references(loan) != num_references
         }
 
 

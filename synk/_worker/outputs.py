@@ -7,20 +7,19 @@ from typing import Any
 
 import numpy as np
 
+from synk._pure.dtypes import foreign_name
 from synk._pure.ops import match_ops, wanted_leaves
 from synk._pure.trees import flatten, skeleton_of
 from synk._wire.memory import Segment
 from synk._wire.messages import LARGE_NBYTES, Layout, Leaf, Move, Status
 from synk._worker.large_outputs import LargeOutputs
 from synk._worker.ownership import own
-from synk._worker.plans import FIXED_TYPES, OutputSlots, PreparedPlan
+from synk._worker.plans import LoadedFunction, OutputSlots, PreparedPlan, is_plain_output
 from synk._worker.slots import NO_VIEW, Slots
 from synk._worker.values import Object, array_or_object
 from synk._worker.variables import VariableStore
 from synk.backends import Backend
 from synk.errors import SharedMemoryError
-
-_PLAIN_TYPES = (np.ndarray, *FIXED_TYPES)
 
 
 class Outputs:
@@ -120,17 +119,15 @@ class Outputs:
 
     def _slots_of(self, prepared: PreparedPlan, result: Any, values: Sequence[Any]) -> OutputSlots | None:
         """Return where the outputs of the next call go if they look like these, where it can be told so easily."""
-        is_flat = type(result) is tuple or (len(values) == 1 and values[0] is result)
-        is_flat = is_flat and len(values) == len(result if type(result) is tuple else values)
-        is_plain = all(type(value) in _PLAIN_TYPES or isinstance(value, np.generic) for value in values)
+        function = prepared.function
+        is_plain = all(is_plain_output(value) or _is_converted(value, function) for value in values)
         is_small = all(
-            view is not NO_VIEW and view.nbytes < LARGE_NBYTES and view.dtype.kind != "V"
+            view is not NO_VIEW and view.nbytes < LARGE_NBYTES and (view.dtype.kind != "V" or foreign_name(view.dtype))
             for view in prepared.slot_views
         )
-        is_first = "first" not in prepared.ops or self.slots.is_first
-        if not (is_flat and is_plain and is_small and is_first) or self._backend.name != "numpy":
+        if not (is_plain and is_small) or self._backend.name != "numpy":
             return None
-        return OutputSlots(result, values, prepared.slot_views)
+        return OutputSlots(result, values, prepared.slot_views, prepared.structure, function)
 
     def _fill_slot(self, prepared: PreparedPlan) -> Status:
         if not self.slots.lay_out(prepared):
@@ -207,3 +204,8 @@ class Outputs:
         self.held_plan = self._result = self._lost = None
         self._values = []
         self.large.forget()
+
+
+def _is_converted(value: Any, function: LoadedFunction) -> bool:
+    """Whether an output is an array of the function's framework."""
+    return function.from_framework is not None and type(function.from_framework(value)) is np.ndarray

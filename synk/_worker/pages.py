@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -62,6 +63,18 @@ def make_own(address: int, nbytes: int) -> None:
     let_write(start, length)
     memory = np.ctypeslib.as_array((ctypes.c_ubyte * length).from_address(start))
     memory[::_PAGE] |= 0  # a write to a page copies it
+
+
+def joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ``(address, nbytes)`` of the same memory, those that share a page together."""
+    runs: list[tuple[int, int]] = []
+    for start, length in sorted(_whole_pages(*span) for span in spans):
+        if runs and start < sum(runs[-1]):
+            first, so_far = runs[-1]
+            runs[-1] = first, max(so_far, start + length - first)
+        else:
+            runs.append((start, length))
+    return runs
 
 
 def is_written(address: int, nbytes: int) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 
 from synk._pure.ops import Op
 from synk._pure.tensors import is_tensor
+from synk._pure.trees import flatten
 from synk._wire.memory import Segment
 from synk._wire.messages import IN_SEGMENTS, Input, Layout, Move, Plan
 from synk._worker.loans import Loans
@@ -49,28 +50,46 @@ class LoadedFunction:
 class OutputSlots:
     """Where the outputs go, as long as they look like those of the call before.
 
-    Only for a value or a tuple of them that are all small arrays or numbers, which is what most functions return.
+    Only where all are small arrays, tensors or numbers, which is what most functions return.
     """
 
-    def __init__(self, result: Any, values: Sequence[Any], views: Sequence[np.ndarray]) -> None:
+    def __init__(
+        self, result: Any, values: Sequence[Any], views: Sequence[np.ndarray], structure: Any, function: LoadedFunction
+    ) -> None:
         self._kind = type(result)
-        self._slots = [(type(value), view.dtype, view.shape, view) for value, view in zip(values, views)]
+        # None: a value, or a tuple of them.
+        self._structure = None if structure == "leaf" or structure == (tuple, len(values)) else structure
+        self._slots = [
+            (type(value), None if is_plain_output(value) else function.from_framework, view.dtype, view.shape, view)
+            for value, view in zip(values, views)
+        ]
         self.nbytes = sum(view.nbytes for view in views)
 
     def fill(self, result: Any) -> bool:
         """Write ``result`` into the slots; return False where it looks different, nothing having been told."""
         if type(result) is not self._kind:
             return False
-        values = result if self._kind is tuple else (result,)
+        values: Sequence[Any] = result if self._kind is tuple else (result,)
+        if self._structure is not None:
+            values, structure = flatten(result)
+            if structure != self._structure:
+                return False
         if len(values) != len(self._slots):
             return False
-        for value, (kind, dtype, shape, view) in zip(values, self._slots):
+        for value, (kind, as_array, dtype, shape, view) in zip(values, self._slots):
             if type(value) is not kind:
                 return False
+            if as_array is not None:
+                value = as_array(value)
             if kind not in FIXED_TYPES and (value.dtype != dtype or value.shape != shape):
                 return False
             view[...] = value
         return True
+
+
+def is_plain_output(value: Any) -> bool:
+    """Whether an output is an array or a number as NumPy has them, whose dtype does not depend on its value."""
+    return type(value) is np.ndarray or type(value) in FIXED_TYPES or isinstance(value, np.generic)
 
 
 class PreparedPlan:

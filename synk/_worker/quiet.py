@@ -2,10 +2,10 @@
 
 Prepared after an ordinary call of the plan, whose inputs and outputs it relies on; the rows may be others. It makes new
 views of the inputs for each call, for a function may change the shape of one, writes the outputs to where the last ones
-went if they look like them, and replies. Whatever else the function does (raises, assigns another variable, keeps an
-input, returns something new) is left to the ordinary way, which goes on with its outcome.
+went if they look like them, and replies. Whatever else the function does (raises, assigns another variable, returns
+something new) is left to the ordinary way, which goes on with its outcome.
 
-Never for functions with slices, updates, a framework or broadcast objects, and never where failpoints are armed.
+Never for functions with slices or updates, for broadcast objects that hold arrays, and where failpoints are armed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from synk._wire.cell import cell
@@ -20,11 +21,15 @@ from synk._wire.control import Down, Phase, Up, is_interrupted
 from synk._wire.messages import DOORBELL, Kind, Status
 from synk._worker import failpoints as _failpoints
 from synk._worker.calls import Outcome
-from synk._worker.dispatch import go_on
+from synk._pure.tensors import as_dtype
+from synk._worker.dispatch import go_on, settle_inputs
 from synk._worker.inputs import nested, row_range
 from synk._worker.plans import PreparedPlan
 from synk._worker.rank import RSS_INTERVAL_NS, Interrupted, Worker
 from synk._worker.variables import VariableStore
+
+_MADE_ANEW = ("object", "shard", "replica", "resident")
+"""Kinds of inputs that are no views of arrays."""
 
 REPLIED: Any = object()
 """What a quiet call returns that has ended with the reply of a repeated call."""
@@ -45,15 +50,19 @@ class QuietCall:
         self._plan_id = plan.plan_id
         self._rank = worker.rank
         self._fn = prepared.function.fn
+        self._to_framework = prepared.function.to_framework
+        self._from_framework = prepared.function.from_framework
         self._lane = lane
         self._numbers = memoryview(lane.down[worker.rank])[Down.PARTICIPATES : Down.LOCAL_STEP + 1]
         self._known_numbers = b""
         self._low = self._high = 0
         # The arrays themselves are found in the plan: another reference to them would look like one of the function's.
         self._others: list[tuple[int, Any, Any]] = []  # inputs that are not views of arrays
+        self._spans: list[tuple[int, int]] = []  # of memory that the function could write into
         self._places = self._choose_rows()
+        self._arrays = [(k, item.tensor_dtype) for k, item in enumerate(plan.inputs) if item.kind in ("rows", "whole")]
         self._keywords = [keyword for keyword in prepared.keywords if keyword]  # of the last arguments
-        self._is_flat = not plan.nests and not self._keywords and not self._others
+        self._is_flat = not (plan.nests or self._keywords or self._others or self._to_framework)
         self._slots, self._assigned = slots, layout.assigned
         # Of these some words belong to the rank, and only those of the first lane count.
         self._rank_down = memoryview(worker.down[worker.rank])
@@ -78,10 +87,9 @@ class QuietCall:
             and worker.failpoint is _failpoints.nothing
             and plan.num_slices == 1
             and not plan.is_trial
-            and prepared.pickle_view is None
+            and not plan.buffers
             and not function.updates
-            and function.to_framework is None
-            and all(item.kind in ("rows", "whole", "shard", "replica", "resident") for item in plan.inputs)
+            and all(item.kind in ("rows", "whole", *_MADE_ANEW) for item in plan.inputs)
         )
 
     def run(self, worker: Worker, sequence: int, channel: Any) -> Any:
@@ -92,7 +100,6 @@ class QuietCall:
             variables.resolve()
         if (
             holds_outputs(worker)
-            or worker.held.kept_data
             or not variables.is_plain
             or variables.assigned
             or variables.given
@@ -100,6 +107,8 @@ class QuietCall:
             or self._first_down[_RESULT]
         ):
             return None
+        if variables.to_framework is not self._to_framework:
+            variables.to_framework, variables.from_framework = self._to_framework, self._from_framework
         places = self._places if self._numbers.tobytes() == self._known_numbers else self._choose_rows()
         rank_up, lane_up = self._rank_up, self._lane_up
         worker.sequence, worker.lane = sequence, lane
@@ -118,6 +127,8 @@ class QuietCall:
                 if interrupt >= 0 and is_interrupted(interrupt, sequence):
                     raise Interrupted  # the signal came before this call could take it
                 rank_up[_PHASE] = _FUNCTION
+                if worker.held.kept_data:
+                    worker.held.renew_data(prepared)
                 for position, rows in places:
                     arguments.append(arrays[position][rows])
                 arguments, named = (arguments, {}) if self._is_flat else self._composed(worker, arguments)
@@ -132,19 +143,25 @@ class QuietCall:
             worker.is_interruptible = False
             failure = error
         arguments = named = None
-        if not is_expected or worker.peers.is_communicating or prepared.loans.are_open():
+        if not is_expected:
             outcome = Outcome(result, failure, ended - started)
             result = failure = None
             try:
                 return go_on(worker, self._plan_id, sequence, outcome)
             finally:
                 cell.worker = None
-        cell.worker = None
+        result = cell.worker = None
         flush_output(worker)
         if self._assigned:  # not before: the ordinary way would not know of them
             variables.note_stored()
-        if self._left is not None:  # as leave_call
+        if worker.peers.is_communicating:
+            worker.peers.leave_call(lane)
+        elif self._left is not None:  # as leave_call
             self._left[worker.rank] = self._first_down[_CALL]
+        if prepared.loans.are_touched(self._spans, worker.held.kept_data):
+            problem = settle_inputs(worker, prepared)
+            if problem is not None:
+                return problem
         rank_up[_PHASE] = _IDLE
         rank_up[_OUTPUT_NBYTES] += self._slots.nbytes
         if ended - worker.rss_measured > RSS_INTERVAL_NS:
@@ -164,24 +181,36 @@ class QuietCall:
         self._others = []
         for position, item in enumerate(prepared.plan.inputs):
             indices = prepared.indices_for(item) if item.kind == "rows" else None
-            if indices is not None or item.kind in ("shard", "replica", "resident"):
+            if indices is not None or item.kind in _MADE_ANEW:
                 self._others.append((position, item, None if indices is None else indices[low:high]))
             else:
                 places.append((position, ... if item.kind == "whole" else row_range(item, numbers, low, high)))
+        if self._to_framework is not None:
+            self._spans = prepared.loans.spans(self._lane.executor.inputs.lent_rows(prepared, low, high))
         self._places, self._known_numbers = places, known
         return places
 
     def _composed(self, worker: Worker, arguments: list[Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return what the function gets by position and by keyword; so far ``arguments`` are views of arrays."""
         prepared, low, high = self._prepared, self._low, self._high
+        objects: Sequence[Any] = ()
+        if prepared.pickle_view is not None:
+            objects = self._lane.executor.inputs.load_objects(prepared, worker.variables)
         for position, item, indices in self._others:
             if indices is not None:
                 value = worker.backend.take_rows(prepared.bases[position], indices)
             elif item.kind == "resident":
                 value = worker.residents.get(item.segment_id).value
+            elif item.kind == "object":
+                value = objects[item.offset]
             else:
                 value = worker.variables.argument(item, prepared.local_indices, low, high, low)
             arguments.insert(position, value)
+        to_framework = self._to_framework
+        if to_framework is not None:
+            for position, dtype in self._arrays:
+                value = to_framework(arguments[position])
+                arguments[position] = as_dtype(value, dtype) if dtype else value
         if prepared.nests:
             arguments = nested(arguments, prepared.nests)
         first = len(arguments) - len(self._keywords)

@@ -237,7 +237,7 @@ class VariableStore:
         self.given: dict[Replica, tuple[Any, list[Any]]] = {}
         self._changed: set[Replica] = set()
         self.is_sliced = False
-        self.is_plain = False  # whether the last call was whole, without updates and framework
+        self.is_plain = False  # whether the last call was whole and without updates
         self._is_updating = False
         self._sums: list[list[Accumulator]] = []
         self._structures: list[Any] = []
@@ -300,7 +300,7 @@ class VariableStore:
         self._is_updating = bool(self._updates)
         self._sums, self._structures = [], []
         self.to_framework, self.from_framework = function.to_framework, function.from_framework
-        self.is_plain = not (is_sliced or self._updates or self.to_framework)
+        self.is_plain = not (is_sliced or self._updates)
         self.abandon()
 
     def show(self, whole: dict[int, list[np.ndarray]]) -> None:
