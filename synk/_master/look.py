@@ -93,7 +93,7 @@ class Look:
             self._num_values += 1
 
     def taken_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-        """Return the leaves of what is passed, tensors as arrays and objects pickled; None where it has another look."""
+        """Return the leaves of what is passed, tensors as arrays, objects pickled; None where it looks different."""
         values = [*args, *kwargs.values()]
         if tuple(kwargs) != self._keywords or len(values) != self._num_values:
             return None
@@ -123,8 +123,8 @@ class Look:
         self.pickled_nbytes = len(data)
         for position in reversed(self._objects):
             del values[position]
-        place = self.leaves[-1][1]
-        values.append(np.frombuffer(data.ljust(*place, b"\0"), np.uint8))
+        (capacity,) = self.leaves[-1][1]
+        values.append(np.frombuffer(data.ljust(capacity, b"\0"), np.uint8))
         return values
 
     def choose(self, call: Call, world_size: int, batch: Any, shard_batch: Any) -> Call | None:

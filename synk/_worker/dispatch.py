@@ -32,7 +32,10 @@ def handle(
 
 def go_on(worker: Worker, plan_id: int, sequence: int, outcome: Outcome) -> tuple[Status, int, bytes | None]:
     """Go on with a call whose function has been run, but has not done what it did the last time; as ``handle``."""
-    return _finished(worker, Kind.CALL, run_call(worker, plan_id, sequence, None, outcome))
+    try:
+        return _finished(worker, Kind.CALL, run_call(worker, plan_id, sequence, None, outcome))
+    finally:
+        cell.worker = None
 
 
 def _finished(worker: Worker, kind: int, reply: Reply) -> tuple[Status, int, bytes | None]:

@@ -14,19 +14,22 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
+import numpy as np
+
+from synk._pure.tensors import as_dtype
 from synk._wire.cell import cell
 from synk._wire.control import Down, Phase, Up, is_interrupted
 from synk._wire.messages import DOORBELL, Kind, Status
 from synk._worker import failpoints as _failpoints
 from synk._worker.calls import Outcome
-from synk._pure.tensors import as_dtype
 from synk._worker.dispatch import go_on, settle_inputs
 from synk._worker.inputs import nested, row_range
 from synk._worker.plans import PreparedPlan
 from synk._worker.rank import RSS_INTERVAL_NS, Interrupted, Worker
-from synk._worker.variables import VariableStore
 
 _MADE_ANEW = ("object", "shard", "replica", "resident")
 """Kinds of inputs that are no views of arrays."""
@@ -70,7 +73,7 @@ class QuietCall:
         self._lane_up = lane.own_up
         self._first_down = lane.first_down
         # What peers that communicate must see of a rank that does not; see ``Rendezvous.skip``.
-        self._left: memoryview | None = None
+        self._left = memoryview(np.zeros(worker.world_size, np.int64).data)  # of nobody, where there are none
         self._sleeps: memoryview | tuple[()] = ()
         if lane.communicator is not None:
             self._left, self._sleeps = lane.communicator.skip_words()
@@ -107,8 +110,7 @@ class QuietCall:
             or self._first_down[_RESULT]
         ):
             return None
-        if variables.to_framework is not self._to_framework:
-            variables.to_framework, variables.from_framework = self._to_framework, self._from_framework
+        variables.to_framework, variables.from_framework = self._to_framework, self._from_framework
         places = self._places if self._numbers.tobytes() == self._known_numbers else self._choose_rows()
         rank_up, lane_up = self._rank_up, self._lane_up
         worker.sequence, worker.lane = sequence, lane
@@ -127,16 +129,15 @@ class QuietCall:
                 if interrupt >= 0 and is_interrupted(interrupt, sequence):
                     raise Interrupted  # the signal came before this call could take it
                 rank_up[_PHASE] = _FUNCTION
-                if worker.held.kept_data:
-                    worker.held.renew_data(prepared)
                 for position, rows in places:
                     arguments.append(arrays[position][rows])
-                arguments, named = (arguments, {}) if self._is_flat else self._composed(worker, arguments)
+                is_flat = self._is_flat and not worker.held.kept_data
+                arguments, named = (arguments, {}) if is_flat else self._composed(worker, arguments)
                 started = time.monotonic_ns()
                 result = self._fn(*arguments, **named)
                 ended = time.monotonic_ns()
                 lane_up[_FUNCTION_NS] = ended - started
-                is_expected = self._publish(variables, result)
+                is_expected = self._publish(worker, result)
             finally:
                 worker.is_interruptible = False
         except BaseException as error:  # whatever the user's function raises is an answer
@@ -146,30 +147,24 @@ class QuietCall:
         if not is_expected:
             outcome = Outcome(result, failure, ended - started)
             result = failure = None
-            try:
-                return go_on(worker, self._plan_id, sequence, outcome)
-            finally:
-                cell.worker = None
+            return go_on(worker, self._plan_id, sequence, outcome)
         result = cell.worker = None
         flush_output(worker)
         if self._assigned:  # not before: the ordinary way would not know of them
             variables.note_stored()
         if worker.peers.is_communicating:
             worker.peers.leave_call(lane)
-        elif self._left is not None:  # as leave_call
-            self._left[worker.rank] = self._first_down[_CALL]
-        if prepared.loans.are_touched(self._spans, worker.held.kept_data):
-            problem = settle_inputs(worker, prepared)
-            if problem is not None:
-                return problem
+        self._left[worker.rank] = self._first_down[_CALL]  # as leave_call
+        is_touched = prepared.loans.are_touched(self._spans, worker.held.kept_data)
+        if is_touched and (problem := settle_inputs(worker, prepared)) is not None:
+            return problem
         rank_up[_PHASE] = _IDLE
         rank_up[_OUTPUT_NBYTES] += self._slots.nbytes
         if ended - worker.rss_measured > RSS_INTERVAL_NS:
             worker.measure(ended)
         os.write(channel.write_fd, DOORBELL.pack(_DONE, 0, sequence, 0))
-        for number in self._sleeps:
-            if number & 1:  # over a collective that this rank had no use for; the others look again by themselves
-                lane.communicator.wake_sleepers()  # type: ignore[union-attr]
+        if reduce(or_, self._sleeps, 0) & 1:  # over a collective that this rank had no use for; others look again
+            lane.communicator.wake_sleepers()  # type: ignore[union-attr]
         return REPLIED
 
     def _choose_rows(self) -> list[tuple[int, Any]]:
@@ -193,6 +188,8 @@ class QuietCall:
     def _composed(self, worker: Worker, arguments: list[Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return what the function gets by position and by keyword; so far ``arguments`` are views of arrays."""
         prepared, low, high = self._prepared, self._low, self._high
+        if worker.held.kept_data:
+            worker.held.renew_data(prepared)
         objects: Sequence[Any] = ()
         if prepared.pickle_view is not None:
             objects = self._lane.executor.inputs.load_objects(prepared, worker.variables)
@@ -216,8 +213,11 @@ class QuietCall:
         first = len(arguments) - len(self._keywords)
         return arguments[:first], dict(zip(self._keywords, arguments[first:]))
 
-    def _publish(self, variables: VariableStore, result: Any) -> bool:
+    def _publish(self, worker: Worker, result: Any) -> bool:
         """Bring outputs and new values of variables to their places, if they look like those of the call before."""
+        peers, variables = worker.peers, worker.variables
+        if peers.is_communicating:
+            peers.complete(self._lane)
         if variables.given or not self._slots.fill(result):
             return False
         return variables.write_as_before(self._assigned) if variables.assigned or self._assigned else True

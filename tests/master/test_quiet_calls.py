@@ -469,6 +469,90 @@ def test_nested_arguments_are_quiet(shared_runtimes: Any, ordinary: Ordinary) ->
             f(wrong, w=W)
 
 
+PLAIN_OBJECTS: list[Any] = [
+    0.5, 3, 10**30, True, None, "text", "\ud800", b"bytes", 2j, float("inf"), np.float32(0.25), np.int8(-7),
+    np.bool_(True), np.str_("numpy"), (1, 2.0), [1, "a", [None]], {"lr": 0.1, "betas": (0.9, 0.99)}, {}, "x" * 150,
+]  # fmt: skip
+
+
+class Number(int):
+    """A number of another class."""
+
+
+def told(value: Any) -> Any:
+    """Return an array, of one size, from which one can tell what a rank was given."""
+    return np.frombuffer(f"{type(value).__name__} {value!r}".encode(errors="replace").ljust(400)[:400], np.uint8)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, "inline"])
+def test_broadcast_numbers_and_texts_are_quiet(shared_runtimes: Any, ordinary: Ordinary, num_workers: Any) -> None:
+    rt = shared_runtimes[num_workers]
+
+    def look(value: Any, x: np.ndarray, other: Any) -> tuple[Any, ...]:
+        caller = sys._getframe(1).f_code.co_filename
+        seen = told(value)
+        if type(value) is dict:
+            value["mine"] = 1  # it is this call's own
+        return float(caller.endswith("quiet.py")), x.sum() * other, seen
+
+    f = rt.function(look, bcast_inputs=("value", "other"), outputs=("min", "sum", "first"))
+    for _ in range(2):
+        f(1.5, X, other=2)
+    for k, value in enumerate(PLAIN_OBJECTS * 2):
+        before = len(ordinary)
+        is_quiet, total, seen = f(value, X + k, other=k)
+        assert is_quiet and len(ordinary) == before
+        np.testing.assert_allclose(total, (X + k).sum() * k)
+        np.testing.assert_array_equal(seen, told(value))
+    pending = [f.submit(float(k), X, other=k) for k in range(12)]
+    for k, each in enumerate(pending):
+        _, total, seen = each.result()
+        np.testing.assert_allclose(total, X.sum() * k)
+        np.testing.assert_array_equal(seen, told(float(k)))
+
+
+def test_broadcast_objects_that_are_more_than_that(shared_runtimes: Any) -> None:
+    """They may hold arrays or the user's code, or take more room than there is."""
+    rt = shared_runtimes[2]
+    holds_itself: list[Any] = []
+    holds_itself.append(holds_itself)
+
+    def look(value: Any, x: np.ndarray) -> Any:
+        if isinstance(value, dict) and "array" in value:
+            return x.sum() + np.asarray(value["array"]).sum()
+        if isinstance(value, list) and value and value[0] is value:
+            return x.sum() + 5.0
+        return x.sum() + (len(value) if isinstance(value, str) else float(value))
+
+    f = rt.function(look, bcast_inputs="value", outputs="max")
+    expected = X[4:].sum()
+    calls: list[tuple[Any, float]] = [
+        (1.0, 1.0), (2, 2.0), ("x" * 1000, 1000.0), ("x" * 1001, 1001.0), ({"array": W}, W.sum()), (Number(3), 3.0),
+        (np.array(4.0), 4.0), (holds_itself, 5.0), ({"array": [1.0, 2.0]}, 3.0), (7.0, 7.0),
+    ]  # fmt: skip
+    for value, number in [*calls, *[each for each in calls for _ in range(4)], *calls]:
+        np.testing.assert_allclose(f(value, X), expected + number)
+        np.testing.assert_allclose(f.submit(value, X).result(), expected + number)
+    for wrong in (lambda: 1, threading.Lock()):
+        warm(f, 1.0, X)
+        with pytest.raises((TypeError, synk.errors.SerializationError)):
+            f(wrong, X)
+    np.testing.assert_allclose(f(1.0, X), expected + 1)
+
+
+def test_single_values_in_a_nested_argument_are_quiet(shared_runtimes: Any, ordinary: Ordinary) -> None:
+    rt = shared_runtimes[2]
+    f = rt.function(lambda both: (both["x"] * both["scale"]).sum(), outputs="sum")
+    for k in range(8):
+        before = len(ordinary)
+        np.testing.assert_allclose(f({"x": X, "scale": k * 0.5}), X.sum() * k * 0.5)
+        assert k < 2 or len(ordinary) == before
+    rows = list(range(8))
+    np.testing.assert_allclose(f({"x": X[:, 0], "scale": rows}), (X[:, 0] * rows).sum())  # a list is rows there
+    np.testing.assert_allclose(f({"x": X[:, 0], "scale": tuple(rows)}), (X[:, 0] * rows).sum())
+    np.testing.assert_allclose(f({"x": X, "scale": np.float32(2)}), X.sum() * 2)
+
+
 def test_data_that_changes_between_calls(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     f = make(rt)
@@ -1185,15 +1269,25 @@ class Fuzz:
             total = (x * w).sum()
             return (total, x.max(axis=0) * 1.0) if w[1] < 0.5 else (np.array([total]), x.max(axis=0) * 1.0)
 
+        def times(w: Any, x: np.ndarray) -> tuple[Any, Any]:
+            return (x * w).sum(), x.max(axis=0) * 1.0
+
         options = {"bcast_inputs": "w", "outputs": ("sum", "max")}
         self.functions = {
             "scaled": rt.function(self.namespace["scaled"], **options),
             "read": rt.function(read, **options),
             "assign": rt.function(assign, **options),
             "grow": rt.function(grow, **options),
+            "times": rt.function(times, **options),
         }
 
-    def expected(self, name: str, w: np.ndarray, x: np.ndarray) -> tuple[Any, Any]:
+    def weights(self, name: str) -> Any:
+        """Return what is broadcast: for one of the functions a number, a list or an array."""
+        w = self.rng.normal(size=3)
+        kinds = [w, float(w[0]), int(10 * w[0]), np.float64(w[0]), w.tolist(), w.tolist() * 1, np.array(w[0])]
+        return kinds[self.rng.integers(len(kinds))] if name == "times" else w
+
+    def expected(self, name: str, w: Any, x: np.ndarray) -> tuple[Any, Any]:
         scale = self.namespace["SCALE"] if name == "scaled" else 1.0
         total = (x * scale * w * (self.value if name == "read" else 1.0)).sum()
         return np.array([total]) if name == "grow" and w[1] >= 0.5 else total, x.max(axis=0) * scale
@@ -1202,7 +1296,7 @@ class Fuzz:
         name = str(self.rng.choice(list(self.functions)))
         source: Any = [*self.data, *self.arrays][self.rng.integers(len(self.data) + len(self.arrays))]
         for _ in range(self.rng.integers(1, 6)):
-            w = self.rng.normal(size=3)
+            w = self.weights(name)
             x = np.array(source)
             how = self.rng.integers(16)
             function = self.functions[name]
@@ -1378,3 +1472,25 @@ def test_no_assignment_is_lost_where_a_quiet_call_goes_on_the_ordinary_way(
         f(np.full(4, float(number)))
         assert np.array_equal(w.value, [number, number])
         assert all(np.array_equal(rt.get_value(w, rank), [number, number]) for rank in range(rt.world_size))
+
+
+@pytest.mark.parametrize("outputs", ["as before", "others"])
+def test_what_a_quiet_call_has_started_to_communicate_is_brought_to_its_end(shared_runtimes: Any, outputs: str) -> None:
+    """The function returns before the values are there."""
+    rt = shared_runtimes[2]
+
+    def step(x: np.ndarray, k: int) -> tuple[float, np.ndarray]:
+        total = np.empty(2 if outputs == "others" and k % 2 else 1)
+        synk.comm.iall_reduce(np.full(total.shape, x.sum()), "sum", out=total)
+        if k == 9 and synk.comm.rank == 0:
+            synk.comm.send(x, 1)
+        return float(sys._getframe(1).f_code.co_filename.endswith("quiet.py")), total
+
+    f = rt.function(step, bcast_inputs="k", outputs=("min", "max"))
+    for k in range(9):
+        is_quiet, total = f(X + k, k)
+        np.testing.assert_allclose(total, (X + k).sum())
+        assert k < 3 or is_quiet or outputs == "others"
+    with pytest.raises(CollectiveMismatch, match="without receiving it"):
+        f(X, 9)
+    np.testing.assert_allclose(f(X, 0)[1], X.sum())
