@@ -23,6 +23,7 @@ DEMOS := $(VENV)/.demos-$(VERSION)
 TEST := $(VENV)/.test-$(VERSION)
 JAX := $(VENV)/.jax-$(VERSION)
 DEV := $(VENV)/.dev-$(VERSION)
+DOCS := $(VENV)/.docs-$(VERSION)
 BENCH := $(VENV)/.bench-$(VERSION)
 GPU := $(VENV)/.gpu-$(VERSION)
 # The extra that matches the driver, for the gpu targets.
@@ -75,7 +76,7 @@ lint: $(DEV)
 doctest: $(TEST)
 	@$(PY) -m pytest --doctest-modules synk $(ARGS)
 
-docs: $(DEV)
+docs: $(DOCS)
 	@$(PY) -m sphinx -q -W --keep-going -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
@@ -115,6 +116,9 @@ $(TEST): $(BASE) pyproject.toml constraints.txt
 
 $(JAX): $(TEST)
 	$(call install,-c constraints.txt -e '.[test-jax]')
+
+$(DOCS): $(BASE) pyproject.toml
+	$(call install,-e '.[docs]')
 
 $(DEV): $(TEST)
 	$(call install,-c constraints.txt -e '.[dev]')

@@ -9,6 +9,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import pictures
+
 import synk
 
 project = "synk"
@@ -16,7 +20,7 @@ author = "The synk authors"
 copyright = "2026, The synk authors"
 release = version = synk.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"synk {release}"
@@ -24,10 +28,14 @@ html_title = f"synk {release}"
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
+# What is copied is the program, not its prompts and its output.
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 # Imported only where a GPU is used, and not needed to read their docstrings.
-autodoc_mock_imports = ["cupy", "cupyx", "pynccl", "numba", "pynvml", "mpi4py"]
+autodoc_mock_imports = ["cupy", "cupyx", "pynccl", "numba", "pynvml", "mpi4py", "torch", "joblib", "jax", "tqdm"]
 napoleon_google_docstring = False
 napoleon_use_ivar = True
 
@@ -38,4 +46,5 @@ def _escape_axes(app: Any, what: str, name: str, obj: Any, options: Any, lines: 
 
 
 def setup(app: Any) -> None:
+    pictures.draw_all(Path(__file__).with_name("_pictures"))
     app.connect("autodoc-process-docstring", _escape_axes, priority=100)

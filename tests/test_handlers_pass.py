@@ -35,7 +35,7 @@ def caught(handler: ast.ExceptHandler) -> set[str]:
 def asks(handler: ast.ExceptHandler) -> bool:
     """Whether a handler lets pass what is not for it: by asking, or by raising the same again whatever it is."""
     last = handler.body[-1]
-    if isinstance(last, ast.Raise) and last.exc is None:
+    if isinstance(last, ast.Raise) and (last.exc is None or ast.unparse(last.exc) == handler.name):
         return True
     return any(
         isinstance(node, ast.Name) and node.id in ("is_from_handler", "_is_foreign") for node in ast.walk(handler)

@@ -6,6 +6,7 @@ Every import of every file counts: in functions, under TYPE_CHECKING, and of the
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,9 +51,16 @@ def sources() -> dict[str, str]:
     return found
 
 
+@functools.cache
+def nodes_of(text: str) -> tuple[ast.AST, ...]:
+    """Return the imports and the texts in a file."""
+    wanted = (ast.Import, ast.ImportFrom, ast.Constant)
+    return tuple(node for node in ast.walk(ast.parse(text)) if isinstance(node, wanted))
+
+
 def imported(name: str, text: str, modules: dict[str, str]) -> Iterator[str]:
     """Yield the modules of the package that a file imports anywhere."""
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.partition(".")[0] == "synk")
         elif isinstance(node, ast.ImportFrom):

@@ -7,6 +7,7 @@ instead, because nothing is wrong with what the user asked for.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 from collections.abc import Iterator
@@ -28,6 +29,9 @@ OTHERS = {
     "the other side closed its end": "inside: a death is told by the process's own descriptor",
     "more than {} bytes": "inside: an exception that is too large to travel",
     "failpoint {}": "what tests have a worker raise",
+    "got {}, expected objects that each worker gets a copy of. Have the function refer to it instead": (
+        "a part of the text that names the item"
+    ),
     "the dataclass {} cannot be built from its fields ({})": "a part of the text that names the argument",
     "{}{} reports errors to every call from now on: this worker ends.": "written to stderr as the worker ends",
     "rank {} gave up waiting: the call was aborted after a failure elsewhere.": "of a rank whose error is not shown",
@@ -45,6 +49,10 @@ class Texts:
         self._tree = ast.parse(source)
         defined = [node for node in ast.walk(self._tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
         self._functions = {node.name: node for node in defined if isinstance(node, ast.FunctionDef)}
+        self._assigned: dict[str, list[ast.expr]] = {}
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                self._assigned.setdefault(node.targets[0].id, []).append(node.value)
         self._constants = {
             target.id: node.value
             for node in self._tree.body
@@ -97,14 +105,14 @@ class Texts:
         """Return what stands for a value: the beginnings of texts have names of their own."""
         value = part.value if isinstance(part, ast.FormattedValue) else part
         if isinstance(value, ast.Name):
-            for node in ast.walk(self._tree):
-                if isinstance(node, ast.Assign) and any(getattr(each, "id", "") == value.id for each in node.targets):
-                    found = [text for text in self._texts(node.value) if text.startswith("cannot ")]
-                    if found:
-                        return found[:1]
+            for assigned in self._assigned.get(value.id, ()):
+                found = [text for text in self._texts(assigned) if text.startswith("cannot ")]
+                if found:
+                    return found[:1]
         return ["{}"]
 
 
+@functools.cache
 def all_texts() -> list[tuple[str, int, str, str]]:
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):

@@ -25,7 +25,7 @@ from synk._master.quiet import NOT_QUIET
 from synk._master.session import Session, current_session
 from synk._pure.limits import check_timeout
 from synk._pure.ops import check_outputs
-from synk._pure.tracebacks import outlined
+from synk._pure.tracebacks import outline
 from synk._wire.cell import refuse_inside_worker
 from synk.errors import WorkerDied
 
@@ -157,7 +157,7 @@ class Function(FunctionHandle, Generic[P]):
             return self._run(args, kwargs, options)
         except Exception as error:
             __tracebackhide__ = True
-            error = outlined(error)
+            outline(error)
             raise error
 
     def serial(
@@ -181,7 +181,7 @@ class Function(FunctionHandle, Generic[P]):
             return self._run(args, kwargs, options)
         except Exception as error:
             __tracebackhide__ = True
-            error = outlined(error)
+            outline(error)
             raise error
 
     def verify(

@@ -16,7 +16,7 @@ from synk._master.item_pickles import ItemPickler
 from synk._master.session import Session
 from synk._pure.interrupts import is_from_handler
 from synk._pure.texts import short_repr
-from synk._pure.tracebacks import outlined
+from synk._pure.tracebacks import outline
 from synk.errors import SerializationError
 
 _SHORT_NS = 20_000_000
@@ -73,7 +73,8 @@ class ItemMap:
                     self._error = chunk.error
                     break
             if self._error is not None:
-                raise outlined(self._error)
+                outline(self._error)
+                raise self._error
         finally:  # also where the caller drops this iterator, in any thread: the next operation ends what is in flight
             self._chunks.is_abandoned = True
             chunk = self._error = None  # whose traceback holds this frame

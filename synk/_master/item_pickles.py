@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from synk._master.handles import HandlePickler
-from synk._pure.interrupts import deferred
+from synk._pure.interrupts import deferred, is_from_handler
 from synk._wire.items import PLAIN_TYPES, array_in_segment
 from synk._wire.memory import Segment
 from synk.errors import SharedMemoryError
@@ -81,9 +81,12 @@ class ArrayCopies:
         copy.segment.buffer[: source.nbytes] = source
         # The array holds it by way of its finalizer. An id that is used again finds another array's copy only if that
         # one is still at work, and then compares what it holds.
-        with contextlib.suppress(TypeError):  # a subclass without weak references: for this item alone
+        try:
             weakref.finalize(array, _nothing, copy).atexit = False
             self._copies[id(array)] = copy
+        except TypeError as error:  # a subclass without weak references: for this item alone
+            if is_from_handler(error):
+                raise
         return copy
 
     def close(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import reprlib
 
+from synk._pure.interrupts import is_from_handler
+
 _MAX_LENGTH = 80
 
 _repr = reprlib.Repr()
@@ -22,6 +24,8 @@ def short_repr(value: object) -> str:
     """
     try:
         text = " ".join(_repr.repr(value).split())
-    except Exception:  # reprlib guards instances, but no containers of odd classes
+    except Exception as error:  # reprlib guards instances, but no containers of odd classes
+        if is_from_handler(error):
+            raise
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."

@@ -13,8 +13,8 @@ _MISTAKE = re.compile(r"cannot |\S+\(\) ")  # found by synk; or, as Python says 
 _CARETS = re.compile(r"^ +[~^]+[~^ ]*$")
 
 
-def outlined(error: Exception) -> Exception:
-    """Return ``error`` without the frames that it has come through, where they are synk's own and say nothing.
+def outline(error: Exception) -> None:
+    """Drop the frames that ``error`` has come through, where they are synk's own and say nothing.
 
     That is so for what a worker's function raised, for errors of the runtime, and for mistakes that synk has found; of
     anything else the frames are kept. ``SYNK_FULL_TRACEBACK=1`` in the environment keeps all.
@@ -24,7 +24,6 @@ def outlined(error: Exception) -> Exception:
         is_told = bool(error.args) and _MISTAKE.match(str(error.args[0])) is not None
     if is_told and not os.environ.get("SYNK_FULL_TRACEBACK"):
         BaseException.with_traceback(error, None)
-    return error
 
 
 def frames_of(text: str) -> str:

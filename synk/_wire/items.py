@@ -50,7 +50,7 @@ class ItemsDone(NamedTuple):
 def array_in_segment(segment_id: int, shape: tuple[int, ...], dtype: np.dtype, is_transposed: bool) -> np.ndarray:
     """Return a large array of an item, on its rank: a read-only view of shared memory."""
     if cell.worker is None:
-        raise pickle.UnpicklingError("an item of synk.map has meaning only on a worker of its runtime")
+        raise pickle.UnpicklingError("cannot load an item of synk.map here: expected a worker of its runtime.")
     array = cell.worker.held.segments[segment_id].view(0, shape, dtype)
     array.flags.writeable = False
     return array.T if is_transposed else array
