@@ -12,8 +12,8 @@ import numpy as np
 
 from synk._pure.agreement import MISSING, agreed
 from synk._pure.dtypes import describe_dtype
-from synk._pure.ops import is_reducible, match_ops, wanted_leaves
-from synk._pure.partials import Reduction, concatenate, equal_reduction, reduce_into
+from synk._pure.ops import Op, is_reducible, match_ops, wanted_leaves
+from synk._pure.partials import Reduction, concatenate, equal_reduction, finished, reduce_into
 from synk._pure.ranges import LINE_NBYTES, block_bounds, chunk_bounds, round_up
 from synk._pure.tensors import tensor_of
 from synk._pure.trees import flatten, unflatten
@@ -77,6 +77,12 @@ class Assembly:
         self.ops = match_ops(outputs, self.skeleton, self._num_leaves, repr(name))
         wanted = wanted_leaves(self.skeleton, subset, name)
         self._wanted = range(self._num_leaves) if wanted is None else sorted(wanted)
+        # The sum of what ranks have of an average is divided once, at the end.
+        first = self.layouts[0].leaves
+        self._rank_ops: list[Op] = [
+            "sum" if op == "avg" and leaf.partial_of is not None else op for op, leaf in zip(self.ops, first)
+        ]
+        self._is_as_returned = not any(leaf.is_tensor or leaf.partial_of is not None for leaf in first)
         self.has_averages = any(self.ops[leaf] == "avg" for leaf in self._wanted)
         self._views: list[list[np.ndarray | None]] = []
         for rank, layout, own in zip(voters, layouts, self._positions):
@@ -97,8 +103,6 @@ class Assembly:
             self._check_leaf(leaf)
             self._place(leaf)
         self._small = self._reduced_slots()
-        self._are_tensors = [leaf.is_tensor for leaf in self.layouts[0].leaves]
-        self._has_tensors = any(self._are_tensors)
         self._is_tuple = self.skeleton == tuple(range(self._num_leaves)) and type(self.skeleton) is tuple
         # Overflow and NaN are the caller's numbers, as in a NumPy reduction. To enter np.errstate for each call takes
         # longer than to reduce.
@@ -150,10 +154,10 @@ class Assembly:
         for layout in self.layouts:
             item = layout.leaves[leaf]
             shape = item.shape[1:] if op == "gather" else item.shape
-            kinds.append((item.dtype, shape))
+            kinds.append((item.value_dtype, shape))
         if len(set(kinds)) > 1:
             got = "; ".join(
-                f"rank {rank}: {_name_of(layout.leaves[leaf].dtype)} {layout.leaves[leaf].shape}"
+                f"rank {rank}: {_name_of(layout.leaves[leaf].value_dtype)} {layout.leaves[leaf].shape}"
                 for rank, layout in zip(self.voters, self.layouts)
             )
             is_text = all(dtype is not None and dtype.kind in "US" for dtype, _ in kinds)
@@ -174,7 +178,7 @@ class Assembly:
         return offset
 
     def _place(self, leaf: int) -> None:
-        op = self.ops[leaf]
+        op = self._rank_ops[leaf]
         items = [layout.leaves[leaf] for layout in self.layouts]
         if all(item.nbytes < LARGE_NBYTES for item in items):
             return
@@ -227,13 +231,13 @@ class Assembly:
         """
         weights = None if len(set(rows)) <= 1 else rows
         if self._small is not None and weights is None:
-            return self._context.run(self._build_small, self._small)
+            return self._context.run(self._build_small, self._small, rows)
         parts = self._parts(objects)
         values: list[Any] = [None] * self._num_leaves
         with np.errstate(all="ignore"):  # overflow and NaN are the caller's numbers, as in a NumPy reduction
             for leaf in self._wanted:
                 value = self._value(leaf, parts.get(leaf, []), weights, root, order)
-                values[leaf] = _as_returned(value, self._are_tensors[leaf])
+                values[leaf] = self._as_returned(leaf, value, rows)
         return self._select(values)
 
     def _reduced_slots(self) -> list[Reduction] | None:
@@ -241,19 +245,26 @@ class Assembly:
         if self._subset is not None or self.result_nbytes:
             return None
         slots = ([view for row in self._views if (view := row[leaf]) is not None] for leaf in range(self._num_leaves))
-        found = [equal_reduction(op, views) for op, views in zip(self.ops, slots)]
+        found = [equal_reduction(op, views) for op, views in zip(self._rank_ops, slots)]
         reductions = [reduction for reduction in found if reduction is not None]
         return reductions if len(reductions) == len(found) else None
 
-    def _build_small(self, reductions: list[Reduction]) -> Any:
+    def _build_small(self, reductions: list[Reduction], rows: Sequence[int]) -> Any:
         """Return the result of outputs that are only to be combined, and divided, where they lie."""
         values = []
         for combine, slots, divisor in reductions:
             value = fold(combine, slots) if len(slots) > 1 else _own(slots[0])
             values.append(value / divisor if divisor > 1 else value)
-        if self._has_tensors:
-            values = list(map(_as_returned, values, self._are_tensors))
+        if not self._is_as_returned:
+            values = [self._as_returned(leaf, value, rows) for leaf, value in enumerate(values)]
         return tuple(values) if self._is_tuple else unflatten(self.structure, values)
+
+    def _as_returned(self, leaf: int, value: Any, rows: Sequence[int]) -> Any:
+        """Return an output of the caller's own as the function returned it: finished, and a tensor where it was one."""
+        item = self.layouts[0].leaves[leaf]
+        if item.partial_of is not None:
+            value = finished(str(self.ops[leaf]), value, sum(rows), item.partial_of)
+        return _tensor(value, item.is_tensor)
 
     def _parts(self, objects: list[list[Any]] | None) -> dict[int, list[Any]]:
         """Return for each leaf the voters' outputs that are no arrays (None where one is)."""
@@ -277,11 +288,8 @@ class Assembly:
 
         if isinstance(skeleton, dict):
             return {key: fill(skeleton[key]) for key in self._subset}
-        return (
-            type(skeleton)([fill(skeleton[key]) for key in self._subset])
-            if type(skeleton) in (list, tuple)
-            else tuple(fill(skeleton[key]) for key in self._subset)
-        )
+        chosen = [fill(skeleton[key]) for key in self._subset]
+        return chosen if type(skeleton) is list else tuple(chosen)
 
     def _array(self, leaf: int, voter: int, root: np.ndarray | None) -> np.ndarray:
         """Return voter's array: a view of its slot, or of its place in the result buffer."""
@@ -297,7 +305,7 @@ class Assembly:
     ) -> Any:
         op = self.ops[leaf]
         if is_reducible(op):
-            return self._reduced(leaf, str(op), weights, root)
+            return self._reduced(leaf, str(self._rank_ops[leaf]), weights, root)
         items = [layout.leaves[leaf] for layout in self.layouts]
         if op == "gather":
             return self._gathered(leaf, items, root, order)
@@ -312,7 +320,7 @@ class Assembly:
         ]
         if op == "first":
             return values[0]
-        values = [_as_returned(value, self.layouts[voter].leaves[leaf].is_tensor) for voter, value in enumerate(values)]
+        values = [_tensor(value, self.layouts[voter].leaves[leaf].is_tensor) for voter, value in enumerate(values)]
         if op is None:
             everyone: list[Any] = [None] * self._world_size
             for rank, value in zip(self.voters, values):
@@ -372,8 +380,8 @@ class _Value:
         return "value"
 
 
-def _as_returned(value: Any, is_tensor: bool) -> Any:
-    """Return a value of the caller's own as the function returned it: a tensor on its memory where it was one."""
+def _tensor(value: Any, is_tensor: bool) -> Any:
+    """Return a value of the caller's own, as a tensor on its memory where the function returned one."""
     return tensor_of(np.asarray(value)) if is_tensor and isinstance(value, (np.ndarray, np.generic)) else value
 
 

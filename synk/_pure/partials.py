@@ -71,6 +71,14 @@ def finish(op: str, partial: Any, rows: float, out: Any, *, xp: Any = np) -> Non
         assign(out, partial)
 
 
+def finished(op: str, partial: Any, rows: float, dtype: np.dtype) -> Any:
+    """Return the result of a partial one of the host, which is overwritten, as ``dtype``; a scalar where it is one."""
+    partial = np.asarray(partial)
+    out = partial if partial.dtype == dtype else np.empty(partial.shape, dtype)
+    finish(op, partial, rows, out)
+    return out if out.ndim else out[()]
+
+
 def _reduce_block(op: str, blocks: Sequence[np.ndarray], rows: Sequence[float] | None, out: np.ndarray) -> None:
     """Reduce equally long 1-d blocks into ``out``, in order."""
     if len(blocks) == 1:
@@ -181,6 +189,13 @@ class Accumulator:
         with np.errstate(all="ignore"):
             return lift(op, self._xp.asarray(value), num_rows, xp=self._xp)  # a number may still be on the host
 
+    def partial(self) -> Any:
+        """Return what ``combine`` takes of an output that is reduced: not rounded, and of an average not divided."""
+        if self._sum is not None:
+            return self._sum
+        check_op(str(self.op), self._parts[0].dtype, self.what)
+        return self._lift(str(self.op), self._parts[0], self._rows[0])
+
     def result(self) -> Any:
         """Return the value over all slices, once."""
         if self.op is None:
@@ -195,6 +210,11 @@ class Accumulator:
             result = self._xp.empty(self._sum.shape, dtype=self._parts[0].dtype)
             finish(str(self.op), self._sum, sum(self._rows), result, xp=self._xp)
             return result
+
+    @property
+    def dtype(self) -> Any:
+        """That of the values."""
+        return self._parts[0].dtype
 
 
 def concatenate(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -162,18 +162,25 @@ class Plan(NamedTuple):
 class Leaf(NamedTuple):
     """Shape and dtype of one output of one rank; ``dtype`` None stands for an object that travels in the body.
 
-    ``is_tensor``: the function returned it as a tensor, and the master gives it back as one.
+    ``is_tensor``: the function returned it as a tensor, and the master gives it back as one. ``partial_of``: the dtype
+    of the value that a partial result (see ``synk._pure.partials``) becomes when those of all ranks are combined.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     is_tensor: bool = False
+    partial_of: Any = None
 
     @property
     def nbytes(self) -> int:
         if self.dtype is None:
             return 0
         return math.prod(self.shape) * int(self.dtype.itemsize)
+
+    @property
+    def value_dtype(self) -> Any:
+        """That of the finished value."""
+        return self.dtype if self.partial_of is None else self.partial_of
 
 
 class Layout(NamedTuple):

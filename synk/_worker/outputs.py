@@ -16,7 +16,7 @@ from synk._worker.large_outputs import LargeOutputs
 from synk._worker.ownership import own
 from synk._worker.plans import LoadedFunction, OutputSlots, PreparedPlan, is_plain_output
 from synk._worker.slots import NO_VIEW, Slots
-from synk._worker.values import Object, array_or_object
+from synk._worker.values import Object, Partial, array_or_object
 from synk._worker.variables import VariableStore
 from synk.backends import Backend
 from synk.errors import SharedMemoryError
@@ -90,10 +90,13 @@ class Outputs:
                 outputs.append(None)
                 leaves.append(Leaf((), None))
                 continue
+            partial_of = None
+            if isinstance(value, Partial):
+                value, partial_of = value.value, value.dtype
             array = array_or_object(self._backend, value, op, position, function)
             if self._backend.is_array(array):
                 outputs.append(array)
-                leaves.append(Leaf(tuple(array.shape), array.dtype, function.is_tensor(value)))
+                leaves.append(Leaf(tuple(array.shape), array.dtype, function.is_tensor(value), partial_of))
             else:
                 outputs.append(None)
                 leaves.append(Leaf((), None))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from synk._pure.ops import Op, match_ops
+from synk._pure.ops import Op, is_reducible, match_ops
 from synk._pure.partials import Accumulator
 from synk._pure.trees import flatten, skeleton_of, unflatten
 from synk._worker.plans import LoadedFunction
-from synk._worker.values import Object, array_or_object, as_object, as_returned, snapshot
+from synk._worker.values import Object, Partial, array_or_object, as_object, as_returned, snapshot
 from synk.backends import Backend
 
 
@@ -59,10 +59,11 @@ def run_slices(
             take_back(start, stop)
     totals = []
     for accumulator, op, was_tensor in zip(accumulators, ops, were_tensors):
-        total = accumulator.result()
+        is_partial = is_reducible(op)
+        total = accumulator.partial() if is_partial else accumulator.result()
         if op is None:
             total = Object([as_returned(as_object(backend, part), was_tensor) for part in total])
         elif was_tensor and function.to_framework is not None and not callable(op):
             total = function.to_framework(total)
-        totals.append(total)
+        totals.append(Partial(total, accumulator.dtype) if is_partial else total)
     return unflatten(structure, totals)

@@ -23,6 +23,22 @@ class Object:
         self.value = value
 
 
+class Partial:
+    """A reduced output of several slices, which is finished when it is combined with those of the other ranks.
+
+    Attributes
+    ----------
+    value : array, or tensor
+        In the dtype in which values are combined; of an average the sum, weighted by rows.
+    dtype
+        Of the finished value.
+    """
+
+    def __init__(self, value: Any, dtype: Any) -> None:
+        self.value = value
+        self.dtype = dtype
+
+
 def array_or_object(backend: Backend, value: Any, op: Op, position: int, function: LoadedFunction) -> Any:
     """Return an output as an array of the backend where it is one, checked against its op."""
     if isinstance(value, Object):
