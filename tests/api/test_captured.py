@@ -21,6 +21,7 @@ from typing import Any
 import harness
 import numpy as np
 import pytest
+from edited_module import LIBRARY
 
 import synk
 from synk._master import watch as _watch
@@ -650,36 +651,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     yield make
     for name in made:
         sys.modules.pop(name, None)
-
-
-LIBRARY = """
-import enum
-
-class Colour(enum.Enum):
-    RED = 1
-
-registry = {}
-
-def register(fn):
-    registry[fn.__name__] = fn
-    return fn
-
-@register
-def plus(x):
-    return x + 1
-
-class Model:
-    def __init__(self):
-        self.w = 2.0
-    def step(self, x):
-        return x * self.w
-
-rate = 1.0
-def inner(x):
-    return x * rate
-def helper(x):
-    return inner(x)
-"""
 
 
 def test_a_module_whose_globals_are_set(runtime: Callable[..., Any], module: Callable[..., Any]) -> None:

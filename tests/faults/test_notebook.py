@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from edited_module import LIBRARY
 from harness import script
 
 DRIVER = '''
@@ -136,33 +137,8 @@ pids = start()
 """)
 
 
-LIBRARY = """
-import enum
+DECORATED = """
 import synk
-
-class Colour(enum.Enum):
-    RED = 1
-
-registry = {}
-
-def register(fn):
-    registry[fn.__name__] = fn
-    return fn
-
-@register
-def plus(x):
-    return x + 1
-
-class Model:
-    def __init__(self):
-        self.w = 2.0
-    def step(self, x):
-        return x * self.w
-
-rate = 1.0
-
-def helper(x):
-    return x * rate
 
 @synk.function(outputs="gather")
 def decorated(x):
@@ -198,7 +174,7 @@ def test_L3_notebook_sees_redefined_names_and_edited_modules() -> None:
 import pathlib, tempfile
 
 folder = pathlib.Path(tempfile.mkdtemp())
-LIBRARY = {LIBRARY!r}
+LIBRARY = {LIBRARY + DECORATED!r}
 
 def edit(number, *changes):
     source = LIBRARY

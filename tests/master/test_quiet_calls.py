@@ -96,6 +96,16 @@ def check(result: Any, w: Any = W, x: Any = X) -> None:
     np.testing.assert_allclose(result[1], (np.asarray(x) * w).sum(), rtol=1e-12)
 
 
+def watched(rt: Any) -> Any:
+    """Return a function that tells whether all ranks were called by their quiet way, and a sum."""
+
+    def look(w: np.ndarray, x: np.ndarray) -> tuple[float, Any]:
+        caller = sys._getframe(1).f_code.co_filename
+        return float(caller.endswith("quiet.py")), (x * w).sum()
+
+    return rt.function(look, bcast_inputs="w", outputs=("min", "sum"))
+
+
 # -- when it is quiet -------------------------------------------------------------------------------------------------
 
 
@@ -105,13 +115,7 @@ def test_the_third_call_is_quiet_on_both_sides(
     shared_runtimes: Any, ordinary: Ordinary, num_workers: Any, as_data: bool
 ) -> None:
     rt = shared_runtimes[num_workers]
-
-    def look(w: np.ndarray, x: np.ndarray) -> tuple[float, Any]:
-        caller = sys._getframe(1).f_code.co_filename
-        return float(caller.endswith("quiet.py")), (x * w).sum()
-
-    f = rt.function(look, bcast_inputs="w", outputs=("min", "sum"))
-    x = rt.data(X) if as_data else X
+    f, x = watched(rt), rt.data(X) if as_data else X
     seen = []
     for k in range(6):
         before = len(ordinary)
@@ -139,13 +143,7 @@ def test_submitted_calls_are_quiet_on_both_sides(
 ) -> None:
     """From the third one in each lane on; those that are waited for use what was prepared for the first lane."""
     rt = shared_runtimes[num_workers]
-
-    def look(w: np.ndarray, x: np.ndarray) -> tuple[float, Any]:
-        caller = sys._getframe(1).f_code.co_filename
-        return float(caller.endswith("quiet.py")), (x * w).sum()
-
-    f = rt.function(look, bcast_inputs="w", outputs=("min", "sum"))
-    x = rt.data(X) if as_data else X
+    f, x = watched(rt), rt.data(X) if as_data else X
     submit_all(f, *[(W, x)] * 12)
     before = len(ordinary)
     for k, (is_quiet, total) in enumerate(submit_all(f, *[(W * k, x) for k in range(9)])):
