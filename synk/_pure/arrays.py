@@ -58,14 +58,21 @@ def as_plain_array(value: Any, what: str) -> np.ndarray:
         except Exception as error:
             if is_from_handler(error):
                 raise
-            raise TypeError(
-                f"cannot share {what}: got {type(value).__name__}, which NumPy cannot turn into an array ({error})."
-                f"{_LIST_HINT if isinstance(value, list) else ''}"
-            ) from error
+            if isinstance(value, list) and "inhomogeneous" in str(error):
+                got = "a list whose entries differ in length or shape, expected rows of one shape"
+            else:
+                got = f"{type(value).__name__}, which NumPy cannot turn into an array ({error})"
+            hint = _LIST_HINT if isinstance(value, list) else ""
+            raise TypeError(f"cannot share {what}: got {got}.{hint}") from error
         if type(array) is not np.ndarray:
             array = array.view(np.ndarray)
     if array.dtype.hasobject:
         kind = "" if isinstance(value, np.ndarray) else f" (from {type(value).__name__})"
+        if hasattr(value, "columns"):
+            raise TypeError(
+                f"cannot share {what}: got a table with columns of several kinds{kind}, expected numbers, text or "
+                "records. Pass its columns, as in dict(frame.items()), or those of numbers as one array."
+            )
         raise TypeError(
             f"cannot share {what}: got dtype object{kind}, expected numbers, text or records of equal shape. "
             "Ragged lists and generators have no rows: make it an array to divide it, or pass it whole to every "

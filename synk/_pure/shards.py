@@ -173,9 +173,11 @@ def select_common(
         first_name, first_rows = everything[0]
         for name, rows in everything[1:]:
             if rows != first_rows:
+                shorter = (name if rows < first_rows else first_name).partition("[")[0]
                 raise ValueError(
                     f"cannot scatter inputs of {what}: got {first_name} with {first_rows} rows and {name} with {rows}, "
-                    f"expected equal axis-0 lengths. Pass batch={min(first_rows, rows)} to use the common rows."
+                    f"expected equal axis-0 lengths. If {shorter} goes whole to every rank, build the function with "
+                    f"bcast_inputs={shorter!r}; to use the common rows pass batch={min(first_rows, rows)}."
                 )
         return Selection(first_rows)
     if lengths:
