@@ -404,6 +404,71 @@ def test_a_call_with_keywords_a_variable_and_a_batch_goes_through_few_functions(
         assert [sum(name == stage for _, name in worker) for stage in stages] == [1] * len(stages)
 
 
+def test_a_call_with_tensors_and_a_number_goes_through_few_functions(shared_runtimes: Any) -> None:
+    """What brings a step of training to the workers, without what it does there."""
+    torch = pytest.importorskip("torch")
+    rt = shared_runtimes[2]
+
+    def step(lr: float, x: Any, y: Any) -> Any:
+        return (x * lr * y).sum()
+
+    trace = tracer(rt)
+    f = rt.function(step, bcast_inputs="lr", framework="torch")
+    x, y = torch.ones(8, 5), torch.ones(8, 5)
+    following = itertools.count(1)
+
+    def call() -> None:
+        number = next(following)
+        assert float(f(float(number), x, y)) == 20 * number
+
+    for _ in range(5):
+        call()
+    master = min((functions_of(call) for _ in range(12)), key=len)
+    assert len(master) <= 25, master
+    assert len({file for file, _ in master}) <= 9, master
+    trace(True)
+    for _ in range(12):
+        call()
+    for met in trace(False):
+        starts = [k for k, (_, name) in enumerate(met) if name == "step"]
+        worker = min((met[start + 1 : end] for start, end in itertools.pairwise(starts)), key=len)
+        assert len(worker) <= 26, worker
+        stages = ("run", "_composed", "load_objects", "_publish", "fill", "are_touched")
+        assert [sum(name == stage for _, name in worker) for stage in stages] == [1] * len(stages)
+
+
+def test_a_replicated_step_goes_through_few_functions(shared_runtimes: Any) -> None:
+    """In the master: a look at its own objects, and a quiet call."""
+    torch = pytest.importorskip("torch")
+    rt = shared_runtimes[2]
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rep = synk.torch.replicate(model, optimizer, runtime=rt)
+
+    @rep.function
+    def step(model: Any, optimizer: Any, x: Any) -> Any:
+        optimizer.zero_grad()
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    x = torch.ones(8, 3)
+    for _ in range(5):
+        step(x)
+    waited = min((functions_of(lambda: step(x)) for _ in range(12)), key=len)
+    submitted = min((functions_of(lambda: step.submit(x).result()) for _ in range(12)), key=len)
+    for master, most in ((waited, 26), (submitted, 42)):
+        assert not {"launch", "bind", "collecting"} & {name for _, name in master}
+        assert len(master) <= most, master
+    pending = [step.submit(x) for _ in range(12)]  # each begins when the one before has ended
+    met = functions_of(lambda: pending.append(step.submit(x)))
+    assert not {"launch", "bind", "collecting"} & {name for _, name in met}
+    before = float(pending[0].result())
+    assert all(float(each.result()) < before for each in pending[1:])
+    assert rep.num_steps == 42
+
+
 def test_a_call_on_the_ordinary_way_enters_each_stage_once(shared_runtimes: Any) -> None:
     """With slices, which are never quiet. This way has to be plain, not short."""
     rt = shared_runtimes[2]

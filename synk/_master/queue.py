@@ -134,11 +134,13 @@ class Queue:
     def _steps_end(self, function: Callee) -> bool:
         """Wait for the calls in flight, for one that changes resident objects begins on what they have left.
 
-        Return False where the ordinary way must see to it.
+        Return False where one has failed, of which the ordinary way tells.
         """
+        deadline = self._session.deadline(None)
+        self._session.workers.waiting.num_cancels = num_cancels()
         while self.calls:
             if not self._finish_oldest():
-                return False
+                self._collect_oldest(f"submit {function.name!r}", deadline)
         return self._failed_before(function) is None
 
     def _can_join(self, function: Callee) -> bool:

@@ -5,12 +5,13 @@ torch is imported where there is a tensor or one is to be made, never in order t
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
 import numpy as np
 
-from synk._pure.dtypes import foreign, foreign_name, storage
+from synk._pure.dtypes import dtype_name, foreign, foreign_name, storage
 from synk._pure.interrupts import is_from_handler
 
 _SHARED_DTYPES = frozenset(
@@ -30,12 +31,18 @@ def is_tensor(value: Any) -> bool:
 
 def has_torch_dtype(array: Any) -> bool:
     """Whether torch has a tensor for an array: none for text, dates and records."""
-    return array.dtype.name in _SHARED_DTYPES or array.dtype.name == "bfloat16" or bool(foreign_name(array.dtype))
+    name = dtype_name(array.dtype)
+    return name in _SHARED_DTYPES or name == "bfloat16" or bool(foreign_name(array.dtype))
 
 
 def dtype_of(tensor: Any) -> str:
     """Return the name of a tensor's dtype, as ``"bfloat16"``."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name_of(tensor.dtype)
+
+
+@functools.cache
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def is_plain(tensor: Any) -> bool:
@@ -85,10 +92,10 @@ def tensor_of(array: np.ndarray) -> Any:
     """Return a tensor on the memory of an array that torch has a dtype for."""
     import torch
 
-    if any(stride < 0 for stride in array.strides):  # torch has none of these
+    if array.ndim and min(array.strides) < 0:  # torch has none of these
         array = array.copy()
-    name = foreign_name(array.dtype) or ("bfloat16" if array.dtype.name == "bfloat16" else "")
-    if not name:
+    name = dtype_name(array.dtype)
+    if name in _SHARED_DTYPES:
         return torch.from_numpy(array)
     return torch.from_numpy(array.view(storage(array.dtype.itemsize))).view(getattr(torch, name))
 

@@ -99,7 +99,7 @@ class Comm:
     @property
     def total_rows(self) -> int:
         down = _called().lane.down
-        return int((down[:, Down.ROWS] * down[:, Down.PARTICIPATES]).sum())
+        return sum(rows for rows, runs in zip(down[:, Down.ROWS].tolist(), down[:, Down.PARTICIPATES].tolist()) if runs)
 
     def all_reduce(self, array: Any, op: str = "avg", *, weight: float | None = None, out: Any = None) -> Any:
         """Reduce ``array`` of all ranks; every rank gets the result.

@@ -121,8 +121,8 @@ class Replicated(Handle):
     """
 
     __slots__ = (
-        "__weakref__", "_fingerprints", "_is_behind", "_is_busy", "_is_touched", "_linked", "_lock", "_objects",
-        "_options", "_resident", "_runtime",
+        "__weakref__", "_fingerprints", "_glances", "_is_behind", "_is_busy", "_is_touched", "_linked", "_lock",
+        "_objects", "_options", "_resident", "_runtime",
     )  # fmt: skip
 
     def __init__(self, objects: Sequence[Any], options: _rank.Options, runtime: Runtime) -> None:
@@ -136,7 +136,7 @@ class Replicated(Handle):
             _rank.RankReplica(objects, options), name=name, dump=_rank.dump, load=_rank.load
         )
         self._reference = (_on_rank, (self._resident._reference[1][0],))
-        self._fingerprints = [_state.fingerprint(obj) for obj in objects]
+        self._note_seen([_state.fingerprint(obj) for obj in objects])
         self._linked = [obj for obj in objects if link(obj, self._refresh)]
         runtime._session.at_close.append(self._leave)
 
@@ -225,8 +225,12 @@ class Replicated(Handle):
             self._note_equal()
 
     def _note_equal(self) -> None:
-        self._fingerprints = [_state.fingerprint(obj) for obj in self._objects]
+        self._note_seen([_state.fingerprint(obj) for obj in self._objects])
         self._is_behind = self._is_touched = False
+
+    def _note_seen(self, fingerprints: list[dict[str, Any]]) -> None:
+        self._fingerprints = fingerprints
+        self._glances = [_state.Glance.of(obj) for obj in self._objects]
 
     @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
@@ -255,8 +259,7 @@ class Replicated(Handle):
     def _before_call(self, *, trains: bool) -> None:
         """Have the ranks see what the program has changed, and note that a step is about to make them differ."""
         with self._lock, self._busy():
-            pairs = zip(self._objects, self._fingerprints)
-            now = [_state.fingerprint(obj, None if self._is_touched else before) for obj, before in pairs]
+            now = [self._seen(index, obj) for index, obj in enumerate(self._objects)]
             self._is_touched = False
             if now != self._fingerprints:
                 if self._is_behind:
@@ -266,6 +269,16 @@ class Replicated(Handle):
             for obj in self._objects if trains else ():
                 if _state.is_optimizer(obj):
                     obj.__dict__["_opt_called"] = True  # what a scheduler that steps in the master looks at
+
+    def _seen(self, index: int, obj: Any) -> dict[str, Any]:
+        """Return the fingerprint of an object as it is now, which a glance spares most calls."""
+        before, glance = self._fingerprints[index], self._glances[index]
+        if glance is not None and not self._is_touched and glance.is_same():
+            return before
+        now = _state.fingerprint(obj, None if self._is_touched else before)
+        if now == before:
+            self._glances[index] = _state.Glance.of(obj)
+        return now
 
     def _push_changes(self, now: list[dict[str, Any]]) -> None:
         was = self._fingerprints
@@ -284,7 +297,7 @@ class Replicated(Handle):
             resident.check("push")
             state = _rank.as_bytes({"objects": changed})
             session.residents.restore(resident, state, next(session.numbers), session.deadline(None))
-        self._fingerprints = now
+        self._note_seen(now)
 
     def _leave(self) -> None:
         """The runtime is about to be closed: the objects are ordinary ones then, with what they have learned."""

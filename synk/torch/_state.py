@@ -10,6 +10,7 @@ import functools
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -236,6 +237,59 @@ def fingerprint(obj: Any, before: dict[str, Any] | None = None) -> dict[str, Any
     if _has_state_dict(obj):
         return {"state_dict": _marks(obj.state_dict())}
     return {"whole": pickle.dumps(obj, protocol=5)}
+
+
+class Glance:
+    """Tells in a few microseconds that a module or an optimizer is as it was, for a fingerprint to be taken as read.
+
+    Compares what ``fingerprint`` reads, but for the contents of tensors, and identities where it compares values: what
+    looks different may still have an equal fingerprint.
+    """
+
+    def __init__(self, obj: Any) -> None:
+        self._is_module = is_module(obj)
+        self._own = [each.__dict__ for each in _submodules(obj)] if self._is_module else [obj.__dict__]
+        self._found = self._find()
+        found = [each for _, each in tensors_of(obj)] if self._is_module else self._slots()
+        self._tensors = [each for each in found if isinstance(each, torch.Tensor)]
+        self._marks = self._read()
+
+    @staticmethod
+    def of(obj: Any) -> Glance | None:
+        """Return a glance at an object; None where it takes a fingerprint."""
+        return Glance(obj) if is_module(obj) or is_optimizer(obj) else None
+
+    def is_same(self) -> bool:
+        found = self._find()
+        return len(found) == len(self._found) and all(map(is_, found, self._found)) and self._read() == self._marks
+
+    def _find(self) -> list[Any]:
+        """Return the objects that make up this one."""
+        found: list[Any] = []
+        if self._is_module:
+            for own in self._own:
+                found.append(own["training"])
+                for table in ("_parameters", "_buffers", "_modules"):
+                    found += own[table].values()
+            return found
+        for group in self._own[0]["param_groups"]:
+            found += group
+            found += group["params"]
+        return found + self._slots()
+
+    def _slots(self) -> list[Any]:
+        """Return the numbers and the state of an optimizer."""
+        own = self._own[0]
+        slots = [value for group in own["param_groups"] for value in group.values()]
+        for state in own["state"].values():
+            slots += state.values()
+        return slots
+
+    def _read(self) -> list[Any]:
+        """Return what is another one after a tensor was written into, moved or frozen."""
+        if self._is_module:
+            return [(each._version, each.data_ptr(), each.dtype, each.requires_grad) for each in self._tensors]
+        return [each._version for each in self._tensors]
 
 
 def _digest(tensor: torch.Tensor) -> int:
