@@ -13,7 +13,7 @@ from synk._master.launched import Tried
 from synk._pure.dtypes import as_numbers, is_bfloat16
 from synk._pure.interrupts import is_from_handler
 from synk._pure.ops import REDUCE_OPS, Op, check_op, match_ops
-from synk._pure.partials import concatenate, reduce_into
+from synk._pure.partials import concatenate, join, reduce_into
 from synk._pure.show import Text
 from synk._pure.trees import flatten
 from synk._wire.control import Traits
@@ -254,6 +254,8 @@ def is_same(value: Any, serial: Any, tolerance: Tolerance) -> bool:
     """Whether two outputs are equal: numbers but for rounding, everything else by its own ``==``."""
     if value is _MISSING:
         return False
+    if type(value) is list and type(serial) is list:  # the objects of rows
+        return len(value) == len(serial) and all(map(lambda a, b: is_same(a, b, tolerance), value, serial))
     if _is_number(value) and _is_number(serial):
         a, b = np.asarray(value), np.asarray(serial)
         return a.shape == b.shape and tolerance.allows(a, b)
@@ -282,6 +284,8 @@ def combine(op: str, parts: Sequence[Any], rows: Sequence[int]) -> Any:
     """Return the values of all ranks combined by ``op``, or nothing that equals anything where that has no meaning."""
     if op == "first":
         return parts[0] if parts else _MISSING
+    if op == "gather" and parts and all(type(part) is list for part in parts):
+        return join(parts, None)
     if not parts or not all(isinstance(part, (np.ndarray, np.generic, int, float, complex)) for part in parts):
         return _MISSING
     arrays = [np.ascontiguousarray(part) if np.ndim(part) else np.asarray(part) for part in parts]

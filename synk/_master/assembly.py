@@ -1,4 +1,7 @@
-"""From the outputs of all ranks to the result of a call: agreement, small reductions, places of large outputs."""
+"""From the outputs of all ranks to the result of a call: agreement, small reductions, places of large outputs.
+
+In one file because all of it is one class: what was agreed decides where each output lies and how it is combined.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import numpy as np
 from synk._pure.agreement import MISSING, agreed
 from synk._pure.dtypes import describe_dtype
 from synk._pure.ops import Op, is_reducible, match_ops, wanted_leaves
-from synk._pure.partials import Reduction, concatenate, equal_reduction, finished, reduce_into
+from synk._pure.partials import Reduction, concatenate, equal_reduction, finished, join, reduce_into
 from synk._pure.ranges import LINE_NBYTES, block_bounds, chunk_bounds, round_up
 from synk._pure.tensors import tensor_of
 from synk._pure.trees import flatten, unflatten
@@ -137,7 +140,9 @@ class Assembly:
             raise CollectiveMismatch(
                 f"cannot combine the outputs of {self.name!r}: got {got}, expected one structure on all ranks. Tuples, "
                 "lists and dicts are taken apart, with op None as well: return what differs as one object of another "
-                "class, such as a deque or a dataclass, or None on some ranks under op None."
+                "class, such as a deque or a dataclass, or None on some ranks under op None. A list with an object for "
+                'each row is joined with those of the other ranks under outputs="gather"; of numbers np.array(list) is '
+                "an array, under any op."
             )
         return found
 
@@ -308,6 +313,9 @@ class Assembly:
             return self._reduced(leaf, str(self._rank_ops[leaf]), weights, root)
         items = [layout.leaves[leaf] for layout in self.layouts]
         if op == "gather":
+            if items[0].dtype is None:
+                self._check_order(leaf, sum(map(len, parts)), order)
+                return join(parts, order)
             return self._gathered(leaf, items, root, order)
         count = 1 if op == "first" else len(items)
         values = [
@@ -339,6 +347,13 @@ class Assembly:
         reduce_into(op, views, weights, out)  # type: ignore[arg-type]
         return out if item.shape else out[()]
 
+    def _check_order(self, leaf: int, num_rows: int, order: np.ndarray | None) -> None:
+        if order is not None and len(order) != num_rows:
+            raise CollectiveMismatch(
+                f"cannot gather output {leaf} of {self.name!r}: got {num_rows} rows for {len(order)} selected "
+                "ones, expected one output row per input row where batch picks rows of sharded variables."
+            )
+
     def _gathered(self, leaf: int, items: list[Leaf], root: np.ndarray | None, order: np.ndarray | None) -> Any:
         if (leaf, -1) not in self._places:
             result = concatenate([view for row in self._views if (view := row[leaf]) is not None])
@@ -353,12 +368,8 @@ class Assembly:
                 if view is not None:  # small parts lie in the slots, large ones are in place
                     result[start : start + item.shape[0]] = view
                 start += item.shape[0]
+        self._check_order(leaf, len(result), order)
         if order is not None:
-            if len(order) != len(result):
-                raise CollectiveMismatch(
-                    f"cannot gather output {leaf} of {self.name!r}: got {len(result)} rows for {len(order)} selected "
-                    "ones, expected one output row per input row where batch picks rows of sharded variables."
-                )
             ordered = np.empty_like(result)
             ordered[order] = result
             return ordered

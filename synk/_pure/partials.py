@@ -201,6 +201,8 @@ class Accumulator:
         if self.op is None:
             return self._parts
         if self.op == "gather":
+            if all(isinstance(part, list) for part in self._parts):
+                return join(self._parts, None)
             if all(_is_on_host(part) for part in self._parts):
                 return concatenate(self._parts)
             return self._xp.concatenate([self._xp.asarray(part) for part in self._parts])
@@ -224,6 +226,23 @@ def concatenate(parts: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate(parts)
     out = np.empty((sum([len(part) for part in parts]), *parts[0].shape[1:]), dtype)
     return np.concatenate(parts, out=out)
+
+
+def join(parts: Sequence[list[Any]], order: np.ndarray | None) -> list[Any]:
+    """Join lists. Row k goes to position ``order[k]``; None: they are in order.
+
+    Examples
+    --------
+    >>> join([["a", "b"], ["c"]], np.array([2, 0, 1]))
+    ['b', 'c', 'a']
+    """
+    rows = [row for part in parts for row in part]
+    if order is None:
+        return rows
+    ordered: list[Any] = [None] * len(rows)
+    for position, row in zip(order, rows):
+        ordered[position] = row
+    return ordered
 
 
 def _is_on_host(value: Any) -> bool:

@@ -16,7 +16,7 @@ from synk._worker.large_outputs import LargeOutputs
 from synk._worker.ownership import own
 from synk._worker.plans import LoadedFunction, OutputSlots, PreparedPlan, is_plain_output
 from synk._worker.slots import NO_VIEW, Slots
-from synk._worker.values import Object, Partial, array_or_object
+from synk._worker.values import Object, Partial, array_or_object, take_lists
 from synk._worker.variables import VariableStore
 from synk.backends import Backend
 from synk.errors import SharedMemoryError
@@ -72,6 +72,8 @@ class Outputs:
             return Status.DONE, None
         function = prepared.function
         subset = prepared.plan.output_subset
+        if function.lists is not None:
+            result = take_lists(result, function.lists)
         values, structure = flatten(result)
         if prepared.layout is None or structure != prepared.structure:
             skeleton = skeleton_of(structure, len(values))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.ops import Op
+from synk._pure.ops import Op, each_op
 from synk._pure.tensors import is_tensor
 from synk._pure.trees import flatten
 from synk._wire.memory import Segment
@@ -39,6 +39,7 @@ class LoadedFunction:
         self.fn = Changing(fn, changes) if changes else Reading(fn, modules, name) if modules else fn
         self.name = name
         self.outputs = outputs
+        self.lists = outputs if "gather" in each_op(outputs) else None  # also on trial, where no op combines anything
         self.updates = updates
         self.to_framework: Callable[[Any], Any] | None = None
         self.from_framework: Callable[[Any], Any] | None = None

@@ -9,7 +9,7 @@ from synk._pure.ops import Op, is_reducible, match_ops
 from synk._pure.partials import Accumulator
 from synk._pure.trees import flatten, skeleton_of, unflatten
 from synk._worker.plans import LoadedFunction
-from synk._worker.values import Object, Partial, array_or_object, as_object, as_returned, snapshot
+from synk._worker.values import Object, Partial, array_or_object, as_object, as_returned, snapshot, take_lists
 from synk.backends import Backend
 
 
@@ -37,6 +37,8 @@ def run_slices(
     were_tensors: list[bool] = []
     for start, stop in bounds:
         result = call(start, stop)
+        if function.lists is not None:
+            result = take_lists(result, function.lists)
         values, got_structure = flatten(result)
         if structure is None:
             structure = got_structure
@@ -54,7 +56,8 @@ def run_slices(
             value = snapshot(backend, value, position, function)
             if callable(ops[position]):
                 value = as_returned(as_object(backend, value), were_tensors[position])
-            accumulator.add(value, stop - start)
+            is_list = ops[position] == "gather" and isinstance(value, Object)
+            accumulator.add(value.value if is_list else value, stop - start)
         if function.to_framework is not None:  # the next slice sees the inputs as they were
             take_back(start, stop)
     totals = []
@@ -63,6 +66,8 @@ def run_slices(
         total = accumulator.partial() if is_partial else accumulator.result()
         if op is None:
             total = Object([as_returned(as_object(backend, part), was_tensor) for part in total])
+        elif op == "gather" and isinstance(total, list):
+            total = Object(total)
         elif was_tensor and function.to_framework is not None and not callable(op):
             total = function.to_framework(total)
         totals.append(Partial(total, accumulator.dtype) if is_partial else total)

@@ -39,6 +39,26 @@ class Partial:
         self.dtype = dtype
 
 
+def take_lists(result: Any, outputs: Any) -> Any:
+    """Return a result in which each list under op ``"gather"`` is one output: the objects of the rank's rows.
+
+    A list is rows, as among the arguments, and a tuple is structure; so is a list that has a list of ops.
+    """
+    if outputs == "gather" and type(result) is list:
+        return Object(result)
+    if isinstance(outputs, (tuple, list)) and isinstance(result, (tuple, list)) and len(outputs) == len(result):
+        parts: Any = outputs
+    elif isinstance(outputs, str) and isinstance(result, tuple):
+        parts = [outputs] * len(result)
+    elif isinstance(result, dict):
+        ops = outputs if isinstance(outputs, dict) else dict.fromkeys(result, outputs)
+        return type(result)({key: take_lists(part, ops.get(key)) for key, part in result.items()})
+    else:
+        return result
+    made = [take_lists(part, op) for part, op in zip(result, parts)]
+    return type(result)(*made) if hasattr(result, "_fields") else type(result)(made)
+
+
 def array_or_object(backend: Backend, value: Any, op: Op, position: int, function: LoadedFunction) -> Any:
     """Return an output as an array of the backend where it is one, checked against its op."""
     if isinstance(value, Object):
@@ -53,14 +73,19 @@ def array_or_object(backend: Backend, value: Any, op: Op, position: int, functio
     if array is None:
         if op is None or op == "first" or callable(op):
             return Object(value) if isinstance(value, np.ndarray) else value
+        hint = "Use op None to get one object per rank."
+        if op == "gather":
+            hint = "Return a list with an object for each row, or np.array(list); op None gives one object per rank."
         raise TypeError(
-            f"cannot apply op {op!r} to {what}: got {_kind_of(value)}, expected an array of numbers or a number. "
-            "Use op None to get one object per rank."
+            f"cannot apply op {op!r} to {what}: got {_kind_of(value)}, expected an array of numbers or a number. {hint}"
         )
     if is_reducible(op):
         check_op(str(op), array.dtype, what)
     elif op == "gather" and array.ndim == 0:
-        raise ValueError(f"cannot gather {what}: got a single number, expected an array with rows on axis 0.")
+        raise ValueError(
+            f"cannot gather {what}: got a single number, expected an array with rows on axis 0, or a list with an "
+            "object for each row. Return np.array(list) or the list, not a tuple of values."
+        )
     return array
 
 
