@@ -38,7 +38,7 @@ def asks(handler: ast.ExceptHandler) -> bool:
     if isinstance(last, ast.Raise) and (last.exc is None or ast.unparse(last.exc) == handler.name):
         return True
     return any(
-        isinstance(node, ast.Name) and node.id in ("is_from_handler", "_is_foreign") for node in ast.walk(handler)
+        isinstance(node, ast.Name) and node.id in ("is_from_handler", "is_foreign") for node in ast.walk(handler)
     )
 
 

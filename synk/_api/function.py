@@ -1,9 +1,13 @@
-"""``Function``: what the user calls. Checks the options and runs the verbs; what calls know of it is its ``Callee``."""
+"""``Function``: what the user calls. Checks the options and runs the verbs; what calls know of it is its ``Callee``.
+
+In one file because it is one class: all that can be done with a function, each verb a few lines.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, ParamSpec, overload
 
 from synk._api.data import Data, make_data
@@ -14,8 +18,11 @@ from synk._api.options import (
     check_slices,
     check_subset,
     check_updates,
+    one_per_input,
     partial_name,
 )
+from synk._api.progress import with_progress
+from synk._api.stream import arguments, blocks, check_batch_size, stream
 from synk._api.verify import Report, Tolerance, verify
 from synk._master.call import CallOptions
 from synk._master.callee import Callee, FunctionHandle
@@ -305,6 +312,71 @@ class Function(FunctionHandle, Generic[P]):
         with session.entered(f"submit {self.name!r}"):
             return session.queue.submit(function._callee, args, kwargs, options, session.deadline(options.timeout))
 
+    def stream(self, batches: Iterable[Any], *, progress: bool = False) -> Iterator[Any]:
+        """Call the function for each batch of an iterable, and return an iterator over the results, in order.
+
+        Calls are submitted ahead: while you work with a result the workers are at the next batch, and the one after it
+        is on its way. At most three batches are ahead of you, so the iterable may be endless.
+
+        Parameters
+        ----------
+        batches : iterable
+            A tuple or a list, as a data loader gives it, holds the arguments of a call; anything else (an array, a
+            dict) is the one argument.
+        progress : bool
+            Show a bar, by tqdm (``pip install "synkhronos[progress]"``).
+
+        Returns
+        -------
+        iterator
+            Raises, behind the results before it, what a call or the iterable raised, with a note that names the batch.
+            Work begins with the first result that is asked for.
+
+        Examples
+        --------
+        >>> import numpy as np, synk
+        >>> with synk.fork(2):
+        ...     total = synk.function(lambda x: x.sum(), outputs="sum")
+        ...     [int(value) for value in total.stream(np.full(4, k) for k in range(3))]
+        [0, 4, 8]
+        """
+        refuse_inside_worker(f"stream {self.name!r}")
+        if not isinstance(batches, Iterable):
+            raise TypeError(
+                f"cannot stream {self.name!r}: got {type(batches).__name__}, expected an iterable of batches."
+            )
+        results = stream(lambda batch: self.submit(*arguments(batch)), self.name, iter(batches))
+        return with_progress(results, self.name, operator.length_hint(batches)) if progress else results
+
+    def rows(self, /, *args: Any, batch_size: int, progress: bool = False, **kwargs: Any) -> Iterator[Any]:
+        """Call the function for consecutive blocks of rows, and return an iterator over the results, in order.
+
+        For arrays that are too large for one call, as memory-mapped files: no more than three blocks are in memory. The
+        calls are submitted ahead, as by :meth:`stream`.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            As for a call. Scattered arguments have one number of rows; what is broadcast is passed whole to each call.
+        batch_size : int
+            Rows in a block; the last one may have fewer.
+        progress : bool
+            As for :meth:`stream`.
+
+        Examples
+        --------
+        >>> import numpy as np, synk
+        >>> with synk.fork(2):
+        ...     total = synk.function(lambda x: x.sum(), outputs="sum")
+        ...     [float(value) for value in total.rows(np.arange(10.0), batch_size=4)]
+        [6.0, 22.0, 17.0]
+        """
+        refuse_inside_worker(f"stream {self.name!r}")
+        size = check_batch_size(batch_size, self.name)
+        num_blocks, calls = blocks(self._callee.signature.bind(args, kwargs), size, self.name)
+        results = stream(lambda call: self.submit(*call[0], batch=call[2], **call[1]), self.name, calls)
+        return with_progress(results, self.name, num_blocks) if progress else results
+
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         function = self._renewed()
         if function is not self:
@@ -336,10 +408,26 @@ class Function(FunctionHandle, Generic[P]):
             return callee.session
         return current_session()
 
-    def build_inputs(self, *arrays: Any, minibatch: bool = False) -> tuple[Data, ...]:
-        """Return one :class:`synk.Data` per array, for the parameters in order."""
+    def build_inputs(
+        self, *arrays: Any, minibatch: Any = False, name: Any = None, dtype: Any = None
+    ) -> tuple[Data, ...]:
+        """Return one :class:`synk.Data` per array, for the parameters in order.
+
+        Parameters
+        ----------
+        *arrays : array-like
+        minibatch, name, dtype
+            As for :func:`synk.data`: one for all, or a list or tuple with one for each array.
+
+        Raises
+        ------
+        ValueError
+            If a list has another length.
+        """
         session = self._bound_session()
-        return tuple(make_data(session, array, minibatch=minibatch) for array in arrays)
+        options = {"minibatch": minibatch, "name": name, "dtype": dtype}
+        each = one_per_input(options, len(arrays), self.name)
+        return tuple(make_data(session, array, **own) for array, own in zip(arrays, each))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         # As a decorator on a method: the instance becomes a broadcast argument, which is rarely meant.

@@ -267,19 +267,20 @@ class Runtime:
             for variable in listed:
                 collectives.all_reduce(self._session, variable, op)
 
-    def set_value(self, variable: Shared, value: Any, rank: int | None = None, batch: Any = None) -> None:
+    def set_value(self, variables: Any, values: Any, rank: int | None = None, batch: Any = None) -> None:
         """Set the value of one rank, or of all; see :func:`synk.set_value`."""
-        (listed,) = self._list("set_value", variable)
+        listed = self._list("set_value", variables)
         with self._session.entered("set_value"):
             self._session.begin("set_value")
-            collectives.set_value(self._session, listed, value, rank, batch)
+            collectives.set_values(self._session, variables, listed, values, rank, batch)
 
-    def get_value(self, variable: Shared, rank: int = 0) -> Any:
+    def get_value(self, variables: Any, rank: int = 0) -> Any:
         """Return a copy of the value of one rank; see :func:`synk.get_value`."""
-        (listed,) = self._list("get_value", variable)
+        listed = self._list("get_value", variables)
         with self._session.entered("get_value"):
             self._session.begin("get_value")
-            return collectives.get_value(self._session, listed, rank)
+            values = [collectives.get_value(self._session, variable, rank) for variable in listed]
+        return values[0] if isinstance(variables, Shared) else values
 
     def get_lengths(self, variables: Any) -> Any:
         """Return the rows on each rank; see :func:`synk.get_lengths`."""

@@ -60,7 +60,7 @@ class Shared(VariableHandle):
             if self.is_sharded:
                 collectives.scatter(session, variable, *collectives.check_scatter(variable, value, None))
             else:
-                collectives.set_value(session, variable, value, None, None)
+                collectives.set_values(session, variable, [variable], value, None, None)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return value_as_array(self, self._variable.structure, dtype, copy)

@@ -296,14 +296,24 @@ def all_reduce(variables: Any, op: str = "avg") -> None:
     current().all_reduce(variables, op)
 
 
-def set_value(variable: Shared, value: Any, rank: int | None = None, batch: Any = None) -> None:
-    """Set the value of one rank, or of all ranks where ``rank`` is None; ``batch`` picks rows of ``value``."""
-    current().set_value(variable, value, rank, batch)
+def set_value(variables: Any, values: Any, rank: int | None = None, batch: Any = None) -> None:
+    """Set the value of one rank, or of all ranks where ``rank`` is None.
+
+    Parameters
+    ----------
+    variables : Shared or sequence of Shared
+    values : value or sequence of values
+        One for each variable.
+    rank : int, optional
+    batch : int, slice, sequence of int or bool mask, optional
+        Which rows of ``values``.
+    """
+    current().set_value(variables, values, rank, batch)
 
 
-def get_value(variable: Shared, rank: int = 0) -> Any:
-    """Return a copy of the value of one rank."""
-    return current().get_value(variable, rank)
+def get_value(variables: Any, rank: int = 0) -> Any:
+    """Return a copy of the value of one rank; of a sequence of variables, a list of them."""
+    return current().get_value(variables, rank)
 
 
 def get_lengths(variables: Any) -> Any:

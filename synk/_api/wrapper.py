@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 from synk._api.data import Data
@@ -34,6 +34,17 @@ class WrappedCall:
             self._finish = None
         return self._value
 
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._arrive().__await__()
+
+    async def _arrive(self) -> Any:
+        await self._call
+        return self.result()
+
+    def add_done_callback(self, fn: Callable[[WrappedCall], Any]) -> None:
+        """Have ``fn(call)`` called once the call has ended; as :meth:`synk.PendingCall.add_done_callback`."""
+        self._call.add_done_callback(lambda _: fn(self))
+
     def done(self) -> bool:
         """Return whether the call has ended, well or not; never waits for it."""
         return self._call.done()
@@ -45,7 +56,8 @@ class WrappedCall:
 class FunctionWrapper:
     """The base of a class whose objects are called like the function that they wrap.
 
-    Whatever a function has they have: calls with all options, ``serial``, ``submit``, ``verify``, ``build_inputs``. A
+    Whatever a function has they have: calls with all options, ``serial``, ``submit``, ``stream``, ``rows``, ``verify``,
+    ``build_inputs``. A
     derived class says in :meth:`finish` what becomes of a result.
 
     Parameters
@@ -98,6 +110,16 @@ class FunctionWrapper:
         """As :meth:`synk.Function.verify`, which compares what the wrapped function returns."""
         return self.function.verify(*args, **options)
 
-    def build_inputs(self, *arrays: Any, minibatch: bool = False) -> tuple[Data, ...]:
+    def stream(self, batches: Iterable[Any], **options: Any) -> Iterator[Any]:
+        """As :meth:`synk.Function.stream`; each result is finished when it is asked for."""
+        results = self.function.stream(batches, **options)
+        return (self.finish(result) for result in results)
+
+    def rows(self, /, *args: Any, **options: Any) -> Iterator[Any]:
+        """As :meth:`synk.Function.rows`; each result is finished when it is asked for."""
+        results = self.function.rows(*args, **options)
+        return (self.finish(result) for result in results)
+
+    def build_inputs(self, *arrays: Any, **options: Any) -> tuple[Data, ...]:
         """As :meth:`synk.Function.build_inputs`."""
-        return self.function.build_inputs(*arrays, minibatch=minibatch)
+        return self.function.build_inputs(*arrays, **options)

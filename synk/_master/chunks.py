@@ -16,6 +16,7 @@ from synk._master.callee import Callee
 from synk._master.device_values import check_not_lost
 from synk._master.failures import rebuild
 from synk._master.item_pickles import ArrayCopy
+from synk._master.outcomes import is_foreign
 from synk._master.requests import Request
 from synk._master.session import Session
 from synk._pure.interrupts import is_from_handler, num_cancels
@@ -217,7 +218,7 @@ class Chunks:
                 workers.pump()
         except BaseException as error:
             self._lose(error)
-            if not isinstance(error, Exception) or is_from_handler(error):
+            if is_foreign(error):
                 raise
         self._sort()
 
@@ -298,7 +299,7 @@ class Chunks:
                 is_answered = self._session.workers.wait_until(request, deadline)
             except BaseException as error:
                 self._lose(error)
-                if not isinstance(error, Exception) or is_from_handler(error):
+                if is_foreign(error):
                     raise
             self._sort()
             if not is_answered:

@@ -39,17 +39,19 @@ def pair(variables: Any, listed: Sequence[Variable], values: Any) -> list[tuple[
     """
     if values is None:
         return [(variable, None) for variable in listed]
-    if not isinstance(variables, (list, tuple)):
-        pairs = [(listed[0], values)]
-    elif not isinstance(values, (list, tuple)) or len(values) != len(listed):
-        raise ValueError(
-            f"cannot set {len(listed)} variables: got {type(values).__name__}, expected one value for each."
-        )
-    else:
-        pairs = list(zip(listed, values))
+    pairs = _paired(variables, listed, values)
     for variable, value in pairs:
         variable.check(value.data if isinstance(value, DataHandle) else value)
     return pairs
+
+
+def _paired(variables: Any, listed: Sequence[Variable], values: Any) -> list[tuple[Variable, Any]]:
+    if not isinstance(variables, (list, tuple)):
+        return [(listed[0], values)]
+    if not isinstance(values, (list, tuple)) or len(values) != len(listed):
+        got = f"{len(values)} values" if isinstance(values, (list, tuple)) else type(values).__name__
+        raise ValueError(f"cannot set {len(listed)} variables: got {got}, expected one value for each.")
+    return list(zip(listed, values))
 
 
 def _do(session: Session, variable: Variable, steps: dict[int, list[Step]], extra: Sequence[Segment] = ()) -> None:
@@ -94,19 +96,24 @@ def broadcast(session: Session, variable: Variable, value: Any = None) -> None:
     variable.unite(is_new=value is not None)
 
 
-def set_value(session: Session, variable: Variable, value: Any, rank: int | None, batch: Any) -> None:
-    """Set the value of ``rank``, or of all ranks; ``batch`` picks rows of ``value``."""
-    if batch is not None:
-        value = _map_rows(variable, value, batch)
-    if rank is not None:
-        _check_rank(session, rank)
-    arrays = variable.check(value, rank or 0)
-    if rank is None:
-        broadcast(session, variable, value)
-        return
-    for target, source in zip(variable.back(rank, shapes_of(arrays)), arrays):
-        copy_into(target, source)
-    variable.flip([rank])
+def set_values(
+    session: Session, variables: Any, listed: Sequence[Variable], values: Any, rank: int | None, batch: Any
+) -> None:
+    """Set the values of ``rank``, or of all ranks, where all of them fit; ``batch`` picks rows of ``values``."""
+    checked = []
+    for variable, value in _paired(variables, listed, values):
+        if batch is not None:
+            value = _map_rows(variable, value, batch)
+        if rank is not None:
+            _check_rank(session, rank)
+        checked.append((variable, value, variable.check(value, rank or 0)))
+    for variable, value, arrays in checked:
+        if rank is None:
+            broadcast(session, variable, value)
+            continue
+        for target, source in zip(variable.back(rank, shapes_of(arrays)), arrays):
+            copy_into(target, source)
+        variable.flip([rank])
 
 
 def _map_rows(variable: Variable, value: Any, batch: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 from synk._master.launched import Launched
@@ -11,6 +12,8 @@ from synk._master.quiet import QuietCall
 from synk._master.replies import collecting
 from synk._master.session import Session
 from synk._master.workers import Request
+from synk._pure.arrivals import wait_readable
+from synk._pure.interrupts import is_from_handler
 from synk._pure.show import table
 from synk._wire.messages import Reply
 from synk.errors import CallCancelled, ClosedError
@@ -18,6 +21,8 @@ from synk.errors import CallCancelled, ClosedError
 Steps = Generator["Request", dict[int, Reply], Any]
 
 _logger = logging.getLogger("synk")
+
+_PAUSE_S = 0.001
 
 
 class Collector(Protocol):
@@ -29,12 +34,17 @@ class Collector(Protocol):
     def look(self) -> None:
         """Take in what has ended, without waiting for anything."""
 
+    def descriptors(self) -> list[int]:
+        """Return what tells of workers that have answered, or died."""
+
     def note_failed(self, pending: PendingCall) -> None:
         """Remember it where later calls must not be taken for the next step."""
 
 
 class PendingCall:
     """A call that was submitted, and its result once it is there. Made by :meth:`synk.Function.submit`.
+
+    In a coroutine of asyncio ``await call`` is its result: other tasks go on until it is there.
 
     Attributes
     ----------
@@ -68,6 +78,7 @@ class PendingCall:
         self._error: BaseException | None = None
         self._unasked: _Unasked | None = None
         self._changes: frozenset[Any] = frozenset()  # resident objects
+        self._callbacks: deque[Callable[[PendingCall], Any]] | None = None
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the call to end and return its result.
@@ -97,6 +108,47 @@ class PendingCall:
             raise BaseException.with_traceback(error, None)  # not those of earlier times
         finally:
             del self, error  # the traceback holds this frame
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._arrive().__await__()
+
+    async def _arrive(self) -> Any:
+        """Return the result as soon as it is there; other tasks of the event loop run meanwhile."""
+        import asyncio  # takes 30 ms, and whoever is here has it
+
+        while not self.done():
+            await wait_readable(self._queue.descriptors)
+            if not self.done():  # what came is for another call, or another thread holds the runtime
+                await asyncio.sleep(_PAUSE_S)
+        return self.result()
+
+    def add_done_callback(self, fn: Callable[[PendingCall], Any]) -> None:
+        """Have ``fn(call)`` called once the call has ended, at once where it has.
+
+        No thread waits for calls, so it is called by whatever learns of the end: ``result``, ``done``, ``await``, or
+        the next operation of the runtime. This one is not over then, so ``fn`` cannot use the runtime itself: let it
+        set an event, or fill a queue. What it raises is logged.
+        """
+        if self._callbacks is None:
+            self._callbacks = deque()
+        self._callbacks.append(fn)  # first: another thread may end the call now
+        if self._launched is None:
+            self._call_back()
+
+    def _call_back(self) -> None:
+        while self._callbacks:
+            try:
+                fn = self._callbacks.popleft()  # each once, whatever thread is here too
+            except IndexError as error:
+                if is_from_handler(error):
+                    raise
+                return
+            try:
+                fn(self)
+            except Exception as error:
+                if is_from_handler(error):
+                    raise
+                _logger.exception("a callback of the call of %r failed", self.name)
 
     def done(self) -> bool:
         """Return whether the call has ended, well or not; never waits for it."""
@@ -132,6 +184,8 @@ class PendingCall:
                 self._queue.note_failed(self)
         self._value, self._error = value, error
         self._launched = self._quiet = self._steps = self._request = None
+        if self._callbacks:
+            self._call_back()
 
     @property
     def _state(self) -> str:

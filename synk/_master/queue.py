@@ -5,7 +5,6 @@ At most ``NUM_LANES`` are under way. Everything else that a runtime does begins 
 
 from __future__ import annotations
 
-import copy
 import os
 import time
 import weakref
@@ -17,6 +16,7 @@ from synk._master.call import CallOptions, abandon, launch
 from synk._master.callee import Callee
 from synk._master.launched import Launched
 from synk._master.ordinary import prepare
+from synk._master.outcomes import cancelled, is_foreign, outcome
 from synk._master.pending import PendingCall, Steps
 from synk._master.quiet import NOT_QUIET
 from synk._master.replies import collecting
@@ -30,7 +30,7 @@ from synk._pure.nested import holds
 from synk._wire.cell import cell
 from synk._wire.control import NUM_LANES
 from synk._wire.memory import Segment
-from synk.errors import CallCancelled, CallTimeout, ClosedError, WorkerDied
+from synk.errors import CallCancelled, CallTimeout, ClosedError
 
 
 class Queue:
@@ -232,7 +232,7 @@ class Queue:
             if not self._step_oldest(until):
                 return
         if pending._launched is not None:
-            pending._end(None, _cancelled(pending, None))
+            pending._end(None, cancelled(pending, None))
 
     def look(self) -> None:
         """Take in what has ended, without waiting for anything."""
@@ -249,10 +249,15 @@ class Queue:
             self._session.workers.pump()
         except BaseException as error:
             self._end_lost(error)
-            if _is_foreign(error):
+            if is_foreign(error):
                 raise
         while self.calls and ((request := self.calls[0]._request) is None or not request.pending):
             self._step_oldest(None)
+
+    def descriptors(self) -> list[int]:
+        """Return what tells of workers that have answered, or died."""
+        workers = self._session.workers.by_rank
+        return [int(fd) for worker in workers for fd, kind in worker.process.watched() if kind != "output"]
 
     def release(self, segment: Segment) -> None:
         """Wait for the calls that read ``segment``, which is about to be changed."""
@@ -307,7 +312,7 @@ class Queue:
         except BaseException as error:
             session.workers.recovery.settle_after(error)
             self._on_error(pending, quiet.hand_over(launched.function), None, quiet, error)
-            if _is_foreign(error):
+            if is_foreign(error):
                 raise
             return True
         if value is NOT_QUIET:
@@ -326,7 +331,7 @@ class Queue:
         launched, steps, request = pending._launched, pending._steps, pending._request
         if launched is None or steps is None or request is None or pending._is_stepping or request.is_lost:
             if launched is not None:  # an interrupt has broken this off
-                pending._end(None, _cancelled(pending, None))
+                pending._end(None, cancelled(pending, None))
             self.calls.popleft()
             return True
         try:
@@ -341,7 +346,7 @@ class Queue:
                 prepare(session, launched)
             else:
                 self._on_error(pending, launched, steps, request, error)
-                if _is_foreign(error):
+                if is_foreign(error):
                     raise
         if pending._launched is None and self.calls and self.calls[0] is pending:
             self.calls.popleft()
@@ -356,45 +361,19 @@ class Queue:
             return
         if steps is not None:
             steps.close()
-        outcome = _outcome(pending, error)
+        ended_by = outcome(pending, error)
         try:
             abandon(self._session, launched, error)
         except ClosedError as closed:  # by another thread: what it broke inside says nothing to the user
-            outcome = closed
+            ended_by = closed
         if pending._launched is not None:
-            pending._end(None, outcome)
+            pending._end(None, ended_by)
 
     def _end_lost(self, error: BaseException) -> None:
         """After ``error``: end the calls that it has taken along."""
         for pending in list(self.calls):
             if pending._request is not None and pending._request.is_lost:
-                pending._end(None, _outcome(pending, error))
+                pending._end(None, outcome(pending, error))
             elif pending._request is not None and pending._request.is_cut:
                 pending._trouble = pending._trouble or error
         self.calls = deque(pending for pending in self.calls if pending._launched is not None)
-
-
-def _is_foreign(error: BaseException) -> bool:
-    """Whether ``error`` is about no call: it comes from a signal handler, and belongs to what the main thread does."""
-    return not isinstance(error, Exception) or is_from_handler(error)
-
-
-def _outcome(pending: PendingCall, error: BaseException) -> BaseException:
-    """Return what a call raises that ``error`` has ended."""
-    request = pending._request
-    if request is not None and request.error is not None:
-        return request.error
-    if isinstance(error, CallCancelled):
-        error = pending._trouble or error
-    if isinstance(error, (WorkerDied, ClosedError)):
-        return copy.copy(error)
-    if isinstance(error, CallTimeout) or _is_foreign(error):
-        return _cancelled(pending, error)
-    return error
-
-
-def _cancelled(pending: PendingCall, error: BaseException | None) -> CallCancelled:
-    why = f"together with another: {error}" if isinstance(error, Exception) else "by an interrupt."
-    cancelled = CallCancelled(f"the call of {pending.name!r} was ended {why} Submit it again.")
-    cancelled.__cause__ = error
-    return cancelled

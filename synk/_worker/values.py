@@ -73,11 +73,10 @@ def array_or_object(backend: Backend, value: Any, op: Op, position: int, functio
     if array is None:
         if op is None or op == "first" or callable(op):
             return Object(value) if isinstance(value, np.ndarray) else value
-        hint = "Use op None to get one object per rank."
-        if op == "gather":
-            hint = "Return a list with an object for each row, or np.array(list); op None gives one object per rank."
+        rows = "Return a list with an object for each row, or np.array(list). " if op == "gather" else ""
         raise TypeError(
-            f"cannot apply op {op!r} to {what}: got {_kind_of(value)}, expected an array of numbers or a number. {hint}"
+            f"cannot apply op {op!r} to {what}: got {_kind_of(value)}, expected an array of numbers or a number. "
+            f"{rows}Use op None to get one object per rank."
         )
     if is_reducible(op):
         check_op(str(op), array.dtype, what)

@@ -1,0 +1,152 @@
+"""Calls over an iterable of batches: submitted ahead, their results in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from synk._api.data import Data
+from synk._api.shared import Shared
+from synk._pure.interrupts import is_from_handler
+from synk._pure.nested import build, is_nested, take_apart
+from synk._wire.control import NUM_LANES
+from synk.errors import add_note
+
+BoundArguments = Sequence[tuple[str, str, bool, Any]]
+"""Label, keyword, whether it is broadcast, and value of each argument."""
+
+Block = tuple[tuple[Any, ...], dict[str, Any], slice | None]
+"""Arguments, keywords and ``batch`` of a call."""
+
+
+class Submitted(Protocol):
+    """A submitted call, as far as a stream is concerned."""
+
+    def result(self) -> Any:
+        """Wait for it and return its result."""
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+
+
+def stream(submit: Callable[[Any], Submitted], name: str, batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield the result for each of ``batches``; see :meth:`synk.Function.stream`."""
+    calls: deque[Submitted] = deque()
+    error: Exception | None = None
+    number = 0  # of the batch whose result comes next
+    is_at_end = False
+    while calls or not is_at_end:
+        if not is_at_end:
+            try:
+                calls.append(submit(next(batches)))
+            except StopIteration:
+                is_at_end = True
+            except Exception as raised:  # by the iterable, or bad input: behind the results before it
+                if is_from_handler(raised):
+                    raise
+                is_at_end, error = True, raised
+        while calls and (is_at_end or len(calls) == NUM_LANES or calls[0].done()):
+            yield _result(calls, name, number)
+            number += 1
+    if error is not None:
+        raise error
+
+
+def arguments(batch: Any) -> tuple[Any, ...]:
+    """Return the arguments that a batch stands for: a tuple or list of a data loader is one for each."""
+    return tuple(batch) if type(batch) in (tuple, list) else (batch,)
+
+
+def _result(calls: deque[Submitted], name: str, number: int) -> Any:
+    """Return the result of the oldest call; where it has failed the others end before it is told."""
+    try:
+        return calls.popleft().result()
+    except Exception as error:
+        if not is_from_handler(error):
+            add_note(error, f"for batch {number} of the stream of {name!r}")
+            for call in calls:  # nobody will ask for their results
+                _settle(call)
+        raise
+
+
+def _settle(call: Submitted) -> None:
+    try:
+        call.result()
+    except Exception as error:
+        if is_from_handler(error):
+            raise
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def check_batch_size(batch_size: Any, name: str) -> int:
+    is_integer = isinstance(batch_size, (int, np.integer)) and not isinstance(batch_size, bool)
+    if not is_integer or batch_size < 1:
+        raise ValueError(
+            f"cannot go through the rows for {name!r}: got batch_size={batch_size!r}, expected an integer above 0."
+        )
+    return int(batch_size)
+
+
+def blocks(bound: BoundArguments, batch_size: int, name: str) -> tuple[int, Iterator[Block]]:
+    """Return the number of blocks of rows, and an iterator over the arguments of the call for each.
+
+    Of ``Data`` and sharded variables the workers take the rows themselves; other arrays are cut here.
+
+    Raises
+    ------
+    ValueError
+        If there are no rows, or not as many in all inputs.
+    """
+    leaves = [(label, leaf) for label, _, is_broadcast, value in bound if not is_broadcast for leaf in _leaves(value)]
+    lengths = {label: _num_rows(leaf, label, name) for label, leaf in leaves}
+    if len(set(lengths.values())) != 1:
+        got = ", ".join(f"{label} with {length} rows" for label, length in lengths.items()) or "no scattered argument"
+        raise ValueError(f"cannot go through the rows for {name!r}: got {got}, expected one number of rows for all.")
+    num_rows = next(iter(lengths.values()))
+    is_held = all(isinstance(leaf, (Data, Shared)) for _, leaf in leaves)
+    starts = range(0, num_rows, batch_size)
+    return len(starts), _blocks(bound, starts, batch_size, is_held)
+
+
+def _blocks(bound: BoundArguments, starts: range, batch_size: int, is_held: bool) -> Iterator[Block]:
+    for start in starts:
+        rows = slice(start, min(start + batch_size, starts.stop))
+        values = [
+            (keyword, value if is_broadcast or is_held else _cut(value, rows))
+            for _, keyword, is_broadcast, value in bound
+        ]
+        args = tuple(value for keyword, value in values if not keyword)
+        yield args, {keyword: value for keyword, value in values if keyword}, rows if is_held else None
+
+
+def _leaves(value: Any) -> Iterable[Any]:
+    return take_apart(value)[0] if is_nested(value) else [value]
+
+
+def _num_rows(value: Any, label: str, name: str) -> int:
+    length = sum(value.lengths) if isinstance(value, Shared) and value.is_sharded else getattr(value, "shape", None)
+    if isinstance(length, tuple):
+        length = length[0] if length else None
+    if length is None:
+        try:
+            length = len(value)
+        except TypeError as error:
+            if is_from_handler(error):
+                raise
+            raise TypeError(
+                f"cannot go through the rows for {name!r}: got {label} of type {type(value).__name__}, expected an "
+                "array. Name what every rank gets whole in bcast_inputs."
+            ) from None
+    return int(length)
+
+
+def _cut(value: Any, rows: slice) -> Any:
+    if is_nested(value):
+        leaves, structure = take_apart(value)
+        return build(structure, iter([leaf[rows] for leaf in leaves]))
+    return value[rows]

@@ -1,0 +1,41 @@
+"""Waits of asyncio for descriptors that somebody else reads."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from synk._pure.interrupts import is_from_handler
+
+_LONGEST_S = 0.1
+
+
+async def wait_readable(descriptors: Callable[[], Iterable[int]]) -> None:
+    """Return when one of some descriptors can be read, or after a short time: they may be replaced meanwhile.
+
+    The event loop knows each descriptor once, but here several tasks may wait for the same ones. So it is given an
+    ``epoll`` of their own for each.
+    """
+    import asyncio  # takes 30 ms, and whoever is here has it
+
+    loop = asyncio.get_running_loop()
+    arrived = loop.create_future()
+    with contextlib.closing(select.epoll()) as waiting:
+        for fd in descriptors():
+            try:
+                waiting.register(fd, select.EPOLLIN)
+            except OSError as error:  # closed by another thread: its worker is replaced
+                if is_from_handler(error):
+                    raise
+        loop.add_reader(waiting.fileno(), _note, arrived)
+        try:
+            await asyncio.wait([arrived], timeout=_LONGEST_S)
+        finally:
+            loop.remove_reader(waiting.fileno())
+
+
+def _note(arrived: Any) -> None:
+    if not arrived.done():
+        arrived.set_result(None)
