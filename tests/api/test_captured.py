@@ -710,6 +710,15 @@ def test_a_decorated_function_is_found_by_module_and_name(
         assert f(X, X) == 55
 
 
+def test_a_module_that_holds_an_array_under_the_name_of_the_function(
+    runtime: Callable[..., Any], module: Callable[..., Any]
+) -> None:
+    library = module("def f(x):\n    return x + 1\n")
+    f = runtime(1).function(library.f, outputs="gather")
+    library.f = np.arange(3)
+    np.testing.assert_array_equal(f(X), X + 1)
+
+
 def test_a_plain_function_of_a_module_is_found_by_module_and_name(
     runtime: Callable[..., Any], module: Callable[..., Any]
 ) -> None:

@@ -10,33 +10,20 @@ import os
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from harness import kill_and_wait, pids
+from models import NUM_STEPS, Shared, batches, mlp
 
 import synk
 
 torch = pytest.importorskip("torch")
 F = torch.nn.functional
 
-NUM_STEPS = 50
 WORKERS = [1, 2, 4]
-
-
-def batches(count: int = NUM_STEPS, sizes: Sequence[int] = (8, 7, 1, 2, 5)) -> Iterator[tuple[Any, Any]]:
-    """Yield batches of inputs with 5 columns and targets with 2, the same at every call."""
-    generator = torch.Generator().manual_seed(7)
-    for number in range(count):
-        x = torch.randn(sizes[number % len(sizes)], 5, generator=generator, dtype=torch.float64)
-        yield x, torch.stack([x.sum(1), (x[:, 0] * x[:, 1])], 1)
-
-
-def mlp(seed: int = 1) -> Any:
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).double()
 
 
 def distance(one: Any, other: Any) -> float:
@@ -94,27 +81,6 @@ def test_clipping_a_scheduler_and_accumulation(shared_runtimes: Any, workers: in
         return losses
 
     compare(shared_runtimes[workers], mlp, train)
-
-
-class Shared(torch.nn.Module):
-    """Uses one weight twice, has a frozen parameter, one that no row uses, and one that only some rows use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(5, 5, bias=False)
-        self.other = torch.nn.Linear(5, 5, bias=False)
-        self.other.weight = self.inner.weight
-        self.outer = torch.nn.Linear(5, 2)
-        self.frozen = torch.nn.Parameter(torch.ones(5), requires_grad=False)
-        self.unused = torch.nn.Parameter(torch.ones(3))
-        self.rare = torch.nn.Parameter(torch.zeros(2))
-
-    def forward(self, x: Any) -> Any:
-        y = self.outer(torch.tanh(self.inner(torch.tanh(self.other(x)))) * self.frozen)
-        positive = x[:, 0] > 1.0
-        if positive.any():  # only then the graph reaches it
-            y = y + positive[:, None] * self.rare
-        return y
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -267,7 +233,7 @@ def test_other_dtypes_and_autocast(shared_runtimes: Any, dtype: str) -> None:
     wanted = getattr(torch, dtype)
     plain = mlp().to(wanted)
     parallel = synk.torch.DataParallel(copy.deepcopy(plain), runtime=shared_runtimes[2])
-    x = next(batches())[0].to(wanted)
+    x = batches(1)[0][0].to(wanted)
     for model in (plain, parallel):
         model(x).float().square().mean().backward()
     assert all(p.grad.dtype == wanted for p in parallel.parameters())
@@ -298,7 +264,7 @@ def trained(rt: synk.Runtime, build: Callable[[], Any] = mlp, steps: int = 2) ->
 
 def agrees(model: Any, x: Any = None) -> bool:
     """Whether the workers compute what the same module computes here."""
-    x = next(batches())[0] if x is None else x
+    x = batches(1)[0][0] if x is None else x
     return torch.allclose(model(x), model.module(x), rtol=0, atol=1e-12)
 
 
@@ -318,7 +284,7 @@ def test_it_is_the_module_in_all_but_its_calls(shared_runtimes: Any) -> None:
     assert model.note == "a text"
     model.note = "another"
     assert plain.note == "another"
-    assert model.size(next(batches())[0]) == (8, 2)
+    assert model.size(batches(1)[0][0]) == (8, 2)
     with pytest.raises(AttributeError):
         model.nothing  # noqa: B018
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(mlp_in(shared_runtimes)))):
@@ -349,7 +315,7 @@ def test_checkpoints_go_both_ways_and_are_no_larger_than_plain_ones(shared_runti
 
 def test_new_dtypes_parameters_attributes_and_hooks_are_seen(shared_runtimes: Any) -> None:
     model, optimizer = trained(shared_runtimes[2])
-    x, y = next(batches())
+    x, y = batches(1)[0]
     model.float()
     assert model(x.float()).dtype == torch.float32
     model.double()
@@ -379,7 +345,7 @@ def test_hooks_of_the_module_itself_run_here_on_all_rows(shared_runtimes: Any) -
     model, _ = trained(shared_runtimes[2])
     seen = []
     model.register_forward_hook(lambda module, args, out: seen.append((len(args[0]), len(out))))
-    model(next(batches())[0])
+    model(batches(1)[0][0])
     assert seen == [(8, 8)]
 
 
@@ -455,7 +421,7 @@ def test_buffers_that_a_forward_pass_changes_come_back(shared_runtimes: Any, wor
 
 def test_batch_norm_normalises_over_the_rows_of_a_rank(shared_runtimes: Any) -> None:
     model = synk.torch.DataParallel(torch.nn.BatchNorm1d(5).double(), runtime=shared_runtimes[2])
-    x = next(batches())[0]
+    x = batches(1)[0][0]
     expected = torch.nn.BatchNorm1d(5).double()
     first, second = expected(x[:4]), None
     statistics = copy.deepcopy(expected.state_dict())
@@ -509,7 +475,7 @@ def test_outputs_without_rows_and_unequal_inputs(shared_runtimes: Any, workers: 
 
 def test_gradients_of_gradients_are_refused(shared_runtimes: Any) -> None:
     model, _ = trained(shared_runtimes[2])
-    x = next(batches())[0].requires_grad_()
+    x = batches(1)[0][0].requires_grad_()
     with pytest.raises(RuntimeError, match="create_graph=True"):
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
     assert torch.autograd.grad(model(x).sum(), x)[0].shape == x.shape
@@ -517,7 +483,7 @@ def test_gradients_of_gradients_are_refused(shared_runtimes: Any) -> None:
 
 def test_torchs_own_errors_about_graphs_are_raised(shared_runtimes: Any) -> None:
     model, optimizer = trained(shared_runtimes[2])
-    x, y = next(batches())
+    x, y = batches(1)[0]
     loss = F.mse_loss(model(x), y)
     loss.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
@@ -553,7 +519,7 @@ def num_graphs(model: Any) -> list[int]:
 
 def test_workers_keep_only_graphs_that_can_be_asked_for(shared_runtimes: Any) -> None:
     model, _ = trained(shared_runtimes[2])
-    x, y = next(batches())
+    x, y = batches(1)[0]
     assert num_graphs(model) == [0, 0]
     with torch.no_grad():
         assert not model(x).requires_grad
@@ -580,7 +546,7 @@ class Fragile(torch.nn.Linear):
 
 def test_an_exception_in_a_forward_pass_is_the_users_and_leaves_nothing(shared_runtimes: Any) -> None:
     model = synk.torch.DataParallel(Fragile(5, 2).double(), runtime=shared_runtimes[2])
-    x = next(batches())[0]
+    x = batches(1)[0][0]
     bad = x.clone()
     bad[7] = 1e7  # of the last rank
     with pytest.raises(OverflowError, match="too large"):
@@ -597,7 +563,7 @@ def test_a_worker_killed_between_forward_and_backward(reused: Callable[..., Any]
     plain = copy.deepcopy(model)
     of_plain = torch.optim.Adam(plain.parameters(), lr=0.01)
     of_plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    x, y = next(batches())
+    x, y = batches(1)[0]
     optimizer.zero_grad()
     loss = F.mse_loss(model(x), y)
     kill_and_wait(pids(rt)[1])
@@ -619,7 +585,7 @@ def test_after_the_runtime_it_is_an_ordinary_module(runtime: Callable[..., Any],
     rt = runtime(2, max_restarts=0)
     model, optimizer = trained(rt)
     plain = copy.deepcopy(model)
-    x, y = next(batches())
+    x, y = batches(1)[0]
     loss = F.mse_loss(model(x), y)
     if how == "close":
         rt.close()
@@ -638,7 +604,7 @@ def test_after_the_runtime_it_is_an_ordinary_module(runtime: Callable[..., Any],
 
 def test_a_forked_copy_of_the_program_has_a_module_of_its_own(shared_runtimes: Any) -> None:
     model, optimizer = trained(shared_runtimes[2])
-    x, y = next(batches())
+    x, y = batches(1)[0]
     before = copy.deepcopy(model)
     child = os.fork()
     if child == 0:  # it must not return into pytest
@@ -686,7 +652,7 @@ def test_many_steps_take_no_more_memory_and_no_descriptors(shared_runtimes: Any)
             return int(file.read().split()[1]), len(os.listdir("/proc/self/fd"))
 
     measure = rt.function(held, outputs=None)
-    x, y = next(batches())
+    x, y = batches(1)[0]
     for _ in range(60):
         descend(model, optimizer, x, y)
     before = measure(np.zeros(2)), len(os.listdir("/proc/self/fd"))

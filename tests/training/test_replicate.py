@@ -15,32 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import kill_and_wait, pids
+from models import NUM_STEPS, Shared, batches, mlp
 
 import synk
 
 torch = pytest.importorskip("torch")
 F = torch.nn.functional
 
-SIZES = (8, 7, 1, 2, 5)
-NUM_STEPS = 50
 WORKERS = [1, 2, 4]
-
-
-def batches(count: int = NUM_STEPS, sizes: Sequence[int] = SIZES, *, dtype: Any = None) -> list[tuple[Any, Any]]:
-    """Return batches of inputs with 5 columns and targets with 2, the same at every call."""
-    generator = torch.Generator().manual_seed(7)
-    made = []
-    for number in range(count):
-        x = torch.randn(sizes[number % len(sizes)], 5, generator=generator, dtype=torch.float64)
-        y = torch.stack([x.sum(1), (x[:, 0] * x[:, 1])], 1)
-        made.append((x.to(dtype or torch.float64), y.to(dtype or torch.float64)))
-    return made
-
-
-def mlp(seed: int = 1, *layers: Any) -> Any:
-    torch.manual_seed(seed)
-    between = layers or (torch.nn.Tanh(),)
-    return torch.nn.Sequential(torch.nn.Linear(5, 8), *between, torch.nn.Linear(8, 2)).double()
 
 
 def plain_step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
@@ -169,25 +151,6 @@ def test_two_modules_with_two_optimizers(shared_runtimes: Any, workers: int) -> 
         return loss.detach() + other
 
     compare(shared_runtimes[workers], build, step, batches())
-
-
-class Shared(torch.nn.Module):
-    """Uses one weight twice, has a frozen parameter, one that no row uses, and one that only some rows use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(5, 5, bias=False)
-        self.outer = torch.nn.Linear(5, 2)
-        self.frozen = torch.nn.Parameter(torch.ones(5), requires_grad=False)
-        self.unused = torch.nn.Parameter(torch.ones(3))
-        self.rare = torch.nn.Parameter(torch.zeros(2))
-
-    def forward(self, x: Any) -> Any:
-        y = self.outer(torch.tanh(self.inner(torch.tanh(self.inner(x)))) * self.frozen)
-        positive = x[:, 0] > 1.0
-        if positive.any():  # only then the graph reaches it
-            y = y + positive[:, None] * self.rare
-        return y
 
 
 @pytest.mark.parametrize("workers", WORKERS)
