@@ -39,6 +39,7 @@ def fork(
     timeout: float | None = None,
     max_restarts: int = 3,
     on_restart: Callable[[], Any] | None = None,
+    seed: int | None = None,
 ) -> Runtime:
     """Start one worker process per device and make their runtime the current one.
 
@@ -64,6 +65,8 @@ def fork(
     on_restart : callable, optional
         ``on_restart()`` is run by each worker that is started in the place of another, before its first call, to load
         what functions keep on a worker. What it captures is what the functions capture: the same objects.
+    seed : int, optional
+        Of ``synk.comm.rng``, the generator of random numbers that each rank has. None: another one each time.
 
     Returns
     -------
@@ -89,7 +92,7 @@ def fork(
     refuse_inside_worker("fork")
     if cell.runtime is not None and cell.runtime.is_closed:  # by a fault: what it still holds is let go of
         cell.runtime.close()
-    wanted = (num_workers, backend, str(devices), inline, timeout, max_restarts, on_restart)
+    wanted = (num_workers, backend, str(devices), inline, timeout, max_restarts, on_restart, seed)
     place = notebook_cell(sys._getframe(1))
     if cell.runtime is not None and cell.session.is_own_process:
         if place is None or not place.is_run_again(cell.forked_at) or wanted != cell.forked_with:
@@ -108,6 +111,7 @@ def fork(
                 timeout=timeout,
                 max_restarts=max_restarts,
                 on_restart=on_restart,
+                seed=seed,
             )
             cell.runtime, cell.session, cell.last_session = runtime, runtime._session, runtime._session
             cell.forked_at, cell.forked_with = place, wanted

@@ -117,6 +117,7 @@ class InlineProcess:
         worker = Worker(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
         control.close_fd()
         worker.failpoint = _failpoints.arm(setup["failpoints"], self.rank)
+        worker.seed = setup["seed"]
         worker.is_inline = True
         self._worker = worker
         self.channel = InlineChannel(worker)

@@ -16,6 +16,13 @@ from synk._pure.ops import REDUCE_OPS
 FRAMEWORKS = (None, "torch", "jax")
 
 
+def entropy_of(seed: Any) -> int:
+    """Return from what the generators of all ranks are made: ``seed``, or what the system gives where it is None."""
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0):
+        raise ValueError(f"cannot fork: got seed={seed!r}, expected an integer of 0 or more, or None.")
+    return int(np.random.SeedSequence(seed).entropy) if seed is None else int(seed)  # type: ignore[arg-type]
+
+
 def check_on_restart(fn: Any) -> None:
     if fn is None:
         return

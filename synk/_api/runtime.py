@@ -15,7 +15,7 @@ from synk._api.data import Data, make_data
 from synk._api.function import Function, P
 from synk._api.inline import InlineProcess
 from synk._api.mapping import map_items
-from synk._api.options import check_on_restart
+from synk._api.options import check_on_restart, entropy_of
 from synk._api.resident import Resident, make_resident
 from synk._api.shared import Shared
 from synk._master import collectives
@@ -89,6 +89,7 @@ class Runtime:
         timeout: float | None = None,
         max_restarts: int = 3,
         on_restart: Callable[[], Any] | None = None,
+        seed: int | None = None,
     ) -> None:
         refuse_inside_worker("fork")
         prepared = _on_restart(on_restart)
@@ -101,6 +102,7 @@ class Runtime:
         self._session = Session(
             placement,
             timeout=timeout,
+            seed=entropy_of(seed),
             max_restarts=int(max_restarts),
             on_restart=prepared,
             process_type=InlineProcess if inline else WorkerProcess,

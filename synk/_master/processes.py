@@ -44,12 +44,15 @@ class WorkerState:
         Whether it has run what replacements are to run first.
     description : str
         Of its device.
+    num_starts : int
+        Processes that have played the rank.
     """
 
     def __init__(self, rank: int, process: Process, epoch: Epoch) -> None:
         self.rank = rank
         self.known = KnownByRank(rank, epoch)
         self.is_prepared = True
+        self.num_starts = 0
         self.begin(process)
 
     def begin(self, process: Process) -> None:
@@ -69,6 +72,8 @@ class Processes:
     placement : Placement
     process_type : callable
         ``process_type(rank)`` makes a :class:`Process` that is not started.
+    seed : int
+        Of the random numbers of all ranks.
     token : bytes
         What tells the messages of this runtime.
     poll_set : PollSet
@@ -87,7 +92,13 @@ class Processes:
     """
 
     def __init__(
-        self, placement: Placement, *, process_type: Callable[[int], Process], token: bytes, poll_set: PollSet
+        self,
+        placement: Placement,
+        *,
+        process_type: Callable[[int], Process],
+        seed: int,
+        token: bytes,
+        poll_set: PollSet,
     ) -> None:
         self.placement = placement
         self.devices: tuple[str, ...] = placement.devices
@@ -99,6 +110,7 @@ class Processes:
         self.eventfds: list[Descriptor] = []
         self.down = self.up = np.empty((0, 0), np.int64)
         self._process_type = process_type
+        self._seed = seed
         self._token = token
         self._failpoints = ARMED.get()
         self._control: Segment | None = None
@@ -141,6 +153,10 @@ class Processes:
         assert self._control is not None
         process, rank, placement = worker.process, worker.rank, self.placement
         setup = setup_message(placement, rank, failpoints)
+        worker.num_starts += 1
+        # A process that takes the place of another does not draw its numbers again.
+        spawn_key = [setup["rank"]] if worker.num_starts == 1 else [setup["rank"], worker.num_starts]
+        setup["seed"] = [self._seed, *spawn_key]
         setup |= {"control_nbytes": self._control.nbytes, "spin_s": self._spin_s}
         events: dict[str, int] = {f"event{peer}": fd for peer, fd in enumerate(self.eventfds)}
         process.start(setup, placement.environment(rank), self._control.fd, self._token, events)

@@ -77,6 +77,7 @@ class Session:
         placement: Placement,
         *,
         timeout: float | None,
+        seed: int,
         max_restarts: int,
         on_restart: tuple[Any, dict[str, Any]] | None,
         process_type: type,
@@ -97,6 +98,7 @@ class Session:
         self.workers = Workers(
             placement,
             process_type=process_type,
+            seed=seed,
             max_restarts=max_restarts,
             counters=self.counters,
             token=os.urandom(32),

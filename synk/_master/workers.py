@@ -43,6 +43,8 @@ class Workers:
     placement : Placement
     process_type : callable
         ``process_type(rank)`` makes what plays a rank, not started: a process, or something in this one.
+    seed : int
+        Of random numbers.
     max_restarts : int
     counters : dict of str to int
     token : bytes
@@ -69,6 +71,7 @@ class Workers:
         placement: Placement,
         *,
         process_type: type[Process],
+        seed: int,
         max_restarts: int,
         counters: dict[str, int],
         token: bytes,
@@ -84,7 +87,7 @@ class Workers:
         self.patience = Patience(min(spin_s(), AWAKE_S))
         self._pack = pack
         self.poll_set = PollSet()
-        self.processes = Processes(placement, process_type=process_type, token=token, poll_set=self.poll_set)
+        self.processes = Processes(placement, process_type=process_type, seed=seed, token=token, poll_set=self.poll_set)
         self.by_rank = self.processes.by_rank
         self.epoch = self.processes.epoch
         self.requests = Requests(self.processes, counters)

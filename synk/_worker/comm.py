@@ -88,6 +88,27 @@ class Comm:
         return str(_worker().device)
 
     @property
+    def rng(self) -> np.random.Generator:
+        """This rank's own generator of random numbers, which goes on from call to call.
+
+        That of rank k is seeded by ``numpy.random.SeedSequence(seed).spawn(world_size)[k]``, with the ``seed`` of
+        :func:`synk.fork`, so ranks draw independently of one another, and a program draws the same numbers again on as
+        many workers. A worker that takes the place of one that died goes on with numbers of its own.
+
+        Examples
+        --------
+        >>> import numpy as np, synk
+        >>> with synk.fork(2, seed=7):
+        ...     draw = synk.function(lambda x: synk.comm.rng.random(len(x)), outputs="gather")
+        ...     drawn = draw(np.zeros(4))
+        >>> streams = [np.random.default_rng(each) for each in np.random.SeedSequence(7).spawn(2)]
+        >>> bool((drawn == np.concatenate([each.random(2) for each in streams])).all())
+        True
+        """
+        generator: np.random.Generator = _worker().rng
+        return generator
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         return tuple(np.flatnonzero(_called().lane.down[:, Down.PARTICIPATES]).tolist())
 

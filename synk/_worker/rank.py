@@ -6,10 +6,13 @@ A worker learns everything from its messages (``synk._worker.dispatch``); it nev
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from synk._wire.control import NUM_LANES, Down, Up, is_interrupted
 from synk._wire.memory import Segment
@@ -111,6 +114,7 @@ class Worker:
             for lane in self.lanes:
                 lane.executor.inputs.look_ahead = self._look_ahead
         self.mapped: LoadedFunction | None = None
+        self.seed: Sequence[int] = (0,)  # and the key of this rank's own stream
         self.sequence = -1
         self.is_interruptible = False
         self.is_held = False
@@ -123,6 +127,12 @@ class Worker:
         self.variables.close()
         self.backend.close()
         self.held.segments.clear()
+
+    @functools.cached_property
+    def rng(self) -> np.random.Generator:
+        """This rank's own generator of random numbers."""
+        seed, *key = self.seed
+        return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=tuple(key)))
 
     @property
     def executor(self) -> Executor:

@@ -71,6 +71,7 @@ class WorkerLoop:
         eventfds = [setup["fds"][f"event{rank}"] for rank in range(setup["world_size"])]
         self._worker = Worker(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
         self._worker.failpoint = failpoint
+        self._worker.seed = setup["seed"]
         self._worker.peek = self._peek
         self._worker.peers.patience_s = setup["spin_s"]
         control.close_fd()

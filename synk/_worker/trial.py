@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from synk._wire.cell import cell
 from synk._wire.control import Traits
 from synk.errors import SerializationError
 
@@ -85,11 +86,13 @@ class Trial:
             for name, _, setter in _STATES:
                 if name in states:
                     getattr(sys.modules[name], setter)(states[name])
+            cell.worker.rng.bit_generator.state = states["synk.comm"]
 
 
 def _states() -> dict[str, Any]:
     """Return the states of the process's own generators of random numbers, by module."""
-    return {name: getattr(sys.modules[name], getter)() for name, getter, _ in _STATES if name in sys.modules}
+    states = {name: getattr(sys.modules[name], getter)() for name, getter, _ in _STATES if name in sys.modules}
+    return states | {"synk.comm": cell.worker.rng.bit_generator.state}
 
 
 def _bytes(state: Any) -> bytes:
