@@ -14,7 +14,19 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _report, calls, collectives, footprint, messages, small, startup, state, submitted, training
+from benchmarks import (
+    _report,
+    calls,
+    collectives,
+    footprint,
+    items,
+    messages,
+    small,
+    startup,
+    state,
+    submitted,
+    training,
+)
 from benchmarks._harness import ROOT, Harness
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -23,6 +35,7 @@ FAMILIES = {
     "calls": calls.run,
     "submitted": submitted.run,
     "small": small.run,
+    "items": items.run,
     "startup": startup.run,
     "footprint": footprint.run,
     "state": state.run,

@@ -239,6 +239,8 @@ BARS = (
         for number in small.BUSY
         for label, p95, must in (("", "", 1.15), (", 95th percentile", " p95", 1.5))
     ),
+    Bar("100 fits of 20 ms by joblib: synk / loky", 1.2, 1.0, _in_one_process("items", "fits", "synk", "loky")),
+    Bar("20 000 tiny items: synk.map / joblib", 1.3, 0.8, _in_one_process("items", "tiny", "synk.map", "loky")),
     Bar("5 ms of work a shard: share in the function", 0.93, 0.96, _share("linear work"), at_least=True),
     Bar("50 ms of work a shard: share in the function", 0.98, 0.99, _share("work"), at_least=True),
     Bar("40 MB passed: call / MPI Scatter's", 0.85, 0.70, _call("calls", "linear passed", MPI.name)),

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import _bars, messages, small, submitted
+from benchmarks import _bars, items, messages, small, submitted
 from benchmarks._harness import GLOO, MPI, PEERS
 
 Results = dict[str, Any]
@@ -33,6 +33,7 @@ def report(results: Results) -> str:
         "calls": _calls,
         "submitted": _submitted,
         "small": _small,
+        "items": _items,
         "startup": _startup,
         "footprint": _footprint,
         "state": _state,
@@ -109,6 +110,10 @@ def _submitted(family: Any) -> str:
 
 def _small(family: Any) -> str:
     return table(("case", "way", "us a call", "95th percentile"), small.lines(family))
+
+
+def _items(family: Any) -> str:
+    return table(("case", "way", "s"), items.lines(family))
 
 
 def _startup(family: Any) -> str:

@@ -27,6 +27,7 @@ from synk._master.program import check_program
 from synk._master.queue import Queue
 from synk._master.reports import where
 from synk._master.session import Session
+from synk._master.tasks import Tasks
 from synk._master.variable import Variable, check_owner
 from synk._master.worker_process import WorkerProcess
 from synk._pure.limits import check_timeout
@@ -192,6 +193,10 @@ class Runtime:
         What takes a pool of processes for its ``map`` can take a runtime: ``emcee.EnsembleSampler(..., pool=rt)``.
         """
         return map_items(self._session, fn, items, batch_size, ordered, progress)
+
+    def _tasks(self, num_workers: int) -> Tasks:
+        """Return what runs calls that are handed over one by one; for extensions."""
+        return Tasks(self._session, num_workers)
 
     def distribute(self) -> None:
         """Send all functions that are not yet on the workers; see :func:`synk.distribute`."""

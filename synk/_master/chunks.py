@@ -63,9 +63,11 @@ class Chunk:
     def add(self, data: bytes, copies: list[ArrayCopy]) -> None:
         """Take in one more item."""
         self.pickles.append(data)
-        self.copies += copies
         self.num_items += 1
-        self.nbytes += len(data) + sum(copy.segment.nbytes for copy in copies)
+        self.nbytes += len(data)
+        if copies:
+            self.copies += copies
+            self.nbytes += sum(copy.segment.nbytes for copy in copies)
 
     def end(self, error: Exception | None) -> None:
         """Give it its outcome, and let go of what was sent."""
@@ -100,6 +102,10 @@ class Chunks:
     ----------
     session : Session
     function : Callee
+    num_ranks : int
+        How many workers get any; 0: all.
+    are_named : bool
+        Whether errors name the item.
 
     Attributes
     ----------
@@ -109,8 +115,10 @@ class Chunks:
         Whether nobody will ask for the results any more; may be set by a finalizer.
     """
 
-    def __init__(self, session: Session, function: Callee) -> None:
+    def __init__(self, session: Session, function: Callee, num_ranks: int = 0, *, are_named: bool = True) -> None:
         self._session = session
+        self._num_ranks = num_ranks or session.world_size
+        self._are_named = are_named
         self._function = function
         self.verb = f"map {function.name!r}"
         self.is_abandoned = False
@@ -129,8 +137,8 @@ class Chunks:
 
     # -- by whoever maps ----------------------------------------------------------------------------------------------
 
-    def step(self, chunk: Chunk | None, *, is_waiting: bool) -> None:
-        """Send ``chunk``, and take in what has been answered; ``is_waiting``: at least one.
+    def step(self, chunk: Chunk | None, *, is_waiting: bool, until: float | None = None) -> None:
+        """Send ``chunk``, and take in what has been answered; ``is_waiting``: at least one, if it comes until then.
 
         Raises
         ------
@@ -143,19 +151,25 @@ class Chunks:
             if chunk is not None:
                 self._send(chunk)
             if self._in_flight:
-                self._take(is_waiting)
+                self._take(is_waiting, until)
             session.memory.free_copies()
 
     def _free_rank(self) -> int | None:
         """Return the rank for the next chunk: one that is idle, or will be soon; None where there is none."""
         in_flight = list(self._in_flight)  # another thread may settle them
         ranks = [chunk.rank for chunk in in_flight]
-        rank = min(range(self._session.world_size), key=ranks.count)
+        rank = min(range(self._num_ranks), key=ranks.count)
         if rank not in ranks:
             return rank
         since = (time.monotonic_ns() - LONG_NS) if self._are_short else math.inf
         soon = [chunk.rank for chunk in in_flight if chunk.began_ns > since and ranks.count(chunk.rank) == 1]
         return soon[0] if soon else None
+
+    def end(self, error: Exception) -> None:
+        """End what is in flight, with ``error``."""
+        if self._in_flight and not self._session.is_closed:
+            with self._session.entered(self.verb):
+                self.cancel(error)
 
     def _send(self, chunk: Chunk) -> None:
         session, workers = self._session, self._session.workers
@@ -165,7 +179,7 @@ class Chunks:
             self._begin()
         ranks = [each.rank for each in self._in_flight]
         free = self._free_rank()
-        chunk.rank = min(range(session.world_size), key=ranks.count) if free is None else free
+        chunk.rank = min(range(self._num_ranks), key=ranks.count) if free is None else free
         chunk.began_ns = time.monotonic_ns()
         last = chunk.first + chunk.num_items - 1
         which = f"item {last}" if chunk.num_items == 1 else f"items {chunk.first} to {last}"
@@ -208,12 +222,12 @@ class Chunks:
 
     # -- in flight ----------------------------------------------------------------------------------------------------
 
-    def _take(self, is_waiting: bool) -> None:
+    def _take(self, is_waiting: bool, until: float | None) -> None:
         """Take in what has been answered; ``is_waiting``: at least one chunk. What goes wrong is the chunks' error."""
         workers = self._session.workers
         try:
             if is_waiting:
-                workers.wait_any([chunk.request for chunk in self._in_flight if chunk.request is not None])
+                workers.wait_any([chunk.request for chunk in self._in_flight if chunk.request is not None], until)
             else:
                 workers.pump()
         except BaseException as error:
@@ -261,7 +275,8 @@ class Chunks:
         self._are_short = done.duration_ns <= LONG_NS and not self._session.workers.is_inline
         if done.failure is None:
             return None
-        return self._failed(done.failure, _described(chunk, done.failed_item))
+        item = _described(chunk, done.failed_item) if self._are_named else ""
+        return self._failed(done.failure, item)
 
     def _failed(self, failure: Failure, item: str) -> Exception:
         return rebuild([failure], self._session.world_size, self._function.name, item)

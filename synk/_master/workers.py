@@ -302,15 +302,15 @@ class Workers:
         self.requests.pop(request.sequence, None)
         return request.replies
 
-    def wait_any(self, requests: Sequence[Request]) -> None:
-        """Wait until no rank owes one of ``requests`` a reply.
+    def wait_any(self, requests: Sequence[Request], until: float | None = None) -> None:
+        """Wait until no rank owes one of ``requests`` a reply, at most until the monotonic time given.
 
         Raises
         ------
         WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
             As :meth:`wait`.
         """
-        self.wait_until(requests[0] if len(requests) == 1 else AnyOf(requests), None)
+        self.wait_until(requests[0] if len(requests) == 1 else AnyOf(requests), until)
 
     def wait_until(self, request: Request, until: float | None) -> bool:
         """Wait until no rank owes ``request`` a reply, at most until the monotonic time given; return whether it is so.

@@ -47,6 +47,11 @@ class ItemsDone(NamedTuple):
     duration_ns: int
 
 
+def call(task: Any) -> Any:
+    """Call a task: the function that is mapped where the items are tasks."""
+    return task()
+
+
 def array_in_segment(segment_id: int, shape: tuple[int, ...], dtype: np.dtype, is_transposed: bool) -> np.ndarray:
     """Return a large array of an item, on its rank: a read-only view of shared memory."""
     if cell.worker is None:

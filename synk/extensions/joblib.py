@@ -1,0 +1,86 @@
+"""A backend of joblib: what takes ``n_jobs`` (scikit-learn's searches and validations) runs on the current runtime.
+
+Importing this module registers it. Arrays of 1 MB and more cross to the workers once, by identity, as long as they hold
+the same; they arrive read-only, as with loky.
+
+Examples
+--------
+>>> import joblib, synk, synk.extensions.joblib
+>>> with synk.fork(2), joblib.parallel_config(backend="synk"):
+...     joblib.Parallel()(joblib.delayed(pow)(n, 2) for n in range(5))
+[0, 1, 4, 9, 16]
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from joblib import register_parallel_backend
+from joblib._parallel_backends import AutoBatchingMixin, FallbackToBackend, ParallelBackendBase, SequentialBackend
+
+import synk
+from synk.errors import ReentrancyError
+
+
+class SynkBackend(AutoBatchingMixin, ParallelBackendBase):
+    """Runs the tasks of ``joblib.Parallel`` on the workers of the current runtime; made by joblib.
+
+    Without a number of jobs all workers are used, and never more than there are. ``timeout=`` works,
+    ``return_as="generator"`` does not: tasks are driven by the thread that waits for them.
+    """
+
+    default_n_jobs = -1
+    supports_timeout = True
+    supports_retrieve_callback = False  # it would need a thread
+
+    _tasks: Any = None
+
+    def effective_n_jobs(self, n_jobs: int | None) -> int:
+        """Return how many workers are used for a number of jobs, which counts from the end where it is negative."""
+        if n_jobs == 0:
+            raise ValueError("cannot run jobs: got n_jobs=0, expected a number above 0, -1 for all workers, or None.")
+        try:
+            world_size = synk.current().world_size
+        except ReentrancyError:  # on a worker: a task that has tasks of its own
+            return 1
+        if n_jobs is None:
+            return 1
+        return max(world_size + 1 + n_jobs, 1) if n_jobs < 0 else min(n_jobs, world_size)
+
+    def configure(
+        self, n_jobs: int = 1, parallel: Any = None, prefer: Any = None, require: Any = None, **options: Any
+    ) -> int:
+        """Begin with the tasks of one ``Parallel``."""
+        n_jobs = self.effective_n_jobs(n_jobs)
+        if n_jobs == 1:
+            raise FallbackToBackend(SequentialBackend(nesting_level=self.nesting_level))
+        self.parallel = parallel
+        self._tasks = synk.current()._tasks(n_jobs)
+        return n_jobs
+
+    def submit(self, func: Callable[[], Any], callback: Any = None) -> Any:
+        """Hand a batch of tasks over."""
+        return self._tasks.submit(func, callback)
+
+    def retrieve_result(self, out: Any, timeout: float | None = None) -> Any:
+        """Wait for a batch of tasks; those that end meanwhile make room for others."""
+        return self._tasks.result(out, timeout)
+
+    def abort_everything(self, ensure_ready: bool = True) -> None:
+        """End the tasks in flight: one has failed, or Ctrl-C has come."""
+        self._tasks.cancel()
+        if ensure_ready:
+            with contextlib.suppress(FallbackToBackend):
+                self.configure(n_jobs=self.parallel.n_jobs, parallel=self.parallel)
+
+    def terminate(self) -> None:
+        """End what nobody waits for any more; the workers stay."""
+        if self._tasks is not None:
+            self._tasks.cancel()
+            self._tasks = None
+        self.reset_batch_stats()
+
+
+register_parallel_backend("synk", SynkBackend)

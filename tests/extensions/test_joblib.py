@@ -1,0 +1,132 @@
+"""The backend of joblib: what loky gives, on the workers of a runtime."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import joblib
+import numpy as np
+import pytest
+from harness import assert_right, same_workers, wait_for
+from sklearn.datasets import make_classification
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV, cross_val_score
+
+import synk
+import synk.extensions.joblib
+from synk._wire.cell import cell
+from synk.errors import RemoteError, SerializationError, WorkerDied
+
+X, Y = make_classification(200, 700, random_state=0)  # more than 1 MB: it travels through shared memory
+
+
+@pytest.fixture
+def rt(reused: Any) -> Iterator[synk.Runtime]:
+    """The current runtime, which other tests have used."""
+    runtime = reused(2)
+    cell.runtime, cell.session = runtime, runtime._session
+    yield runtime
+    cell.runtime = cell.session = None
+
+
+def parallel(calls: Any, **options: Any) -> Any:
+    with joblib.parallel_config(backend="synk"):
+        return joblib.Parallel(**options)(calls)
+
+
+def test_results_are_those_of_the_calls(rt: synk.Runtime) -> None:
+    for options in ({}, {"n_jobs": 2}, {"batch_size": 3}, {"pre_dispatch": 1}, {"pre_dispatch": "all"}, {"n_jobs": 1}):
+        assert parallel((joblib.delayed(pow)(n, 2) for n in range(30)), **options) == [n**2 for n in range(30)]
+    assert parallel([]) == []
+    seen = set(parallel(joblib.delayed(lambda n: (n, os.getpid())[1])(n) for n in range(20)))
+    assert os.getpid() not in seen and len(seen) <= 2
+    assert_right(rt)
+
+
+def test_scores_are_those_of_loky(rt: synk.Runtime) -> None:
+    search = GridSearchCV(LogisticRegression(max_iter=20), {"C": [0.1, 1.0]}, cv=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        alone = search.fit(X, Y).cv_results_["mean_test_score"]
+        scores = cross_val_score(LogisticRegression(max_iter=20), X, Y, cv=3)
+        with joblib.parallel_config(backend="synk"):
+            before = rt.counters["bytes_down"]
+            np.testing.assert_array_equal(search.fit(X, Y).cv_results_["mean_test_score"], alone)
+            assert rt.counters["bytes_down"] - before < X.nbytes / 2  # X is mapped, and not sent with each task
+            np.testing.assert_array_equal(cross_val_score(LogisticRegression(max_iter=20), X, Y, cv=3), scores)
+
+
+def test_an_array_that_is_changed_between_two_times(rt: synk.Runtime) -> None:
+    x = np.zeros(1 << 18)
+    for n in range(4):
+        x[-1] = n
+        assert parallel([joblib.delayed(np.sum)(x)] * 3) == [float(n)] * 3
+
+
+def test_exceptions_come_out(rt: synk.Runtime) -> None:
+    with same_workers(rt):
+        with pytest.raises(ZeroDivisionError) as raised:
+            parallel(joblib.delayed(lambda n: 1 // (n - 7))(n) for n in range(40))
+        assert isinstance(raised.value.__cause__, RemoteError)
+        with pytest.raises(SerializationError, match=r"cannot send a task to a worker: .*lock"):
+            parallel(joblib.delayed(lambda lock: 1)(threading.Lock()) for _ in range(3))
+        with pytest.raises(SerializationError, match=r"cannot send what .* returned"):
+            parallel(joblib.delayed(lambda n: threading.Lock())(n) for n in range(3))
+        assert parallel(joblib.delayed(abs)(-n) for n in range(5)) == list(range(5))
+        assert_right(rt)
+
+
+def test_a_worker_that_dies(rt: synk.Runtime) -> None:
+    with pytest.raises(WorkerDied, match="ended with SIGKILL"):
+        parallel(joblib.delayed(lambda n: os.kill(os.getpid(), signal.SIGKILL) if n == 3 else n)(n) for n in range(9))
+    assert parallel(joblib.delayed(abs)(-n) for n in range(5)) == list(range(5))
+
+
+def test_ctrl_c_and_time_limits(rt: synk.Runtime, tmp_path: Path) -> None:
+    def stay(n: int) -> None:
+        import time
+
+        (tmp_path / str(n)).touch()
+        time.sleep(60)
+
+    def press() -> None:
+        assert wait_for(lambda: len(list(tmp_path.iterdir())) == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with same_workers(rt):
+        thread = threading.Thread(target=press)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            parallel(joblib.delayed(stay)(n) for n in range(8))
+        thread.join()
+        with pytest.raises(TimeoutError, match="cannot wait for a task"):
+            parallel((joblib.delayed(stay)(n) for n in range(8)), timeout=0.1)
+        assert_right(rt)
+
+
+def test_tasks_in_tasks_and_calls_beside_them(rt: synk.Runtime) -> None:
+    def outer(n: int) -> list[int]:
+        return joblib.Parallel(n_jobs=2)(joblib.delayed(pow)(k, 2) for k in range(n))
+
+    assert parallel(joblib.delayed(outer)(n) for n in range(4)) == [[k**2 for k in range(n)] for n in range(4)]
+    total = rt.function(lambda x: x.sum(), outputs="sum")
+
+    def calls() -> Iterator[Any]:
+        for n in range(6):
+            assert total(np.full(3, float(n))) == 3.0 * n
+            yield joblib.delayed(abs)(-n)
+
+    assert parallel(calls(), batch_size=1) == list(range(6))
+
+
+def test_the_number_of_jobs(rt: synk.Runtime) -> None:
+    with joblib.parallel_config(backend="synk"):
+        assert [joblib.effective_n_jobs(n) for n in (-1, -2, 1, 2, 50)] == [2, 1, 1, 2, 2]
+        with pytest.raises(ValueError, match="n_jobs=0"):
+            joblib.Parallel(n_jobs=0)(joblib.delayed(abs)(n) for n in range(3))
