@@ -49,9 +49,13 @@ def main() -> int:
     """Measure what was asked for, or print the tables of an earlier run."""
     options = _parser().parse_args()
     if options.tables is not None:
-        text = _report.report(json.loads(options.tables.read_text()))
+        results = json.loads(options.tables.read_text())
+        text = _report.report(results)
         if options.into:
             fill(options.into, text)
+            measured = _report.overheads(results)
+            if measured is not None:  # what the pictures beside the page draw
+                options.into.with_name("measured.json").write_text(json.dumps(measured, indent=2) + "\n")
         else:
             print(text)
         return 0
@@ -65,7 +69,7 @@ def main() -> int:
         only_peers=options.peers,
         interpreters=[*options.python, *filter(None, os.environ.get("SYNK_BENCHMARK_PYTHONS", "").split(os.pathsep))],
     )
-    results: dict[str, Any] = {"machine": _machine(), "options": {"quick": options.quick, "rounds": harness.rounds}}
+    results = {"machine": _machine(), "options": {"quick": options.quick, "rounds": harness.rounds}}
     start = time.perf_counter()
     with closing(harness):
         for family in options.only or FAMILIES:

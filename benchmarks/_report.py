@@ -87,6 +87,26 @@ def _calls(family: Any) -> str:
     return text + ("\n\n" + "\n".join(problems) if problems else "")
 
 
+def overheads(results: Results) -> dict[str, Any] | None:
+    """Return what the documentation's pictures draw: the overhead of a tiny call by runtime, in microseconds.
+
+    None where the calls were not measured.
+    """
+    jobs = results.get("calls", {}).get("jobs")
+    if not jobs:
+        return None
+    names = ("synk", *(spec.name for spec in PEERS if spec.name not in ("bare loop", "serial NumPy, 1 thread")))
+    found = {name: _cell(jobs, name, "tiny", "over", 1e6, ".0f") for name in names}
+    machine = results["machine"]
+    return {
+        "when": machine["date"],
+        "machine": f"{machine['cores']} cores of {machine['processor']}, Python {machine['python']}",
+        "overhead_us": {
+            name: int(text) for name, text in found.items() if text.lstrip("-").isdigit() and int(text) > 0
+        },
+    }
+
+
 def _cell(jobs: Any, name: str, job: str, quantity: str, factor: float, form: str) -> str:
     """Return one number: the median over the rounds; of the baselines over the rounds against all peers."""
     peers = jobs.get(job, {})
