@@ -276,6 +276,8 @@ BARS = (
             ("transformer of two blocks", 1.0, 0.9),
             ("18 MB of gradients", 1.0, 0.75),
             ("0.6 ms of work", 1.3, 1.1),
+            ("DataParallel, transformer of two blocks", 1.3, 1.1),
+            ("DataParallel, 0.6 ms of work", 1.6, 1.3),
         )
     ),
     Bar("training, one number: step less a plain call", 150, 100, _step_less_a_call, unit=" us"),

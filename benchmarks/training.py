@@ -15,17 +15,19 @@ JOBS = {
     "0.6 ms of work": "small",
     "one number": "empty",
 }
+PARALLEL = {"DataParallel, transformer of two blocks": "transformer", "DataParallel, 0.6 ms of work": "small"}
 
 
 def run(harness: Harness) -> dict[str, Any]:
     """Return case -> peer -> rounds (or what went wrong)."""
     results: dict[str, Any] = {}
-    for case, job in JOBS.items():
+    for case, job in {**JOBS, **PARALLEL}.items():
         harness.progress(case)
         try:
             with harness.peers(SYNK, DDP) as peers:
-                for peer in peers:
-                    peer.prepare("step", job=job)
+                options = {"is_parallel": True} if case in PARALLEL else {}
+                for peer, own in zip(peers, (options, {})):
+                    peer.prepare("step", job=job, **own)
                 results[case] = {DDP.name: [harness.turns(peers) for _ in range(harness.rounds)]}
         except PeerError as error:
             results[case] = {DDP.name: f"failed: {error}"}

@@ -12,12 +12,20 @@ from benchmarks import _models
 from benchmarks._serve import WORLD_SIZE, Call, serve
 
 
-def prepare(job: str) -> Call:
-    """Train the model of ``job``, and read the loss of each step; ``plain``: a call that trains nothing."""
+def prepare(job: str, is_parallel: bool = False) -> Call:
+    """Train the model of ``job``, and read the loss of each step; ``plain``: a call that trains nothing.
+
+    ``is_parallel``: in the program, with the passes of the model on the workers.
+    """
     model, optimizer, x, y = _models.make("empty" if job == "plain" else job)
     run: Any
     if job == "plain":
         run = synk.function(lambda x, y: x.sum(), framework="torch")
+    elif is_parallel:
+        wrapped = synk.torch.DataParallel(model)
+
+        def run(x: Any, y: Any) -> Any:
+            return _models.step(wrapped, optimizer, x, y).detach()
     else:
         run = synk.torch.replicate(model, optimizer).function(_models.step)
 

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from synk._worker.comm import comm
+from synk._worker.pickling import dumps
 from synk.torch._nesting import put, take
 from synk.torch._rank import _seed as seed_generators
 
@@ -210,7 +212,8 @@ class RankModule:
             self._graphs[order.common.graph] = Graph(
                 outputs, summed, [tensors[number] for number in order.rows_with_grad]
             )
-        return tuple(output.detach() for output in outputs), changed, note
+        # An array of bytes, for calls are quiet where all outputs are arrays.
+        return tuple(output.detach() for output in outputs), changed, np.frombuffer(dumps(note), np.uint8)
 
     def _prepare(self, memory: torch.Tensor, common: Common) -> None:
         """Have the tensors lie in the memory, and take in what the master tells of them."""
@@ -290,7 +293,7 @@ class RankModule:
             torch.zeros_like(leaf) if gradient is None else gradient
             for leaf, gradient in zip(graph.rows, found[len(graph.summed) :])
         ]
-        used = bytes(gradient is not None for gradient in found)
+        used = np.array([gradient is not None for gradient in found], np.uint8)
         return self._flattened(graph.summed, found), tuple(own), used
 
     def _flattened(

@@ -124,7 +124,7 @@ class Placed:
             outputs, changed, notes = self._run_forward(
                 tuple(row.detach() for row in rows), self._memory, pickle.dumps(order), others
             )
-        notes = [note for note in notes if note is not None]
+        notes = [pickle.loads(note) for note in notes if note is not None]
         self._take_buffers(changed, notes[0])
         flags = [any(each) for each in zip(*(note.requires_grad for note in notes))]
         if is_kept and any(flags):
