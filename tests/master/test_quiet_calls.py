@@ -26,6 +26,7 @@ from harness import Child, assert_right, pids, wait_for
 
 import synk
 from synk._api import inline as _inline
+from synk._master import look as _look
 from synk._master import ordinary as _ordinary_way
 from synk._master import pending as _pending
 from synk._master import queue as _queue
@@ -1145,6 +1146,44 @@ def test_an_exception_of_a_handler_at_any_line(
     assert 5 < num_raised == nth - 1
     assert pids(rt) == before
     assert_right(rt)
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "file"), [(2, _look.__file__), (2, _queue.__file__), ("inline", _quiet_on_rank.__file__)]
+)
+def test_an_exception_of_a_handler_at_any_line_of_steps(
+    shared_runtimes: Any, alarm: Callable[[str, int], None], num_workers: Any, file: str
+) -> None:
+    """Each changes a resident object, with a number as argument, and is submitted while another is in flight."""
+    rt = shared_runtimes[num_workers]
+    counter = rt.resident([0])
+
+    def count(scale: float, x: np.ndarray) -> tuple[Any, float]:
+        counter.value[0] += 1
+        total = synk.comm.all_reduce(x.sum(), "sum")
+        return total * scale, float(counter.value[0])
+
+    f = rt.function(count, bcast_inputs="scale", outputs=("max", "min"), changes=[counter])
+    before = pids(rt)
+    num_raised = 0
+    for nth in range(1, 300):
+        for _ in range(3):
+            last = [f.submit(2.0, X) for _ in range(3)][-1].result()[1]
+        alarm(file, nth)
+        try:
+            pending = [f.submit(3.0, X), f.submit(4, X)]
+            assert [each.result() for each in pending] == [(X.sum() * 3, last + 1), (X.sum() * 4, last + 2)]
+            break
+        except (Late, CallCancelled) as error:
+            num_raised += 1
+            assert isinstance(error, Late) or isinstance(error.__cause__, Late)
+        finally:
+            sys.settrace(None)
+        total, now = f(5.0, X)
+        assert total == X.sum() * 5 and last < now <= last + 3
+    assert num_raised == nth - 1
+    assert pids(rt) == before
+    assert len({f.submit(1.0, X).result()[1] for _ in range(3)}) == 3
 
 
 @pytest.mark.parametrize("file", [_quiet.__file__, _queue.__file__, _pending.__file__])
