@@ -214,6 +214,7 @@ def write_message(count: int, is_dozing: bool) -> Block:
             FENCE,
             store(_WRITTEN, count),
             wake(SENDER, RECEIVER, str(count)),
+            note("load written"),
             note("store unsent"),
         )
 
@@ -305,6 +306,49 @@ def leaving_after_a_message() -> Protocol:
         return "a rank that sent is said to have left" if is_missed else None
 
     return Protocol((sender, receiver), _left_over(ticks=0), check)
+
+
+# -- Outbox -----------------------------------------------------------------------------------------------------------
+
+
+def take_place() -> Block:
+    """The only place, as soon as the message before was received."""
+    return block(
+        "Outbox.take",
+        await_("released", lambda number: number == 1),
+        note("call _populate"),
+        store("filled", 0),
+        store("released", 0),
+    )
+
+
+def fill(count: int) -> Block:
+    put = block("Outbox.put", store("boxes", count))
+    show = block("Outbox.show", store("filled", 1))
+    return block("Mailbox._fill", put, FENCE, show, wake(SENDER, RECEIVER, f"filled {count}"))
+
+
+def fetch(count: int) -> Block:
+    return block(
+        "Mailbox._fetch",
+        block("Outbox.num_filled", await_("filled", lambda number: number == 1)),
+        rouse(RECEIVER),
+        block("Outbox.contents", expect("boxes", count)),
+        FENCE,
+        block("Outbox.release", store("released", 1)),
+    )
+
+
+def messages_in_an_outbox() -> Protocol:
+    """Three messages that take turns in one place; the ring takes one line."""
+    counts = (1, 2, 3)
+    sender = [(take_place(), write_message(count, False), fill(count)) for count in counts]
+    receiver = [(recv_message(count, False), fetch(count)) for count in counts]
+    programs = (
+        _program(begin_with_messages(SENDER), *itertools.chain(*sender)),
+        _program(begin_with_messages(RECEIVER), *itertools.chain(*receiver)),
+    )
+    return Protocol(programs, {**_left_over(ticks=0), _WRITTEN: 3, _READ: 3, "filled": 1, "released": 1, "boxes": 9})
 
 
 def check_deadlock() -> Block:
@@ -481,6 +525,7 @@ def protocols() -> dict[str, Protocol]:
         "leaving": leaving(),
         "verdict": verdict(),
         "short messages": short_messages(),
+        "messages in an outbox": messages_in_an_outbox(),
         "leaving after a message": leaving_after_a_message(),
         "calls": calls(),
         "verdicts on a collective": verdicts_on_a_collective(),

@@ -361,6 +361,7 @@ class Runtime:
             ]
         lines += [f"  NCCL: {self._session.group.library}"] if self._session.group.library else []
         lines += [f"  NCCL is not used: {self._session.group.problem}"] if self._session.group.problem else []
+        lines += [f"  messages: {problem}" for problem in self._session.lanes.message_problems()]
         return "\n".join([title, *lines])
 
     def restart(self) -> None:

@@ -16,6 +16,7 @@ from synk._pure.interrupts import deferred
 from synk._pure.ranges import round_up
 from synk._wire.control import NUM_LANES
 from synk._wire.memory import PAGE_NBYTES, Segment
+from synk.communicators._outbox import tail_nbytes
 from synk.communicators._shm import required_nbytes, reset, set_abort
 
 _SLOT_NBYTES = 1 << 19
@@ -96,7 +97,12 @@ class Lane:
             processes.epoch.end()
             nbytes = required_nbytes(processes.world_size, _COLLECTIVE_SLOT_NBYTES)
             with deferred():  # the workers learn of it by its id
-                self.collective = Segment.create(nbytes, is_worker_writable=True, segment_id=next(self._ids))
+                self.collective = Segment.create(
+                    nbytes,
+                    is_worker_writable=True,
+                    segment_id=next(self._ids),
+                    tail_nbytes=tail_nbytes(processes.world_size),
+                )
                 reset(self.collective, processes.world_size, processes.eventfds)
                 self.ids = (self.ids[0], self.collective.id)
 
@@ -129,6 +135,13 @@ class Lanes(list[Lane]):
     """
 
     first: Lane
+
+    def message_problems(self) -> list[str]:
+        """Return what messages between functions lack, as far as it is known: when one has communicated."""
+        if all(lane.collective is None or lane.collective.tail_nbytes for lane in self):
+            return []
+        limit = "a limit on addresses or on the size of files, or Linux before 5.14"
+        return [f"through rings only ({limit}): large ones of isend go on only while their sender waits"]
 
     def begin(self, processes: Processes, ids: Iterator[int]) -> None:
         """Make the first lane."""

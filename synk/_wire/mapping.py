@@ -1,7 +1,7 @@
 """Files mapped into memory: without a second descriptor, made private where a fork demands it, given back in pieces.
 
 The standard library's ``mmap`` keeps a duplicate of each descriptor it is given, cannot map at a chosen address, and
-has no way to free part of a file. The three calls of the system that this takes are here and nowhere else. Knows
+has no way to take or free part of a file. The calls of the system that this takes are here and nowhere else. Knows
 nothing of segments and arrays.
 """
 
@@ -17,7 +17,7 @@ from synk._pure.interrupts import is_from_handler
 from synk._wire.orphans import orphans
 
 _MAP_FIXED = 0x10
-_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # Python 3.13
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.13; so on x86-64 and AArch64
 _MREMAP_MAYMOVE_FIXED = 1 | 2
 _FALLOC_PUNCH_HOLE_KEEP_SIZE = 2 | 1
 
@@ -32,6 +32,10 @@ _munmap = _libc.munmap
 _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _fallocate = _libc.fallocate
 _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+_madvise = _libc.madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MADV_REMOVE = 9
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -143,6 +147,29 @@ def punch(fd: int, offset: int, nbytes: int) -> None:
     OSError
     """
     if _fallocate(fd, _FALLOC_PUNCH_HOLE_KEEP_SIZE, offset, nbytes):
+        raise _last_error()
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Take the memory of whole pages of a shared mapping now; so that none is there is an error, and no signal later.
+
+    Raises
+    ------
+    OSError
+        EINVAL where the kernel is older than Linux 5.14.
+    """
+    if _madvise(address, nbytes, _MADV_POPULATE_WRITE):
+        raise _last_error()
+
+
+def give_back(address: int, nbytes: int) -> None:
+    """Give the memory of whole pages of a shared mapping back: they read as zeros, in all processes.
+
+    Raises
+    ------
+    OSError
+    """
+    if _madvise(address, nbytes, _MADV_REMOVE):
         raise _last_error()
 
 

@@ -7,6 +7,7 @@ nothing of arrays beyond bytes, nothing of workers.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import math
@@ -91,8 +92,11 @@ class Fence:
         lock.acquire()
 
 
-def create_fd(nbytes: int, *, is_reserved: bool = True) -> int:
-    """Return a descriptor of ``nbytes`` of owner-only, unnamed memory; reserved now, or later in pieces."""
+def create_fd(nbytes: int, *, is_reserved: bool = True, tail_nbytes: int = 0) -> int:
+    """Return a descriptor of ``nbytes`` of owner-only, unnamed memory; reserved now, or later in pieces.
+
+    ``tail_nbytes``: of addresses behind that, where the limits allow them; nothing is reserved there.
+    """
     try:
         fd = above_streams(os.memfd_create("synk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         is_sealable = True
@@ -114,6 +118,9 @@ def create_fd(nbytes: int, *, is_reserved: bool = True) -> int:
             os.posix_fallocate(fd, 0, nbytes)
         else:
             os.ftruncate(fd, nbytes)
+        if tail_nbytes:
+            with contextlib.suppress(OSError):  # a limit on the size of files
+                os.ftruncate(fd, nbytes + tail_nbytes)
         if is_sealable:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except BaseException:
@@ -153,11 +160,13 @@ class Segment:
         ``forks.count`` when it was made.
     mapping : MappedFile or None
         None where it was closed.
+    tail_nbytes : int
+        Of addresses behind the segment, whose memory is taken page by page and is not counted as the segment's.
     """
 
     __slots__ = (
         "__weakref__", "arena", "buffer", "generation", "id", "is_arena", "is_owner", "is_private", "is_staging",
-        "is_worker_writable", "mapping", "nbytes", "offset",
+        "is_worker_writable", "mapping", "nbytes", "offset", "tail_nbytes",
     )  # fmt: skip
 
     mapping: MappedFile | None
@@ -165,8 +174,17 @@ class Segment:
     is_worker_writable: bool
 
     def __init__(self, fd: int, nbytes: int, *, is_writable: bool, segment_id: int, is_private: bool = False) -> None:
-        self._lie_at(_map(fd, nbytes, is_writable, is_private), segment_id, 0, nbytes, None)
+        tail_nbytes = max(os.fstat(fd).st_size - nbytes, 0) if is_writable else 0
+        try:
+            mapping = _map(fd, nbytes + tail_nbytes, is_writable, is_private)
+        except SharedMemoryError:
+            if not tail_nbytes:
+                raise
+            tail_nbytes = 0
+            mapping = _map(fd, nbytes, is_writable, is_private)
+        self._lie_at(mapping, segment_id, 0, nbytes, None)
         self.is_private = is_private
+        self.tail_nbytes = tail_nbytes
 
     def map_again(self) -> None:
         """Map what is only read a second time. The first mapping lives on as long as arrays refer to it."""
@@ -184,17 +202,21 @@ class Segment:
         self.arena = arena
         self.is_owner = arena is None  # of the descriptor
         self.is_arena = self.is_staging = False
+        self.tail_nbytes = 0
         self.is_private = arena is not None and arena.is_private
         self.is_worker_writable = arena is not None and arena.is_worker_writable
         self.generation = forks.count
         self.buffer = self.root()
 
     @classmethod
-    def create(cls, nbytes: int, *, is_worker_writable: bool = False, segment_id: int = 0) -> Segment:
+    def create(
+        cls, nbytes: int, *, is_worker_writable: bool = False, segment_id: int = 0, tail_nbytes: int = 0
+    ) -> Segment:
         """Allocate a new segment of at least ``nbytes`` bytes, filled with zeros.
 
         ``is_worker_writable`` says how workers map it: what they only read they cannot damage. ``segment_id`` tells it
-        from the others of its runtime, which has given it; 0 where no message names the segment.
+        from the others of its runtime, which has given it; 0 where no message names the segment. ``tail_nbytes``: what
+        it asks for behind itself, see above.
 
         Raises
         ------
@@ -202,7 +224,8 @@ class Segment:
             If the memory, the file size limit or the number of descriptors does not suffice.
         """
         with deferred():  # between two calls of the system the descriptor has no owner
-            return cls._create(round_up(max(nbytes, 1), PAGE_NBYTES), is_worker_writable, segment_id)
+            nbytes = round_up(max(nbytes, 1), PAGE_NBYTES)
+            return cls._create(nbytes, is_worker_writable, segment_id, tail_nbytes=tail_nbytes)
 
     @classmethod
     def create_arena(cls, nbytes: int, *, is_worker_writable: bool, segment_id: int) -> Segment:
@@ -218,12 +241,20 @@ class Segment:
         return arena
 
     @classmethod
-    def _create(cls, nbytes: int, is_worker_writable: bool, segment_id: int, *, is_reserved: bool = True) -> Segment:
+    def _create(
+        cls,
+        nbytes: int,
+        is_worker_writable: bool,
+        segment_id: int,
+        *,
+        is_reserved: bool = True,
+        tail_nbytes: int = 0,
+    ) -> Segment:
         free = available_nbytes() if nbytes > (1 << 24) else nbytes  # the check costs a file read: large ones only
         try:
             if nbytes > free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            fd = create_fd(nbytes, is_reserved=is_reserved)
+            fd = create_fd(nbytes, is_reserved=is_reserved, tail_nbytes=tail_nbytes)
         except OSError as error:
             if is_from_handler(error):
                 raise
@@ -288,10 +319,16 @@ class Segment:
         assert self.mapping is not None
         twin = Segment.__new__(Segment)
         twin._lie_at(self.mapping, self.id, self.offset, self.nbytes, self.arena)
+        twin.tail_nbytes = self.tail_nbytes
         twin.is_owner, twin.is_arena, twin.is_worker_writable = False, self.is_arena, self.is_worker_writable
         twin.buffer = self.buffer.view()  # of this very array: what the rank keeps is seen as a view of this segment
         twin.buffer.flags.writeable = self.is_worker_writable
         return twin
+
+    def tail(self) -> np.ndarray:
+        """Return a new ``uint8`` array over the addresses behind the segment."""
+        assert self.mapping is not None
+        return np.frombuffer(self.mapping, np.uint8, self.tail_nbytes, self.offset + self.nbytes)
 
     def root(self) -> np.ndarray:
         """Return a new ``uint8`` array over the whole segment that all arrays made from it refer to as their base."""

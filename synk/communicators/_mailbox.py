@@ -2,7 +2,7 @@
 
 A ring is a stream of messages: a line with the header and the first bytes, the other bytes, padding to whole lines. The
 sender alone raises the count of bytes written and the receiver alone the count of bytes read (both in the rendezvous),
-so a ring needs no lock. Whoever waits for a message takes in everything that has arrived for it; what is not wanted yet
+so a ring needs no lock. Whoever waits for anything takes in everything that has arrived for it; what is not wanted yet
 is kept in private memory. So messages may be received in any order of tags, and two ranks may send to each other first
 and receive afterwards.
 
@@ -24,8 +24,12 @@ from synk.communicators._messages import (
     Incoming,
     Outgoing,
 )
+from synk.communicators._outbox import CHUNK_NBYTES, Outbox
 from synk.communicators._rendezvous import Rendezvous, Request
 from synk.communicators._schedule import Schedule
+
+# So little is copied to private memory, where the ring has no room for it.
+SMALL_NBYTES = 1 << 12
 
 Key = tuple[int, int]
 """Sender and tag."""
@@ -41,10 +45,13 @@ class Mailbox:
         Of the collectives that were started: they go on while the rank waits for a message.
     rings : ndarray of uint8, shape ``(sender, receiver, nbytes)``
         The shared memory; ``nbytes`` is a multiple of the cache line.
+    outbox : Outbox
+        For what a ring has no room for.
     """
 
-    def __init__(self, rendezvous: Rendezvous, schedule: Schedule, rings: np.ndarray) -> None:
+    def __init__(self, rendezvous: Rendezvous, schedule: Schedule, rings: np.ndarray, outbox: Outbox) -> None:
         self._rendezvous = rendezvous
+        self._outbox = outbox
         self._schedule = schedule
         self._rank = rendezvous.rank
         self.to_peers = list(rings[self._rank])
@@ -53,7 +60,10 @@ class Mailbox:
         # While one part is taken out, the next is put in.
         self._grain = max(round_up(self.capacity // 4, LINE_NBYTES), LINE_NBYTES)
         self._unsent: dict[int, deque[Outgoing]] = {}  # by receiver; none that is empty
+        # By receiver, what it may have taken in a part of: where it begins and ends in the stream.
+        self._in_pieces: dict[int, deque[tuple[int, int, Request]]] = {}
         self._arriving: dict[int, Incoming] = {}  # by sender
+        self._fetched: list[Incoming] = []  # from outboxes, that were asked for and are not all there
         self._posted: dict[Key, deque[Incoming]] = {}  # that have not come
         self._arrived: dict[Key, deque[Incoming]] = {}  # that nobody has asked for
         self.is_used = False  # in the present call
@@ -61,13 +71,15 @@ class Mailbox:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is asked for, kept or waiting."""
-        return not (self._arriving or self._posted or self._arrived or self._unsent or self._schedule.operations)
+        is_busy = self._arriving or self._fetched or self._posted or self._arrived or self._unsent
+        return not (is_busy or self._schedule.operations)
 
     def clear(self) -> None:
         """Forget all messages. To be called before the rendezvous begins a call, so that no rank reads old counts."""
         if self.is_used:
-            for messages in (self._unsent, self._arriving, self._posted, self._arrived):
+            for messages in (self._unsent, self._in_pieces, self._arriving, self._fetched, self._posted, self._arrived):
                 messages.clear()
+            self._outbox.clear()
             rank, rendezvous = self._rank, self._rendezvous
             for peer in range(len(self.to_peers)):
                 rendezvous.written[rank][peer] = 0
@@ -75,15 +87,22 @@ class Mailbox:
                 rendezvous.unsent[rank][peer] = 0
             self.is_used = False  # last: an interrupted call leaves the rest to the next one
 
+    def trim(self) -> None:
+        """Give memory of messages back that all were received."""
+        if self.is_used:
+            self._outbox.trim()
+
     def close(self) -> None:
         """Let go of the shared memory."""
         self.to_peers, self.from_peers = [], []
+        self._outbox.close()
 
     def progress(self) -> None:
         """Take in what has arrived, write what finds room, and go on with the collectives."""
         for peer in self._rendezvous.ranks:
             if self._rendezvous.has_begun(peer):
                 self._take_in(peer)
+        self._fetch_on()
         self.write_on()
         self._schedule.advance()
 
@@ -94,6 +113,8 @@ class Mailbox:
         for messages in list(self._posted.values()):
             for message in list(messages):
                 self.finish(message)
+        for message in list(self._fetched):
+            self.finish(message)
         for outgoing in [message for queue in self._unsent.values() for message in queue]:
             self._finish_sending(outgoing)
 
@@ -128,8 +149,11 @@ class Mailbox:
 
     def _first_unread(self, peer: int, num_read: int) -> Request:
         """Return what was sent to ``peer`` and stands at the front of the ring."""
+        for begin, end, request in self._in_pieces.get(peer, ()):
+            if begin < num_read < end:
+                return request
         start = num_read % self.capacity
-        tag, nbytes, number, _ = HEADER.unpack_from(self.to_peers[peer][start : start + LINE_NBYTES])
+        tag, nbytes, number, _, _ = HEADER.unpack_from(self.to_peers[peer][start : start + LINE_NBYTES])
         name = DTYPE_NAMES[number]
         return Request("send", dtype=name, num_elements=nbytes // named_dtype(name).itemsize, peer=peer, tag=tag)
 
@@ -143,20 +167,45 @@ class Mailbox:
         CollectiveMismatch
             If the ring is full and the receiver has left the call, or no rank can go on.
         """
-        self._finish_sending(self._put(array, peer, tag))
+        self._finish_sending(self._put(Outgoing(array, peer, tag)))
 
     def isend(self, array: np.ndarray, peer: int, tag: int) -> None:
-        """Write what finds room of a message, and keep a copy of the rest."""
-        self._put(array, peer, tag).make_own()
+        """Write a message if the ring has room for all of it, else leave it in the outbox.
+
+        Raises
+        ------
+        SharedMemoryError
+            If there is no memory for it.
+        """
+        message = Outgoing(array, peer, tag)
+        is_small = array.nbytes < SMALL_NBYTES or (peer not in self._unsent and array.nbytes < self._room(peer) // 2)
+        if is_small or not self._outbox.is_there:
+            self._put(message)
+            message.make_own()
+            return
+        place = self._outbox.take(array.nbytes + 8 * array.ndim)
+        body = message.lay_out(place)
+        self._put(message)
+        self._fill(place, body, peer)
+
+    def _fill(self, place: int, body: np.ndarray, peer: int) -> None:
+        """Copy a message into the outbox; the receiver may know of it already, and copies along."""
+        rendezvous, outbox = self._rendezvous, self._outbox
+        for start in range(0, body.size, CHUNK_NBYTES):
+            chunk = body[start : start + CHUNK_NBYTES]
+            outbox.put(place, start, chunk)
+            rendezvous.fence()
+            outbox.show(place, start + chunk.size)
+            rendezvous.wake(peer)
 
     def _finish_sending(self, message: Outgoing) -> None:
         if not message.is_done:
             self._rendezvous.post(message.request)
             self._rendezvous.wait(lambda: self._is_written(message), is_message=True)
 
-    def _put(self, array: np.ndarray, peer: int, tag: int) -> Outgoing:
+    def _put(self, message: Outgoing) -> Outgoing:
         self.is_used = True
-        message = Outgoing(array, peer, tag)
+        peer = message.request.peer
         self._unsent.setdefault(peer, deque()).append(message)
         self._write(peer)
         return message
@@ -188,15 +237,25 @@ class Mailbox:
                 return
             rendezvous.rouse()
             start = written[peer] % self.capacity
+            if not queue[0].num_written:
+                queue[0].begin = written[peer]
             # Both counts stay multiples of a line, so a first line never wraps around.
             nbytes = queue[0].write(ring[start : start + min(room, self._grain)])
             rendezvous.fence()
             written[peer] += nbytes
             rendezvous.wake(peer)
             if queue[0].is_done:
-                queue.popleft()
+                self._note_written(queue.popleft(), written[peer])
         del self._unsent[peer]
         rendezvous.unsent[rank][peer] = 0
+
+    def _note_written(self, message: Outgoing, end: int) -> None:
+        rendezvous, peer = self._rendezvous, message.request.peer
+        noted = self._in_pieces.setdefault(peer, deque())
+        num_read = rendezvous.read[peer][self._rank] if peer in rendezvous.begun else 0
+        while noted and noted[0][1] <= num_read:
+            noted.popleft()
+        noted.append((message.begin, end, message.request))
 
     def _room(self, peer: int) -> int:
         """Return how many bytes may be written for ``peer``: whole lines."""
@@ -219,6 +278,7 @@ class Mailbox:
             self._posted.setdefault(key, deque()).append(message)
         else:
             message.request, message.target = request, like
+            self._begin_to_fetch(message)
         return message
 
     def finish(self, message: Incoming) -> None:
@@ -284,8 +344,41 @@ class Mailbox:
             message = Incoming()
             self._arrived.setdefault(key, deque()).append(message)
         message.open(line)
-        self._arriving[sender] = message
+        if message.place < 0:
+            self._arriving[sender] = message
+        elif message.request is not None:
+            self._begin_to_fetch(message)
         return message
+
+    # -- from outboxes -------------------------------------------------------------------------------------------
+
+    def _begin_to_fetch(self, message: Incoming) -> None:
+        """Have a message that somebody asks for come from the outbox of its sender, if it lies there."""
+        if message.place >= 0:
+            message.make_body()
+            self._fetched.append(message)
+            self._rendezvous.is_fetching = True
+
+    def _fetch_on(self) -> None:
+        """Copy what has come into the outboxes of messages that were asked for."""
+        if self._fetched:
+            for message in self._fetched:
+                self._fetch(message)
+            self._fetched = [message for message in self._fetched if not message.is_done]
+            self._rendezvous.is_fetching = bool(self._fetched)
+
+    def _fetch(self, message: Incoming) -> None:
+        rendezvous, outbox, place = self._rendezvous, self._outbox, message.place
+        assert message.body is not None
+        start, stop = message.num_filled, outbox.num_filled(place)
+        if stop == start:
+            return
+        rendezvous.rouse()
+        message.body[start:stop] = outbox.contents(place, start, stop)
+        message.num_filled = stop
+        if message.is_done:
+            rendezvous.fence()
+            outbox.release(place)
 
 
 def _unreceived_text(request: Request, sender: int) -> str:

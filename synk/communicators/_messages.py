@@ -14,8 +14,9 @@ from synk.errors import CollectiveMismatch
 
 # tag, bytes of the array, number of the dtype, axes; then what lies behind the header: from two axes on the shape, and
 # the array, of which all that does not fit the line follows in the next ones.
-LINE = struct.Struct("=qqHB13x32s")
-HEADER = struct.Struct("=qqHB13x")
+# place: in the outbox of the sender, where the message is all there, behind its shape; negative: it is in the ring.
+LINE = struct.Struct("=qqHB5xq32s")
+HEADER = struct.Struct("=qqHB5xq")
 INLINE_NBYTES = LINE_NBYTES - HEADER.size
 MAX_INLINE_AXES = INLINE_NBYTES // 8
 SHAPES = [struct.Struct(f"={num_axes}q") for num_axes in range(MAX_INLINE_AXES + 1)]
@@ -39,9 +40,11 @@ class Outgoing:
         What follows.
     num_written : int
         Bytes in the ring, of both.
+    begin : int
+        Where in the stream it begins, as soon as a byte of it is there.
     """
 
-    __slots__ = ("line", "num_written", "request", "rest")
+    __slots__ = ("_body", "_header", "_prefix", "begin", "line", "num_written", "request", "rest")
 
     def __init__(self, array: np.ndarray, peer: int, tag: int) -> None:
         name = dtype_name(array.dtype)
@@ -53,9 +56,17 @@ class Outgoing:
             prefix = b""
         num_inline = INLINE_NBYTES - len(prefix)
         inline = prefix + body[:num_inline].tobytes()
-        self.line = LINE.pack(tag, array.nbytes, DTYPE_NAMES.index(name), array.ndim, inline)
+        self._header = tag, array.nbytes, DTYPE_NAMES.index(name), array.ndim
+        self.line = LINE.pack(*self._header, -1, inline)
         self.rest = body[num_inline:]
-        self.num_written = 0
+        self.num_written = self.begin = 0
+        self._prefix, self._body = prefix, body
+
+    def lay_out(self, place: int) -> np.ndarray:
+        """Have the ring say only where the message lies; return the bytes to be put there."""
+        self.line = LINE.pack(*self._header, place, self._prefix)
+        self.rest = self.rest[:0]
+        return self._body
 
     @property
     def is_done(self) -> bool:
@@ -90,22 +101,27 @@ class Incoming:
         What a recv has asked for.
     target : ndarray or None
         Where its array is to be.
+    place : int
+        In the outbox of its sender; negative for one that comes through the ring.
     """
 
-    __slots__ = ("_num_apart", "_num_axes", "_shape", "body", "dtype", "nbytes", "num_filled", "request", "target")
+    __slots__ = (
+        *("_num_apart", "_num_axes", "_shape", "body", "dtype", "nbytes", "num_filled", "place", "request", "target"),
+    )
 
     def __init__(self, request: Request | None = None, target: np.ndarray | None = None) -> None:
         self.request, self.target = request, target
         self.body: np.ndarray | None = None  # bytes of the array, behind those of a shape that the line has no room for
         self.num_filled = 0
+        self.place = -1
 
     @property
     def is_done(self) -> bool:
         return self.body is not None and self.num_filled == self.body.size
 
     def open(self, line: bytes) -> None:
-        """Take in the first line: straight into the array of a recv, where it is like the message."""
-        _, self.nbytes, number, self._num_axes, inline = LINE.unpack(line)
+        """Take in the first line."""
+        _, self.nbytes, number, self._num_axes, self.place, inline = LINE.unpack(line)
         self.dtype = DTYPE_NAMES[number]
         prefix = prefix_nbytes(self._num_axes)
         self._num_apart = prefix if prefix > INLINE_NBYTES else 0
@@ -115,14 +131,21 @@ class Incoming:
         elif not self._num_apart:
             self._shape = struct.unpack_from(f"={self._num_axes}q", inline)
             inline = inline[prefix:]
+        if self.place >= 0:  # it stays where it is until somebody asks for it
+            return
+        self.make_body()
+        assert self.body is not None
+        first = np.frombuffer(inline, np.uint8)[: self.body.size]
+        self.body[: first.size] = first
+        self.num_filled = first.size
+
+    def make_body(self) -> None:
+        """Make room for the bytes: the array of the recv itself, where it is like the message."""
         target = self.target
         if target is not None and not self._num_apart and self._is_like(target):
             self.body = target.reshape(-1).view(np.uint8)
         else:
             self.body = np.empty(self._num_apart + self.nbytes, np.uint8)
-        first = np.frombuffer(inline, np.uint8)[: self.body.size]
-        self.body[: first.size] = first
-        self.num_filled = first.size
 
     @property
     def num_elements(self) -> int:

@@ -43,8 +43,11 @@ KINDS = (
 )
 # Where requests lie: those of collectives take turns in the places 0 and 1, by their tick.
 _MESSAGE_PLACE = 2
+_PLACE_MASK = 3
 # Beside the place of what a rank waits for: it has raised its tick, and not gone on from there.
 _IS_MEETING = 4
+# Likewise: what it waits for is being copied by its sender, who waits for nothing meanwhile.
+_IS_FETCHING = 8
 _RULE = "Every rank that takes part must call the same collectives, in the same order, with equal arguments."
 
 
@@ -121,6 +124,8 @@ class Rendezvous:
         How often this rank has met the others in the present call.
     is_meeting : bool
         Whether it has raised its tick and not gone on from there.
+    is_fetching : bool
+        Whether a message that was asked for is being copied by its sender.
     is_unfinished : bool
         Whether an operation goes on, or was broken off.
     begun : set of int
@@ -139,6 +144,7 @@ class Rendezvous:
         self._place = 0  # of the last request for a collective
         self._is_aborted = False
         self.is_unfinished = False
+        self.is_fetching = False
         self.begun: set[int] = set()
         self._mailbox_nbytes = mailbox_nbytes
         self._eventfds = tuple(eventfds)
@@ -175,7 +181,7 @@ class Rendezvous:
     def begin(self, ranks: tuple[int, ...], sequence: int) -> None:
         """Join the call ``sequence`` (above all earlier ones) of the ranks ``ranks``."""
         self.ranks, self.sequence, self.tick, self.is_meeting = ranks, sequence, 0, False
-        self._is_aborted = False
+        self._is_aborted = self.is_fetching = False
         self.begun = set()
         self._ticks[self.rank] = 0
         self.fence()  # nobody may take an old tick, or an old count of bytes, for one of this call
@@ -311,7 +317,7 @@ class Rendezvous:
         sleeps, rank = self._sleeps, self.rank
         while True:
             place = _MESSAGE_PLACE if is_message else self._place
-            self._places[rank] = place | _IS_MEETING * self.is_meeting
+            self._places[rank] = place | _IS_MEETING * self.is_meeting | _IS_FETCHING * self.is_fetching
             # What this rank has done and asked for comes before the news that it sleeps.
             self.fence()
             sleeps[rank] |= 1
@@ -393,13 +399,14 @@ class Rendezvous:
     def _is_stuck(self, rank: int) -> bool:
         """Whether the sleeping ``rank`` has nothing to do: all that it waits for is still missing."""
         place, peers = self._places[rank], [each for each in self.ranks if self.has_begun(each)]
+        if place & _IS_FETCHING:
+            return False
         if place & _IS_MEETING and all(each in peers and self._ticks[each] >= self._ticks[rank] for each in self.ranks):
             return False
-        # Whoever waits goes on writing when a receiver made room; for a message, it takes in whatever reaches it.
+        # Whoever waits goes on writing when a receiver made room, and takes in whatever reaches it.
         if any(self.unsent[rank][each] and self.room(rank, each) > 0 for each in peers):
             return False
-        is_message = place & ~_IS_MEETING == _MESSAGE_PLACE
-        return not (is_message and any(self.written[each][rank] != self.read[rank][each] for each in peers))
+        return not any(self.written[each][rank] != self.read[rank][each] for each in peers)
 
     def _give_verdict(self) -> NoReturn:
         """Raise what every rank raises when none can go on: the same text, whoever has found it first and left."""
@@ -418,7 +425,7 @@ class Rendezvous:
 
     def _request(self, rank: int) -> Request:
         """Return what ``rank`` sleeps over."""
-        return self._request_at(self._request_offset(rank, self._places[rank] & ~_IS_MEETING))
+        return self._request_at(self._request_offset(rank, self._places[rank] & _PLACE_MASK))
 
     def _request_at(self, offset: int) -> Request:
         kind, op, dtype, count, peer, tag, is_weighted, weight = _REQUEST.unpack_from(self._bytes, offset)

@@ -22,11 +22,12 @@ from synk.communicators._buffers import DTYPE_NAMES, as_array
 from synk.communicators._layout import Layout, required_nbytes
 from synk.communicators._mailbox import Mailbox
 from synk.communicators._messages import Incoming
+from synk.communicators._outbox import Outbox
 from synk.communicators._rendezvous import Aborted, Rendezvous, reset, set_abort
 from synk.communicators._schedule import Operation, Schedule, Steps
 from synk.communicators._shm_collectives import ShmCollectives
 from synk.communicators._short_path import ShortPath
-from synk.errors import CollectiveMismatch
+from synk.errors import CollectiveMismatch, SharedMemoryError
 
 __all__ = ["Aborted", "ShmCommunicator", "required_nbytes", "reset", "set_abort"]
 
@@ -58,7 +59,7 @@ class ShmCommunicator(ShmCollectives):
     Notes
     -----
     A message that fits its mailbox is sent without waiting for the receiver. A longer one waits until the receiver
-    waits in any ``send`` or ``recv``; what that one does not want yet is kept in its private memory.
+    waits for anything; what that one does not want yet is kept in its private memory.
     """
 
     def __init__(self, segment: Segment, rank: int, world_size: int, eventfds: Sequence[int]) -> None:
@@ -69,7 +70,12 @@ class ShmCommunicator(ShmCollectives):
         super().__init__(rendezvous, segment.view(layout.halves, halves, np.dtype(np.uint8)))
         self.world_size = world_size
         self._schedule = Schedule(rendezvous)
-        self._mailbox = Mailbox(rendezvous, self._schedule, segment.view(layout.mailboxes, rings, np.dtype(np.uint8)))
+        self._mailbox = Mailbox(
+            rendezvous,
+            self._schedule,
+            segment.view(layout.mailboxes, rings, np.dtype(np.uint8)),
+            Outbox(segment.tail(), rank, world_size),
+        )
         self.short_path = ShortPath(rendezvous, self._mailbox)
         self._is_closed = False
 
@@ -116,6 +122,7 @@ class ShmCommunicator(ShmCollectives):
         self._rendezvous.is_unfinished = False
         self.end()
         self._mailbox.check_received()
+        self._mailbox.trim()
 
     def end(self) -> None:
         """Leave the call, after the function returned or raised. Peers that still wait for this rank are told."""
@@ -175,8 +182,9 @@ class ShmCommunicator(ShmCollectives):
         return self.finish(self.start(steps))
 
     def _advance(self, operation: Operation) -> bool:
-        self._mailbox.write_on()
         self._schedule.advance()
+        if not operation.is_done:  # a sender may have to be freed of a message first
+            self._mailbox.progress()
         return operation.is_done
 
     def barrier(self) -> None:
@@ -256,7 +264,11 @@ class ShmCommunicator(ShmCollectives):
         """Send a C-contiguous array, which may be changed when this returns, without waiting for the receiver."""
         self._check_message("send", peer)
         self._rendezvous.is_unfinished = True
-        self._mailbox.isend(array, peer, tag)
+        try:
+            self._mailbox.isend(array, peer, tag)
+        except SharedMemoryError:  # nothing was sent
+            self._rendezvous.is_unfinished = False
+            raise
         self._rendezvous.is_unfinished = False
 
     def recv_array(self, like: np.ndarray | None, peer: int, tag: int) -> np.ndarray:

@@ -62,10 +62,10 @@ class ShortPath:
             return False
         self._mailbox.is_used = True
         if nbytes <= INLINE_NBYTES and num_axes <= 1:
-            LINE.pack_into(ring, start, tag, nbytes, number, num_axes, array.tobytes())
+            LINE.pack_into(ring, start, tag, nbytes, number, num_axes, -1, array.tobytes())
         else:
             place = start + HEADER.size
-            HEADER.pack_into(ring, start, tag, nbytes, number, num_axes)
+            HEADER.pack_into(ring, start, tag, nbytes, number, num_axes, -1)
             if num_axes > 1:
                 SHAPES[num_axes].pack_into(ring, place, *array.shape)
                 place += 8 * num_axes
@@ -96,8 +96,8 @@ class ShortPath:
             return None
         rendezvous.fence()
         ring, start = self._mailbox.from_peers[sender], begin % self._capacity
-        found, nbytes, found_number, num_axes = HEADER.unpack_from(ring, start)
-        if found != tag or num_axes > MAX_INLINE_AXES:
+        found, nbytes, found_number, num_axes, place = HEADER.unpack_from(ring, start)
+        if found != tag or place >= 0 or num_axes > MAX_INLINE_AXES:
             return None
         total = nbytes + _OVERHEAD_NBYTES[num_axes] & -LINE_NBYTES
         if start + total > self._capacity or total > written[rank] - begin:

@@ -1,0 +1,179 @@
+"""Faults at each step of a message that is left in shared memory for its receiver, and the limits on that memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import synk
+from synk.errors import CollectiveMismatch, WorkerDied
+
+COUNT = 600_000
+"""More than a ring takes, in several chunks."""
+
+STEPS = ("the place is taken", "the receiver is told", "half is copied", "the receiver has all")
+
+
+@contextlib.contextmanager
+def acting(step: str, act: Callable[[], None]) -> Iterator[None]:
+    """On a rank: have it act at a step of a large message."""
+    from synk.communicators._mailbox import Mailbox
+    from synk.communicators._outbox import Outbox
+
+    owner, name = {
+        "the place is taken": (Outbox, "take"),
+        "the receiver is told": (Mailbox, "_put"),
+        "half is copied": (Outbox, "show"),
+        "the receiver has all": (Outbox, "release"),
+    }[step]
+    usual = getattr(owner, name)
+
+    def run(*args: Any) -> Any:
+        if name == "release":
+            act()
+        result = usual(*args)
+        act()
+        return result
+
+    setattr(owner, name, run)
+    try:
+        yield
+    finally:
+        setattr(owner, name, usual)
+
+
+def exchange(step: str, act: Callable[[], None]) -> float:
+    """Send a large message from rank 0 to rank 1; either acts at a step of it."""
+    comm = synk.comm
+    place = acting(step, act) if comm.rank == int(step == STEPS[-1]) else contextlib.nullcontext()
+    with place:
+        if comm.rank == 0:
+            comm.isend(np.arange(float(COUNT)), 1)
+            return 0.0
+        return float(comm.recv(None, 0).sum())
+
+
+def nothing() -> None:
+    pass
+
+
+def works(rt: synk.Runtime) -> bool:
+    total = rt.function(lambda x: exchange(STEPS[0], nothing), outputs="sum")
+    return bool(total(np.zeros(2)) == COUNT * (COUNT - 1) / 2)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_rank_is_killed_at_a_step_of_a_message(reused: Any, step: str) -> None:
+    rt = reused(2)
+    f = rt.function(lambda x: exchange(step, lambda: os.kill(os.getpid(), signal.SIGKILL)), outputs="sum")
+    for _ in range(2):  # also into what the first one has left
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            f(np.zeros(2))
+        assert works(rt)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_ctrl_c_at_a_step_of_a_message(shared_runtimes: Any, step: str) -> None:
+    rt, master = shared_runtimes[2], os.getpid()
+
+    def act() -> None:
+        os.kill(master, signal.SIGINT)
+        time.sleep(60)  # the interrupt comes here
+
+    pids = [worker.process.pid for worker in rt._session.workers.by_rank]
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            rt.function(lambda x: exchange(step, act), outputs="sum")(np.zeros(2))
+        assert works(rt)
+    assert pids == [worker.process.pid for worker in rt._session.workers.by_rank]
+
+
+def test_an_exception_at_a_step_leaves_nothing(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+
+    def act() -> None:
+        raise LookupError("not today")
+
+    for step in STEPS:
+        with pytest.raises(LookupError, match="not today"):
+            rt.function(lambda x, step=step: exchange(step, act), outputs="sum")(np.zeros(2))
+        assert works(rt)
+
+
+def outbox_nbytes() -> int:
+    """On a rank: how much memory of the segment through which it communicates is there."""
+    with open("/proc/self/smaps", encoding="ascii") as file:
+        lines = iter(file)
+        for line in lines:
+            if "memfd:synk" in line and _length(line) > 1 << 33:
+                return next(int(each.split()[1]) << 10 for each in lines if each.startswith("Rss:"))
+    raise AssertionError("there is no outbox")
+
+
+def _length(line: str) -> int:
+    begin, end = (int(each, 16) for each in line.split()[0].split("-"))
+    return end - begin
+
+
+def test_memory_of_large_messages_is_given_back(shared_runtimes: Any) -> None:
+    rt, nbytes = shared_runtimes[2], 100 << 20
+    size = rt.world_size
+
+    def body(x: np.ndarray) -> int:
+        comm = synk.comm
+        for turn in range(3):
+            request = comm.irecv(None, 1 - comm.rank)
+            comm.isend(np.full(nbytes, turn, np.uint8), 1 - comm.rank)
+            assert (request.wait() == turn).all()
+        comm.barrier()
+        return outbox_nbytes()
+
+    within = max(rt.function(body, outputs=None)(np.zeros(size)))
+    after = max(rt.function(lambda x: (synk.comm.barrier(), outbox_nbytes())[1], outputs=None)(np.zeros(size)))
+    assert within > 2 * nbytes
+    assert after < size * (80 << 20)
+
+
+def test_memory_that_runs_out_is_an_exception(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+
+    def body(x: np.ndarray) -> float:
+        from synk.communicators import _outbox
+
+        comm, usual = synk.comm, _outbox.available_nbytes
+        _outbox.available_nbytes = lambda: 1 << 20
+        try:
+            with pytest.raises(MemoryError, match="cannot leave a message"):
+                comm.isend(np.zeros(100 << 20, np.uint8), 1 - comm.rank)
+        finally:
+            _outbox.available_nbytes = usual
+        return float(comm.all_reduce(np.ones(1), "sum")[0])
+
+    assert rt.function(body, outputs="first")(np.zeros(2)) == 2.0
+
+
+@pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_FSIZE"])
+def test_without_an_outbox_messages_go_through_the_rings(limit: str) -> None:
+    """Under a limit on addresses or on the size of files: slower, with the same results, and ``info`` says so."""
+    number = getattr(resource, limit)
+    usual = resource.getrlimit(number)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        mapped = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(number, ((1 << 34) + (mapped if limit == "RLIMIT_AS" else 0), usual[1]))
+    try:
+        with synk.Runtime(2, backend="numpy") as rt:
+            assert works(rt)
+            assert "through rings only" in str(rt.info())
+            with pytest.raises(CollectiveMismatch, match="without receiving"):
+                rt.function(lambda x: synk.comm.isend(np.zeros(COUNT), 0).wait(), outputs=None)(np.zeros(2))
+            assert works(rt)
+    finally:
+        resource.setrlimit(number, usual)
