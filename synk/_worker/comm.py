@@ -57,7 +57,8 @@ class Comm:
     """The communication of one rank during one call; the only instance is ``synk.comm``.
 
     Arrays are of the backend's own library (NumPy on CPU workers); results are new arrays. All ranks that run the
-    function must make the same calls in the same order; ranks without rows in a call do not take part.
+    function must call the same collectives in the same order; ranks without rows in a call do not take part. Messages
+    (``send``, ``recv`` and their like) are between two ranks. One thread at a time may use it, whichever it is.
 
     Nothing here is differentiated: a torch tensor that requires grad is refused with a TypeError, because the result
     would be a constant to autograd. Pass ``tensor.detach()``.

@@ -68,7 +68,6 @@ class Mailbox:
         self._arrived: dict[Key, deque[Incoming]] = {}  # that nobody has asked for
         self.is_used = False  # in the present call
 
-    @property
     def is_idle(self) -> bool:
         """Whether nothing is asked for, kept or waiting."""
         is_busy = self._arriving or self._fetched or self._posted or self._arrived or self._unsent

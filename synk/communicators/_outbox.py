@@ -10,9 +10,11 @@ nothing is in use any more.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import errno
 import functools
 import os
+import resource
 
 import numpy as np
 
@@ -25,7 +27,7 @@ from synk.errors import SharedMemoryError
 
 KEPT_NBYTES = 1 << 26
 CHUNK_NBYTES = 1 << 20
-_RANGE_NBYTES = 1 << 36
+_MAX_RANGE_NBYTES = 1 << 36
 _HEAD_NBYTES = 2 * LINE_NBYTES
 _CHECKED_NBYTES = 1 << 24  # from here on it is worth a file read to ask how much memory is free
 
@@ -54,8 +56,15 @@ class _probe:
 
 
 def tail_nbytes(world_size: int) -> int:
-    """Return how many bytes of addresses the outboxes of all ranks take; 0 where the kernel is too old for them."""
-    return world_size * _RANGE_NBYTES if _can_populate() else 0
+    """Return how many bytes of addresses the outboxes of all ranks take: for each as many as the machine has memory.
+
+    0 where addresses are limited, and where the kernel is too old.
+    """
+    is_limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    if is_limited or not _can_populate():
+        return 0
+    memory = os.sysconf("SC_PHYS_PAGES") * PAGE_NBYTES
+    return world_size * min(memory, _MAX_RANGE_NBYTES)
 
 
 class Outbox:
@@ -77,6 +86,9 @@ class Outbox:
         self._address = int(tail.__array_interface__["data"][0])
         self._taken: list[tuple[int, int]] = []  # places in use, ascending, with their ends
         self._populated = self._begin  # up to where memory was taken
+        if self._nbytes:
+            with contextlib.suppress(OSError):  # what a worker has left that had this rank before
+                give_back(self._address + self._begin, self._nbytes)
 
     @property
     def is_there(self) -> bool:

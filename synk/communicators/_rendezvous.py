@@ -314,7 +314,7 @@ class Rendezvous:
 
     def _doze(self, is_ready: Callable[[], bool], is_message: bool) -> None:
         """Sleep until ``is_ready()``."""
-        sleeps, rank = self._sleeps, self.rank
+        sleeps, rank, ranks = self._sleeps, self.rank, self.ranks
         while True:
             place = _MESSAGE_PLACE if is_message else self._place
             self._places[rank] = place | _IS_MEETING * self.is_meeting | _IS_FETCHING * self.is_fetching
@@ -329,6 +329,8 @@ class Rendezvous:
             if not sleeps[rank] & 1:  # it was roused by what it saw, and has to look once more
                 continue
             self.check_abort()
+            if self.ranks is not ranks:  # in a thread that the function has left behind
+                raise Aborted(f"rank {rank} gave up waiting: its call is over.")
             if self._poll.poll(RECHECK_MS):
                 os.eventfd_read(self._eventfds[rank])
             elif self.ranks:  # who has left waits only for what it sent, and that may go on as long as it likes

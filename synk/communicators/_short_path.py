@@ -38,7 +38,7 @@ class ShortPath:
 
     def _is_free(self, peer: int) -> bool:
         rendezvous = self._rendezvous
-        return peer in rendezvous.begun and not rendezvous.is_unfinished and self._mailbox.is_idle
+        return peer in rendezvous.begun and not rendezvous.is_unfinished and self._mailbox.is_idle()
 
     def send_now(self, array: object, peer: int, tag: int) -> bool:
         """Send a plain array if the ring takes all of it in one piece; return whether it was sent.
