@@ -330,7 +330,7 @@ class Rendezvous:
                 continue
             self.check_abort()
             if self.ranks is not ranks:  # in a thread that the function has left behind
-                raise Aborted(f"rank {rank} gave up waiting: its call is over.")
+                raise Aborted(f"cannot wait any longer on rank {rank}: its call is over. End threads in the function.")
             if self._poll.poll(RECHECK_MS):
                 os.eventfd_read(self._eventfds[rank])
             elif self.ranks:  # who has left waits only for what it sent, and that may go on as long as it likes
