@@ -7,7 +7,6 @@ nothing of arrays beyond bytes, nothing of workers.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import math
@@ -119,8 +118,11 @@ def create_fd(nbytes: int, *, is_reserved: bool = True, tail_nbytes: int = 0) ->
         else:
             os.ftruncate(fd, nbytes)
         if tail_nbytes:
-            with contextlib.suppress(OSError):  # a limit on the size of files
+            try:
                 os.ftruncate(fd, nbytes + tail_nbytes)
+            except OSError as error:  # a limit on the size of files: there is no tail
+                if is_from_handler(error):
+                    raise
         if is_sealable:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except BaseException:

@@ -10,7 +10,6 @@ nothing is in use any more.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import errno
 import functools
 import os
@@ -87,8 +86,7 @@ class Outbox:
         self._taken: list[tuple[int, int]] = []  # places in use, ascending, with their ends
         self._populated = self._begin  # up to where memory was taken
         if self._nbytes:
-            with contextlib.suppress(OSError):  # what a worker has left that had this rank before
-                give_back(self._address + self._begin, self._nbytes)
+            self._give_back(self._begin)  # what a worker has left that had this rank before
 
     @property
     def is_there(self) -> bool:
@@ -163,13 +161,17 @@ class Outbox:
             released[begin // WORD_NBYTES + 8] for begin, _ in self._taken
         ):
             self._taken.clear()
-            end, self._populated = self._populated, self._begin + KEPT_NBYTES
-            try:
-                give_back(self._address + self._populated, end - self._populated)
-            except OSError as error:  # it stays, and is used again
-                if is_from_handler(error):
-                    raise
-                self._populated = end
+            self._give_back(self._begin + KEPT_NBYTES)
+
+    def _give_back(self, start: int) -> None:
+        """Give all memory from ``start`` on back."""
+        try:
+            give_back(self._address + start, self._begin + self._nbytes - start)
+        except OSError as error:  # it stays, and is used again
+            if is_from_handler(error):
+                raise
+        else:
+            self._populated = start
 
     # -- the receiver's side -------------------------------------------------------------------------------------
 
