@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from synk._master.handles import HandlePickler
-from synk._pure.interrupts import deferred, is_from_handler
+from synk._pure.interrupts import deferred
 from synk._wire.items import PLAIN_TYPES, array_in_segment
 from synk._wire.memory import Segment
 from synk.errors import SharedMemoryError
@@ -32,14 +32,24 @@ _BLOCK_NBYTES = 1 << 20
 class ArrayCopy:
     """The copy of one array. Held by the array, and by the items that refer to it until they have been answered."""
 
-    def __init__(self, segment: Segment, released: deque[Segment]) -> None:
+    def __init__(self, segment: Segment) -> None:
         self.segment = segment
-        self._released = released
 
-    def __del__(self) -> None:
-        # Finalizers run anywhere: the segment is only queued.
-        if self.segment.mapping is not None:
-            self._released.append(self.segment)
+
+class Ended(weakref.ref[Any]):
+    """Tells that an object has ended, by C code: in a finalizer of Python's Ctrl-C would be lost.
+
+    Attributes
+    ----------
+    held : ArrayCopy, Segment or None
+        What is not needed then: the copy of an array, the segment of a copy.
+    key : int
+        Under which it is known.
+    """
+
+    __slots__ = ("held", "key")
+    held: Any
+    key: int
 
 
 class ArrayCopies:
@@ -47,22 +57,20 @@ class ArrayCopies:
 
     Parameters
     ----------
-    released : deque of Segment
-        Where those go that no array and no item needs any more.
+    released : deque
+        Where an :class:`Ended` comes for each array and each copy that is gone, at any time and in any thread.
     new_ids : iterator of int
         For segments.
-
-    Attributes
-    ----------
-    ids : set of int
-        Of the segments that are copies.
     """
 
-    def __init__(self, released: deque[Segment], new_ids: Iterator[int]) -> None:
+    def __init__(self, released: deque[Any], new_ids: Iterator[int]) -> None:
         self._released = released
         self._new_ids = new_ids
-        self._copies: weakref.WeakValueDictionary[int, ArrayCopy] = weakref.WeakValueDictionary()  # by id of the array
-        self.ids: set[int] = set()
+        self._by_array: dict[int, Ended] = {}  # by id
+        self._by_segment: dict[int, Ended] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_segment)
 
     def copy_of(self, array: np.ndarray) -> ArrayCopy:
         """Return a copy of what a contiguous array holds now.
@@ -72,27 +80,39 @@ class ArrayCopies:
         SharedMemoryError
         """
         source = _bytes_of(array)
-        known = self._copies.get(id(array))
-        if known is not None and _holds(known.segment, source):
-            return known
+        known = self._by_array.get(id(array))
+        copy: ArrayCopy | None = known.held if known is not None and known() is array else None
+        if copy is not None and _holds(copy.segment, source):
+            return copy
         with deferred():  # the segment has no owner before
-            copy = ArrayCopy(Segment.create(source.nbytes, segment_id=next(self._new_ids)), self._released)
-            self.ids.add(copy.segment.id)
-        copy.segment.buffer[: source.nbytes] = source
-        # The array holds it by way of its finalizer. An id that is used again finds another array's copy only if that
-        # one is still at work, and then compares what it holds.
-        try:
-            weakref.finalize(array, _nothing, copy).atexit = False
-            self._copies[id(array)] = copy
-        except TypeError as error:  # a subclass without weak references: for this item alone
-            if is_from_handler(error):
-                raise
+            segment = Segment.create(source.nbytes, segment_id=next(self._new_ids))
+            copy = ArrayCopy(segment)
+            self._by_segment[segment.id] = self._watched(copy, segment, segment.id)
+        segment.buffer[: source.nbytes] = source
+        self._by_array[id(array)] = self._watched(array, copy, id(array))
         return copy
+
+    def _watched(self, obj: Any, held: Any, key: int) -> Ended:
+        ended = Ended(obj, self._released.append)
+        ended.held, ended.key = held, key
+        return ended
+
+    def forget(self, ended: Ended) -> Segment | None:
+        """Let go of what an object needed that has ended; return the segment that nobody needs now, if there is one."""
+        held, ended.held = ended.held, None
+        if isinstance(held, Segment):
+            self._by_segment.pop(ended.key, None)
+            return held
+        if self._by_array.get(ended.key) is ended:  # else another array has its id by now
+            del self._by_array[ended.key]
+        return None
 
     def close(self) -> None:
         """Let go of all memory: the runtime is closed."""
-        for copy in list(self._copies.values()):
-            copy.segment.close()
+        for ended in self._by_segment.values():
+            ended.held.close()
+        self._by_segment.clear()
+        self._by_array.clear()
 
 
 class ItemPickler:
@@ -160,7 +180,3 @@ def _holds(segment: Segment, source: np.ndarray) -> bool:
     held = segment.buffer[: source.nbytes]
     edges = [*range(0, source.nbytes, _BLOCK_NBYTES), source.nbytes]
     return all(np.array_equal(held[low:high], source[low:high]) for low, high in itertools.pairwise(edges))
-
-
-def _nothing(copy: ArrayCopy) -> None:
-    pass

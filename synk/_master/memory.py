@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Collection
+from typing import Any
 
-from synk._master.item_pickles import ArrayCopies
+from synk._master.item_pickles import ArrayCopies, Ended
 from synk._master.processes import Processes
 from synk._master.results import Lease, ResultPool
 from synk._pure.interrupts import deferred
@@ -26,7 +27,7 @@ class Memory:
 
     Attributes
     ----------
-    released : deque of Segment
+    released : deque of (Segment or Ended)
         Filled by finalizers, at any time and in any thread; emptied when an operation begins.
     ids : iterator of int
         For all segments that workers are told of.
@@ -39,7 +40,7 @@ class Memory:
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
-        self.released: deque[Segment] = deque()
+        self.released: deque[Any] = deque()
         self.ids = itertools.count(1)
         self.arenas = Arenas(self.released, self.ids)
         self.results = ResultPool(self.ids)
@@ -55,27 +56,33 @@ class Memory:
             orphans.close_all()
         while self.released:
             with deferred():
-                segment = self.released.popleft()
-                self.copies.ids.discard(segment.id)
-                self.forget(segment)
+                self._free(self.released.popleft())
 
     def free_copies(self) -> None:
         """Free copies of arrays that no item needs any more, though workers are at other items."""
         for _ in range(len(self.released)):
             with deferred():
-                segment = self.released.popleft()
-                if segment.id in self.copies.ids:
-                    self.forget(segment)
-                    self.copies.ids.discard(segment.id)
+                dropped = self.released.popleft()
+                if isinstance(dropped, Ended):
+                    self._free(dropped)
                 else:
-                    self.released.append(segment)
+                    self.released.append(dropped)
 
-    def forget(self, segment: Segment) -> None:
-        """Free a segment here; workers forget it with their next message."""
+    def _free(self, dropped: Segment | Ended) -> None:
+        if not isinstance(dropped, Ended):
+            self.forget(dropped)
+        elif (segment := self.copies.forget(dropped)) is not None:
+            self.forget(segment, is_kept=True)  # a function may have kept the array
+
+    def forget(self, segment: Segment, *, is_kept: bool = False) -> None:
+        """Free a segment here; workers forget it with their next message.
+
+        Its memory is given back at once; or, where workers may have kept arrays on it, with the last of these.
+        """
         with deferred():  # all of them, or an interrupt would leave some that hold what is gone
             for worker in self._processes.by_rank:
                 worker.known.drop_segment(segment.id)
-            segment.discard()
+            segment.close() if is_kept else segment.discard()
             self.arenas.sweep()
 
     def lease_result(self, nbytes: int) -> Lease:
@@ -101,7 +108,9 @@ class Memory:
     def close(self) -> None:
         """Let go of all but what the user's arrays lie in."""
         while self.released:
-            self.released.popleft().close()
+            dropped = self.released.popleft()
+            if isinstance(dropped, Segment):
+                dropped.close()
         self.results.close()
         self.copies.close()
         self.arenas.close()

@@ -211,11 +211,28 @@ def test_the_memory_of_large_items_is_given_back(shared_runtimes: Any) -> None:
     most = 0
     for _ in rt.map(lambda x: None, (x + n for n in range(40)), batch_size=1):
         copies = rt._session.memory.copies
-        most = max(most, len(copies.ids))
+        most = max(most, len(copies))
     assert most <= 4 * 2 + 4
     list(rt.map(square, [1]))
     list(rt.map(square, [1]))
-    assert not copies.ids
+    assert not len(copies)
+
+
+def test_what_a_function_keeps_of_large_items(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    kept: list[np.ndarray] = []
+
+    def keep(x: np.ndarray) -> list[float]:
+        kept.append(x)
+        return [float(each.mean()) for each in kept]
+
+    items = (np.full(1 << 17, float(n)) for n in range(1, 21))
+    for n, means in enumerate(rt.map(keep, items, batch_size=1), start=1):
+        assert means[-1] == n and means == sorted(set(means)) and means[0] >= 1
+    for _ in range(3):
+        assert_right(rt)
+    for means in rt.map(lambda n: [float(each.mean()) for each in kept], range(4), batch_size=1):
+        assert means == sorted(set(means)) and min(means, default=1) >= 1
 
 
 # -- beside other things ----------------------------------------------------------------------------------------------
