@@ -32,6 +32,7 @@ from synk._master.variable import Variable, check_owner
 from synk._master.worker_process import WorkerProcess
 from synk._pure.limits import check_timeout
 from synk._pure.show import Text, table
+from synk._pure.tensors import num_torch_threads
 from synk._wire.cell import refuse_inside_worker
 from synk.errors import ClosedError
 
@@ -362,6 +363,8 @@ class Runtime:
         lines += [f"  NCCL: {self._session.group.library}"] if self._session.group.library else []
         lines += [f"  NCCL is not used: {self._session.group.problem}"] if self._session.group.problem else []
         lines += [f"  messages: {problem}" for problem in self._session.lanes.message_problems()]
+        if self.backend == "numpy" and not self._session.workers.is_inline and (num_threads := num_torch_threads()) > 1:
+            lines.append(f"  torch computes with {num_threads} threads in the master, on the cores of the workers")
         return "\n".join([title, *lines])
 
     def restart(self) -> None:

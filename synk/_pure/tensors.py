@@ -186,3 +186,9 @@ def is_torch_optimizer(obj: Any) -> bool:
     """Whether ``obj`` is an optimizer of torch."""
     torch = sys.modules.get("torch")
     return isinstance(obj, getattr(getattr(torch, "optim", None), "Optimizer", ()))
+
+
+def num_torch_threads() -> int:
+    """Return with how many threads torch computes in this process; 1 where it was never imported."""
+    torch = sys.modules.get("torch")
+    return 1 if torch is None else int(torch.get_num_threads())

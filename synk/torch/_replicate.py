@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +16,12 @@ from synk._api.function import Function
 from synk._api.runtime import Runtime
 from synk._master.handles import Handle
 from synk._pure.interrupts import is_from_handler
+from synk._pure.tensors import num_torch_threads
 from synk.errors import ReentrancyError
 from synk.torch import _rank, _state
+from synk.torch._body import body_of, on_rank
 from synk.torch._links import link, unlink
+from synk.torch._threads import BusyThreads
 
 
 def replicate(
@@ -56,9 +58,16 @@ def replicate(
     SerializationError
         If the objects cannot be pickled.
 
+    Warns
+    -----
+    UserWarning
+        Once, if other threads of the program are busy while it waits for CPU workers: those of torch take cores from
+        them (``torch.set_num_threads(1)``).
+
     Examples
     --------
     >>> import torch, synk, synk.torch
+    >>> _ = torch.set_num_threads(1)
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     >>> with synk.fork(2):
@@ -122,7 +131,7 @@ class Replicated(Handle):
 
     __slots__ = (
         "__weakref__", "_fingerprints", "_glances", "_is_behind", "_is_busy", "_is_touched", "_linked", "_lock",
-        "_objects", "_options", "_resident", "_runtime",
+        "_objects", "_options", "_resident", "_runtime", "_threads",
     )  # fmt: skip
 
     def __init__(self, objects: Sequence[Any], options: _rank.Options, runtime: Runtime) -> None:
@@ -130,12 +139,14 @@ class Replicated(Handle):
         self._options = options
         self._runtime = runtime
         self._lock = threading.RLock()
+        has_cpu_workers = runtime.backend == "numpy" and not runtime._session.workers.is_inline
+        self._threads = BusyThreads(num_torch_threads() if has_cpu_workers else 1)
         self._is_behind = self._is_busy = self._is_touched = False
         name = ", ".join(type(obj).__name__ for obj in objects)
         self._resident = runtime.resident(
             _rank.RankReplica(objects, options), name=name, dump=_rank.dump, load=_rank.load
         )
-        self._reference = (_on_rank, (self._resident._reference[1][0],))
+        self._reference = (on_rank, (self._resident._reference[1][0],))
         self._note_seen([_state.fingerprint(obj) for obj in objects])
         self._linked = [obj for obj in objects if link(obj, self._refresh)]
         runtime._session.at_close.append(self._leave)
@@ -174,7 +185,7 @@ class Replicated(Handle):
             )
         if not callable(fn):
             raise TypeError(f"cannot build a function: got {type(fn).__name__}, expected a callable.")
-        body = _body_of(fn, self, len(self._objects), trains)
+        body = body_of(fn, self._resident, self._objects, trains)
         return StepFunction(
             self, body, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains, name=name or body.__name__
         )
@@ -331,7 +342,11 @@ class StepFunction(Function[...]):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         self._replicated._before_call(trains=self._trains)
-        return super().__call__(*args, **kwargs)
+        threads = self._replicated._threads
+        if not threads.is_watching:
+            return super().__call__(*args, **kwargs)
+        with threads:
+            return super().__call__(*args, **kwargs)
 
     def serial(self, /, *args: Any, **kwargs: Any) -> Any:
         """Take the step on one worker, with all rows; the others take over what it has learned."""
@@ -347,48 +362,3 @@ class StepFunction(Function[...]):
         """Compare the step with the serial one; nothing of it is kept."""
         self._replicated._before_call(trains=False)
         return super().verify(*args, **kwargs)
-
-
-class _OnRank:
-    """What a ``Replicated`` is inside the body."""
-
-    def __init__(self, resident: Any) -> None:
-        self._resident = resident
-
-    def no_sync(self) -> Any:
-        return self._resident.value.no_sync()
-
-    @property
-    def num_steps(self) -> int:
-        return int(self._resident.value.num_steps)
-
-
-def _on_rank(resident_id: int) -> _OnRank:
-    from synk._wire.residents import resolve_resident
-
-    return _OnRank(resolve_resident(resident_id))
-
-
-def _body_of(fn: Callable[..., Any], replicated: Replicated, num_objects: int, trains: bool) -> Callable[..., Any]:
-    """Return what the workers run: ``fn`` on their own objects."""
-    resident = replicated._resident
-
-    def body(*args: Any, **kwargs: Any) -> Any:
-        return resident.value.run(fn, trains, args, kwargs)
-
-    body.__name__ = getattr(fn, "__name__", type(fn).__name__)
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError) as error:
-        if is_from_handler(error):
-            raise
-        return body
-    parameters = list(signature.parameters.values())
-    own = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    if len(own) < num_objects and not any(each.kind is each.VAR_POSITIONAL for each in parameters):
-        raise TypeError(
-            f"cannot build {body.__name__!r}: it has {len(own)} parameters, expected one for each of the {num_objects} "
-            f"replicated objects first ({', '.join(type(obj).__name__ for obj in replicated._objects)})."
-        )
-    body.__signature__ = signature.replace(parameters=parameters[min(num_objects, len(own)) :])  # type: ignore[attr-defined]
-    return body
