@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-sys.path[:0] = [str(TESTS), str(TESTS / "worker")]  # where tests on a device take theirs from
+sys.path[:0] = [str(TESTS), str(TESTS / "worker"), str(TESTS / "training")]  # where tests on a device take theirs from
 
 pytest.register_assert_rewrite("harness")
 

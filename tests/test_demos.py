@@ -6,11 +6,13 @@ Each of its functions is verified at its first call: see ``verified.py``.
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMOS = sorted((ROOT / "demos").glob("[0-9]*.py"))
@@ -37,3 +39,22 @@ def test_demo_checks_its_numbers_and_equals_its_serial_calls(path: Path, tmp_pat
     assert finished.stderr == ""
     assert finished.returncode == 0
     assert finished.stdout
+
+
+def test_the_demo_for_gpus_says_what_it_needs() -> None:
+    """On a machine without one; its network has the number of parameters that is published for ResNet-50."""
+    path = ROOT / "demos" / "gpu" / "resnet50.py"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    finished = subprocess.run(
+        [sys.executable, str(path)], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert finished.returncode == 2
+    assert finished.stderr.startswith("resnet50: this demo needs an NVIDIA GPU. cannot fork with backend 'cupy'")
+    demo = runpy.run_path(str(path))
+    model = demo["resnet50"]()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 25_557_032
+    images = torch.zeros((2, 64, 64, 3), dtype=torch.uint8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = demo["step"](model, optimizer, images, torch.tensor([0, 999]))
+    assert 0 < float(loss.detach()) < 20
+    assert all(parameter.grad is not None for parameter in model.parameters())

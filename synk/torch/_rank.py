@@ -57,6 +57,7 @@ class RankReplica:
         for index, attributes in state.pop("others").items():
             state["objects"][index].__dict__.update(attributes)
         self.__dict__.update(state)
+        _bring_to_device(self.objects)
         self._reduction = Reduction(self.objects, self.options.bucket_nbytes)
         for obj in self.objects:
             if states.is_optimizer(obj):
@@ -100,6 +101,27 @@ def load(replica: RankReplica, state: dict[str, Any]) -> None:
     replica._reduction.share = state.get("share", replica._reduction.share)
     for index, own in state["objects"].items():
         states.load(replica.objects[index], own)
+    _wait_for_device()
+
+
+def _bring_to_device(objects: Sequence[Any]) -> None:
+    """Have modules, and what optimizers know of their parameters, lie on this rank's GPU, if it has one."""
+    worker = cell.worker
+    if worker is None or not worker.backend.is_device or not torch.cuda.is_available():
+        return
+    for obj in objects:
+        if states.is_module(obj):
+            obj.to("cuda")  # parameters stay the objects that optimizers know
+    for obj in objects:
+        if states.is_optimizer(obj):
+            states.load(obj, {"state": states.dump(obj)["state"]})
+    _wait_for_device()
+
+
+def _wait_for_device() -> None:
+    """Calls run on a stream of their own, which does not wait for what was copied here."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def _seed(seed: int, step: int, rank: int) -> None:

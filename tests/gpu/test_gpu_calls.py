@@ -282,3 +282,28 @@ def test_jax_functions(gpu: Any) -> None:
 def test_demos_run_unchanged(path: Path) -> None:
     size = ["--size", "small"] if path.name in SMALL else []
     subprocess.run([sys.executable, str(path), *size], check=True, timeout=150, cwd=path.parents[1])
+
+
+def test_replicated_training_is_that_of_one_process(gpus: Any) -> None:
+    """The master's model stays on the host, the ranks' are on their devices."""
+    torch = pytest.importorskip("torch")
+    from test_replicate import batches, largest_difference, mlp, plain_step
+
+    def build() -> tuple[Any, Any]:
+        model = mlp()
+        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+    plain, objects = build(), build()
+    rep = synk.torch.replicate(*objects, runtime=gpus(3))
+    step = rep.function(plain_step)
+    for x, y in batches(20):
+        assert abs(float(step(x, y)) - float(plain_step(*plain, x, y).detach())) < 1e-9
+    assert largest_difference(objects, plain) < 1e-9
+    assert all(parameter.device.type == "cpu" for parameter in objects[0].parameters())
+
+
+def test_the_demo_of_resnet_trains() -> None:
+    path = DEMOS[0].parent / "gpu" / "resnet50.py"
+    command = [sys.executable, str(path), "--batch", "32", "--steps", "5"]
+    ran = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True)
+    assert "1 GPU :" in ran.stdout
