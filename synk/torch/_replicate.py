@@ -21,6 +21,7 @@ from synk.errors import ReentrancyError
 from synk.torch import _rank, _state
 from synk.torch._body import body_of, on_rank
 from synk.torch._links import link, unlink
+from synk.torch._reduction import Options
 from synk.torch._threads import BusyThreads
 
 
@@ -29,6 +30,7 @@ def replicate(
     seed: int = 0,
     sync_batchnorm: bool = False,
     bucket_mb: float = 25.0,
+    overlap: bool | str = "auto",
     runtime: Runtime | None = None,
 ) -> Replicated:
     """Give every rank a copy of a model, its optimizer and whatever belongs to them, and keep all copies alike.
@@ -44,6 +46,10 @@ def replicate(
         Batch norms normalise over the rows of all ranks while they train, and not over each rank's own.
     bucket_mb : float
         Gradients are reduced in buffers of at most this size, in megabytes.
+    overlap : {"auto", True, False}
+        Whether a buffer is reduced as soon as its gradients are there, while the backward pass goes on, or all of them
+        at its end. By default on GPUs, but with ``sync_batchnorm``; a CPU worker would do the one thing after the
+        other.
     runtime : Runtime, optional
         The current one where not given.
 
@@ -54,7 +60,7 @@ def replicate(
     Raises
     ------
     ValueError
-        If an optimizer has a parameter that belongs to no given module.
+        If an optimizer has a parameter that belongs to no given module, or an option is none of those above.
     SerializationError
         If the objects cannot be pickled.
 
@@ -97,7 +103,9 @@ def replicate(
             )
     if not bucket_mb > 0:
         raise ValueError(f"cannot replicate: got bucket_mb={bucket_mb!r}, expected a positive number.")
-    options = _rank.Options(int(seed), bool(sync_batchnorm), int(bucket_mb * 1e6))
+    if not (isinstance(overlap, bool) or overlap == "auto"):
+        raise ValueError(f"cannot replicate: got overlap={overlap!r}, expected 'auto', True or False.")
+    options = Options(int(seed), bool(sync_batchnorm), int(bucket_mb * 1e6), overlap)
     return Replicated(objects, options, current() if runtime is None else runtime)
 
 
@@ -134,7 +142,7 @@ class Replicated(Handle):
         "_objects", "_options", "_resident", "_runtime", "_threads",
     )  # fmt: skip
 
-    def __init__(self, objects: Sequence[Any], options: _rank.Options, runtime: Runtime) -> None:
+    def __init__(self, objects: Sequence[Any], options: Options, runtime: Runtime) -> None:
         self._objects = tuple(objects)
         self._options = options
         self._runtime = runtime

@@ -20,6 +20,8 @@ from models import NUM_STEPS, Shared, batches, mlp
 import synk
 
 torch = pytest.importorskip("torch")
+checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
+
 F = torch.nn.functional
 
 WORKERS = [1, 2, 4]
@@ -34,11 +36,11 @@ def plain_step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
 
 
 def tensors(value: Any) -> list[Any]:
-    """Return all tensors of a nesting of state dicts, in order."""
+    """Return all tensors of a nesting of state dicts, in an order that does not depend on which came first."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
-        return [tensor for key in value for tensor in tensors(value[key])]
+        return [tensor for key in sorted(value, key=str) for tensor in tensors(value[key])]
     return [tensor for item in value for tensor in tensors(item)] if isinstance(value, (list, tuple)) else []
 
 
@@ -403,6 +405,108 @@ def test_no_sync_with_other_shares_of_rows_is_refused(shared_runtimes: Any) -> N
         rep.no_sync()
 
 
+# ----- reducing while the backward pass goes on
+
+
+class Blocks(torch.nn.Module):
+    """Some layers, of which one is left out where no row is large, and one may be computed again in the backward."""
+
+    def __init__(self, is_checkpointed: bool) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(5, 5) for _ in range(4))
+        self.rare, self.out = torch.nn.Linear(5, 5), torch.nn.Linear(5, 2)
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, x: Any) -> Any:
+        for number, layer in enumerate(self.layers):
+            if number == 2 and self.is_checkpointed:  # a backward pass inside of the backward pass
+                x = checkpoint(layer, x, use_reentrant=True)
+            else:
+                x = torch.tanh(layer(x))
+        is_large = x[:, 0] > 0.3
+        if is_large.any():
+            x = x + is_large[:, None] * self.rare(x)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_overlap_changes_no_number(shared_runtimes: Any, workers: int, is_checkpointed: bool, overlap: bool) -> None:
+    """Many small buckets, some of which only some ranks fill; two passes in a step."""
+
+    def build() -> tuple[Any, ...]:
+        torch.manual_seed(4)
+        model = Blocks(is_checkpointed).double()
+        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
+        optimizer.zero_grad()
+        total = 0.0
+        for weight in (0.25, 0.75):
+            loss = weight * F.mse_loss(model(x), y)
+            loss.backward()
+            total = total + loss.detach()
+        optimizer.step()
+        return total
+
+    compare(shared_runtimes[workers], build, step, batches(10), overlap=overlap, bucket_mb=2e-4)
+
+
+def test_buckets_start_before_the_backward_pass_ends(shared_runtimes: Any) -> None:
+    """By the order of events on each rank, with a communicator that is slow to end what it has started."""
+    model = mlp(1, torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Tanh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = copy.deepcopy(model)
+    rep = synk.torch.replicate(model, optimizer, overlap=True, bucket_mb=1e-5, runtime=shared_runtimes[2])
+
+    class Slow:
+        def __init__(self, request: Any, events: list[str]) -> None:
+            self.request, self.events = request, events
+
+        def test(self) -> bool:
+            return False
+
+        def wait(self) -> Any:
+            time.sleep(0.05)
+            self.events.append("end")
+            return self.request.wait()
+
+    def body(model: Any, optimizer: Any, x: Any, y: Any) -> tuple[Any, str]:
+        events: list[str] = []
+        start, cls = synk.comm.iall_reduce, type(synk.comm)
+
+        def slow(comm: Any, *args: Any, **options: Any) -> Any:
+            events.append("start")
+            return Slow(start(*args, **options), events)
+
+        handle = model[0].weight.register_hook(lambda grad: events.append("last gradient"))
+        original, cls.iall_reduce = cls.iall_reduce, slow  # type: ignore[method-assign]
+        try:
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+        finally:
+            cls.iall_reduce = original  # type: ignore[method-assign]
+            handle.remove()
+        return loss, ", ".join(events)
+
+    (x, y), *_ = batches(1)
+    loss, seen = rep.function(body, outputs=("avg", None))(x, y)
+    expected = F.mse_loss(plain(x), y)
+    expected.backward()
+    assert abs(float(loss) - float(expected.detach())) < 1e-12
+    for parameter, own in zip(plain.parameters(), model.parameters()):
+        assert torch.allclose(own.grad, parameter.grad, rtol=0, atol=1e-12)
+    for text in seen:
+        events = text.split(", ")
+        num_buckets = events.count("start")
+        assert num_buckets >= 4
+        before = events[: events.index("last gradient")]
+        assert before.count("start") >= num_buckets - 2  # all but those of the first layer's own two parameters
+        assert "end" not in before  # nothing waits while there is something to compute
+        assert events[-num_buckets:] == ["end"] * num_buckets
+
+
 # ----- the master's objects
 
 
@@ -730,6 +834,8 @@ def test_wrong_uses(shared_runtimes: Any) -> None:
         synk.torch.replicate(runtime=rt)
     with pytest.raises(ValueError, match="bucket_mb=0"):
         synk.torch.replicate(model, bucket_mb=0, runtime=rt)
+    with pytest.raises(ValueError, match="overlap='yes', expected 'auto', True or False"):
+        synk.torch.replicate(model, overlap="yes", runtime=rt)
     with pytest.raises(ValueError, match="lazy parameters"):
         synk.torch.replicate(torch.nn.LazyLinear(3), runtime=rt)
     rep = synk.torch.replicate(model, runtime=rt)

@@ -1,0 +1,251 @@
+"""What makes the gradients of a rank those of all rows.
+
+One backward pass: each parameter's hook notes that its gradient is there; at the end of the pass, before ``backward()``
+returns, all ranks add up their gradients, weighted by rows, in flat buffers. A parameter that no rank has used keeps
+what it had; one that some have used gets the sum over these, so no flag says which to expect.
+
+With overlap the hooks start to reduce a buffer when all of its gradients are there and all buffers before it have been
+started: so the order is the same on all ranks, whatever they have used. The end of the pass starts those that are left
+(their parameters were not used), and waits for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from synk._wire.cell import cell
+from synk._worker.comm import comm
+from synk.torch import _state as states
+
+
+@dataclass(frozen=True)
+class Options:
+    """Those of :func:`synk.torch.replicate` that ranks need."""
+
+    seed: int
+    sync_batchnorm: bool
+    bucket_nbytes: int
+    overlap: bool | str
+
+    def is_overlapping(self) -> bool:
+        """Whether this rank is to reduce gradients while the backward pass goes on.
+
+        Not by itself where batch norms communicate in it: ranks that have used other parameters would mix the two in
+        another order.
+        """
+        if self.overlap == "auto":
+            return bool(cell.worker.backend.is_device) and not self.sync_batchnorm
+        return bool(self.overlap)
+
+
+class Reduction:
+    """Gradients of the parameters of some modules, summed over the ranks of a call.
+
+    Attributes
+    ----------
+    share : float or None
+        This rank's share of the rows when gradients were last kept back, until they are reduced.
+    """
+
+    def __init__(self, objects: Sequence[Any], options: Options) -> None:
+        found = [p for obj in objects if states.is_module(obj) for p in torch.nn.Module.parameters(obj)]
+        self._parameters = list({id(parameter): parameter for parameter in found}.values())
+        self._options = options
+        self._hooked: set[int] = set()
+        self._fired: set[int] = set()
+        self._is_running = False
+        self._is_postponed = False
+        self._pass = -1  # the backward pass at whose end gradients will be reduced
+        self._buckets: list[Bucket] = []
+        self._is_overlapping = False  # in this call
+        self._missing: list[set[int]] = []  # by bucket, the parameters whose gradients this pass has not brought yet
+        self._bucket_of: dict[int, int] = {}
+        self._num_started = 0
+        self.share: float | None = None
+
+    def begin(self) -> None:
+        """A call begins: hear of gradients from now on."""
+        for index, parameter in enumerate(self._parameters):
+            if parameter.requires_grad and index not in self._hooked:
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._note, index))
+                self._hooked.add(index)
+        self._is_running, self._is_postponed, self._pass = True, False, -1
+        self._fired.clear()
+        self._is_overlapping = self._options.is_overlapping() and len(comm.ranks) > 1
+        if self._is_overlapping:
+            self._make_buckets()
+            self._expect_all()
+
+    def end(self) -> None:
+        self._is_running = False
+
+    @contextlib.contextmanager
+    def postponed(self) -> Iterator[None]:
+        """Leave gradients as they are while the body runs; the next backward pass outside of it reduces them."""
+        before, self._is_postponed = self._is_postponed, True
+        try:
+            yield
+        finally:
+            self._is_postponed = before
+
+    def _note(self, index: int, parameter: torch.Tensor) -> None:
+        if not self._is_running:
+            return
+        if parameter.grad is not None and parameter.grad.requires_grad:
+            raise ValueError(
+                "cannot reduce a gradient: backward() was called with create_graph=True, which would have to go on "
+                "through the other ranks. Use torch.autograd.grad(..., create_graph=True) for terms of the loss."
+            )
+        self._fired.add(index)
+        current = torch._C._current_graph_task_id()
+        if current != self._pass:
+            self._pass = current
+            torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
+        if self._is_overlapping and not self._is_postponed:
+            self._start_full(index)
+
+    def _expect_all(self) -> None:
+        """Forget which gradients have come: the next pass may bring all of them."""
+        self._num_started = 0
+        self._missing = [bucket.indices & self._hooked for bucket in self._buckets]
+
+    def _start_full(self, index: int) -> None:
+        """Take note of a gradient, start the buckets that are full by it, and go on with those before them."""
+        position = self._bucket_of[index]
+        if position < self._num_started:
+            raise ValueError(
+                "cannot overlap the reduction with the backward pass: got the gradient of a parameter twice, expected "
+                "once, because its sum over the ranks has been started (a layer used inside and outside of "
+                "torch.utils.checkpoint, or a backward pass that was broken off). Use replicate(..., overlap=False)."
+            )
+        self._missing[position].discard(index)
+        while self._num_started < len(self._buckets) and not self._missing[self._num_started]:
+            self._buckets[self._num_started].start(self._own_share(), self._fired)
+            self._num_started += 1
+        for bucket in self._buckets[: self._num_started]:
+            bucket.test()
+
+    def _make_buckets(self) -> None:
+        if not self._buckets:
+            self._buckets = list(Bucket.split(self._parameters, self._options.bucket_nbytes))
+            self._bucket_of = {index: k for k, bucket in enumerate(self._buckets) for index in bucket.indices}
+
+    def _own_share(self) -> float:
+        """Return this rank's share of the rows, which is that with which gradients were kept back.
+
+        Raises
+        ------
+        ValueError
+            If it is another one.
+        """
+        share = comm.rows / comm.total_rows if comm.total_rows else 1.0 / len(comm.ranks)
+        if self.share is not None and self.share != share:
+            raise ValueError(
+                f"cannot reduce gradients that were kept back by no_sync(): this rank had {self.share:.4g} of the rows "
+                f"then and has {share:.4g} now, expected the same share, because the sum would weigh rows differently. "
+                "Accumulate over batches of one size."
+            )
+        return share
+
+    def _reduce(self) -> None:
+        self._pass = -1
+        share = self._own_share()
+        if self._is_postponed:
+            self.share = share
+            return
+        self.share = None
+        cell.worker.hold_back(False)
+        if self._is_overlapping:
+            for bucket in self._buckets[self._num_started :]:
+                bucket.start(share, self._fired)
+            for bucket in self._buckets:
+                bucket.finish()
+            self._expect_all()
+        elif len(comm.ranks) > 1:
+            self._make_buckets()
+            for bucket in self._buckets:
+                bucket.reduce(share, self._fired)
+        self._fired.clear()
+        # From here on this rank can finish the step by itself: a fault elsewhere must not leave it half done.
+        cell.worker.hold_back(True)
+
+
+class Bucket:
+    """Some parameters of one dtype whose gradients are reduced in one buffer, and which of them were used."""
+
+    def __init__(self, parameters: Sequence[tuple[int, torch.Tensor]]) -> None:
+        self._parameters = parameters
+        first = parameters[0][1]
+        dtype = torch.float32 if first.dtype in (torch.float16, torch.bfloat16) else first.dtype
+        sizes = [parameter.numel() for _, parameter in parameters]
+        self._flat = torch.empty(sum(sizes) + len(parameters), dtype=dtype, device=first.device)
+        self._parts = [
+            part.view(parameter.shape)
+            for part, (_, parameter) in zip(self._flat.split([*sizes, len(sizes)]), parameters)
+        ]
+        self._used = self._flat[sum(sizes) :]
+        self.indices = {index for index, _ in parameters}
+        self._request: Any = None
+
+    @staticmethod
+    def split(parameters: Sequence[torch.Tensor], nbytes: int) -> Iterator[Bucket]:
+        """Yield buckets of at most ``nbytes`` bytes, the last parameters first: their gradients are there first."""
+        kinds: dict[Any, list[tuple[int, torch.Tensor]]] = {}
+        for index, parameter in reversed(list(enumerate(parameters))):
+            key = parameter.dtype, parameter.device
+            chosen = kinds.setdefault(key, [])
+            if chosen and sum(each.nbytes for _, each in chosen) + parameter.nbytes > nbytes:
+                yield Bucket(kinds.pop(key))
+                chosen = kinds.setdefault(key, [])
+            chosen.append((index, parameter))
+        for chosen in kinds.values():
+            yield Bucket(chosen)
+
+    def reduce(self, share: float, fired: set[int]) -> None:
+        """Make each gradient the sum over ranks, weighted; also where only other ranks have one."""
+        self._fill(share, fired)
+        comm.all_reduce(self._flat, "sum", out=self._flat)
+        self._give_back()
+
+    def start(self, share: float, fired: set[int]) -> None:
+        """Begin what ``reduce`` does; ``finish`` ends it."""
+        self._fill(share, fired)
+        self._request = comm.iall_reduce(self._flat, "sum", out=self._flat)
+
+    def test(self) -> None:
+        """Go on with what was started, as far as the other ranks have come."""
+        self._request.test()
+
+    def finish(self) -> None:
+        """Wait for the sum, and make it the gradients."""
+        self._request.wait()
+        self._request = None
+        self._give_back()
+
+    def _fill(self, share: float, fired: set[int]) -> None:
+        with torch.no_grad():
+            for (_, parameter), part in zip(self._parameters, self._parts):
+                if parameter.grad is None:
+                    part.zero_()
+                else:
+                    torch.mul(parameter.grad, share, out=part) if part.dtype == parameter.dtype else part.copy_(
+                        parameter.grad
+                    ).mul_(share)
+            self._used.copy_(torch.tensor([float(index in fired) for index, _ in self._parameters]))
+
+    def _give_back(self) -> None:
+        with torch.no_grad():
+            used = self._used.tolist()
+            for (_, parameter), part, is_used in zip(self._parameters, self._parts, used):
+                if not is_used:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = part.to(parameter.dtype, copy=True)
+                else:
+                    parameter.grad.copy_(part)
