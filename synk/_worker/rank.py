@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._wire.control import NUM_LANES, Down, Up, is_interrupted
+from synk._wire.control import NUM_LANES, Up
 from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, IS_COLLATERAL, LANE_SHIFT, Kind, Status
 from synk._worker import failpoints as _failpoints
@@ -117,6 +117,7 @@ class Worker:
         self.seed: Sequence[int] = (0,)  # and the key of this rank's own stream
         self.sequence = -1
         self.is_interruptible = False
+        self.num_deferred = 0  # interrupts that came while they could not be raised
         self.is_held = False
         self.num_held = 0
         self.rss_measured = 0
@@ -246,12 +247,13 @@ class Worker:
     def uninterrupted(self) -> Iterator[None]:
         """Hold back an interrupt of the call under way while the body runs."""
         was_interruptible, self.is_interruptible = self.is_interruptible, False
+        num_deferred = self.num_deferred
         try:
             yield
         finally:
             self.is_interruptible = was_interruptible
-        if was_interruptible and is_interrupted(self.own_down[Down.INTERRUPT], self.sequence):
-            self.interrupt()  # the signal came meanwhile
+        if was_interruptible and self.num_deferred != num_deferred:
+            self.interrupt()  # the signal came meanwhile, and not in an earlier body of this call
 
     def interrupt(self) -> None:
         """End the call under way, unless it is to finish its step first."""

@@ -122,14 +122,14 @@ class Changing:
         worker = cell.worker
         try:
             result = self._fn(*args, **kwargs)
+            with worker.uninterrupted():  # all of them, or none
+                number = int(worker.lane.first_down[Down.CALL])
+                for resident in self._residents:
+                    resident.version, resident.is_torn = number, False
+            worker.hold_back(False)
         except BaseException:
-            worker.is_held, worker.num_held = False, 0
+            worker.is_held, worker.num_held = False, 0  # the next call begins without
             raise
-        with worker.uninterrupted():  # all of them, or none
-            number = int(worker.lane.first_down[Down.CALL])
-            for resident in self._residents:
-                resident.version, resident.is_torn = number, False
-        worker.hold_back(False)
         return result
 
 

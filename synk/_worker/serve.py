@@ -206,10 +206,12 @@ class WorkerLoop:
     def _on_interrupt(self, signum: int, frame: Any) -> None:
         worker = self._worker
         # A late signal, meant for a call that has ended, must not hit the next one.
-        if worker is None or not worker.is_interruptible:
+        if worker is None or not is_interrupted(int(worker.down[worker.rank, Down.INTERRUPT]), worker.sequence):
             return
-        if is_interrupted(int(worker.down[worker.rank, Down.INTERRUPT]), worker.sequence):
+        if worker.is_interruptible:
             worker.interrupt()
+        else:
+            worker.num_deferred += 1
 
 
 def _prefer_for_oom() -> None:

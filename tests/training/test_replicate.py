@@ -936,7 +936,15 @@ def act(action: str, *, is_interruptible: bool) -> None:
     elif action == "raise":
         raise ArithmeticError("on purpose")
     elif action == "interrupt":
-        os.kill(os.getppid(), signal.SIGINT)
+        arrived: list[int] = []
+        handler: Any = signal.getsignal(signal.SIGINT)
+        signal.signal(signal.SIGINT, lambda *args: (arrived.append(1), handler(*args)))
+        try:
+            os.kill(os.getppid(), signal.SIGINT)
+            while not arrived:  # the master's interrupt of this rank
+                time.sleep(0.001)
+        finally:
+            signal.signal(signal.SIGINT, handler)
     while action in ("hang", "interrupt") and is_interruptible:
         time.sleep(0.01)
 
