@@ -6,6 +6,7 @@ import contextlib
 import functools
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -157,7 +158,7 @@ class Replicated(Handle):
         self._reference = (on_rank, (self._resident._reference[1][0],))
         self._note_seen([_state.fingerprint(obj) for obj in objects])
         self._linked = [obj for obj in objects if link(obj, self._refresh)]
-        runtime._session.at_close.append(self._leave)
+        runtime._session.at_close.append(functools.partial(_leave, weakref.ref(self)))
 
     # -- functions ----------------------------------------------------------------------------------------------------
 
@@ -337,6 +338,13 @@ class Replicated(Handle):
 
     def __repr__(self) -> str:
         return f"<synk.torch.Replicated {', '.join(type(obj).__name__ for obj in self._objects)}>"
+
+
+def _leave(replicated: weakref.ref[Replicated]) -> None:
+    """End what the program still has; the runtime keeps nothing alive that is dropped before."""
+    alive = replicated()
+    if alive is not None:
+        alive._leave()
 
 
 class StepFunction(Function[...]):
