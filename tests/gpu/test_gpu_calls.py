@@ -302,6 +302,51 @@ def test_replicated_training_is_that_of_one_process(gpus: Any) -> None:
     assert all(parameter.device.type == "cpu" for parameter in objects[0].parameters())
 
 
+@pytest.mark.multi_gpu
+def test_a_bucket_is_reduced_before_the_last_gradient_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By events on each device: of the first sum, and of the gradient that the backward pass computes last."""
+    torch = pytest.importorskip("torch")
+    if len(visible_devices(discover(), os.environ)) < 2:
+        pytest.skip("needs two GPUs")
+    layers = [layer for _ in range(12) for layer in (torch.nn.Linear(2048, 2048), torch.nn.ReLU())]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(2048, 1))
+
+    def body(model: Any, x: Any) -> float:
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, cls = synk.comm.iall_reduce, type(synk.comm)
+        sums: list[Any] = []
+
+        def watched(comm: Any, *args: Any, **options: Any) -> Any:
+            request = start(*args, **options)
+            if not sums:
+                while not request.test():  # the ranks agree first; then it is queued on the device
+                    pass
+                first.record()
+            sums.append(request)
+            return request
+
+        handle = model[0].weight.register_hook(lambda grad: last.record())
+        original, cls.iall_reduce = cls.iall_reduce, watched  # type: ignore[method-assign]
+        try:
+            model(x).mean().backward()
+        finally:
+            cls.iall_reduce = original  # type: ignore[method-assign]
+            handle.remove()
+        torch.cuda.synchronize()
+        assert len(sums) > 4
+        return first.elapsed_time(last)
+
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    made = RealGpus(True, is_shared=False)
+    try:
+        rep = synk.torch.replicate(model, runtime=made(2))
+        elapsed_ms = rep.function(body, outputs=None)(torch.randn(512, 2048))
+        assert min(elapsed_ms) > 0
+    finally:
+        for runtime in made.opened:
+            runtime.close()
+
+
 def test_the_demo_of_resnet_trains() -> None:
     path = DEMOS[0].parent / "gpu" / "resnet50.py"
     command = [sys.executable, str(path), "--batch", "32", "--steps", "5"]
