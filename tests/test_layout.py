@@ -36,6 +36,7 @@ SEES_ALSO = {
     "synk._api.inline": "_worker",  # a rank in the master's process: the one place where both halves meet
     "synk.torch._replicate": "_master",
     "synk.torch._rank": "_worker",
+    "synk.torch._reduction": "_worker",
     "synk.torch._kept_graphs": "_worker",
     "synk.torch._batchnorm": "_worker",
 }
