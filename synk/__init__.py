@@ -1,7 +1,14 @@
 """synk: run a plain Python function on all GPUs of a machine, or on all its CPU cores, as if it were one call."""
 
+import sys as _sys
 from importlib import import_module as _import_module
 from typing import Any as _Any
+
+if _sys.platform != "linux":
+    raise ImportError(
+        f"cannot import synk: got the platform {_sys.platform!r}, expected Linux, whose shared memory and process "
+        "descriptors it is built on. On Windows it runs in WSL 2."
+    )
 
 from synk import errors
 from synk._version import __version__
