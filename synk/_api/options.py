@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,7 +21,7 @@ def entropy_of(seed: Any) -> int:
     """Return from what the generators of all ranks are made: ``seed``, or what the system gives where it is None."""
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0):
         raise ValueError(f"cannot fork: got seed={seed!r}, expected an integer of 0 or more, or None.")
-    return int(np.random.SeedSequence(seed).entropy) if seed is None else int(seed)  # type: ignore[arg-type]
+    return int.from_bytes(os.urandom(16), "little") if seed is None else int(seed)
 
 
 def check_on_restart(fn: Any) -> None:

@@ -185,9 +185,10 @@ class QuietCall(Request):
         for fd, _ in self._poll.poll(0):
             if fd not in self._rank_of or not workers.requests:  # more than replies to calls before this one
                 return None
-        if self._result_nbytes:
-            self._lease = session.memory.lease_known(self._result_nbytes, self._ranks)
-        is_quiet = self._epoch == workers.epoch.number and (self._lease is not None or not self._result_nbytes)
+        nbytes = self._result_nbytes
+        lease = session.memory.lease_known(nbytes, self._ranks) if nbytes else None
+        is_quiet = self._epoch == workers.epoch.number and (lease is not None or not nbytes)
+        self._lease = lease if is_quiet else None  # an ordinary call finds the buffer idle
         return values if is_quiet else None
 
     def send(

@@ -17,28 +17,32 @@ Steps = Generator[None, None, Any]
 
 
 class Operation:
-    """A collective that was started.
+    """A collective that was started."""
 
-    Attributes
-    ----------
-    value
-        What its steps return, once it is done.
-    """
-
-    __slots__ = ("_steps", "is_done", "value")
+    __slots__ = ("_returned", "_steps")
 
     def __init__(self, steps: Steps) -> None:
-        self._steps = steps
-        self.is_done = False
-        self.value: Any = None
-        next(steps)
+        self._returned: list[Any] = []
+        self._steps = _to_the_end(steps, self._returned)
+        next(self._steps)
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self._returned)
+
+    @property
+    def value(self) -> Any:
+        """What its steps have returned; it is done."""
+        return self._returned[0]
 
     def advance(self) -> None:
         """Take the next step."""
-        try:
-            next(self._steps)
-        except StopIteration as end:
-            self.value, self.is_done = end.value, True
+        next(self._steps, None)
+
+
+def _to_the_end(steps: Steps, returned: list[Any]) -> Steps:
+    """Take the steps, and note what they return."""
+    returned.append((yield from steps))
 
 
 class Schedule:

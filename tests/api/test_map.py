@@ -83,6 +83,20 @@ def stay_from(first: int, gate: Path) -> Callable[[Any], Any]:
     return step
 
 
+def stay_after(first: str, second: str, gate: Path) -> Callable[[Any], Any]:
+    """Return a function that stays, but for the first item, which ends as soon as another worker is at the second."""
+    wait = stay(gate)
+
+    def step(n: str) -> str:
+        import time
+
+        while n == first and not (gate / f"at {second}").exists():
+            time.sleep(0.005)
+        return n if n == first else str(wait(n))
+
+    return step
+
+
 def is_at(gate: Path, *items: Any) -> Callable[[], bool]:
     return lambda: all((gate / f"at {item}").exists() for item in items)
 
@@ -553,7 +567,7 @@ def test_runtime_interrupt_and_time_limits(reused: Any, tmp_path: Path) -> None:
         with pytest.raises(CallCancelled, match=r"Runtime.interrupt\(\)"):
             list(rt.map(wait, ["a"]))
         thread.join()
-        results = rt.map(lambda n: wait(n) if n != "b" else n, ["b", "c", "d"], batch_size=1)
+        results = rt.map(stay_after("b", "c", tmp_path), ["b", "c", "d"], batch_size=1)
         assert next(results) == "b"
         total = rt.function(lambda x: x.sum(), outputs="sum")
         with pytest.raises(CallTimeout, match=r"items of a map of .* are still under way"):

@@ -339,7 +339,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (Batch(X, X[:3]), ValueError, r"x\.x with 6 rows and x\.y with 3"),
     ({"x": X, "set": {1, 2}}, TypeError, r"cannot share x\['set'\] of 'f': got dtype object \(from set\)"),
     ({"x": X, "y": [X, X[:2]]}, TypeError, r"cannot share x\['y'\] of 'f'"),
-    ([np.ones((6, 2)), X], TypeError, r"cannot share x of 'f': got list.*A list is rows: pass arrays .* in a tuple"),
+    ([np.ones((6, 2)), X], TypeError, r"cannot share x of .f.: got a list .*A list is rows: pass arrays .* in a tuple"),
     ({"x": X, "y": object()}, TypeError, r"x\['y'\]"),
     ({"x": X, "y": (k for k in range(6))}, TypeError, r"x\['y'\].*generator"),
     ({"x": X, "y": np.array([1, None])}, TypeError, r"x\['y'\]"),

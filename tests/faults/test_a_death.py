@@ -430,7 +430,7 @@ def test_what_was_written_between_calls_is_not_quoted(reused: Fork, tmp_path: Pa
     fifo = str(tmp_path / "fifo")
     os.mkfifo(fifo)
     rt.function(complain_later, outputs=None, bcast_inputs="fifo")(ROWS, fifo)
-    stderr = rt._session.workers.by_rank[0].process.watched()[-1][0]
+    stderr = rt._session.workers.by_rank[0].process.watched()[-2][0]
     with open(fifo, "wb"):
         assert select.select([stderr], [], [], 30.0)[0]
     with pytest.raises(WorkerDied) as died:
