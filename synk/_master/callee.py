@@ -14,6 +14,7 @@ from typing import Any
 
 from synk._master.captured import Changes, Referred, check_captured, referred_by
 from synk._master.plans import PlanCache
+from synk._master.repeated_copies import RepeatedCopies
 from synk._master.resident import ResidentHandle
 from synk._master.resident import check_owner as check_owner_of_resident
 from synk._master.row_shapes import RowShapes
@@ -60,6 +61,7 @@ class Callee:
     row_shapes : RowShapes
     plans : PlanCache
     large_changes : Changes
+    repeated_copies : RepeatedCopies
 
     Raises
     ------
@@ -100,6 +102,7 @@ class Callee:
         self._code = getattr(fn, "__code__", None)
         self._home: tuple[dict[str, Any], str] | None = None  # the user's module that holds it, and its name there
         self.large_changes = Changes(name)
+        self.repeated_copies = RepeatedCopies(name)
         self._modules: tuple[Any, ...] = ()
         captured = check_captured(name, self.options)
         (self.variables, self.residents), self._modules = captured.referred, captured.modules

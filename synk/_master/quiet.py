@@ -76,10 +76,12 @@ class QuietCall(Request):
         self._assembly = assembly
         self.look = look = Look(self._name, arguments, cached.staged, cached.places.pickle)
         self._leaves, self._is_flat = look.leaves, look.is_flat
+        self._repeated_copies = launched.function.repeated_copies
+        labels = [each.label for each in arguments if each.array is not None]
+        targets = [(position, target) for position, (_, _, target, _) in enumerate(self._leaves) if target is not None]
         self._copies = [
-            (position, target, target.nbytes >= PARALLEL_NBYTES)
-            for position, (_, _, target, _) in enumerate(self._leaves)
-            if target is not None
+            (position, target, label if target.nbytes >= PARALLEL_NBYTES else "")
+            for (position, target), label in zip(targets, [*labels, ""])
         ]
         places = [place for place in cached.places.indices if place is not None]
         self._staged_nbytes = sum(target.nbytes for target in (*cached.staged, *places))
@@ -200,8 +202,9 @@ class QuietCall(Request):
         has happened meanwhile, leaves the call to the ordinary way; nobody has been told of it then.
         """
         workers, lane, numbers, counters = session.workers, self._lane, self._numbers, session.counters
-        for position, target, is_large in self._copies:
-            if is_large:
+        for position, target, large in self._copies:
+            if large:
+                self._repeated_copies.look(large, target, values[position])
                 copy_into(target, values[position])
             else:
                 target[...] = values[position]

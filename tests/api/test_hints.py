@@ -51,3 +51,23 @@ def test_a_cell_of_a_notebook_is_known_again() -> None:
 def test_outside_of_a_notebook_a_second_fork_is_an_error() -> None:
     with synk.fork(1, backend="numpy", inline=True), pytest.raises(synk.errors.SynkError, match="already running"):
         synk.fork(1, backend="numpy", inline=True)
+
+
+def test_a_large_array_that_is_copied_again_and_again_is_told_once(
+    reused: Fork, caplog: pytest.LogCaptureFixture
+) -> None:
+    rt = reused(1)
+    x = np.ones((4, 1 << 19))
+    total = rt.function(lambda x: x[0, 0], outputs="sum", name="total")
+    total(x), total(x)
+    assert not caplog.records
+    for _ in range(5):
+        assert total(x) == 1
+    (record,) = caplog.records
+    assert record.getMessage().startswith("x of 'total' (17 MB) is copied at every call")
+    assert "synk.data(x)" in record.getMessage()
+    fresh = rt.function(lambda x: x[0, 0], outputs="sum")
+    for _ in range(6):  # it changes, so a copy is what is meant
+        x[0, 0] += 1
+        assert fresh(x) == x[0, 0]
+    assert len(caplog.records) == 1
