@@ -89,7 +89,7 @@ class OptaxRule:
     def __reduce__(self) -> Any:
         import jax
 
-        return _arrived, (self._transformation, bool(jax.config.jax_enable_x64))
+        return _arrived, (self._transformation, _has_64_bits(jax.config))
 
     def __repr__(self) -> str:
         return f"from_optax({self._transformation!r})"
@@ -112,7 +112,7 @@ class OptaxRule:
 
         leaves, spec = floating_leaves(_NAME, params)
         for accessor, leaf in zip(spec.accessors(), leaves, strict=True):
-            if str(leaf.dtype) == "float64" and not jax.config.jax_enable_x64:
+            if str(leaf.dtype) == "float64" and not _has_64_bits(jax.config):
                 raise TypeError(
                     f"cannot initialise {_NAME}: got {accessor.codify('params')} of dtype float64, expected float32 or "
                     "less, with which JAX computes unless told otherwise. Cast it, or call "
@@ -166,3 +166,8 @@ def _as_numpy(leaf: Array) -> np.ndarray:
             f"cannot initialise {_NAME}: its state holds a value of {getattr(leaf, 'dtype', type(leaf).__name__)}, "
             "expected plain arrays. Where it is a key, make it by jax.random.PRNGKey(seed)."
         ) from error
+
+
+def _has_64_bits(config: Any) -> bool:
+    """Whether JAX computes with 64 bits; its own types do not know the setting."""
+    return bool(config.jax_enable_x64)
