@@ -23,8 +23,9 @@ class Request:
     ...         request = synk.comm.iall_reduce(x.sum(), "sum")
     ...         largest = x.max()  # meanwhile
     ...         return request.wait(), largest
-    ...     runtime.function(total, outputs=("first", "max"))(np.arange(4.0))
-    (6.0, 3.0)
+    ...     results = runtime.function(total, outputs=("first", "max"))(np.arange(4.0))
+    >>> [float(result) for result in results]
+    [6.0, 3.0]
     """
 
     def __init__(self, host: ShmCommunicator, test: Callable[[], bool], finish: Callable[[], Any]) -> None:
