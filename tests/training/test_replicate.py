@@ -903,6 +903,9 @@ def faulty_step(
     """A step in which ``action`` befalls a rank at some place."""
 
     def reach(place: str) -> None:
+        if place == where and action == "interrupt" and where in COUNTED:
+            # The other rank must have left the reduction: until then the interrupt ends its step, which does not count.
+            synk.comm.barrier()
         if place == where and synk.comm.rank == rank and synk.comm.rows:
             act(action, is_interruptible=place != "inside")
 
