@@ -28,6 +28,9 @@ BENCH := $(VENV)/.bench-$(VERSION)
 GPU := $(VENV)/.gpu-$(VERSION)
 # The extra that matches the driver, for the gpu targets.
 CUDA ?= cuda13
+# In variables, because a comma would end an argument of call.
+DEMO_EXTRAS := demos,plot
+GPU_EXTRAS = $(CUDA),test
 
 .PHONY: help demo test jax bench gpu-test gpu-bench storm faults lint doctest docs smoke clean
 
@@ -109,7 +112,7 @@ endef
 $(DEMOS): $(BASE) pyproject.toml
 	@echo "The demo trains a classifier of handwritten digits, first as a serial program, then on 1, 2, ... workers."
 	@echo "It needs NumPy, SciPy, scikit-learn and matplotlib, about 150 MB to download."
-	$(call install,-e '.[demos,plot]')
+	$(call install,-e '.[$(DEMO_EXTRAS)]')
 
 $(TEST): $(BASE) pyproject.toml constraints.txt
 	$(call install,-c constraints.txt -e '.[test]')
@@ -130,4 +133,4 @@ $(BENCH): $(TEST) benchmarks/requirements.txt
 	@touch $@
 
 $(GPU): $(TEST)
-	$(call install,-e '.[$(CUDA),test]')
+	$(call install,-e '.[$(GPU_EXTRAS)]')
