@@ -14,6 +14,7 @@ from synk._api.data import Data, make_data
 from synk._api.options import (
     FRAMEWORKS,
     check_changes,
+    check_function,
     check_retry,
     check_slices,
     check_subset,
@@ -85,8 +86,7 @@ class Function(FunctionHandle, Generic[P]):
         per_rank: bool = False,
         session: Session | None = None,
     ) -> None:
-        if not callable(fn):
-            raise TypeError(f"cannot build a function: got {type(fn).__name__}, expected a callable.")
+        check_function(fn)
         name = name or getattr(fn, "__name__", None) or partial_name(fn) or type(fn).__name__
         check_outputs(outputs, repr(name))
         check_updates(updates, name)

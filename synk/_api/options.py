@@ -42,6 +42,18 @@ def check_on_restart(fn: Any) -> None:
             raise
 
 
+def check_function(fn: Any) -> None:
+    if not callable(fn):
+        raise TypeError(f"cannot build a function: got {type(fn).__name__}, expected a callable.")
+    kinds = {"a coroutine function": inspect.iscoroutinefunction, "a generator function": inspect.isgeneratorfunction}
+    for kind, is_kind in kinds.items():
+        if is_kind(fn):
+            raise TypeError(
+                f"cannot build {getattr(fn, '__name__', 'a function')!r}: got {kind}, expected one that returns its "
+                "outputs."
+            )
+
+
 def check_retry(retry: Any, updates: Any, changes: Any, name: str) -> int:
     if isinstance(retry, bool) or not isinstance(retry, (int, np.integer)) or retry < 0:
         raise ValueError(f"cannot build {name!r}: got retry={retry!r}, expected an integer of 0 or more.")

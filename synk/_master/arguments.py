@@ -21,6 +21,7 @@ from synk._pure.ranges import LINE_NBYTES
 from synk._pure.shards import Assignment, Selection, assign_local, assign_owned, bounds_of, select_common
 from synk._pure.tensors import array_of, copied_tensor, dtype_of, is_ordinary, is_tensor
 from synk._wire.messages import Input
+from synk._wire.pickling import Pickler
 from synk.errors import SerializationError
 
 _PAGE = 4096
@@ -200,7 +201,7 @@ def assign(
 # -- staging ----------------------------------------------------------------------------------------------------------
 
 
-class _ObjectPickler(cloudpickle.Pickler):
+class _ObjectPickler(Pickler):
     """Pickles broadcast objects; the memory of tensors goes out of band, like that of arrays."""
 
     def reducer_override(self, obj: Any) -> Any:

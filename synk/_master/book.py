@@ -27,13 +27,13 @@ from synk._master.watch import (
     Part,
     Place,
     Watch,
-    is_by_reference,
     read,
     table_of,
 )
 from synk._pure.interrupts import deferred, is_from_handler
 from synk._wire.messages import Reload
 from synk._wire.parcels import Absent, Found, fill_function, make_cell
+from synk._wire.pickling import is_by_reference
 
 _ATOMIC = (
     type(None), types.CodeType, types.ModuleType, types.BuiltinFunctionType, np.dtype, np.generic, Handle,

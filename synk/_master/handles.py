@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
-
 from synk._pure.tensors import is_torch_module, is_torch_optimizer
+from synk._wire.pickling import Pickler
 
 
 class Handle:
@@ -34,7 +33,7 @@ class ArgumentHandle(Handle):
         raise NotImplementedError
 
 
-class HandlePickler(cloudpickle.Pickler):
+class HandlePickler(Pickler):
     """Pickles by cloudpickle's rules, but a handle as a reference to what the rank has.
 
     Attributes

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synk._pure.interrupts import is_from_handler
+from synk._wire.pickling import CACHED, is_by_reference
 
 MISSING: Any = enum.Enum("Missing", "MISSING").MISSING  # type: ignore[attr-defined]
 """In the place of a value that does not exist."""
@@ -191,13 +192,6 @@ def _library_folders() -> frozenset[str]:
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     folders = {sysconfig.get_path(name) for name in names} | {site.getusersitepackages()}
     return frozenset(os.path.realpath(folder) for folder in folders if folder)
-
-
-def is_by_reference(obj: Any) -> bool:
-    """Whether a function or class is pickled as the name of a module's."""
-    from cloudpickle.cloudpickle import _should_pickle_by_reference
-
-    return bool(_should_pickle_by_reference(obj))
 
 
 def _contents_of_cell(cell: types.CellType, key: str, default: Any) -> Any:
@@ -386,3 +380,5 @@ def _inside(obj: Any) -> Iterator[Any]:
         yield from (obj.fget, obj.fset)
     elif isinstance(obj, functools.cached_property):
         yield obj.func
+    elif isinstance(obj, CACHED):
+        yield obj.__wrapped__

@@ -10,11 +10,17 @@ import numpy as np
 
 from synk._pure.dtypes import foreign_name
 from synk._pure.interrupts import deferred, is_from_handler
+from synk._pure.read_only import ReadOnlyArray
 from synk._pure.tensors import check_tensor, is_tensor
 
 PARALLEL_NBYTES = 1 << 24
 
 _LIST_HINT = " A list is rows: pass arrays that are to be divided each on its own in a tuple or a dict."
+
+_OPERATORS = (
+    "__array_ufunc__", "__array_function__", "__add__", "__sub__", "__mul__", "__truediv__", "__pow__", "__matmul__",
+    "__eq__", "__lt__",
+)  # fmt: skip
 
 
 def check_shareable(dtype: np.dtype, what: str) -> np.dtype:
@@ -33,6 +39,13 @@ def is_masked(value: Any) -> bool:
     return module is not None and isinstance(value, module.MaskedArray)
 
 
+def _computes_otherwise(cls: type) -> bool:
+    """Whether the same expression means something else to a subclass of ndarray: of matrices, or of units."""
+    if not issubclass(cls, np.ndarray) or issubclass(cls, ReadOnlyArray):
+        return False
+    return any(getattr(cls, name) is not getattr(np.ndarray, name) for name in _OPERATORS)
+
+
 def as_plain_array(value: Any, what: str) -> np.ndarray:
     """Return ``value`` as an ndarray without a copy where possible; refuse what would lose information.
 
@@ -45,6 +58,11 @@ def as_plain_array(value: Any, what: str) -> np.ndarray:
         array = value
     elif is_masked(value):
         raise TypeError(f"cannot share {what}: got a masked array, and its mask would be lost. Pass value.filled(...).")
+    elif _computes_otherwise(type(value)):
+        raise TypeError(
+            f"cannot share {what}: got {type(value).__name__}, which computes in a way of its own, expected an array. "
+            "Pass np.asarray(value) where the function means plain arrays."
+        )
     elif is_tensor(value):
         array = check_tensor(value, what)
         if foreign_name(array.dtype):
@@ -67,18 +85,24 @@ def as_plain_array(value: Any, what: str) -> np.ndarray:
         if type(array) is not np.ndarray:
             array = array.view(np.ndarray)
     if array.dtype.hasobject:
-        kind = "" if isinstance(value, np.ndarray) else f" (from {type(value).__name__})"
-        if hasattr(value, "columns"):
-            raise TypeError(
-                f"cannot share {what}: got a table with columns of several kinds{kind}, expected numbers, text or "
-                "records. Pass its columns, as in dict(frame.items()), or those of numbers as one array."
-            )
-        raise TypeError(
-            f"cannot share {what}: got dtype object{kind}, expected numbers, text or records of equal shape. "
-            "Ragged lists and generators have no rows: make it an array to divide it, or pass it whole to every "
-            "rank, as a broadcast input (bcast_inputs)."
-        )
+        raise TypeError(f"cannot share {what}: {_why_not(value, array)}")
     return array
+
+
+def _why_not(value: Any, array: np.ndarray) -> str:
+    """Return why what became an array of objects cannot be shared, and what to do."""
+    kind = "" if isinstance(value, np.ndarray) else f" (from {type(value).__name__})"
+    if hasattr(value, "columns"):
+        return (
+            f"got a table with columns of several kinds{kind}, expected numbers, text or records. Pass its columns, as "
+            "in dict(frame.items()), or those of numbers as one array."
+        )
+    if array.size and all(isinstance(each, str) for each in array.flat):
+        return f"got text as Python objects{kind}, expected an array of text. Pass np.asarray(value, dtype=str)."
+    return (
+        f"got dtype object{kind}, expected numbers, text or records of equal shape. Ragged lists and generators have "
+        "no rows: make it an array to divide it, or pass it whole to every rank, as a broadcast input (bcast_inputs)."
+    )
 
 
 def copy_into(target: np.ndarray, source: np.ndarray) -> None:

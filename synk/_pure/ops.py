@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from synk._pure.dtypes import describe_dtype, is_bfloat16
+from synk._pure.interrupts import is_from_handler
 from synk._pure.trees import flatten
 
 Op = str | Callable[[Any, Any], Any] | None
 
 REDUCE_OPS = ("avg", "sum", "prod", "min", "max")
 OPS = (*REDUCE_OPS, "gather", "first")
+
+_WORDS = {
+    "sum": "sum", "prod": "prod", "mean": "avg", "average": "avg", "min": "min", "amin": "min", "max": "max",
+    "amax": "max", "all": "min", "any": "max", "concatenate": "gather", "vstack": "gather", "hstack": "gather",
+}  # fmt: skip
+"""The ops that do what functions of one argument, many values, do."""
 
 
 def is_reducible(op: Op) -> bool:
@@ -52,7 +60,10 @@ def check_op(op: str, dtype: np.dtype, what: str) -> None:
 
 def check_outputs(outputs: Any, what: str) -> None:
     """Raise unless ``outputs`` is an op, or a nesting of tuples, lists and dicts of ops."""
-    if outputs is None or callable(outputs):
+    if outputs is None:
+        return
+    if callable(outputs):
+        _check_callable(outputs, what)
         return
     if isinstance(outputs, str):
         if outputs not in OPS:
@@ -72,6 +83,27 @@ def check_outputs(outputs: Any, what: str) -> None:
         )
     for child in children:
         check_outputs(child, what)
+
+
+def _check_callable(op: Callable[..., Any], what: str) -> None:
+    """Raise unless ``op`` takes two values. Those for which a second argument means something else combine wrongly."""
+    try:
+        parameters = list(inspect.signature(op).parameters.values())
+    except (TypeError, ValueError) as error:  # some built-in functions have none: max and min, ufuncs
+        if is_from_handler(error):
+            raise
+        return
+    values = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    num_required = sum(p.default is p.empty for p in values)
+    if num_required == 2 or (num_required < 2 and any(p.kind is p.VAR_POSITIONAL for p in parameters)):
+        return
+    name = getattr(op, "__name__", type(op).__name__)
+    word = _WORDS.get(name)
+    hint = f" Name the op: {word!r}." if word else ""
+    raise TypeError(
+        f"cannot build {what}: got {name}({', '.join(map(str, parameters))}) as an op, expected op(a, b), which "
+        f"returns the two ranks' values combined.{hint}"
+    )
 
 
 def each_op(outputs: Any) -> Iterator[Op]:

@@ -97,7 +97,11 @@ def pack_failure(error: BaseException, rank: int, device: str, *, is_collateral:
     """Return ``error`` in transferable form."""
     message = _message(error)
     if isinstance(error, ValueError) and _READ_ONLY in message:
-        add_note(error, "Inputs and shared variables are read-only inside a function: copy (x = x.copy()) or assign.")
+        add_note(
+            error,
+            "Inputs and shared variables are read-only inside a function: copy (x = x.copy()), or "
+            "assign a new value (w.value = w.value + step).",
+        )
     if isinstance(error, (TypeError, AttributeError)) and "torch" in sys.modules and _IS_NO_TENSOR.search(message):
         add_note(error, 'The function got NumPy arrays. Build it with framework="torch" to get tensors.')
     text = _format(error)[-TEXT_CAP:]

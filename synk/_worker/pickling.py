@@ -9,11 +9,12 @@ import io
 import sys
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
+from synk._wire.pickling import Pickler
 
-class HostPickler(cloudpickle.Pickler):
+
+class HostPickler(Pickler):
     """Pickles what cloudpickle does; arrays of CuPy, torch and JAX that lie on a device become NumPy's or torch's."""
 
     def reducer_override(self, obj: Any) -> Any:

@@ -21,6 +21,7 @@ import cloudpickle
 
 from synk._wire.cell import cell
 from synk._wire.control import Traits
+from synk._wire.pickling import Pickler
 from synk.errors import SerializationError
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _nothing() -> None:
     pass
 
 
-class _Pickle(cloudpickle.Pickler):
+class _Pickle(Pickler):
     """An object pickled, and the generators of random numbers that it holds."""
 
     def __init__(self, value: Any) -> None:

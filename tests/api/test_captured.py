@@ -101,6 +101,37 @@ def test_a_closure_variable(shared_runtimes: Any) -> None:
     check()
 
 
+def test_functions_with_a_cache(shared_runtimes: Any) -> None:
+    """In a script these pickle as names, which the workers do not have; those of modules do have them."""
+    source = """
+        import functools
+
+        rate = 3.0
+
+        @functools.lru_cache(maxsize=8, typed=True)
+        def scaled(k):
+            return k * rate
+
+        class Model:
+            @functools.cache
+            def offset(self, k):
+                return k + rate
+
+        model = Model()
+        f = lambda x: x * scaled(2) + model.offset(1)
+    """
+    main = namespace(source, LIBRARY=LIBRARY)
+    check = Checked(shared_runtimes[2], main["f"])
+    assert bool(shared_runtimes[2].function(main["f"], outputs="gather").verify(X))
+    exec("@functools.cache\ndef scaled(k): return k / rate", main)
+    check()
+    main["rate"] = 4.0  # not seen by what is in a cache, here and there
+    check()
+    parameters = shared_runtimes[2].function(lambda: main["Model"].offset.cache_parameters(), outputs="first")
+    assert parameters() == {"maxsize": None, "typed": False}
+    assert list(shared_runtimes[2].map(main["scaled"], [1.0, 2.0])) == [0.25, 0.5]
+
+
 class Frozen:
     """An object without a dictionary."""
 

@@ -73,6 +73,15 @@ def read_only() -> np.ndarray:
     return array
 
 
+class Described(np.ndarray):
+    """An array with something besides, as libraries return of images, whose operators are NumPy's."""
+
+    label = "seven rows"
+
+    def __array_finalize__(self, source: Any) -> None:
+        self.label = getattr(source, "label", "")
+
+
 NUMBERS = ("sum", "avg", "min", "max")
 CASES = [
     Case("H2", "no rows", lambda: np.empty((0, 4)), every(ValueError, "avg", "min", "max", None)),
@@ -98,7 +107,8 @@ CASES = [
     Case("H8", "big-endian complex", lambda: (PLAIN + 1j).astype(">c16"), every(TypeError, "min", "max")),
     Case("H9", "read-only", read_only),
     Case("H10", "masked", lambda: np.ma.masked_less(PLAIN, 0), every(TypeError)),
-    Case("H10", "matrix", lambda: np.array(PLAIN).view(np.matrix)),
+    Case("H10", "matrix", lambda: np.array(PLAIN).view(np.matrix), every(TypeError)),  # its * is another one
+    Case("H10", "subclass with data of its own", lambda: PLAIN.view(Described)),
     Case("H10", "recarray", lambda: records().view(np.recarray), every(TypeError, *NUMBERS)),
     Case("H11", "list", lambda: PLAIN.tolist()),
     Case("H11", "list of arrays", lambda: list(PLAIN)),

@@ -44,6 +44,14 @@ def scaled(x: Any, w: Any) -> Any:
     return (x @ w).sum()
 
 
+async def later(x: Any) -> Any:
+    return x.sum()
+
+
+def pieces(x: Any) -> Any:
+    yield x.sum()
+
+
 class Locked:
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -64,6 +72,11 @@ MISTAKES: dict[str, Mistake] = {
         r"'weights'.*\bw\b",
     ),
     "no function at all": (lambda rt: rt.function(3), TypeError, r"int.*callable"),
+    "a function that is async": (lambda rt: rt.function(later), TypeError, r"'later': got a coroutine function"),
+    "a generator function": (lambda rt: rt.function(pieces), TypeError, r"'pieces': got a generator function"),
+    "a function of NumPy's as an op": (lambda rt: rt.function(total, outputs=np.mean), TypeError, r"the op: 'avg'"),
+    "the built-in sum as an op": (lambda rt: rt.function(total, outputs=sum), TypeError, r"the op: 'sum'"),
+    "an op of all values": (lambda rt: rt.function(total, outputs=lambda parts: parts), TypeError, r"op\(a, b\)"),
     "the result of a call instead of the function": (lambda rt: rt.function(total(X)), TypeError, r"callable"),
     "a framework that does not exist": (
         lambda rt: rt.function(total, framework="pytorch"),
@@ -98,6 +111,12 @@ MISTAKES: dict[str, Mistake] = {
         r"6.*2",
     ),
     "a table": (lambda rt: rt.function(total)(Frame(["price", "name"])), TypeError, r"columns"),
+    "a matrix": (lambda rt: rt.function(total)(X.view(np.matrix).T), TypeError, r"matrix.*np\.asarray"),
+    "text in an array of objects": (
+        lambda rt: rt.function(total)(np.array(["a", "bc"], dtype=object)),
+        TypeError,
+        r"dtype=str",
+    ),
     "None": (lambda rt: rt.function(total)(None), TypeError, r"None"),
     "a batch larger than the data": (lambda rt: rt.function(total)(X, batch=7), (ValueError, IndexError), r"7"),
     "an index that is out of range": (lambda rt: rt.function(total)(X, batch=[0, 6]), IndexError, r"6"),
