@@ -245,7 +245,7 @@ class Data(DataHandle, ArrayLike):
             self._replace(Contents(None, np.empty((0, *self.shape[1:]), self._dtype)))
 
     def _resize(self, shape: tuple[int, ...], oversize: float) -> None:
-        segment, array = self._contents
+        segment, array, _ = self._contents
         nbytes = self._nbytes_of(shape)
         if nbytes == 0 or (segment is not None and nbytes <= segment.nbytes):
             self._contents = self._placed(segment, shape)

@@ -306,9 +306,8 @@ class Function(FunctionHandle, Generic[P]):
                     return pending
         function = self._renewed()
         session = function._bound_session()
-        options = CallOptions(
-            batch, shard_batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout)
-        )
+        subset, limit = check_subset(output_subset), check_timeout(timeout)
+        options = CallOptions(batch, shard_batch, check_slices(num_slices), subset, limit, is_submitted=True)
         with session.entered(f"submit {self.name!r}"):
             return session.queue.submit(function._callee, args, kwargs, options, session.deadline(options.timeout))
 

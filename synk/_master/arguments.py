@@ -50,11 +50,11 @@ class Argument:
     kind : str
         As ``Input.kind``.
     array : ndarray or None
-        What must be staged (``rows`` and ``whole`` that are no ``Data``).
+        What must be staged (``rows`` and ``whole`` that lie in no segment yet).
     data : synk.Data or None
     contents : Contents or None
-        Of ``data`` when the argument was bound. Another thread may replace them at any time, so the whole call goes by
-        these.
+        Of ``data`` when the argument was bound, or of a memory-mapped array. Another thread may replace those of
+        ``data`` at any time, so the whole call goes by these.
     value : object
         For ``object``, ``shard``, ``replica`` and ``resident``.
     tensor_dtype : str
@@ -81,8 +81,8 @@ class Argument:
     def key(self) -> Any:
         """What must be equal for a plan to be used again."""
         if self.contents is not None:
-            array = self.contents.array
-            return (self.kind, self.contents.segment_id, array.shape, array.dtype, array.dtype.type, self.is_minibatch)
+            array, place = self.contents.array, (self.contents.segment_id, self.contents.offset)
+            return (self.kind, *place, array.shape, array.dtype, array.dtype.type, self.is_minibatch)
         if self.kind == "closed over":
             return (self.kind, self.value.id, self.array.shape)  # type: ignore[union-attr]
         if self.array is not None:  # the type as well: NumPy calls np.record equal to a plain record
@@ -294,11 +294,11 @@ def input_of(argument: Argument, segment_id: int, offset: int) -> Input:
     if argument.kind in ("shard", "replica", "resident"):
         return Input(argument.keyword, argument.kind, argument.value.id)
     if argument.contents is not None:
-        array, segment_id = argument.contents.array, argument.contents.segment_id
-        return Input(argument.keyword, argument.kind, segment_id, 0, array.shape, array.dtype, argument.is_minibatch)
+        array, place = argument.contents.array, (argument.contents.segment_id, argument.contents.offset)
+        return Input(argument.keyword, argument.kind, *place, array.shape, array.dtype, argument.is_minibatch)
     assert argument.array is not None
     if argument.kind == "closed over":
         name = str(argument.value.id)
         return Input(name, argument.kind, segment_id, offset, argument.array.shape, argument.dtype)
-    place = (segment_id, offset, argument.array.shape, argument.dtype)
-    return Input(argument.keyword, argument.kind, *place, tensor_dtype=argument.tensor_dtype)
+    shape, dtype = argument.array.shape, argument.dtype
+    return Input(argument.keyword, argument.kind, segment_id, offset, shape, dtype, tensor_dtype=argument.tensor_dtype)

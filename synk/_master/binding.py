@@ -33,7 +33,8 @@ def bind(
 ) -> Call:
     """Check the arguments and decide which rank works on which rows. Nothing is sent before this is done."""
     name = function.name
-    arguments = Checks(name, function.framework, session).arguments(function.signature.bind(args, kwargs))
+    checks = Checks(name, function.framework, session, is_submitted=options.is_submitted)
+    arguments = checks.arguments(function.signature.bind(args, kwargs))
     if options.is_serial:
         _bring_together(session, function, arguments, deadline)
     call = _divide(session, function, arguments, options, deadline)

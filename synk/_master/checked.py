@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from synk._master.arguments import PLAIN_TYPES, Argument, Nest
-from synk._master.contents import DataHandle
+from synk._master.contents import Contents, DataHandle
 from synk._master.resident import ResidentHandle, ResidentObject
 from synk._master.resident import check_owner as check_owner_of_resident
 from synk._master.session import Session
@@ -34,12 +34,17 @@ class Checks:
     framework : str or None
         Of the function.
     session : Session
+    is_submitted : bool
+        Whether the call is: it works on what the arguments hold now, whatever is written into them afterwards.
     """
 
-    def __init__(self, function_name: str, framework: str | None, session: Session) -> None:
+    def __init__(
+        self, function_name: str, framework: str | None, session: Session, *, is_submitted: bool = False
+    ) -> None:
         self._name = function_name
         self._framework = framework
         self._session = session
+        self._is_submitted = is_submitted
 
     def arguments(self, bound: Iterable[tuple[str, str, bool, Any]]) -> list[Argument]:
         """Classify the arguments of a call, as ``Signature.bind`` returned them; nested ones leaf by leaf.
@@ -74,11 +79,10 @@ class Checks:
         self._check_constants(label, value)
         if is_tensor(value) and self._framework == "torch":
             return self._array(label, keyword, value)
-        if isinstance(value, ReadOnlyArray):
+        if isinstance(value, (ReadOnlyArray, np.memmap)):
             value = value.view(np.ndarray)
         if type(value) is np.ndarray and not value.dtype.hasobject:
-            dtype = check_shareable(value.dtype, label)
-            return Argument(label, keyword, "whole", array=value, dtype=dtype)
+            return self._array(label, keyword, value)
         return Argument(label, keyword, "object", value=value)
 
     def _scattered(self, label: str, keyword: str, value: Any) -> Argument:
@@ -131,7 +135,7 @@ class Checks:
         if isinstance(value, ReadOnlyArray):
             value = value.view(np.ndarray)
         argument = self._array(label, keyword, value)
-        if argument.array is not None and argument.array.ndim:
+        if argument.shape:
             argument.kind = "rows"
         return argument
 
@@ -147,6 +151,11 @@ class Checks:
         else:
             array = as_plain_array(value, what)
         dtype = check_shareable(array.dtype, label)
+        if not was_tensor and not (self._is_submitted and array.flags.writeable):
+            place = self._session.memory.files.place_of(array, what)
+            if place is not None:
+                segment, offset = place
+                return Argument(label, keyword, "whole", contents=Contents(segment, array, offset))
         return Argument(
             label, keyword, "whole", array=array, dtype=dtype, tensor_dtype=tensor_dtype, is_tensor=was_tensor
         )

@@ -12,13 +12,15 @@ from synk.errors import ClosedError
 
 
 class Contents(NamedTuple):
-    """What a ``Data`` holds at one moment.
+    """What a ``Data`` holds at one moment, or where an array lies in a file.
 
     Replaced as a whole, so that whoever has taken it has the memory and the rows of one moment.
     """
 
     segment: Segment | None
     array: np.ndarray
+    offset: int = 0
+    """Of the array in the segment, in bytes."""
 
     @property
     def segment_id(self) -> int:

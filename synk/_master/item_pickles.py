@@ -41,13 +41,16 @@ class Ended(weakref.ref[Any]):
 
     Attributes
     ----------
-    held : ArrayCopy, Segment or None
-        What is not needed then: the copy of an array, the segment of a copy.
+    owner : ArrayCopies or FileMaps
+        Who is to forget it.
+    held : ArrayCopy, Segment, FileMap or None
+        What is not needed then: the copy of an array, the segment of a copy, the file of a mapping.
     key : int
         Under which it is known.
     """
 
-    __slots__ = ("held", "key")
+    __slots__ = ("held", "key", "owner")
+    owner: Any
     held: Any
     key: int
 
@@ -94,7 +97,7 @@ class ArrayCopies:
 
     def _watched(self, obj: Any, held: Any, key: int) -> Ended:
         ended = Ended(obj, self._released.append)
-        ended.held, ended.key = held, key
+        ended.owner, ended.held, ended.key = self, held, key
         return ended
 
     def forget(self, ended: Ended) -> Segment | None:

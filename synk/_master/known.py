@@ -93,9 +93,12 @@ class KnownByRank:
             self._dropped_residents.append(resident_id)
 
     @staticmethod
-    def describe(segments: Sequence[Segment]) -> list[tuple[int, int, bool, bool, bool]]:
+    def describe(segments: Sequence[Segment]) -> list[tuple[int, int, bool, bool, bool, bool]]:
         """Describe the segments whose descriptors ride along."""
-        return [(each.id, each.nbytes, each.is_worker_writable, each.is_staging, each.is_arena) for each in segments]
+        return [
+            (each.id, each.nbytes, each.is_worker_writable, each.is_staging, each.is_arena, each.is_file)
+            for each in segments
+        ]
 
     def _with_arenas(self, segments: Sequence[Segment]) -> list[Segment]:
         """Return ``segments``, each once, and the arenas that some lie in where the rank does not hold them."""

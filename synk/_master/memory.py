@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Collection
 from typing import Any
 
+from synk._master.file_maps import FileMaps
 from synk._master.item_pickles import ArrayCopies, Ended
 from synk._master.processes import Processes
 from synk._master.results import Lease, ResultPool
@@ -36,6 +37,8 @@ class Memory:
     results : ResultPool
     copies : ArrayCopies
         Of large arrays in items of maps.
+    files : FileMaps
+        In which arrays lie that were passed as arguments.
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -45,6 +48,7 @@ class Memory:
         self.arenas = Arenas(self.released, self.ids)
         self.results = ResultPool(self.ids)
         self.copies = ArrayCopies(self.released, self.ids)
+        self.files = FileMaps(self.released, self.ids)
 
     @property
     def has_dropped(self) -> bool:
@@ -71,8 +75,8 @@ class Memory:
     def _free(self, dropped: Segment | Ended) -> None:
         if not isinstance(dropped, Ended):
             self.forget(dropped)
-        elif (segment := self.copies.forget(dropped)) is not None:
-            self.forget(segment, is_kept=True)  # a function may have kept the array
+        elif (segment := dropped.owner.forget(dropped)) is not None:
+            self.forget(segment, is_kept=True)  # a function may have kept the array, and a file is the user's
 
     def forget(self, segment: Segment, *, is_kept: bool = False) -> None:
         """Free a segment here; workers forget it with their next message.
@@ -113,5 +117,6 @@ class Memory:
                 dropped.close()
         self.results.close()
         self.copies.close()
+        self.files.close()
         self.arenas.close()
         orphans.close_all()

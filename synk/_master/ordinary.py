@@ -58,6 +58,8 @@ def _can_repeat(session: Session, launched: Launched) -> bool:
     for argument in call.arguments:
         if argument.kind == "closed over" or (argument.kind == "object" and not is_plain_object(argument.value)):
             return False
+        if argument.contents is not None and argument.data is None:  # a file can become shorter between two calls
+            return False
         array, target = argument.array, None if argument.array is None else next(staged)
         if (
             array is not None

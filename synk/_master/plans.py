@@ -128,6 +128,7 @@ class CallOptions:
     is_serial: bool = False
     is_trial: bool = False
     is_apart: bool = False
+    is_submitted: bool = False
 
 
 @dataclass

@@ -61,6 +61,8 @@ class DeathReports:
             for worker, how in zip(workers, exits)
         )
         hints = "".join(self._kill_hint(worker.rank) for worker, how in zip(workers, exits) if how == "SIGKILL")
+        if "SIGBUS" in exits:
+            hints += " Likely a memory-mapped file has become shorter, or could not be read."
         message = f"{ended} during {what or phase}.{hints} The next call starts dead workers again."
         if phase != "start":
             message += " What functions kept there, in closures or globals, is gone."

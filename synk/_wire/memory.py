@@ -158,6 +158,8 @@ class Segment:
         The larger one in which it lies, ``offset`` bytes from the start; it has no descriptor of its own then.
     is_arena : bool
         Whether it holds others.
+    is_file : bool
+        Whether it is a file of the user's, which is only read.
     generation : int
         ``forks.count`` when it was made.
     mapping : MappedFile or None
@@ -167,8 +169,8 @@ class Segment:
     """
 
     __slots__ = (
-        "__weakref__", "arena", "buffer", "generation", "id", "is_arena", "is_owner", "is_private", "is_staging",
-        "is_worker_writable", "mapping", "nbytes", "offset", "tail_nbytes",
+        "__weakref__", "arena", "buffer", "generation", "id", "is_arena", "is_file", "is_owner", "is_private",
+        "is_staging", "is_worker_writable", "mapping", "nbytes", "offset", "tail_nbytes",
     )  # fmt: skip
 
     mapping: MappedFile | None
@@ -203,7 +205,7 @@ class Segment:
         self.nbytes = nbytes
         self.arena = arena
         self.is_owner = arena is None  # of the descriptor
-        self.is_arena = self.is_staging = False
+        self.is_arena = self.is_file = self.is_staging = False
         self.tail_nbytes = 0
         self.is_private = arena is not None and arena.is_private
         self.is_worker_writable = arena is not None and arena.is_worker_writable
@@ -322,7 +324,8 @@ class Segment:
         twin = Segment.__new__(Segment)
         twin._lie_at(self.mapping, self.id, self.offset, self.nbytes, self.arena)
         twin.tail_nbytes = self.tail_nbytes
-        twin.is_owner, twin.is_arena, twin.is_worker_writable = False, self.is_arena, self.is_worker_writable
+        twin.is_owner, twin.is_worker_writable = False, self.is_worker_writable
+        twin.is_arena, twin.is_file = self.is_arena, self.is_file
         twin.buffer = self.buffer.view()  # of this very array: what the rank keeps is seen as a view of this segment
         twin.buffer.flags.writeable = self.is_worker_writable
         return twin

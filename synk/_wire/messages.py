@@ -257,7 +257,7 @@ class Body(NamedTuple):
 
     Attributes
     ----------
-    segments : list of (segment_id, nbytes, is_writable, is_staging, is_arena)
+    segments : list of (segment_id, nbytes, is_writable, is_staging, is_arena, is_file)
     parts : list of (segment_id, arena_id, offset, nbytes)
         Segments that lie in arenas, which came before or come with this.
     dropped_parcels : list of (number, globals)
@@ -271,7 +271,7 @@ class Body(NamedTuple):
         Shared variables that are new or have changed from the master's side.
     """
 
-    segments: Sequence[tuple[int, int, bool, bool, bool]] = ()
+    segments: Sequence[tuple[int, int, bool, bool, bool, bool]] = ()
     parts: Sequence[tuple[int, int, int, int]] = ()
     dropped_segments: Sequence[int] = ()
     dropped_plans: Sequence[int] = ()

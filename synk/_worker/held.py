@@ -52,7 +52,8 @@ class Held:
     def add_segment(self, segment: Segment) -> None:
         """Take in a segment that has arrived."""
         self.segments[segment.id] = segment
-        if not segment.is_arena:  # arrays are copied from and to its parts, which come and go
+        # Arrays are copied from and to the parts of an arena, which come and go; a file has pages of the system's own.
+        if not (segment.is_arena or segment.is_file):
             self._backend.note_segment(segment)
 
     def take_in(self, body: Body) -> None:

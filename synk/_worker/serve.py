@@ -167,7 +167,7 @@ class WorkerLoop:
         held = self._worker.held
         arriving = iter(list(zip(body.segments, fds)))
         arrived: list[Segment] = []
-        for (segment_id, nbytes, is_writable, is_staging, is_arena), fd in arriving:
+        for (segment_id, nbytes, is_writable, is_staging, is_arena, is_file), fd in arriving:
             if segment_id in held.segments:  # sent twice after an interrupt
                 os.close(fd)
                 continue
@@ -180,7 +180,7 @@ class WorkerLoop:
                 for segment in arrived:
                     segment.close()
                 raise
-            segment.is_arena = is_arena
+            segment.is_arena, segment.is_file = is_arena, is_file
             arrived.append(segment)
         for segment in arrived:
             held.add_segment(segment)
