@@ -124,23 +124,14 @@ def write_numbers(lane: Lane, call: Call) -> None:
     """Write each rank's bounds into the control segment, where they differ from those of the call before."""
     selection = call.selection
     rows = dict(zip(call.ranks, call.rows))
-    start, step, count = (0, 1, 0) if selection is None else (selection.start, selection.step, selection.count)
+    start, step = (0, 1) if selection is None else (selection.start, selection.step)
     local = call.owned.local_ranges if call.owned is not None else None
-    key = (call.bounds, call.ranks, call.rows, start, step, count, local)
+    key = (call.bounds, call.ranks, call.rows, start, step, local)
     if lane.last_numbers != key:
         lane.last_numbers = None  # until all of them are written
         running = set(call.ranks)
         lane.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1] = [
-            (
-                rank in running,
-                low,
-                high,
-                start,
-                step,
-                count,
-                rows.get(rank, 0),
-                *(local[rank] if local else (0, 1)),
-            )
+            (rank in running, low, high, start, step, rows.get(rank, 0), *(local[rank] if local else (0, 1)))
             for rank, (low, high) in enumerate(call.bounds)
         ]
         lane.last_numbers = key

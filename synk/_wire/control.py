@@ -22,15 +22,14 @@ class Down(IntEnum):
     HIGH = 3
     START = 4  # of the selection
     STEP = 5
-    COUNT = 6
-    ROWS = 7  # weight of the rank in averages
-    LOCAL_START = 8  # of the rank's rows among those of its shard
-    LOCAL_STEP = 9
-    CALL = 10  # number of the call; rank 0's entry counts for all
-    COMMITTED = 11  # number of the last call whose assignments hold on this rank
-    GROUP = 12  # number of the NCCL group by which the devices reduce the call's large outputs; 0: through the host
-    BROKEN = 13  # number of the last NCCL group that is given up
-    RESULT = 14  # segment for the call's large outputs, 0: they are asked for later; rank 0's entry counts for all
+    ROWS = 6  # weight of the rank in averages
+    LOCAL_START = 7  # of the rank's rows among those of its shard
+    LOCAL_STEP = 8
+    CALL = 9  # number of the call; rank 0's entry counts for all
+    COMMITTED = 10  # number of the last call whose assignments hold on this rank
+    GROUP = 11  # number of the NCCL group by which the devices reduce the call's large outputs; 0: through the host
+    BROKEN = 12  # number of the last NCCL group that is given up
+    RESULT = 13  # segment for the call's large outputs, 0: they are asked for later; rank 0's entry counts for all
 
 
 class Up(IntEnum):

@@ -61,7 +61,6 @@ class Loans:
     def __init__(self, plan: Plan, segments: Mapping[int, Segment], *, is_writable: bool) -> None:
         self.arrays: list[np.ndarray | None] = []
         self.buffers: list[np.ndarray] = []
-        self._plan = plan
         self._loans: list[Loan] = []
         for item in plan.inputs:
             if item.kind not in IN_SEGMENTS:
