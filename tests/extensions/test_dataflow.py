@@ -321,3 +321,16 @@ def test_large_graphs_take_few_steps_and_no_deep_calls() -> None:
         sys.setprofile(previous)
     assert order == graph.nodes
     assert calls < size * size / 2
+
+
+def test_a_wait_for_a_receive_goes_by_its_tag_where_sends_must_stand_before_it() -> None:
+    graph = Graph(
+        [
+            ("send", "send question", 0, ()),
+            ("recv", "recv other", 1, ()),
+            ("recv", "recv answer", 2, ()),
+            ("wait", "wait answer", None, ("send question", "recv answer")),
+            ("wait", "wait other", None, ("recv other",)),
+        ]
+    )
+    assert graph.ordered() == ["send question", "recv other", "recv answer", "wait other", "wait answer"]

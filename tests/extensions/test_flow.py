@@ -1,0 +1,424 @@
+"""Functions of NumPy that are recorded and ordered, against the same functions in plain NumPy: the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import pickle
+import random
+import signal
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import synk
+from synk.errors import CollectiveMismatch, WorkerDied
+from synk.extensions.dataflow import Deferred, flow
+
+Event = tuple[Any, ...]
+
+
+# ----- random programs
+
+
+def program(seed: int, size: int) -> list[tuple[int, Event]]:
+    """Return what all ranks do, in one order in which nobody receives what was not sent before."""
+    rng = random.Random(seed)
+    events: list[tuple[int, Event]] = []
+    names = {rank: ["x0", "x1"] for rank in range(size)}
+    on_the_way: dict[tuple[int, int, int], int] = defaultdict(int)
+    for number in range(rng.randrange(10, 40)):
+        rank = rng.randrange(size)
+        a, b = rng.choices(names[rank], k=2)
+        kind = rng.choice(("work", "work", "work", "send", "send", "recv", "force", "draw", "buffer"))
+        if kind == "send":
+            peer, tag = rng.randrange(size), rng.randrange(2)
+            on_the_way[rank, peer, tag] += 1
+            events.append((rank, ("send", a, peer, tag)))
+            continue
+        event: Event = (kind, f"v{number}", a, b, rng.randrange(len(WORK)))
+        if kind == "recv":
+            ways = [way for way, count in on_the_way.items() if count and way[1] == rank]
+            if not ways:
+                continue
+            peer, _, tag = rng.choice(ways)
+            on_the_way[peer, rank, tag] -= 1
+            event = ("recv", f"v{number}", peer, tag)
+        names[rank].append(f"v{number}")
+        events.append((rank, event))
+    for (peer, rank, tag), count in on_the_way.items():
+        events += [(rank, ("recv", f"rest{peer}{tag}{each}", peer, tag)) for each in range(count)]
+    return events
+
+
+WORK: tuple[Callable[[Any, Any], Any], ...] = (
+    lambda a, b: a + b,
+    lambda a, b: 0.3 * a @ b.T - 1,
+    lambda a, b: np.concatenate([a[:2], b[2:]]),
+    lambda a, b: np.where(a > b, a, -b),
+    lambda a, b: np.tanh(a).cumsum(axis=1) / (1 + abs(b).max()),
+    lambda a, b: np.linalg.solve(np.eye(4) * 9 + np.cos(a), b),
+    lambda a, b: np.add.reduce([a, b, a]),
+    lambda a, b: (lambda whole, part: whole + part)(*np.divmod(a, 1 + abs(b))),
+    lambda a, b: a.reshape(2, 8).T.copy().reshape(4, 4)[::-1] ** 2 % 3,
+)
+
+
+def act(event: Event, values: dict[str, Any], send: Any, recv: Any, rng: np.random.Generator) -> None:
+    """Do what an event says, by whatever arrays and messages there are."""
+    match event:
+        case ("work", name, a, b, which):
+            values[name] = WORK[which](values[a], values[b])
+        case ("send", a, peer, tag):
+            send(values[a], peer, tag)
+        case ("recv", name, peer, tag):
+            values[name] = recv(None, peer, tag)
+        case ("force", name, a, b, which):
+            values[name] = values[a] if float(values[b].sum()) > which else values[b] * 2
+        case ("draw", name, a, _, _):
+            values[name] = values[a] + rng.random((4, 4))
+        case ("buffer", name, a, b, _):  # the program's own array, which it goes on to use
+            buffer = np.zeros((4, 4))
+            values[name] = values[a] + buffer
+            buffer[:] = values[b]
+            values[name] = values[name] - 0.5 * buffer
+
+
+def start(rank: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(rank)
+    return {"x0": rng.normal(size=(4, 4)), "x1": rng.normal(size=(4, 4))}
+
+
+def plain(events: list[tuple[int, Event]], size: int) -> list[dict[str, np.ndarray]]:
+    """Run a program in this process, in its own order."""
+    boxes: dict[tuple[int, int, int], deque[np.ndarray]] = defaultdict(deque)
+    values = [start(rank) for rank in range(size)]
+    rngs = [np.random.default_rng(9) for _ in range(size)]
+    for rank, event in events:
+
+        def send(array: np.ndarray, peer: int, tag: int, rank: int = rank) -> None:
+            boxes[rank, peer, tag].append(array.copy())
+
+        def recv(like: None, peer: int, tag: int, rank: int = rank) -> np.ndarray:
+            return boxes[peer, rank, tag].popleft()
+
+        act(event, values[rank], send, recv, rngs[rank])
+    return values
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_random_programs_have_the_bits_of_plain_numpy(shared_runtimes: Any, size: int) -> None:
+    programs = [program(seed, size) for seed in range(30)]
+
+    @flow
+    def step(own: list[Event], values: dict[str, Any]) -> dict[str, Any]:
+        rng = np.random.default_rng(9)
+        for event in own:
+            act(event, values, flow.send, flow.recv, rng)
+        return values
+
+    def run(x: np.ndarray) -> list[dict[str, np.ndarray]]:
+        rank = synk.comm.rank
+        return [step([event for who, event in events if who == rank], start(rank)) for events in programs]
+
+    f = shared_runtimes[size].function(lambda x: pickle.dumps(run(x)), outputs=None)
+    results = f(np.zeros(size))
+    for rank, found in enumerate(pickle.loads(each) for each in results):
+        for events, values in zip(programs, found, strict=True):
+            expected = plain(events, size)[rank]
+            assert values.keys() == expected.keys()
+            for name, value in values.items():
+                assert type(value) is np.ndarray
+                assert value.dtype == expected[name].dtype
+                np.testing.assert_array_equal(value, expected[name])
+
+
+# ----- the order
+
+
+@flow
+def kalman_0(mu: Any, sigma: Any, h: Any, r: Any, data: Any) -> Any:
+    a = sigma @ h.T
+    b = r + h @ a
+    new_mu = mu + a @ np.linalg.solve(b, h @ mu - data)
+    for tag, array in enumerate((h, b, sigma, a), 1):
+        flow.send(array, 1, tag)
+    return new_mu, flow.recv(None, 1, 5)
+
+
+@flow
+def kalman_1() -> None:
+    h, b, sigma, a = (flow.recv(None, 0, tag) for tag in (1, 2, 3, 4))
+    flow.send(sigma - a @ np.linalg.solve(b, h) @ sigma, 0, 5)
+
+
+def kalman_inputs(n: int = 20) -> list[np.ndarray]:
+    rng = np.random.default_rng(3)
+    root = rng.normal(size=(n, n))
+    sigma, h, r = root @ root.T / n + np.eye(n), rng.normal(size=(n, n)) / n, np.eye(n)
+    return [rng.normal(size=(n, 1)), sigma, h, r, rng.normal(size=(n, 1))]
+
+
+# As published with https://gist.github.com/mrocklin/3750410, whose products with sums (Gemm) are two operations here.
+LISTED = (
+    "send to 1 tag 1, send to 1 tag 3, recv from 1 tag 5, T, matmul, send to 1 tag 4, matmul, add, send to 1 tag 2, "
+    "matmul, subtract, solve, matmul, add, wait send to 1 tag 1, wait send to 1 tag 2, wait send to 1 tag 3, "
+    "wait send to 1 tag 4, wait recv from 1 tag 5",
+    "recv from 0 tag 1, recv from 0 tag 2, recv from 0 tag 3, recv from 0 tag 4, wait recv from 0 tag 1, "
+    "wait recv from 0 tag 2, solve, wait recv from 0 tag 4, matmul, wait recv from 0 tag 3, matmul, subtract, "
+    "send to 0 tag 5, wait send to 0 tag 5",
+)
+
+
+def test_the_published_order(shared_runtimes: Any) -> None:
+    def run(args: Any) -> tuple[bytes, str]:
+        step = kalman_1 if synk.comm.rank else kalman_0
+        value = step(*([] if synk.comm.rank else args))
+        return pickle.dumps(value), ", ".join(each.name for each in step.trace)
+
+    mu, sigma, h, r, data = args = kalman_inputs()
+    for _ in range(2):  # the second time the order is known
+        values, orders = shared_runtimes[2].function(run, bcast_inputs="args", outputs=None)(args)
+        assert tuple(orders) == LISTED
+        b = r + h @ (sigma @ h.T)
+        new_mu, new_sigma = pickle.loads(values[0])
+        np.testing.assert_array_equal(new_mu, mu + sigma @ h.T @ np.linalg.solve(b, h @ mu - data))
+        np.testing.assert_array_equal(new_sigma, sigma - sigma @ h.T @ np.linalg.solve(b, h) @ sigma)
+
+
+def test_the_trace_has_times_in_order() -> None:
+    step = flow(lambda x: (x + 1) * 2)
+    assert step(np.arange(3.0)).tolist() == [2, 4, 6]
+    assert [each.name for each in step.trace] == ["add", "multiply"]
+    moments = [moment for each in step.trace for moment in (each.start, each.stop)]
+    assert moments == sorted(moments)
+    assert moments[0] >= 0
+
+
+def test_a_reply_is_waited_for_after_the_question(shared_runtimes: Any) -> None:
+    """By its tag the reply would be first; the peer sends it when it has the question, which needs another message."""
+
+    @flow
+    def asks(x: Any) -> Any:
+        first = flow.recv(None, 1, 2)
+        flow.send(first + 1, 1, 0)
+        return flow.recv(None, 1, 1) * 2
+
+    @flow
+    def answers(x: Any) -> None:
+        flow.send(x, 0, 2)
+        question = flow.recv(None, 0, 0)
+        flow.send(question * 10, 0, 1)
+
+    f = shared_runtimes[2].function(lambda x: (answers if synk.comm.rank else asks)(x), outputs=None)
+    assert f(np.array([5.0, 7.0]))[0].tolist() == [160.0]
+
+
+# ----- values that are needed, and what is refused
+
+
+def test_what_needs_a_value_computes_it_and_what_it_hangs_on() -> None:
+    x = np.arange(12.0).reshape(3, 4)
+    asked: list[Any] = []
+
+    @flow
+    def step(x: Any) -> Any:
+        unused = np.sort(x)
+        y = x.T @ x
+        total = y.sum()
+        asked[:] = [
+            float(total), int(total), complex(total), bool(total > 0), len(y), y.shape, y.dtype, list(y[0]),
+            y.tolist(), np.asarray(y), f"{total:.1f}", str(total), repr(y), range(9)[np.argmin(y)], 28.0 in y[0],
+            copy.deepcopy(y), pickle.loads(pickle.dumps(y)), np.linalg.qr(y)[0], *np.linalg.qr(y), tuple(np.shape(y)),
+        ]  # fmt: skip
+        asked.append([each.name for each in step.trace][:3])
+        return unused, total if total > 3 else None
+
+    unused, total = step(x)
+    y = x.T @ x
+    q, r = np.linalg.qr(y)
+    expected = [
+        float(y.sum()), int(y.sum()), complex(y.sum()), True, 4, (4, 4), y.dtype, list(y[0]), y.tolist(), y,
+        f"{y.sum():.1f}", str(y.sum()), repr(y), range(9)[np.argmin(y)], 28.0 in y[0], y, y, q, q, r, (4, 4),
+    ]  # fmt: skip
+    assert asked.pop() == ["T", "matmul", "sum"]  # the sort was not needed
+    for found, value in zip(asked, expected, strict=True):
+        assert type(found) in (type(value), Deferred)
+        np.testing.assert_array_equal(found, value)
+    np.testing.assert_array_equal(unused, x)
+    assert total == y.sum()
+
+
+def add_in_place(x: Any) -> None:
+    x += 1
+
+
+def assign(x: Any) -> None:
+    x[0] = 1
+
+
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "operator": add_in_place,
+    "assignment": assign,
+    "part of a result": lambda x: assign(x * 2),
+    "out": lambda x: np.add(x, 1, out=np.zeros(3)),
+    "out of a function": lambda x: np.cumsum(x, out=np.zeros(3)),
+    "out of a method": lambda x: x.cumsum(out=np.zeros(3)),
+    "at": lambda x: np.add.at(x, [0], 1),
+    "method": lambda x: x.sort(),
+    "shuffle": lambda x: np.random.default_rng(0).shuffle(x),
+}
+READ_ONLY: dict[str, Callable[[Any], Any]] = {
+    "copyto": lambda x: np.copyto(x, 0),
+    "positional out": lambda x: np.cumsum(x, None, None, np.zeros(3)),
+    "nan_to_num": lambda x: np.nan_to_num(x, copy=False),
+    "as an array": lambda x: assign(np.asarray(x * 2)),
+    "of a called function": lambda x: flow.call(lambda y: y.fill(0), x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:you are shuffling")
+@pytest.mark.parametrize("how", [*REFUSED, *READ_ONLY])
+def test_writes_are_refused(how: str) -> None:
+    x = np.array([3.0, np.nan, 1.0])
+    before = x.copy()
+    text = "read-only"
+    if how in REFUSED:
+        text = "cannot write into an array of a flow: got .*, expected operations with results of their own. Write x ="
+    with pytest.raises(TypeError if how in REFUSED else ValueError, match=text):
+        flow((REFUSED | READ_ONLY)[how])(x)
+    np.testing.assert_array_equal(x, before)
+
+
+def test_random_numbers_in_an_operation_are_refused() -> None:
+    rng = np.random.default_rng(0)
+    step = flow(lambda x: x + flow.call(rng.random, 3))
+    with pytest.raises(TypeError, match=r"cannot record random\(\) in a flow: got a function that draws random"):
+        step(np.zeros(3))
+
+
+def test_messages_outside_of_a_flow_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"cannot send: got a call outside of a flow, .* Elsewhere use synk.comm"):
+        flow.send(np.zeros(2), 1)
+    with pytest.raises(RuntimeError, match="cannot receive: got a call outside of a flow"):
+        flow.recv(None, 1)
+    with pytest.raises(ValueError, match="cannot send in a flow: got tag=-1, expected an int from 0 on"):
+        flow(lambda x: flow.send(x, 0, -1))(np.zeros(1))
+    with pytest.raises(ValueError, match="cannot recv in a flow: got peer='a', expected an int from 0 on"):
+        flow(lambda x: flow.recv(x, "a"))(np.zeros(1))
+    with pytest.raises(RuntimeError, match=r"cannot send to 1: got it in a function that the flow 'step' calls itself"):
+
+        @flow
+        def step(x: Any) -> Any:
+            return flow.call(lambda y: flow.send(y, 1), x)
+
+        step(np.zeros(1))
+
+
+def test_an_array_that_a_failed_step_did_not_compute_says_so() -> None:
+    kept: list[Any] = []
+
+    @flow
+    def step(x: Any) -> Any:
+        kept.append(x + 1)
+        raise LookupError("not today")
+
+    with pytest.raises(LookupError, match="not today"):
+        step(np.zeros(1))
+    with pytest.raises(RuntimeError, match="cannot use 'add' of the flow 'step': got an array that was never computed"):
+        float(kept[0])
+
+
+def test_arrays_that_outlive_their_step_are_plain_numpy() -> None:
+    kept: list[Any] = []
+    step = flow(lambda x: kept.append(x * 2))
+    step(np.ones(2))
+    assert (kept[0] + 1).tolist() == [3, 3]
+    assert flow(lambda x: x + kept[0])(np.ones(2)).tolist() == [3, 3]
+
+
+def test_steps_in_steps_methods_and_nested_arguments() -> None:
+    inner = flow(lambda x: x + 1)
+
+    class Model:
+        @flow
+        def outer(self, pair: tuple[Any, Any], *, scale: Any) -> dict[str, Any]:
+            """Add."""
+            return {"sum": inner(pair[0]) + pair[1] * scale, "whole": [flow.call(sorted, [3, 1]), None]}
+
+    found = Model().outer((np.zeros(2), np.ones(2)), scale=np.full(2, 3.0))
+    assert found["sum"].tolist() == [4, 4]
+    assert found["whole"] == [[1, 3], None]
+    assert [each.name for each in Model.outer.trace] == ["add", "multiply", "add", "sorted"]
+    assert Model.outer.__doc__ == "Add."
+
+
+def test_inputs_are_not_copied_and_results_may_be_written_into() -> None:
+    x = np.zeros(3)
+    same, doubled, view = flow(lambda x: (x, x * 2, x[1:]))(x)
+    assert same is x
+    doubled[0] = 5
+    assert np.shares_memory(view, x)
+    assert not view.flags.writeable
+
+
+# ----- errors, deaths, interrupts
+
+
+def test_an_error_names_the_line_of_the_program(shared_runtimes: Any) -> None:
+    @flow
+    def step(x: Any) -> Any:
+        bad = np.linalg.solve(x, x)  # singular
+        return bad + 1
+
+    with pytest.raises(np.linalg.LinAlgError, match="Singular") as caught:
+        step(np.zeros((2, 2)))
+    note = caught.value.__notes__[-1]
+    assert note.startswith("Of the flow 'step': 'solve', recorded in step, file ")
+    assert note.endswith(": bad = np.linalg.solve(x, x)  # singular")
+    assert f'file "{__file__}"' in note
+    with pytest.raises(np.linalg.LinAlgError) as remote:
+        shared_runtimes[2].function(step, bcast_inputs="x", outputs=None)(np.zeros((2, 2)))
+    assert note in remote.value.__notes__
+
+
+def test_a_deadlock_names_the_line_too(shared_runtimes: Any) -> None:
+    @flow
+    def step(x: Any) -> Any:
+        return flow.recv(None, 1 - synk.comm.rank, 3) + x
+
+    with pytest.raises(CollectiveMismatch, match="every rank waits for another one") as caught:
+        shared_runtimes[2].function(step, outputs=None)(np.zeros(2))
+    assert any("'wait recv from " in note and "flow.recv(None, 1 - synk.comm.rank, 3)" in note
+               for note in caught.value.__notes__)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["death", "interrupt"])
+def test_a_step_that_is_ended_leaves_nothing(reused: Any, how: str) -> None:
+    rt, master = reused(2), os.getpid()
+
+    def end(x: np.ndarray) -> np.ndarray:
+        if how == "death":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(master, signal.SIGINT)
+        signal.pause()  # until the interrupt comes
+        return x
+
+    @flow
+    def step(x: Any, ends: bool) -> Any:
+        other = 1 - synk.comm.rank
+        flow.send(np.ones(300_000), other, 7)  # in the outbox, and left there
+        if ends and synk.comm.rank:
+            x = flow.call(end, x)
+        flow.send(x, other)
+        return flow.recv(None, other) + flow.recv(None, other, 7)[0]
+
+    f = rt.function(lambda x, ends: step(x, ends), bcast_inputs="ends", outputs="gather")
+    for _ in range(2):
+        with pytest.raises(WorkerDied if how == "death" else KeyboardInterrupt), contextlib.ExitStack():
+            f(np.arange(4.0), True)
+        assert f(np.arange(4.0), False).tolist() == [3, 4, 1, 2]
