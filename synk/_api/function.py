@@ -55,7 +55,7 @@ class Function(FunctionHandle, Generic[P]):
         The rows of the scattered inputs to use, chosen before they are split: the first n, a slice, an index list (in
         its order), or a mask.
     shard_batch : slice, sequence, or one per rank, optional
-        Which of the rows a rank holds of its sharded variables.
+        Which of the rows a rank holds of its sharded variables. ``batch`` picks as many of the other inputs then.
     num_slices : int
         Each rank calls the function on that many parts of its rows and accumulates: less memory, the same result.
     output_subset : sequence, optional

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -162,7 +162,8 @@ def assign(
 ) -> Assignment:
     """Return which rank works on which rows where some arguments are sharded variables: each on those it owns.
 
-    ``shards`` are the variables, with how errors call them.
+    ``shards`` are the variables, with how errors call them. With ``batch`` and ``shard_batch`` the rows that the first
+    picks of the other arguments go with those that the second picks of the variables, one by one.
 
     Raises
     ------
@@ -177,11 +178,18 @@ def assign(
                 f"cannot call {function_name!r}: got {first} with {lengths} rows on the ranks and {label} with "
                 f"{other.lengths}, expected equal shards."
             )
-    if batch is not None and shard_batch is not None:
-        raise ValueError(f"cannot call {function_name!r}: got batch and shard_batch, expected one of them.")
     if shard_batch is not None:
         assignment = assign_local(shard_batch, lengths, repr(function_name))
         expected = assignment.selection.count
+        if batch is not None:
+            selection = select(rows, batch, function_name)
+            assert selection is not None  # a batch of nothing was refused
+            if selection.count != expected:
+                raise ValueError(
+                    f"cannot call {function_name!r}: got a batch of {selection.count} rows of {rows[0].label}, expected "
+                    f"{expected}, as many as shard_batch picks of {first}."
+                )
+            return replace(assignment, selection=selection)
     else:
         assignment = assign_owned(batch, lengths, repr(function_name))
         expected = sum(lengths)

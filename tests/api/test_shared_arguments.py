@@ -168,6 +168,17 @@ def test_shard_batch_picks_among_the_rows_of_each_rank(
     y = np.arange(len(rows)) - 2.0
     result = f.beside(x.variable, y, rt.shared(2.0), shard_batch=shard_batch, num_slices=num_slices)
     check(result, rows * y[:, None], counts, num_slices, scale=2.0)
+    # Or a batch of their own picks as many rows.
+    whole = rng.integers(-3, 4, len(rows) + seed % 3).astype(float)
+    for batch in (rng.permutation(len(whole))[: len(rows)], slice(None, -len(rows) - 1, -1), slice(len(rows))):
+        picked = whole[batch]
+        inputs = [whole, rt.data(whole)]
+        if isinstance(batch, slice) and batch.step is None:
+            inputs.append(rt.data(picked, minibatch=True))
+        for given_y in inputs:
+            options = {"batch": batch, "shard_batch": shard_batch, "num_slices": num_slices}
+            result = f.beside(x.variable, given_y, rt.shared(2.0), **options)
+            check(result, rows * picked[:, None], counts, num_slices, scale=2.0)
 
 
 @pytest.mark.parametrize("where", EVERYWHERE)
@@ -304,7 +315,9 @@ def test_inputs_that_do_not_match_the_shards(shared_runtimes: Any) -> None:
         (ValueError, r"a with \[3, 2\] rows.*b with \[2, 3\]", lambda: f(x, y)),
         (ValueError, r"b of '<lambda>': got 4 rows, expected 5", lambda: f(x, np.ones(4))),
         (ValueError, r"b of '<lambda>': got 5 rows, expected 4.*selected", lambda: f(x, plain, shard_batch=slice(2))),
-        (ValueError, "batch and shard_batch", lambda: g(x, batch=2, shard_batch=slice(1))),
+        (ValueError, "batch was given, but no argument is scattered", lambda: g(x, batch=2, shard_batch=slice(1))),
+        (ValueError, "batch of 3 rows of b, expected 4, as many as shard_batch",
+            lambda: f(x, plain, batch=3, shard_batch=slice(2))),
         (ValueError, "no argument is a sharded variable", lambda: g(plain, shard_batch=slice(1))),
         (ValueError, "no argument is a sharded variable", lambda: rt.function(lambda a: 0.0, bcast_inputs="a")(
             w, shard_batch=slice(1))),
