@@ -186,8 +186,8 @@ def assign(
             assert selection is not None  # a batch of nothing was refused
             if selection.count != expected:
                 raise ValueError(
-                    f"cannot call {function_name!r}: got a batch of {selection.count} rows of {rows[0].label}, expected "
-                    f"{expected}, as many as shard_batch picks of {first}."
+                    f"cannot call {function_name!r}: got a batch of {selection.count} rows of {rows[0].label}, "
+                    f"expected {expected}, as many as shard_batch picks of {first}."
                 )
             return replace(assignment, selection=selection)
     else:

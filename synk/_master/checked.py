@@ -20,8 +20,9 @@ from synk._master.variable import Variable, VariableHandle, check_owner
 from synk._pure.arrays import as_plain_array, check_shareable
 from synk._pure.dtypes import foreign_name, storage
 from synk._pure.interrupts import is_from_handler
-from synk._pure.nested import SINGLE_VALUES, is_nested, paths, take_apart
+from synk._pure.nested import SINGLE_VALUES, are_whole, is_nested, paths, take_apart
 from synk._pure.read_only import ReadOnlyArray
+from synk._pure.sparse import is_csr
 from synk._pure.tensors import check_no_grad, check_tensor, is_tensor
 
 
@@ -60,7 +61,7 @@ class Checks:
         for label, keyword, is_broadcast, value in bound:
             if is_broadcast:
                 arguments.append(self._broadcast(label, keyword, value))
-            elif is_nested(value):
+            elif is_nested(value) or is_csr(value):
                 arguments += self._nested(label, keyword, value)
             else:
                 arguments.append(self._scattered(label, keyword, value))
@@ -98,7 +99,7 @@ class Checks:
         """Classify the leaves of a scattered argument: those with rows are divided, single values go to every rank."""
         what, kind = f"{label} of {self._name!r}", type(value).__name__
         try:
-            leaves, structure = take_apart(value)
+            leaves, structure = take_apart(value, has_sparse=True)
         except TypeError as error:
             if is_from_handler(error):
                 raise
@@ -109,7 +110,11 @@ class Checks:
                 "Pass its arrays in a dict or a tuple."
             ) from None
         arguments = []
-        for leaf, path in zip(leaves, paths(structure)):
+        for leaf, path, is_whole in zip(leaves, paths(structure), are_whole(structure)):
+            if is_whole:
+                self._check_sparse(label + path)
+                arguments.append(self._array(label + path, keyword, leaf))
+                continue
             if isinstance(leaf, SINGLE_VALUES):
                 arguments.append(Argument(label + path, keyword, "object", value=leaf))
                 continue
@@ -159,6 +164,15 @@ class Checks:
         return Argument(
             label, keyword, "whole", array=array, dtype=dtype, tensor_dtype=tensor_dtype, is_tensor=was_tensor
         )
+
+    def _check_sparse(self, label: str) -> None:
+        """Raise where functions get their inputs as what SciPy builds no matrices from."""
+        if self._framework or self._session.has_devices:
+            inputs = f"tensors of {self._framework}" if self._framework else "arrays on devices"
+            raise TypeError(
+                f"cannot scatter {label} of {self._name!r}: got a sparse matrix, and its inputs are {inputs}, expected "
+                f"an array. Pass {label}.toarray(), by blocks of rows if it is large."
+            )
 
     def _data(self, label: str, keyword: str, kind: str, value: DataHandle) -> Argument:
         value._check_owner(self._session, f"{label} of {self._name!r}")

@@ -99,7 +99,7 @@ class Look:
             return None
         try:
             for position, structure in self._nests:
-                leaves, found = take_apart(values[position])
+                leaves, found = take_apart(values[position], has_sparse=True)
                 if found != structure:
                     return None
                 values[position : position + 1] = leaves

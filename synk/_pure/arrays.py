@@ -92,6 +92,11 @@ def as_plain_array(value: Any, what: str) -> np.ndarray:
 def _why_not(value: Any, array: np.ndarray) -> str:
     """Return why what became an array of objects cannot be shared, and what to do."""
     kind = "" if isinstance(value, np.ndarray) else f" (from {type(value).__name__})"
+    if hasattr(value, "tocsr"):
+        return (
+            f"got a sparse matrix{kind}, expected an array, or the CSR format as a scattered argument of a call. Pass "
+            "its tocsr() there, or its toarray()."
+        )
     if hasattr(value, "columns"):
         return (
             f"got a table with columns of several kinds{kind}, expected numbers, text or records. Pass its columns, as "

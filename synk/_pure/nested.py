@@ -17,11 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synk._pure.interrupts import is_from_handler
+from synk._pure.sparse import csr_parts, is_csr
 
 SINGLE_VALUES = (str, bytes, bool, int, float, complex, np.generic)
 """What has no rows to divide, beside None."""
 
 LEAF = "leaf"
+WHOLE = "whole"
+"""A leaf that is no rows: part of something that is, and needed by whoever builds any of it."""
 
 
 class Node(NamedTuple):
@@ -29,12 +32,12 @@ class Node(NamedTuple):
 
     Attributes
     ----------
-    kind : {"mapping", "fields", "named", "tuple"}
+    kind : {"mapping", "fields", "named", "tuple", "sparse"}
     make : callable
         What the container is built with: its class, in most cases.
     keys : tuple
         Of a mapping in its order; else the names of the fields, or nothing.
-    parts : tuple of Node, ``LEAF`` or None
+    parts : tuple of Node, ``LEAF``, ``WHOLE`` or None
         None is a value that is None.
     """
 
@@ -62,8 +65,10 @@ def is_nested(value: Any) -> bool:
     return isinstance(value, Mapping) or (dataclasses.is_dataclass(cls) and not isinstance(value, type))
 
 
-def take_apart(value: Any) -> tuple[list[Any], Any]:
+def take_apart(value: Any, *, has_sparse: bool = False) -> tuple[list[Any], Any]:
     """Return the leaves of a nested value, and its structure.
+
+    With ``has_sparse`` a sparse matrix whose rows can be divided is no leaf, but has some.
 
     Raises
     ------
@@ -81,17 +86,21 @@ def take_apart(value: Any) -> tuple[list[Any], Any]:
     {'x': 'a', 'y': ('b', None)}
     """
     leaves: list[Any] = []
-    return leaves, _structure(value, leaves)
+    return leaves, _structure(value, leaves, has_sparse)
 
 
-def _structure(value: Any, leaves: list[Any]) -> Any:
+def _structure(value: Any, leaves: list[Any], has_sparse: bool) -> Any:
     if value is None:
         return None
+    if has_sparse and is_csr(value):
+        maker, arrays = csr_parts(value)
+        leaves += arrays
+        return Node("sparse", maker, (), (WHOLE, WHOLE, LEAF, LEAF))
     if not is_nested(value):
         leaves.append(value)
         return LEAF
     kind, make, keys, parts = _opened(value)
-    return Node(kind, make, keys, tuple([_structure(part, leaves) for part in parts]))
+    return Node(kind, make, keys, tuple([_structure(part, leaves, has_sparse) for part in parts]))
 
 
 def _opened(value: Any) -> tuple[str, Callable[..., Any], tuple[Any, ...], Any]:
@@ -166,7 +175,7 @@ def holds(value: Any, kind: type) -> bool:
 
 def build(structure: Any, leaves: Iterator[Any]) -> Any:
     """Return the nesting of ``structure`` with the next of ``leaves`` in place."""
-    if structure is LEAF or structure == LEAF:
+    if structure is LEAF or structure in (LEAF, WHOLE):
         return next(leaves)
     if structure is None:
         return None
@@ -177,18 +186,27 @@ def build(structure: Any, leaves: Iterator[Any]) -> Any:
         return items if make is dict else make(items)
     if kind == "fields":
         return make(**dict(zip(keys, built)))
-    return make(*built) if kind == "named" else make(built)
+    return make(*built) if kind in ("named", "sparse") else make(built)
 
 
 def paths(structure: Any, path: str = "") -> list[str]:
     """Return the place of each leaf, as one would write it behind the argument's name."""
     if structure is None:
         return []
-    if structure == LEAF:
+    if structure in (LEAF, WHOLE):
         return [path]
     kind, _, keys, parts = structure
-    if kind == "tuple":
+    if kind == "sparse":
+        steps = [""] * len(parts)
+    elif kind == "tuple":
         steps = [f"[{position}]" for position in range(len(parts))]
     else:
         steps = [f"[{key!r}]" if kind == "mapping" else f".{key}" for key in keys]
     return [place for step, part in zip(steps, parts) for place in paths(part, path + step)]
+
+
+def are_whole(structure: Any) -> list[bool]:
+    """Return for each leaf whether it is one that every rank needs whole."""
+    if structure is None or isinstance(structure, str):
+        return [] if structure is None else [structure == WHOLE]
+    return [is_whole for part in structure.parts for is_whole in are_whole(part)]

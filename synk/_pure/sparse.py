@@ -1,0 +1,61 @@
+"""Rows of sparse matrices in the CSR format. SciPy is imported by whoever has one, never from here."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+def is_csr(value: Any) -> bool:
+    """Whether ``value`` is a ``scipy.sparse.csr_matrix`` or a ``csr_array`` with rows and columns."""
+    module = sys.modules.get("scipy.sparse")
+    kinds = () if module is None else tuple(getattr(module, name, ()) for name in ("csr_matrix", "csr_array"))
+    return isinstance(value, kinds) and value.ndim == 2
+
+
+def csr_parts(value: Any) -> tuple[CsrRows, tuple[np.ndarray, ...]]:
+    """Return what builds rows of a CSR matrix, and what it builds them from.
+
+    Returns
+    -------
+    make : CsrRows
+    parts : tuple of ndarray
+        The stored elements and their columns, of the whole matrix; and for each row where its elements start and stop.
+        So the rows are divided like those of any array, and nobody reads the elements of others.
+    """
+    num_elements = value.indptr[-1]
+    parts = value.data[:num_elements], value.indices[:num_elements], value.indptr[:-1], value.indptr[1:]
+    is_matrix = isinstance(value, sys.modules["scipy.sparse"].csr_matrix)
+    return CsrRows("csr_matrix" if is_matrix else "csr_array", value.shape[1]), parts
+
+
+@dataclass(frozen=True)
+class CsrRows:
+    """Builds a CSR matrix of some of the rows of another one.
+
+    Examples
+    --------
+    >>> import scipy.sparse
+    >>> make, (data, columns, starts, stops) = csr_parts(scipy.sparse.csr_array([[0, 1], [2, 3], [4, 0]]))
+    >>> make(data, columns, starts[1:], stops[1:]).toarray()
+    array([[2, 3],
+           [4, 0]])
+    """
+
+    kind: str
+    num_columns: int
+
+    def __call__(self, data: np.ndarray, columns: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Any:
+        bounds = np.zeros(len(starts) + 1, starts.dtype)
+        np.cumsum(stops - starts, out=bounds[1:])
+        if np.array_equal(starts[1:], stops[:-1]):  # one behind the other
+            chosen: Any = slice(starts[0], stops[-1]) if len(starts) else slice(0)
+        else:
+            chosen = np.arange(bounds[-1]) + np.repeat(starts - bounds[:-1], stops - starts)
+        shape = len(starts), self.num_columns
+        cls = getattr(importlib.import_module("scipy.sparse"), self.kind)
+        return cls((data[chosen], columns[chosen], bounds), shape=shape)
