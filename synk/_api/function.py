@@ -33,6 +33,7 @@ from synk._master.quiet import NOT_QUIET
 from synk._master.session import Session, current_session
 from synk._pure.limits import check_timeout
 from synk._pure.ops import check_outputs
+from synk._pure.show import table
 from synk._pure.tracebacks import outline
 from synk._wire.cell import refuse_inside_worker
 from synk.errors import WorkerDied
@@ -445,3 +446,16 @@ class Function(FunctionHandle, Generic[P]):
 
     def __repr__(self) -> str:
         return f"<synk.Function {self.name!r} outputs={self.outputs!r}>"
+
+    def _repr_html_(self) -> str:
+        callee = self._callee
+        signature = callee.signature
+        rows = [
+            ("divided by rows", ", ".join(name for name in signature.names if name not in signature.broadcast)),
+            ("whole to every rank", ", ".join(name for name in signature.names if name in signature.broadcast)),
+            ("outputs", self.outputs if isinstance(self.outputs, str) else repr(self.outputs)),
+            ("framework", callee.framework or ""),
+            ("changes", ", ".join(resident.name for resident in callee.changes)),
+            ("per_rank", callee.per_rank or ""),
+        ]
+        return table(f"synk.Function {self.name}", [(head, text) for head, text in rows if text])

@@ -15,6 +15,12 @@ OPTION_NAMES = frozenset({"batch", "shard_batch", "num_slices", "output_subset",
 class Signature:
     """The parameters of a user's function, and which of them are broadcast.
 
+    Attributes
+    ----------
+    names : tuple of str
+        Of all parameters in order; empty where Python does not know them.
+    broadcast : frozenset of str
+
     Raises
     ------
     ValueError
@@ -43,7 +49,8 @@ class Signature:
         self._has_only_positional = all(
             p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters
         ) and bool(self._signature)
-        names = {p.name for p in parameters}
+        self.names = tuple(p.name for p in parameters)
+        names = set(self.names)
         has_var_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
         unknown = sorted(self.broadcast - names)
         if unknown and self._signature is not None and not has_var_keyword:

@@ -52,11 +52,39 @@ def test_objects_show_what_they_are(reused: Fork) -> None:
     shard = rt.shared(np.arange(5.0), sharded=True, name="rows")
     assert cells(shard)["kind"] == "sharded, [3, 2] rows on the ranks"
     assert cells(rt.shared(np.arange(5.0)))["kind"] == "replicated"
+    total = rt.function(lambda x, w: x.sum() * w, bcast_inputs="w", outputs="sum", name="total")
+    shown = {"divided by rows": "x", "whole to every rank": "w", "outputs": "sum"}
+    assert cells(total) == shown and repr(total) == "<synk.Function 'total' outputs='sum'>"
+    seen = rt.resident({}, name="seen")
+    step = rt.function(lambda x: {"a": x.sum()}, outputs={"a": "avg"}, framework="torch", changes=[seen], per_rank=True)
+    assert cells(step) == {
+        "divided by rows": "x", "outputs": "{'a': 'avg'}", "framework": "torch", "changes": "seen", "per_rank": "True"
+    }  # fmt: skip
     call = rt.function(lambda x: x.sum(), outputs="sum").submit(np.ones(4))
     assert cells(call)["ranks"] == "0, 1" and cells(call)["function"] == "<lambda>"
     call.result()
     assert cells(call)["state"] == "done"
     assert cells(rt)["workers"] == "2 x numpy" and cells(rt)["state"] == "open, idle"
+
+
+def test_tab_shows_what_users_call(reused: Fork) -> None:
+    """And nothing of what the objects hold for themselves."""
+    rt = reused(2)
+    total = rt.function(lambda x: x.sum(), outputs="sum")
+    call = total.submit(np.ones(4))
+    call.result()
+    shown = {
+        total: "build_inputs name outputs rows serial stream submit verify",
+        call: "add_done_callback done name ranks result",
+        rt.shared(np.zeros(3)): "dtype is_sharded lengths name shape value",
+        rt.resident({}): "get name set value",
+    }
+    for each, names in shown.items():
+        assert " ".join(name for name in dir(each) if not name.startswith("_")) == names
+    data = rt.data(np.zeros(3))
+    inner = ("session", "segment", "lane", "plan", "contents", "owner", "operand")
+    for each in (rt, data, synk, synk.comm):
+        assert not [name for name in dir(each) if name[0] != "_" and name.startswith(inner)]
 
 
 def test_a_closed_runtime_shows_itself(runtime: Fork) -> None:
