@@ -301,7 +301,7 @@ BARS = (
 
 
 def lines(results: Results) -> list[list[str]]:
-    """Return the rows of the table of bars: quantity, must, aim, median, range, verdict."""
+    """Return the rows of the table of bars: quantity, must, aim, the bare loop's, median, range, verdict."""
     rows = []
     for bar in BARS:
         sign = ">=" if bar.at_least else "<="
@@ -309,10 +309,43 @@ def lines(results: Results) -> list[list[str]]:
         try:
             values, noisy = bar.values(results)
         except NotMeasuredError as error:
-            rows.append([*row, "", "", f"not measured: {error}"])
+            rows.append([*row, "", "", "", f"not measured: {error}"])
             continue
         median = statistics.median(values)
         verdict = bar.verdict(median) + (" (noisy)" if noisy else "")
         spread = f"{min(values):.3g} to {max(values):.3g}" if len(values) > 1 else ""
-        rows.append([*row, f"{median:.3g}", spread, verdict])
+        rows.append([*row, _floor(bar, results), f"{median:.3g}", spread, verdict])
     return rows
+
+
+# Quantities of which the bare loop's own value is a part of the answer: case, peer and what is compared.
+FLOORS = {
+    "tiny call: overhead / multiprocessing.Pool's": ("tiny", POOL.name, "overhead"),
+    "tiny call: overhead / torch gloo's": ("tiny", GLOO.name, "overhead"),
+    "tiny call: overhead / jax pmap's": ("tiny", JAX.name, "overhead"),
+    "1.5 ms of work a shard: share, best round": ("linear 1.5 ms", None, "share"),
+    "15 ms of work a shard: time outside / MPI's": ("linear 15 ms", MPI.name, "outside_s"),
+    "40 MB passed: call / MPI Scatter's": ("linear passed", MPI.name, "call_s"),
+    "64 MB averaged: overhead / MPI Allreduce's": ("output 64 MB", MPI.name, "overhead"),
+    "1 MB averaged: overhead / MPI Allreduce's": ("output 1 MB", MPI.name, "overhead"),
+}
+
+
+def _floor(bar: Bar, results: Results) -> str:
+    """Return what the bare loop reaches of a quantity in the same run."""
+    if bar.quantity not in FLOORS:
+        return ""
+    case, peer, quantity = FLOORS[bar.quantity]
+
+    def values(name: str) -> Values:
+        entries = rounds_of(results, "calls", case, name)
+        if quantity == "overhead":
+            return [entry[name]["call_s"] - entry["ideal"]["call_s"] for entry in entries]
+        return [entry[name][quantity] for entry in entries]
+
+    try:
+        if peer is None:
+            return f"{max(values(BARE.name)):.3g}"
+        return f"{statistics.median(values(BARE.name)) / statistics.median(values(peer)):.3g}"
+    except NotMeasuredError:
+        return ""

@@ -45,7 +45,7 @@ def report(results: Results) -> str:
         if family in results:
             error = results[family].get("error")
             parts.append(f"### {family}\n\n" + (f"failed: {error}" if error else section(results[family])))
-    header = ("quantity", "must reach", "aim", "median", "range", "verdict")
+    header = ("quantity", "must reach", "aim", "the bare loop's", "median", "range", "verdict")
     parts.append("### bars\n\n" + table(header, _bars.lines(results)))
     return "\n\n".join(parts)
 
