@@ -35,7 +35,19 @@ copybutton_prompt_is_regexp = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 # Imported only where a GPU is used, and not needed to read their docstrings.
-autodoc_mock_imports = ["cupy", "cupyx", "pynccl", "numba", "pynvml", "mpi4py", "torch", "joblib", "jax", "tqdm"]
+autodoc_mock_imports = [
+    "cupy",
+    "cupyx",
+    "pynccl",
+    "numba",
+    "pynvml",
+    "mpi4py",
+    "torch",
+    "joblib",
+    "jax",
+    "pytensor",
+    "tqdm",
+]
 napoleon_google_docstring = False
 napoleon_use_ivar = True
 

@@ -10,7 +10,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("target", ("help", "demo", "test", "jax", "bench", "docs", "lint", "smoke", "gpu-test"))
+@pytest.mark.parametrize(
+    "target", ("help", "demo", "test", "jax", "pytensor", "bench", "docs", "lint", "smoke", "gpu-test")
+)
 def test_the_commands_of_a_target_are_whole(target: str, tmp_path: Path) -> None:
     plan = subprocess.run(
         ["make", "-n", f"VENV={tmp_path / 'venv'}", target], cwd=ROOT, capture_output=True, text=True, check=True

@@ -1,0 +1,225 @@
+"""Messages as operations of PyTensor, and the order in which they overlap with the rest of a graph.
+
+The names are those of Theano's ``tensor.io`` and ``gof.sched``: a program written for them runs with its imports
+changed, in a function of synk, whose ranks are those of the program. Only this file imports PyTensor.
+
+Examples
+--------
+>>> import numpy as np, pytensor.tensor as pt, synk
+>>> from pytensor import function as compiled
+>>> from synk.extensions.pytensor import mode, recv, send
+>>> def double_elsewhere(x):
+...     if synk.comm.rank == 0:
+...         v = pt.vector("v", dtype="float64")
+...         run = compiled([v], [recv((3,), "float64", 1, 2), send(v, 1, 1)], mode=mode())
+...         return run(x)[0]
+...     run = compiled([], [send(2 * recv((3,), "float64", 0, 1), 0, 2)], mode=mode())
+...     run()
+...     return x
+>>> with synk.fork(2, backend="numpy"):
+...     synk.function(double_elsewhere, bcast_inputs="x", outputs=None)(np.arange(3.0))[0]
+array([0., 2., 4.])
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from pytensor.compile.mode import Mode
+from pytensor.graph.basic import Apply, Variable
+from pytensor.graph.op import Op
+from pytensor.link.c.basic import OpWiseCLinker
+from pytensor.link.c.type import generic
+from pytensor.tensor import as_tensor_variable, tensor
+
+import synk
+from synk.extensions.dataflow import schedule
+
+__all__ = ["mode", "mpi_cmps", "recv", "send", "sort_schedule_fn"]
+
+
+class _Message(Op):
+    """The start of a message or the wait for it. Each is one of its own, so that PyTensor never merges two.
+
+    Attributes
+    ----------
+    kind : str
+        As `schedule` takes it.
+    peer, tag : int
+    built : int
+        When it was, in ns: the order of the program, part of which another process may have written.
+    """
+
+    kind: str
+    label: str
+
+    def __init__(self, peer: int, tag: int, built: int) -> None:
+        self.peer = peer
+        self.tag = tag
+        self.built = built
+
+    def do_constant_folding(self, fgraph: Any, node: Apply) -> bool:
+        return False
+
+    def __str__(self) -> str:
+        return self.label
+
+
+class _Send(_Message):
+    kind = "send"
+    label = "MPISend"
+
+    def make_node(self, array: Variable) -> Apply:
+        return Apply(self, [array], [generic()])
+
+    def perform(self, node: Apply, inputs: Sequence[Any], outputs: Any) -> None:
+        outputs[0][0] = synk.comm.isend(inputs[0], self.peer, self.tag)
+
+    def __str__(self) -> str:
+        return f"{self.label}{{dest: {self.peer}, tag: {self.tag}}}"
+
+
+class _SendWait(_Message):
+    kind = "wait"
+    label = "MPISendWait"
+
+    def make_node(self, request: Variable) -> Apply:
+        return Apply(self, [request], [generic()])
+
+    def perform(self, node: Apply, inputs: Sequence[Any], outputs: Any) -> None:
+        inputs[0].wait()
+        outputs[0][0] = True
+
+
+class _Recv(_Message):
+    kind = "recv"
+    label = "MPIRecv"
+
+    def __init__(self, peer: int, tag: int, built: int, shape: tuple[int, ...], dtype: str) -> None:
+        super().__init__(peer, tag, built)
+        self.shape = shape
+        self.dtype = dtype
+
+    def make_node(self) -> Apply:
+        return Apply(self, [], [generic()])
+
+    def perform(self, node: Apply, inputs: Sequence[Any], outputs: Any) -> None:
+        outputs[0][0] = synk.comm.irecv(None, self.peer, self.tag, out=np.empty(self.shape, self.dtype))
+
+    def __str__(self) -> str:
+        return f"{self.label}{{source: {self.peer}, tag: {self.tag}, shape: {self.shape}, dtype: {self.dtype}}}"
+
+
+class _RecvWait(_Message):
+    kind = "wait"
+    label = "MPIRecvWait"
+
+    def make_node(self, request: Variable) -> Apply:
+        start = request.owner.op
+        return Apply(self, [request], [tensor(shape=start.shape, dtype=start.dtype)])
+
+    def perform(self, node: Apply, inputs: Sequence[Any], outputs: Any) -> None:
+        outputs[0][0] = inputs[0].wait()
+
+
+def send(x: Any, dest: int, tag: int) -> Variable:
+    """Return a receipt for ``x``, sent to rank ``dest``.
+
+    Parameters
+    ----------
+    x : variable or array
+    dest, tag : int
+        A receipt that is no output of the compiled function is not computed, and nothing is sent.
+
+    Returns
+    -------
+    variable
+        True, when the message has left. With other outputs it makes the function send.
+    """
+    message = *_checked("send", dest, tag), time.monotonic_ns()
+    return _SendWait(*message)(_Send(*message)(as_tensor_variable(x)))
+
+
+def recv(shape: Sequence[int], dtype: Any, source: int, tag: int) -> Variable:
+    """Return what rank ``source`` sends under ``tag``.
+
+    Parameters
+    ----------
+    shape : sequence of int
+    dtype : dtype
+    source, tag : int
+
+    Returns
+    -------
+    variable
+    """
+    message = *_checked("receive", source, tag), time.monotonic_ns()
+    sizes = tuple(int(size) for size in shape)
+    return _RecvWait(*message)(_Recv(*message, sizes, np.dtype(dtype).name)())
+
+
+def _checked(verb: str, peer: Any, tag: Any) -> tuple[int, int]:
+    for name, value in (("rank", peer), ("tag", tag)):
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
+            raise ValueError(f"cannot {verb} in a graph: got {name} {value!r}, expected an int from 0 on.")
+    return int(peer), int(tag)
+
+
+def _message_of(node: Apply) -> tuple[str, tuple[int, int]] | None:
+    return (node.op.kind, (node.op.tag, node.op.peer)) if isinstance(node.op, _Message) else None
+
+
+mpi_cmps: tuple[Callable[[Apply], tuple[str, Any] | None], ...] = (_message_of,)
+"""What `sort_schedule_fn` takes: it knows the messages of this module."""
+
+
+def sort_schedule_fn(*cmps: Callable[[Apply], tuple[str, Any] | None]) -> Callable[[Any], list[Apply]]:
+    """Return what orders the nodes of a function's graph, for ``OpWiseCLinker(schedule=...)``.
+
+    Parameters
+    ----------
+    *cmps : callable
+        ``*mpi_cmps``. Each tells of a node its kind and its tag, as `schedule` takes them, or None; the first that
+        knows it counts, and a node that none knows is work.
+
+    Returns
+    -------
+    callable
+        From a ``FunctionGraph`` to its nodes in the order of `schedule`. The wait for a receive stands after all sends
+        that the program has built before it, because what is received may be the answer to them.
+
+    Raises
+    ------
+    ValueError
+        When a function is compiled in which two messages of one kind, peer and tag have no order between them.
+    """
+    return functools.partial(_ordered, cmps)
+
+
+def _ordered(cmps: Sequence[Callable[[Apply], tuple[str, Any] | None]], graph: Any) -> list[Apply]:
+    nodes = list(graph.toposort())
+    known = {node: next(filter(None, (tells(node) for tells in cmps)), ("work", None)) for node in nodes}
+    # What destroys its input stands after all others that use it: the graph's orderings say so.
+    before = graph.orderings()
+    needs = {
+        node: {*before.get(node, ()), *(each.owner for each in node.inputs if each.owner is not None)} for node in nodes
+    }
+    messages = [node for node in nodes if isinstance(node.op, _Message)]
+    for node in messages:
+        if isinstance(node.op, _RecvWait):
+            needs[node].update(each for each in messages if each.op.kind == "send" and each.op.built < node.op.built)
+    return schedule(nodes, needs, lambda node: known[node][0], lambda node: known[node][1])
+
+
+def mode() -> Mode:
+    """Return the mode of functions whose messages are ordered: ``pytensor.function(inputs, outputs, mode=mode())``.
+
+    It compiles each operation in C where there is a compiler for C++, and takes NumPy's and SciPy's where there is
+    none, or with ``PYTENSOR_FLAGS=cxx=`` in the environment. That is faster for matrices too where PyTensor was
+    installed by pip and finds no BLAS to link with.
+    """
+    return Mode(linker=OpWiseCLinker(schedule=sort_schedule_fn(*mpi_cmps)))

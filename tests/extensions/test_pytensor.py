@@ -1,0 +1,238 @@
+"""Programs of PyTensor with messages on workers: the published orders, and the values of NumPy."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+
+import synk
+from synk.errors import CollectiveMismatch, WorkerDied
+
+WHY = "needs PyTensor: `make pytensor` installs it"
+FLAGS = "cxx=,traceback__limit=0"
+"""Nothing is compiled, and PyTensor makes no folder for it."""
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("PYTENSOR_FLAGS", FLAGS)
+    pytensor = pytest.importorskip("pytensor", reason=WHY)
+
+
+def on_ranks(rt: synk.Runtime, program: Callable[[int], Any]) -> list[Any]:
+    """Return what a program returns on each rank, which it is given."""
+
+    def run(x: np.ndarray) -> bytes:
+        os.environ.setdefault("PYTENSOR_FLAGS", FLAGS)  # before it is imported, here or by what is loaded
+        return pickle.dumps(pickle.loads(packed)(synk.comm.rank))
+
+    packed = cloudpickle.dumps(program)
+    found = rt.function(run, outputs=None)(np.zeros(rt.world_size))
+    return [pickle.loads(each) for each in found]
+
+
+def shapes(n: int) -> list[tuple[int, int]]:
+    return [(n, 1), (n, n), (n, n), (n, n), (n, 1)]
+
+
+def kalman(rank: int, dtype: str, numeric_inputs: list[Any]) -> tuple[list[str], list[Any]]:
+    """Update a Kalman filter on two ranks.
+
+    The program of https://gist.github.com/mrocklin/3750410 with its imports changed.
+
+    Returns
+    -------
+    nodes : list of str
+        What the rank runs, in that order.
+    values : list
+    """
+    import pytensor
+    import pytensor.tensor.linalg as linalg
+    from pytensor.compile.mode import Mode
+    from pytensor.link.c.basic import OpWiseCLinker
+
+    from synk.extensions.pytensor import mpi_cmps, recv, send, sort_schedule_fn
+
+    dot = pytensor.tensor.dot
+    n = len(numeric_inputs[0])
+    mpi_scheduler = sort_schedule_fn(*mpi_cmps)
+    mpi_linker = OpWiseCLinker(schedule=mpi_scheduler)
+    mpi_mode = Mode(linker=mpi_linker)
+    if rank == 0:
+        mu, Sigma, H, R, data = (
+            pytensor.tensor.matrix(name, dtype=dtype) for name in ("mu", "Sigma", "H", "R", "data")
+        )
+        A = dot(Sigma, H.T)
+        B = R + dot(H, dot(Sigma, H.T))
+        new_mu = mu + dot(A, linalg.solve(B, dot(H, mu) - data))
+        receipts = send(H, 1, 1), send(B, 1, 2), send(Sigma, 1, 3), send(A, 1, 4)
+        new_Sigma = recv((n, n), dtype, 1, 5)
+        f = pytensor.function((mu, Sigma, H, R, data), (new_mu, new_Sigma, *receipts), mode=mpi_mode)
+    else:
+        H = recv((n, n), dtype, 0, 1)
+        B = recv((n, n), dtype, 0, 2)
+        Sigma = recv((n, n), dtype, 0, 3)
+        A = recv((n, n), dtype, 0, 4)
+        new_Sigma = Sigma - dot(dot(A, linalg.solve(B, H)), Sigma)
+        f = pytensor.function((), (send(new_Sigma, 0, 5),), mode=mpi_mode)
+        numeric_inputs = []
+    f(*numeric_inputs)
+    values = f(*numeric_inputs)  # a second time with the same function
+    return [str(node) for node in f.maker.linker.make_all()[-1]], values
+
+
+# As published, with the names that PyTensor has today for Theano's operations. It makes one Gemm of the last product
+# and difference of rank 1, which were two.
+LISTED_0 = [
+    "MPISend{dest: 1, tag: 1}(H)",
+    "MPISend{dest: 1, tag: 3}(Sigma)",
+    "MPIRecv{source: 1, tag: 5, shape: (30, 30), dtype: float32}()",
+    "MatrixTranspose(H)",
+    "Dot22(Sigma, H.T)",
+    "MPISend{dest: 1, tag: 4}(Dot22.0)",
+    "Gemm{no_inplace}(R, 1.0, H, Dot22.0, 1.0)",
+    "MPISend{dest: 1, tag: 2}(Gemm{no_inplace}.0)",
+    "Gemm{no_inplace}(data, 1.0, H, mu, -1.0)",
+    "Solve(Gemm{no_inplace}.0, Gemm{no_inplace}.0)",
+    "Gemm{no_inplace}(mu, 1.0, Dot22.0, Solve.0, 1.0)",
+    "MPISendWait(MPISend{dest: 1, tag: 1}.0)",
+    "MPISendWait(MPISend{dest: 1, tag: 2}.0)",
+    "MPISendWait(MPISend{dest: 1, tag: 3}.0)",
+    "MPISendWait(MPISend{dest: 1, tag: 4}.0)",
+    "MPIRecvWait(MPIRecv{source: 1, tag: 5, shape: (30, 30), dtype: float32}.0)",
+]
+FROM_0 = [f"MPIRecv{{source: 0, tag: {tag}, shape: (30, 30), dtype: float32}}" for tag in (1, 2, 3, 4)]
+LISTED_1 = [
+    *(f"{start}()" for start in FROM_0),
+    f"MPIRecvWait({FROM_0[0]}.0)",
+    f"MPIRecvWait({FROM_0[1]}.0)",
+    "Solve(MPIRecvWait.0, MPIRecvWait.0)",
+    f"MPIRecvWait({FROM_0[3]}.0)",
+    "Dot22(MPIRecvWait.0, Solve.0)",
+    f"MPIRecvWait({FROM_0[2]}.0)",
+    "Gemm{no_inplace}(MPIRecvWait.0, -1.0, Dot22.0, MPIRecvWait.0, 1.0)",
+    "MPISend{dest: 0, tag: 5}(Gemm{no_inplace}.0)",
+    "MPISendWait(MPISend{dest: 0, tag: 5}.0)",
+]
+
+
+def well_conditioned(n: int, dtype: str) -> list[np.ndarray]:
+    rng = np.random.default_rng(3)
+    root = rng.normal(size=(n, n))
+    sigma, h, r = root @ root.T / n + np.eye(n), rng.normal(size=(n, n)) / n, np.eye(n)
+    return [each.astype(dtype) for each in (rng.normal(size=(n, 1)), sigma, h, r, rng.normal(size=(n, 1)))]
+
+
+def test_the_published_program(shared_runtimes: Any) -> None:
+    args = well_conditioned(30, "float32")
+    (nodes_0, values), (nodes_1, receipt) = on_ranks(shared_runtimes[2], lambda rank: kalman(rank, "float32", args))
+    brackets = {node.partition("(")[0] for node in nodes_0 if node.startswith("Solve")}
+    (solve,) = brackets  # with its options, which say nothing about the order
+    assert [node.replace(solve, "Solve") for node in nodes_0] == LISTED_0
+    assert [node.replace(solve, "Solve") for node in nodes_1] == LISTED_1
+    mu, sigma, h, r, data = (each.astype(float) for each in args)
+    b = r + h @ sigma @ h.T
+    np.testing.assert_allclose(values[0], mu + sigma @ h.T @ np.linalg.solve(b, h @ mu - data), rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(values[1], sigma - sigma @ h.T @ np.linalg.solve(b, h) @ sigma, rtol=1e-3, atol=1e-5)
+    assert [*values[2:], *receipt] == [True] * 5
+
+
+def tools() -> tuple[Any, Any, Any, Any, Any]:
+    import pytensor
+    import pytensor.tensor as pt
+
+    from synk.extensions.pytensor import mode, recv, send
+
+    return pytensor, pt, send, recv, mode()
+
+
+def test_constants_in_place_operations_and_messages_to_oneself(shared_runtimes: Any) -> None:
+    def program(rank: int) -> Any:
+        pytensor, pt, send, recv, mode = tools()
+        x = pt.matrix("x", dtype="float64")
+        y = 2 * x
+        changed = pt.exp(y)  # in the memory of y, which is sent before
+        got = recv((2, 2), "float64", 1 - rank, 3)
+        own = recv((3,), "int64", rank, 0)
+        outputs = [changed, got, own, send(y, 1 - rank, 3), send(pt.constant(np.arange(3)), rank, 0)]
+        f = pytensor.function([x], outputs, mode=mode)
+        return f(np.full((2, 2), rank + 1.0))
+
+    for rank, (changed, got, own, *receipts) in enumerate(on_ranks(shared_runtimes[2], program)):
+        np.testing.assert_array_equal(changed, np.exp(np.full((2, 2), 2 * (rank + 1.0))))
+        np.testing.assert_array_equal(got, np.full((2, 2), 2 * (2 - rank)))
+        np.testing.assert_array_equal(own, [0, 1, 2])
+        assert receipts == [True, True]
+
+
+def test_a_reply_is_waited_for_after_the_question(shared_runtimes: Any) -> None:
+    def program(rank: int) -> Any:
+        pytensor, pt, send, recv, mode = tools()
+        other = 1 - rank
+        if rank == 0:
+            question = send(recv((2,), "float64", other, 2) + 1, other, 0)
+            outputs = [recv((2,), "float64", other, 1) * 2, question]
+        else:
+            outputs = [send(pt.constant([5.0, 7.0]), other, 2), send(recv((2,), "float64", other, 0) * 10, other, 1)]
+        return pytensor.function([], outputs, mode=mode)()
+
+    assert on_ranks(shared_runtimes[2], program)[0][0].tolist() == [120.0, 160.0]
+
+
+def test_a_compiled_function_travels(shared_runtimes: Any) -> None:
+    pytensor, pt, send, recv, mode = tools()
+    x = pt.vector("x", dtype="float64")
+    f = pytensor.function([x], [send(x, 0, 1), recv((2,), "float64", 0, 1) + 1], mode=mode)
+    again = pickle.loads(pickle.dumps(f))
+    assert [str(node) for node in again.maker.linker.make_all()[-1]][:2] == [
+        "MPIRecv{source: 0, tag: 1, shape: (2,), dtype: float64}()",
+        "MPISend{dest: 0, tag: 1}(x)",
+    ]
+    assert on_ranks(shared_runtimes[1], lambda rank: again(np.arange(2.0))[1])[0].tolist() == [1.0, 2.0]
+
+
+def test_what_cannot_be_ordered_or_sent_is_refused() -> None:
+    pytensor, pt, send, recv, mode = tools()
+    x = pt.vector("x", dtype="float64")
+    with pytest.raises(ValueError, match=r"got two of kind 'send' with tag 4 and peer 1 and no order between them"):
+        pytensor.function([x], [send(x, 1, 4), send(x, 1, 4)], mode=mode)
+    with pytest.raises(ValueError, match=r"got two of kind 'recv' with tag 4 and peer 1 and no order between them"):
+        pytensor.function([], [recv((2,), "int8", 1, 4), recv((2,), "int8", 1, 4)], mode=mode)
+    with pytest.raises(ValueError, match="cannot send in a graph: got tag -1, expected an int from 0 on"):
+        send(x, 0, -1)
+    with pytest.raises(ValueError, match="cannot receive in a graph: got rank 'a', expected an int from 0 on"):
+        recv((2,), "int8", "a", 1)
+
+
+def test_a_receipt_that_is_left_out_and_another_shape(shared_runtimes: Any) -> None:
+    def left_out(rank: int) -> Any:
+        pytensor, pt, send, recv, mode = tools()
+        x = pt.vector("x", dtype="float64")
+        send(x, 1, 1)
+        outputs = [x + 1] if rank == 0 else [x + recv((2,), "float64", 0, 1)]
+        return pytensor.function([x], outputs, mode=mode)(np.ones(2))
+
+    def other_shape(rank: int) -> Any:
+        pytensor, pt, send, recv, mode = tools()
+        outputs = [send(pt.constant(np.ones(3)), 1, 1)] if rank == 0 else [recv((2,), "float64", 0, 1)]
+        return pytensor.function([], outputs, mode=mode)()
+
+    with pytest.raises(CollectiveMismatch, match=r"rank 0 left the function without sending it"):
+        on_ranks(shared_runtimes[2], left_out)
+    with pytest.raises(CollectiveMismatch, match=r"got a message of 3 elements of dtype float64"):
+        on_ranks(shared_runtimes[2], other_shape)
+
+
+def test_a_rank_that_dies(reused: Any) -> None:
+    def program(rank: int) -> Any:
+        pytensor, _, _, recv, mode = tools()
+        if rank == 1:
+            os.abort()
+        return pytensor.function([], [recv((2,), "float64", 1, 1)], mode=mode)()
+
+    with pytest.raises(WorkerDied, match="SIGABRT"):
+        on_ranks(reused(2), program)
