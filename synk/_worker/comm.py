@@ -184,9 +184,24 @@ class Comm:
         _check_constant(array, "broadcast")
         return _start(_collectives().broadcast(array, root))
 
-    def all_gather(self, array: Any) -> Any:
-        """Return the arrays of all ranks (of one shape), stacked: shape ``(len(ranks), *shape)``."""
+    def all_gather(self, array: Any, axis: int | None = None) -> Any:
+        """Return the arrays of all ranks, on every rank.
+
+        Parameters
+        ----------
+        array : array
+            Of one shape and dtype on all ranks; along ``axis`` of any length.
+        axis : int, optional
+            Join the arrays along it, in the order of the ranks. By default they are stacked.
+
+        Returns
+        -------
+        array
+            Shape ``(len(ranks), *shape)``, or that of the arrays joined.
+        """
         _check_constant(array, "all_gather")
+        if axis is not None:
+            return _collectives().messages.all_gather(array, axis)
         return _run(_collectives().all_gather(array))
 
     def iall_gather(self, array: Any) -> Request:

@@ -70,6 +70,13 @@ class Messages:
             return None
         return self._arrays.from_host(self._joined("gather", mine, {root: mine}))
 
+    def all_gather(self, array: Any, axis: int) -> Any:
+        mine = np.moveaxis(self._rows("all_gather", array), axis, 0)
+        self._agree("all_gather along an axis", mine, -1)
+        for rank in self._others():
+            self._host.send_array(mine, rank, _BLOCK_TAG)
+        return self._arrays.from_host(np.moveaxis(self._joined("all_gather", mine, {self._host.rank: mine}), 0, axis))
+
     def scatter(self, array: Any, root: int, sizes: Sequence[int] | None) -> Any:
         host = self._host
         host.check_member("scatter", "root", root)
@@ -88,10 +95,14 @@ class Messages:
         host, mine = self._host, self._rows("all_to_all", array)
         blocks = self._blocks("all_to_all", mine, sizes)
         self._agree("all_to_all", mine, -1)
-        position = host.ranks.index(host.rank)
-        for rank in (*host.ranks[position + 1 :], *host.ranks[:position]):  # not all to the same one at once
+        for rank in self._others():
             host.send_array(blocks[rank], rank, _BLOCK_TAG)
         return self._arrays.from_host(self._joined("all_to_all", mine, {host.rank: blocks[host.rank]}))
+
+    def _others(self) -> tuple[int, ...]:
+        """Return the other ranks from the next one on: so that not all send to the same one at once."""
+        ranks, position = self._host.ranks, self._host.ranks.index(self._host.rank)
+        return (*ranks[position + 1 :], *ranks[:position])
 
     def _agree(self, kind: str, rows: np.ndarray, root: int) -> None:
         """Make sure that all ranks are about to do the same, with rows of the same length."""

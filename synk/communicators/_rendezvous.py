@@ -39,7 +39,7 @@ RECHECK_MS = 100
 _MESSAGES = ("send", "recv")
 KINDS = (
     *("barrier", "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"),
-    *("gather", "scatter", "all_to_all", *_MESSAGES),
+    *("gather", "scatter", "all_to_all", "all_gather along an axis", *_MESSAGES),
 )
 # Where requests lie: those of collectives take turns in the places 0 and 1, by their tick.
 _MESSAGE_PLACE = 2

@@ -400,6 +400,10 @@ def test_gather_scatter_and_all_to_all_move_blocks_of_rows(shared_runtimes: Any,
                     block = comm.scatter(whole if rank == root else None, root, sizes=given)
                     np.testing.assert_array_equal(block, whole[bounds[rank] : bounds[rank + 1]])
                     block += block  # new, and nobody else's
+                for axis in (0, 1, -1):
+                    joined = comm.all_gather(np.moveaxis(rows(rank, sizes[rank]), 0, axis), axis)
+                    np.testing.assert_array_equal(joined, np.moveaxis(whole, 0, axis))
+                    joined += joined
                 got = comm.all_to_all(np.roll(rows(rank, sum(sizes)), 1), sizes=given)
                 mine = [np.roll(rows(each, sum(sizes)), 1)[bounds[rank] : bounds[rank + 1]] for each in range(size)]
                 np.testing.assert_array_equal(got, np.concatenate(mine))
@@ -418,6 +422,10 @@ def test_gather_scatter_and_all_to_all_move_blocks_of_rows(shared_runtimes: Any,
         ([lambda comm: comm.gather(np.float64(1))], ValueError, "without axes"),
         ([lambda comm: comm.gather(np.ones(2), sizes=[1, 2])], ValueError, "the number of its rows"),
         ([lambda comm: comm.gather(np.ones(2), 5)], ValueError, "root=5"),
+        ([lambda comm: comm.all_gather(np.ones(1), *[0] * comm.rank)], CollectiveMismatch, "along an axis"),
+        ([lambda comm: comm.all_gather(np.ones((2, 3)), comm.rank)], CollectiveMismatch, "2 elements|3 elements"),
+        ([lambda comm: comm.all_gather(np.ones(2), 1)], ValueError, "axis"),
+        ([lambda comm: comm.all_gather(np.float64(1), 0)], ValueError, "without axes"),
         ([lambda comm: comm.scatter(np.ones(3))], ValueError, "multiple of 2"),
         ([lambda comm: comm.scatter(np.ones(3), sizes=[1, 1])], ValueError, "as many in all"),
         ([lambda comm: comm.all_to_all(np.ones(3), sizes=[4, -1])], ValueError, "each of the 2 ranks"),
