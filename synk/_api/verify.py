@@ -15,7 +15,7 @@ from synk._pure.interrupts import is_from_handler
 from synk._pure.ops import REDUCE_OPS, Op, check_op, match_ops
 from synk._pure.partials import concatenate, join, reduce_into
 from synk._pure.show import Text
-from synk._pure.trees import flatten
+from synk._pure.trees import paths
 from synk._wire.control import Traits
 
 if TYPE_CHECKING:
@@ -304,27 +304,3 @@ def combine(op: str, parts: Sequence[Any], rows: Sequence[int]) -> Any:
     with np.errstate(all="ignore"):
         reduce_into(op, arrays, rows, out)
     return out
-
-
-def paths(skeleton: Any) -> list[str]:
-    """Return the place of each leaf in a result, as one would write it behind the result's name.
-
-    Examples
-    --------
-    >>> paths({"a": (0, 1), "b": 2})
-    ["['a'][0]", "['a'][1]", "['b']"]
-    """
-    found = [""] * len(flatten(skeleton)[0])
-
-    def walk(node: Any, path: str) -> None:
-        if isinstance(node, int):
-            found[node] = path
-        elif isinstance(node, dict):
-            for key, child in node.items():
-                walk(child, f"{path}[{key!r}]")
-        elif node is not None:
-            for position, child in enumerate(node):
-                walk(child, f"{path}[{position}]")
-
-    walk(skeleton, "")
-    return found

@@ -15,6 +15,7 @@ import cloudpickle
 import numpy as np
 
 from synk._master.contents import Contents
+from synk._master.culprits import culprit_in
 from synk._master.variable import Variable
 from synk._pure.interrupts import is_from_handler
 from synk._pure.ranges import LINE_NBYTES
@@ -250,9 +251,10 @@ def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> 
             except Exception as inner:
                 if is_from_handler(inner):
                     raise
+                place, part = culprit_in(label, value, cloudpickle.dumps)
                 raise SerializationError(
-                    f"cannot send {label} of {function_name!r}: {type(inner).__name__}: {inner}. "
-                    "Broadcast inputs must be arrays or picklable."
+                    f"cannot send {place} of {function_name!r} ({type(part).__name__}): {type(inner).__name__}: "
+                    f"{str(inner).rstrip('.')}. Broadcast inputs must be arrays or picklable."
                 ) from inner
         raise SerializationError(f"cannot send the broadcast inputs of {function_name!r}: {error}") from error
     return data, [buffer.raw() for buffer in buffers]

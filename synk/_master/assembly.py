@@ -19,7 +19,7 @@ from synk._pure.ops import Op, is_reducible, match_ops, wanted_leaves
 from synk._pure.partials import Reduction, concatenate, equal_reduction, finished, join, reduce_into
 from synk._pure.ranges import LINE_NBYTES, block_bounds, chunk_bounds, round_up
 from synk._pure.tensors import tensor_of
-from synk._pure.trees import flatten, unflatten
+from synk._pure.trees import flatten, output_name, unflatten
 from synk._wire.memory import Segment
 from synk._wire.messages import LARGE_NBYTES, Layout, Leaf, Move, is_reduced_on_devices, slot_offsets
 from synk.errors import CollectiveMismatch
@@ -136,7 +136,13 @@ class Assembly:
             return skeletons[0], [leaves] * len(skeletons)
         found = agreed(skeletons, outputs)
         if found is None:
-            got = "; ".join(f"rank {rank}: {_describe(each)}" for rank, each in zip(self.voters, skeletons))
+            texts = [_describe(each) for each in skeletons]
+            got = "; ".join(f"rank {rank}: {text}" for rank, text in zip(self.voters, texts))
+            if len(set(texts)) == 1:
+                raise CollectiveMismatch(
+                    f"cannot combine the outputs of {self.name!r}: got {got}, which are different classes of one name, "
+                    "expected one class on all ranks. Define it outside of the function."
+                )
             raise CollectiveMismatch(
                 f"cannot combine the outputs of {self.name!r}: got {got}, expected one structure on all ranks. Tuples, "
                 "lists and dicts are taken apart, with op None as well: return what differs as one object of another "
@@ -170,8 +176,8 @@ class Assembly:
             if op != "gather" and len({(dtype, shape[1:]) for dtype, shape in kinds if shape}) == 1:
                 hint = 'Use outputs="gather" if it holds one value for each row.'
             raise CollectiveMismatch(
-                f"cannot {op} output {leaf} of {self.name!r}: got {got}, expected the same dtype and "
-                f"{'trailing ' if op == 'gather' else ''}shape on all ranks. {hint}"
+                f"cannot {op} {output_name(self.skeleton, leaf)} of {self.name!r}: got {got}, expected the same dtype "
+                f"and {'trailing ' if op == 'gather' else ''}shape on all ranks. {hint}"
             )
 
     # -- places of large outputs --------------------------------------------------------------------------------------
@@ -350,8 +356,9 @@ class Assembly:
     def _check_order(self, leaf: int, num_rows: int, order: np.ndarray | None) -> None:
         if order is not None and len(order) != num_rows:
             raise CollectiveMismatch(
-                f"cannot gather output {leaf} of {self.name!r}: got {num_rows} rows for {len(order)} selected "
-                "ones, expected one output row per input row where batch picks rows of sharded variables."
+                f"cannot gather {output_name(self.skeleton, leaf)} of {self.name!r}: got {num_rows} rows for "
+                f"{len(order)} selected ones, expected one output row per input row where batch picks rows of sharded "
+                "variables."
             )
 
     def _gathered(self, leaf: int, items: list[Leaf], root: np.ndarray | None, order: np.ndarray | None) -> Any:

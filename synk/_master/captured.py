@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from synk._master.culprits import culprit_in
 from synk._master.handles import HandlePickler
 from synk._master.resident import ResidentHandle, ResidentObject
 from synk._master.variable import Variable, VariableHandle
@@ -118,8 +119,9 @@ def _check_optimizers(name: str, optimizers: Sequence[Any]) -> None:
 
 
 def find_culprit(fn: Any) -> str:
-    """Return ``"its variable 'x' (type) "`` for the first closed-over or global variable that cannot be pickled."""
+    """Return a sentence that names the first part of what a function refers to that cannot be pickled."""
     target = getattr(fn, "func", fn)
+    owner = {"self": target.__self__} if hasattr(target, "__func__") else {}
     target = getattr(target, "__func__", target)
     try:
         variables = inspect.getclosurevars(target)
@@ -127,13 +129,14 @@ def find_culprit(fn: Any) -> str:
         if is_from_handler(error):
             raise
         return ""
-    for name, value in {**variables.nonlocals, **variables.globals}.items():
+    for name, value in {**owner, **variables.nonlocals, **variables.globals}.items():
         try:
             captured_in(value)
         except Exception as error:
             if is_from_handler(error):
                 raise
-            return f"its variable {name!r} ({type(value).__name__}) cannot be pickled. "
+            place, part = culprit_in(name, value, captured_in)
+            return f"its variable {place!r} ({type(part).__name__}) cannot be pickled. "
     return ""
 
 

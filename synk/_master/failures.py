@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pickle
 from collections.abc import Mapping
 
@@ -38,7 +39,7 @@ def rebuild(failures: list[Failure], world_size: int, name: str, item: str = "")
                 also = f", and likewise on {len(alike)} more" if alike else ""
                 cause = _remote(first, f"on {where} in {what}{also}:\n{frames}")
                 BaseException.__setattr__(loaded, "__cause__", cause)  # not by assignment: the class may be frozen
-                for note in notes:
+                for note in [*notes, *_import_hint(loaded)]:
                     add_note(loaded, note)
                 getattr(loaded, "__notes__", None)  # whoever prints it asks for them
                 return loaded
@@ -51,6 +52,23 @@ def rebuild(failures: list[Failure], world_size: int, name: str, item: str = "")
     for note in notes:
         add_note(error, note)
     return error
+
+
+def _import_hint(error: Exception) -> list[str]:
+    """Return what to do about a module that a worker has not found, where this process finds it."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    try:
+        spec = importlib.util.find_spec(name) if name else None
+    except (ImportError, ValueError, AttributeError) as inner:  # something of that name is no module that can be found
+        if is_from_handler(inner):
+            raise
+        return []
+    if spec is None or name != error.name:  # type: ignore[attr-defined]
+        return []
+    return [
+        f"the program itself finds {name!r} ({spec.origin or 'a folder'}): the workers have the sys.path of the time "
+        "when the function was sent. Define the function again, or call synk.current().restart()."
+    ]
 
 
 def _remote(failure: Failure, text: str) -> RemoteError:

@@ -125,7 +125,7 @@ def _look_at_shapes(launched: Launched, assembly: Assembly) -> None:
         return
     others = None if function.variables else call.beside_rows or shapes_beside_rows(call.arguments)
     leaves = assembly.layouts[0].leaves
-    tell(function.row_shapes.look(assembly.ops, leaves, call.rows, call.options.num_slices, others))
+    tell(function.row_shapes.look(assembly.ops, leaves, call.rows, call.options.num_slices, others, assembly.skeleton))
 
 
 def _tried(session: Session, launched: Launched, assembly: Assembly, layouts: list[Layout], result: Any) -> Tried:

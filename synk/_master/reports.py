@@ -60,7 +60,8 @@ class DeathReports:
             f"{processes.devices[worker.rank]}) ended with {how}"
             for worker, how in zip(workers, exits)
         )
-        hints = "".join(self._kill_hint(worker.rank) for worker, how in zip(workers, exits) if how == "SIGKILL")
+        killed = [worker.rank for worker, how in zip(workers, exits) if how == "SIGKILL"]
+        hints = self._kill_hint(killed) if killed else ""
         if "SIGBUS" in exits:
             hints += " Likely a memory-mapped file has become shorter, or could not be read."
         message = f"{ended} during {what or phase}.{hints} The next call starts dead workers again."
@@ -74,16 +75,17 @@ class DeathReports:
             phase=phase,
         )
 
-    def _kill_hint(self, rank: int) -> str:
-        """Return what is known of a SIGKILL."""
+    def _kill_hint(self, ranks: Sequence[int]) -> str:
+        """Return what is known of the SIGKILL of some ranks."""
         kills, self._oom_kills = self._oom_kills, oom_kills()
         why = (
             "The kernel's out-of-memory killer was at work"
             if self._oom_kills > kills
             else ("Likely out of memory, or somebody killed it")
         )
-        rss = int(self._processes.up[rank, Up.RSS])
-        return f" {why}{f' (it held {rss >> 20} MiB at its last report)' if rss else ''}."
+        held = [(rank, int(self._processes.up[rank, Up.RSS]) >> 20) for rank in ranks]
+        sizes = ", ".join(f"rank {rank} held {size} MiB at its last report" for rank, size in held if size)
+        return f" {why}{f' ({sizes})' if sizes else ''}."
 
 
 def stderr_tails(workers: Sequence[WorkerState], began: float) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from synk._pure.ops import Op, is_reducible
+from synk._pure.trees import output_name
 from synk._wire.messages import Leaf
 from synk.errors import RowShapedOutput
 
@@ -37,7 +38,15 @@ class RowShapes:
         self.wants_trial = False
         self._seen: dict[Any, int] = {}  # rows of a rank, by all else that outputs can have their shape from
 
-    def look(self, ops: Sequence[Op], leaves: Sequence[Leaf], rows: Sequence[int], num_slices: int, others: Any) -> str:
+    def look(
+        self,
+        ops: Sequence[Op],
+        leaves: Sequence[Leaf],
+        rows: Sequence[int],
+        num_slices: int,
+        others: Any,
+        skeleton: Any,
+    ) -> str:
         """Take in a call that several ranks have run; return what is to be told, empty for nothing.
 
         Parameters
@@ -49,6 +58,8 @@ class RowShapes:
         num_slices : int
         others : hashable
             The shapes of all inputs but for the rows; None where they are not known.
+        skeleton
+            The nesting of the outputs with the position of each in its place.
         """
         lengths = {length for count in rows for length in _slice_lengths(count, num_slices)}
         suspects = set()
@@ -62,15 +73,16 @@ class RowShapes:
             return ""
         (length,) = lengths
         is_confirmed = self._seen.setdefault(others, length) != length and others is not None
-        return self.convict(self.suspects, ops, length) if is_confirmed else ""
+        return self.convict(self.suspects, ops, length, skeleton) if is_confirmed else ""
 
-    def convict(self, positions: Sequence[int], ops: Sequence[Op], length: int) -> str:
+    def convict(self, positions: Sequence[int], ops: Sequence[Op], length: int, skeleton: Any) -> str:
         """Close the case; return what is to be told of the outputs at ``positions``."""
         self.is_open = self.wants_trial = False
         if not positions:
             return ""
+        first = positions[0]
         return (
-            f"output {positions[0]} of {self._name!r} has as many rows as its rank, and op {ops[positions[0]]!r} has "
+            f"{output_name(skeleton, first)} of {self._name!r} has as many rows as its rank, and op {ops[first]!r} has "
             f'combined these {length} rows with those of the other ranks. Use outputs="gather" if it holds one value '
             "for each row; f.verify(...) compares a call with the serial one."
         )

@@ -76,7 +76,7 @@ def try_shorter(session: Session, launched: Launched) -> None:
     follow = [
         k for k in shapes.suspects if k < len(tried.leaves) and np.shape(tried.leaves[k][rank])[:1] == (high - low - 1,)
     ]
-    tell(shapes.convict(follow, assembly.ops, high - low))
+    tell(shapes.convict(follow, assembly.ops, high - low, assembly.skeleton))
 
 
 def _shorter_variables(session: Session, call: Call, rank: int) -> list[Argument]:

@@ -56,6 +56,45 @@ def skeleton_of(structure: Any, num_leaves: int) -> Any:
     return unflatten(structure, list(range(num_leaves)))
 
 
+def paths(skeleton: Any) -> list[str]:
+    """Return the place of each leaf in a result, as one would write it behind the result's name.
+
+    Examples
+    --------
+    >>> paths({"a": (0, 1), "b": 2})
+    ["['a'][0]", "['a'][1]", "['b']"]
+    """
+    found = [""] * len(flatten(skeleton)[0])
+
+    def walk(node: Any, path: str) -> None:
+        if isinstance(node, int):
+            found[node] = path
+        elif isinstance(node, dict):
+            for key, child in node.items():
+                walk(child, f"{path}[{key!r}]")
+        elif node is not None:
+            for position, child in enumerate(node):
+                walk(child, f"{path}[{position}]")
+
+    walk(skeleton, "")
+    return found
+
+
+def output_name(skeleton: Any, position: int) -> str:
+    """Return what errors call a leaf of a result.
+
+    Examples
+    --------
+    >>> output_name(0, 0), output_name((0, 1), 1), output_name({"a": (0, 1)}, 1)
+    ('the output', 'output 1', "output['a'][1]")
+    """
+    if isinstance(skeleton, int):
+        return "the output"
+    if type(skeleton) is tuple and all(isinstance(part, int) for part in skeleton):
+        return f"output {position}"
+    return f"output{paths(skeleton)[position]}"
+
+
 def leaves_of(structure: Any, tree: Any) -> list[Any]:
     """Return what stands in the places of the leaves of ``structure``: leaves, or nestings of their own.
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from synk._pure.dtypes import foreign_name
 from synk._pure.ops import match_ops, wanted_leaves
-from synk._pure.trees import flatten, skeleton_of
+from synk._pure.trees import flatten, output_name, skeleton_of
 from synk._wire.memory import Segment
 from synk._wire.messages import LARGE_NBYTES, Layout, Leaf, Move, Status
 from synk._worker.large_outputs import LargeOutputs
@@ -95,7 +95,7 @@ class Outputs:
             partial_of = None
             if isinstance(value, Partial):
                 value, partial_of = value.value, value.dtype
-            array = array_or_object(self._backend, value, op, position, function)
+            array = array_or_object(self._backend, value, op, output_name(skeleton, position), function)
             if self._backend.is_array(array):
                 outputs.append(array)
                 leaves.append(Leaf(tuple(array.shape), array.dtype, function.is_tensor(value), partial_of))

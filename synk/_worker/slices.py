@@ -7,7 +7,7 @@ from typing import Any
 
 from synk._pure.ops import Op, is_reducible, match_ops
 from synk._pure.partials import Accumulator
-from synk._pure.trees import flatten, skeleton_of, unflatten
+from synk._pure.trees import flatten, output_name, skeleton_of, unflatten
 from synk._worker.plans import LoadedFunction
 from synk._worker.values import Object, Partial, array_or_object, as_object, as_returned, snapshot, take_lists
 from synk.backends import Backend
@@ -34,6 +34,7 @@ def run_slices(
     accumulators: list[Accumulator] = []
     structure: Any = None
     ops: list[Op] = []
+    names: list[str] = []
     were_tensors: list[bool] = []
     for start, stop in bounds:
         result = call(start, stop)
@@ -45,15 +46,16 @@ def run_slices(
             skeleton = skeleton_of(structure, len(values))
             were_tensors = [function.is_tensor(value) for value in values]
             ops = match_ops(function.outputs, skeleton, len(values), repr(function.name))
-            accumulators = [Accumulator(op, f"output {k} of {function.name!r}", backend.xp) for k, op in enumerate(ops)]
+            names = [output_name(skeleton, position) for position in range(len(values))]
+            accumulators = [Accumulator(op, f"{name} of {function.name!r}", backend.xp) for op, name in zip(ops, names)]
         elif got_structure != structure:
             raise ValueError(
                 f"cannot accumulate the outputs of {function.name!r} over slices: got structure {got_structure}, "
                 f"expected {structure} as in the first slice."
             )
         for position, (accumulator, value) in enumerate(zip(accumulators, values)):
-            value = array_or_object(backend, value, ops[position], position, function)
-            value = snapshot(backend, value, position, function)
+            value = array_or_object(backend, value, ops[position], names[position], function)
+            value = snapshot(backend, value, names[position], function)
             if callable(ops[position]):
                 value = as_returned(as_object(backend, value), were_tensors[position])
             is_list = ops[position] == "gather" and isinstance(value, Object)

@@ -59,7 +59,7 @@ def take_lists(result: Any, outputs: Any) -> Any:
     return type(result)(*made) if hasattr(result, "_fields") else type(result)(made)
 
 
-def array_or_object(backend: Backend, value: Any, op: Op, position: int, function: LoadedFunction) -> Any:
+def array_or_object(backend: Backend, value: Any, op: Op, name: str, function: LoadedFunction) -> Any:
     """Return an output as an array of the backend where it is one, checked against its op."""
     if isinstance(value, Object):
         return value
@@ -69,7 +69,7 @@ def array_or_object(backend: Backend, value: Any, op: Op, position: int, functio
     if is_number and not is_reducible(op) and op != "gather":
         return value  # nothing is computed with it: a Python number stays one, of whatever class
     array = backend.as_output(value)
-    what = f"output {position} of {function.name!r}"
+    what = f"{name} of {function.name!r}"
     if array is None:
         if op is None or op == "first" or callable(op):
             return Object(value) if isinstance(value, np.ndarray) else value
@@ -88,7 +88,7 @@ def array_or_object(backend: Backend, value: Any, op: Op, position: int, functio
     return array
 
 
-def snapshot(backend: Backend, value: Any, position: int, function: LoadedFunction) -> Any:
+def snapshot(backend: Backend, value: Any, name: str, function: LoadedFunction) -> Any:
     """Return an object as it is now: the function may change it in the next slice. Arrays are copied elsewhere."""
     if backend.is_array(value) or isinstance(value, (np.generic, *_IMMUTABLE_TYPES)):
         return value
@@ -100,7 +100,7 @@ def snapshot(backend: Backend, value: Any, position: int, function: LoadedFuncti
         return pickle.loads(dumps(value))
     except Exception as error:
         raise SerializationError(
-            f"cannot keep output {position} of {function.name!r} from one slice to the next: "
+            f"cannot keep {name} of {function.name!r} from one slice to the next: "
             f"{type(error).__name__}: {error}. Return arrays, numbers or picklable objects, or pass num_slices=1."
         ) from error
 

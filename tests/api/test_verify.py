@@ -80,7 +80,7 @@ def test_outputs_that_cannot_be_combined_are_reported_with_the_error(shared_runt
     report = rt.function(len).verify(np.arange(5.0))
     assert not report
     assert report.outputs[0].matching == ("sum",)
-    assert "TypeError: cannot average output 0 of 'len'" in repr(report)
+    assert "TypeError: cannot average the output of 'len'" in repr(report)
 
 
 def test_what_is_not_data_parallel_is_no_op(shared_runtimes: Any) -> None:

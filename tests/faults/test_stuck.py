@@ -236,5 +236,5 @@ def test_A10_an_out_of_memory_kill_is_named(runtime: Fork, monkeypatch: pytest.M
         return 0.0
 
     rt.function(lambda x: x.sum(), outputs="sum")(np.ones(4))  # its reply reports the resident memory
-    with pytest.raises(WorkerDied, match=r"out-of-memory killer was at work \(it held \d+ MiB"):
+    with pytest.raises(WorkerDied, match=r"out-of-memory killer was at work \(rank \d held \d+ MiB"):
         rt.function(killed, outputs="sum")(np.ones(2))

@@ -1,0 +1,163 @@
+"""The twelve texts that helped a newcomer least, and what they say now."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import replaced_workers
+
+import synk
+from synk.errors import ClosedError, CollectiveMismatch, SerializationError, WorkerDied
+
+X = np.arange(12.0).reshape(6, 2)
+
+
+class Locked:
+    """Has a lock, which no pickle can hold."""
+
+    def __init__(self) -> None:
+        self.weights = np.ones(2)
+        self.lock = threading.Lock()
+
+    def total(self, x: Any) -> Any:
+        return x.sum()
+
+
+class Outer:
+    """Has it further inside."""
+
+    def __init__(self) -> None:
+        self.parts = {"first": [1, Locked()]}
+
+    def total(self, x: Any) -> Any:
+        return x.sum()
+
+
+def text_of(caught: Any) -> str:
+    return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+
+
+def test_1_a_list_is_gathered(shared_runtimes: Any) -> None:
+    rows = shared_runtimes[2].function(lambda x: [float(row.sum()) for row in x], outputs="gather")
+    assert rows(X) == [float(row.sum()) for row in X]
+    with pytest.raises(ValueError, match=r"got a single number, expected an array with rows.*np.array\(list\)"):
+        shared_runtimes[2].function(lambda x: x.sum(), outputs="gather")(X)
+
+
+def test_2_gather_is_advised_where_it_is_right(shared_runtimes: Any) -> None:
+    with pytest.raises(CollectiveMismatch, match='outputs="gather" if it holds one value for each row') as caught:
+        shared_runtimes[2].function(lambda x: x * 2)(X[:5])
+    assert "None" not in str(caught.value)
+
+
+def test_3_a_table(shared_runtimes: Any) -> None:
+    class Frame(dict):
+        """What of a data frame matters here: columns of several kinds, one array of objects."""
+
+        columns = ("price", "name")
+
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+            return np.array([[1.0, "one"], [2.0, "two"]], dtype=object)
+
+    frame = Frame(price=np.array([1.0, 2.0]), name=np.array(["one", "two"]))
+    total = shared_runtimes[2].function(lambda t: t["price"].sum() if isinstance(t, dict) else 0.0, outputs="sum")
+    with pytest.raises(TypeError, match=r"a table with columns of several kinds.*dict\(frame.items\(\)\)"):
+        total(frame)
+    assert total(dict(frame.items())) == 3.0
+
+
+def test_4_images_of_different_sizes(shared_runtimes: Any) -> None:
+    images = [np.ones((3, 4)), np.ones((2, 4))]
+    with pytest.raises(TypeError, match="a list whose entries differ in length or shape, expected rows") as caught:
+        shared_runtimes[2].function(lambda x: 0.0)(images)
+    assert "inhomogeneous" not in str(caught.value)
+    assert sum(shared_runtimes[2].map(np.sum, images)) == 20
+
+
+@pytest.mark.parametrize(
+    ("owner", "place"), [(Locked, r"self\.lock"), (Outer, r"self\.parts\['first'\]\[1\]\.lock")], ids=["own", "inside"]
+)
+def test_5_a_lock_in_what_a_method_is_bound_to(shared_runtimes: Any, owner: Any, place: str) -> None:
+    rt, obj = shared_runtimes[2], owner()
+    with pytest.raises(SerializationError, match=rf"its variable [\"']{place}[\"'] \(lock\) cannot be pickled"):
+        rt.function(obj.total)(X)
+    with pytest.raises(SerializationError, match=rf"its variable [\"']{place.replace('self', 'obj')}[\"'] \(lock\)"):
+        rt.function(lambda x: obj.total(x))(X)
+    with pytest.raises(SerializationError, match=rf"cannot send {place.replace('self', 'w')} of '<lambda>' \(lock\)"):
+        rt.function(lambda x, w: x.sum(), bcast_inputs="w")(X, obj)
+
+
+def test_6_a_broadcast_input_that_was_forgotten(shared_runtimes: Any) -> None:
+    with pytest.raises(ValueError, match=r"x with 6 rows and w with 2.*bcast_inputs='w'"):
+        shared_runtimes[2].function(lambda x, w: (x @ w).sum())(X, np.ones(2))
+
+
+def test_7_two_classes_that_look_alike(shared_runtimes: Any) -> None:
+    def sums(x: Any) -> Any:
+        return namedtuple("Sums", "a b")(x.sum(), len(x))
+
+    with pytest.raises(CollectiveMismatch, match=r"Sums\(a=value.*different classes of one name.*outside"):
+        shared_runtimes[2].function(sums, outputs="sum")(X)
+    sums_of = namedtuple("sums_of", "a b")
+    assert shared_runtimes[2].function(lambda x: sums_of(x.sum(), len(x)), outputs="sum")(X) == sums_of(66.0, 6)
+
+
+def test_8_and_9_after_a_death(runtime: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    rt = runtime(2)
+    rt.function(lambda x: os.write(2, b"said before\n"), outputs=None)(X)
+    with replaced_workers(rt, [0]), pytest.raises(WorkerDied, match="SIGKILL") as caught:
+        rt.function(lambda x: synk.comm.rank or os.kill(os.getpid(), 9), outputs=None)(X)
+    assert "said before" not in text_of(caught) and str(caught.value).count("Likely out of memory") == 1
+    rt.close()
+    with pytest.raises(ClosedError) as closed:
+        rt.function(lambda x: x.sum(), outputs="sum")
+    assert closed.value.__cause__ is None
+
+
+def test_10_a_folder_that_came_later(runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def total(x: Any) -> Any:
+        if x[0, 0] > 0:
+            import came_later  # type: ignore[import-not-found]
+
+            return came_later.total(x)
+        return x.sum()
+
+    rt = runtime(1)
+    f = rt.function(total, outputs="sum")
+    assert f(X) == X.sum()
+    (tmp_path / "came_later.py").write_text("def total(x): return x.sum()\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(ModuleNotFoundError) as caught:
+        f(X + 1)
+    text = text_of(caught)
+    assert "the program itself finds 'came_later'" in text and str(tmp_path) in text and "restart()" in text
+    rt.restart()
+    assert f(X + 1) == (X + 1).sum()
+
+
+def test_11_a_tuple_is_not_stacked(shared_runtimes: Any) -> None:
+    dot = shared_runtimes[2].function(lambda pair: (pair[0] * pair[1]).sum(), outputs="sum")
+    assert dot((X, X + 1)) == (X * (X + 1)).sum()
+
+
+@pytest.mark.parametrize("num_slices", [1, 2])
+def test_12_outputs_are_named_as_the_function_named_them(shared_runtimes: Any, num_slices: int) -> None:
+    rt = shared_runtimes[2]
+    wrong: list[tuple[Any, Any, Any, str]] = [
+        (lambda x: {"a": x.sum(), "text": "t"}, "sum", X, r"output\['text'\] of"),
+        (lambda x: {"a": {"b": (x.sum(), "t")}}, "sum", X, r"output\['a'\]\['b'\]\[1\] of"),
+        (lambda x: {"a": x.sum(), "rows": x * 2}, "avg", X[:5], r"output\['rows'\] of"),
+        (lambda x: {"a": x.sum(), "g": x.sum()}, {"a": "sum", "g": "gather"}, X, r"output\['g'\] of"),
+        (lambda x: (x.sum(), "t"), "sum", X, "output 1 of"),
+        (lambda x: "t", "sum", X, "the output of"),
+    ]
+    for fn, outputs, x, words in wrong:
+        with pytest.raises((TypeError, ValueError, CollectiveMismatch), match=words):
+            rt.function(fn, outputs=outputs)(x, num_slices=num_slices)
