@@ -625,10 +625,19 @@ def test_a_worker_imports_nothing_of_the_master_s_half() -> None:
             return " ".join(before), " ".join(names), " ".join(everything), str(error)
         raise AssertionError("a worker has forked")
 
+    def differentiate(x: np.ndarray) -> str:
+        import torch
+
+        value = torch.ones(2, requires_grad=True)
+        synk.torch.all_reduce(value, "sum").sum().backward()
+        assert "DataParallel" in dir(synk.torch) and not hasattr(synk.torch, "frok")
+        return communicate(x)
+
     with synk.fork(2, backend="numpy") as rt:
         imported = rt.function(communicate, outputs=None)(np.ones(2))
+        with_torch = rt.function(differentiate, outputs=None)(np.ones(2))
         before, names, found, refusal = rt.function(look_up, outputs="first")(np.ones(2))
-    assert imported == ["", ""]
+    assert imported == with_torch == ["", ""]
     assert {"Data", "fork", "function"} <= set(before.split()) and "comm" not in before
     assert set(synk.__all__) <= set(names.split())
     assert set(synk.__all__) <= set(found.split())

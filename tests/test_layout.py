@@ -26,7 +26,7 @@ BELOW: dict[str, tuple[str, ...]] = {
     "torch": ("_api", "_wire", "_pure", "errors"),
     "": ("torch", "_api", "_master", "_worker", "_wire", "errors", "_version"),
     "__main__": ("",),
-    "extensions": ("", "errors"),
+    "extensions": ("", "torch", "errors"),
 }
 """What each folder, or file beside the folders, may import; ``""`` is the package's own ``__init__``."""
 
@@ -38,7 +38,10 @@ SEES_ALSO = {
     "synk.torch._rank": "_worker",
     "synk.torch._reduction": "_worker",
     "synk.torch._kept_graphs": "_worker",
+    "synk.torch._adjoints": "_worker",
     "synk.torch._batchnorm": "_worker",
+    "synk.torch._collectives": "_worker",
+    "synk.torch._messages": "_worker",
 }
 """Of a package with a half in each process, which half a file belongs to."""
 

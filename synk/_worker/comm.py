@@ -61,7 +61,7 @@ class Comm:
     (``send``, ``recv`` and their like) are between two ranks. One thread at a time may use it, whichever it is.
 
     Nothing here is differentiated: a torch tensor that requires grad is refused with a TypeError, because the result
-    would be a constant to autograd. Pass ``tensor.detach()``.
+    would be a constant to autograd. :mod:`synk.torch` has the same collectives and messages for autograd.
 
     Attributes
     ----------
@@ -366,7 +366,8 @@ def _check_constant(array: Any, verb: str) -> None:
     if torch is not None and isinstance(array, torch.Tensor) and array.requires_grad:
         raise TypeError(
             f"cannot {verb} a torch tensor: got one that requires grad, expected one without, because synk.comm never "
-            "differentiates and its result would be a constant to autograd. Pass tensor.detach()."
+            f"differentiates and its result would be a constant to autograd. Use synk.torch.{verb}, which autograd "
+            "follows, or pass tensor.detach()."
         )
 
 

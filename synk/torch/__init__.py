@@ -1,10 +1,70 @@
-"""Training loops of PyTorch on all workers: a model and its optimizer on every rank, kept alike.
+"""PyTorch on all workers: training loops, and inside functions collectives and messages that are differentiated.
 
 Loaded when ``synk.torch`` is first used; nothing of synk imports torch by itself.
 """
 
-from synk.torch._data_parallel import DataParallel
-from synk.torch._rank import mean
-from synk.torch._replicate import Replicated, StepFunction, replicate
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+from typing import Any as _Any
 
-__all__ = ["DataParallel", "Replicated", "StepFunction", "mean", "replicate"]
+from synk._wire.cell import cell as _cell
+from synk.torch._collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
+from synk.torch._messages import Handle, irecv, isend, join_dummies, recv, send, wait
+
+if TYPE_CHECKING:
+    from synk.torch._data_parallel import DataParallel
+    from synk.torch._rank import mean
+    from synk.torch._replicate import Replicated, StepFunction, replicate
+
+# These bring the master's half with them, or are of no use without it. Functions on the workers seldom use one.
+_TRAINING = {
+    "DataParallel": "synk.torch._data_parallel",
+    "Replicated": "synk.torch._replicate",
+    "StepFunction": "synk.torch._replicate",
+    "mean": "synk.torch._rank",
+    "replicate": "synk.torch._replicate",
+}
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _TRAINING:
+        raise AttributeError(f"module 'synk.torch' has no attribute {name!r}")
+    with _cell.uninterrupted():  # an import that is broken off leaves files open
+        return getattr(_import_module(_TRAINING[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_TRAINING})
+
+
+__all__ = [
+    "DataParallel",
+    "Handle",
+    "Replicated",
+    "StepFunction",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "irecv",
+    "isend",
+    "join_dummies",
+    "mean",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "replicate",
+    "scatter",
+    "send",
+    "wait",
+]

@@ -13,6 +13,7 @@ import torch
 from synk._wire.cell import cell
 from synk._worker.comm import comm
 from synk.torch import _state as states
+from synk.torch._adjoints import losses
 from synk.torch._batchnorm import synchronize
 from synk.torch._reduction import Options, Reduction
 
@@ -60,9 +61,11 @@ class RankReplica:
             with torch.no_grad():
                 return _detached(fn(*self.objects, *args, **kwargs))
         self._reduction.begin()
+        losses.weight = comm.rows
         try:
             result = fn(*self.objects, *args, **kwargs)
         finally:
+            losses.weight = None
             self._reduction.end()
         self.num_steps += 1
         return _detached(result)

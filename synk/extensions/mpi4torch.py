@@ -1,0 +1,233 @@
+"""The names of mpi4torch (https://github.com/helmholtz-analytics/mpi4torch), inside functions on synk's workers.
+
+A program for it runs after ``import synk.extensions.mpi4torch as mpi4torch``; where modules of others import it by its
+name, after ``sys.modules["mpi4torch"] = synk.extensions.mpi4torch``. What differs:
+
+- Ranks are the places of those that run the call, and the communicator means something only in a function.
+- The in-place operations bring the values into their argument, but return another tensor, which has the gradient.
+- ``Recv`` and ``Irecv`` return what was received, and leave the tensor that says its shape as it is.
+- Messages can be differentiated once. Tags are below 2**20.
+- TorchScript knows ``Allreduce`` alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from synk import comm
+from synk.extensions._mpi4torch_ops import (
+    MPI_BAND,
+    MPI_BOR,
+    MPI_BXOR,
+    MPI_LAND,
+    MPI_LOR,
+    MPI_LXOR,
+    MPI_MAX,
+    MPI_MAXLOC,
+    MPI_MIN,
+    MPI_MINLOC,
+    MPI_PROD,
+    MPI_SUM,
+    OPS,
+    allreduce,
+)
+from synk.torch import (
+    Handle,
+    all_gather,
+    all_to_all,
+    broadcast,
+    gather,
+    irecv,
+    isend,
+    join_dummies,
+    recv,
+    reduce,
+    scatter,
+    send,
+    wait,
+)
+
+WaitHandle = Handle
+JoinDummies = join_dummies
+JoinDummiesHandle = join_dummies
+
+
+class _Communicator:
+    """All but what TorchScript compiles: it takes the methods that a class itself has, and knows little Python."""
+
+    __jit_unused_properties__ = ("rank", "size")
+    _is_alone: bool
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among those of the call."""
+        return 0 if self._is_alone else comm.ranks.index(comm.rank)
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return 1 if self._is_alone else len(comm.ranks)
+
+    def Bcast_(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
+        """Bring the values of ``root`` into the tensors of all, and return them: see :func:`synk.torch.broadcast`."""
+        source = self._rank_of(root)
+        result = tensor.clone() if self._is_alone else broadcast(tensor, source)
+        _overwrite(tensor, result)
+        return result
+
+    def Reduce_(self, tensor: torch.Tensor, op: int, root: int) -> torch.Tensor:
+        """Reduce into the tensor of ``root``, and return it; elsewhere it has no meaning."""
+        target = self._rank_of(root)
+        is_plain = op in OPS and not self._is_alone
+        result = reduce(tensor, OPS[op], target) if is_plain else allreduce(tensor, op, self._is_alone)
+        _overwrite(tensor, result)
+        return result
+
+    def Gather(self, tensor: torch.Tensor, gatheraxis: int, root: int) -> torch.Tensor:
+        """Join tensors along an axis on ``root``: see :func:`synk.torch.gather`."""
+        target = self._rank_of(root)
+        return tensor.clone() if self._is_alone else gather(tensor, gatheraxis, target)
+
+    def Allgather(self, tensor: torch.Tensor, gatheraxis: int) -> torch.Tensor:
+        """Join tensors along an axis on all ranks: see :func:`synk.torch.all_gather`."""
+        return tensor.clone() if self._is_alone else all_gather(tensor, gatheraxis)
+
+    def Scatter(self, tensor: torch.Tensor, scatteraxis: int, numelem: int, root: int) -> torch.Tensor:
+        """Return this rank's ``numelem`` of what ``root`` has along an axis: see :func:`synk.torch.scatter`."""
+        source = self._rank_of(root)
+        if self._is_alone:
+            return tensor.clone()
+        sizes = comm.gather(torch.tensor([numelem], device=tensor.device), source)
+        return scatter(tensor, scatteraxis, source, sizes=None if sizes is None else sizes.tolist())
+
+    def Alltoall(self, tensor: torch.Tensor, gatheraxis: int, scatteraxis: int, numelem: int) -> torch.Tensor:
+        """Return what ``Gather`` and then ``Scatter`` would: see :func:`synk.torch.all_to_all`."""
+        if self._is_alone:
+            return tensor.clone()
+        own = torch.tensor([tensor.shape[gatheraxis], numelem], device=tensor.device)
+        lengths, sizes = zip(*comm.all_gather(own).tolist())
+        if gatheraxis % tensor.ndim == scatteraxis % tensor.ndim:
+            start, stop = _bounds(lengths)[self.rank]
+            sizes = tuple(max(0, min(stop, end) - max(start, begin)) for begin, end in _bounds(sizes))
+        return all_to_all(tensor, scatteraxis, gatheraxis, sizes=sizes)
+
+    def Isend(self, tensor: torch.Tensor, dest: int, tag: int) -> Handle:
+        """Start to send: see :func:`synk.torch.isend`."""
+        return isend(tensor, self._rank_of(dest), tag)
+
+    def Irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Handle:
+        """Start to receive: see :func:`synk.torch.irecv`."""
+        return irecv(tensor, self._rank_of(source), tag)
+
+    def Wait(self, waithandle: Handle) -> torch.Tensor:
+        """Return what was received; of what was sent a tensor for ``JoinDummies``: see :func:`synk.torch.wait`."""
+        return wait(waithandle)
+
+    def Send(self, tensor: torch.Tensor, dest: int, tag: int) -> torch.Tensor:
+        """Send, and return a tensor for ``JoinDummies``: see :func:`synk.torch.send`."""
+        return send(tensor, self._rank_of(dest), tag)
+
+    def Recv(self, tensor: torch.Tensor, source: int, tag: int) -> torch.Tensor:
+        """Return what was received: see :func:`synk.torch.recv`."""
+        return recv(tensor, self._rank_of(source), tag)
+
+    def _rank_of(self, place: int) -> int:
+        if not 0 <= place < self.size:
+            raise ValueError(f"cannot communicate with rank {place}: got a communicator of {self.size}.")
+        return comm.rank if self._is_alone else comm.ranks[place]
+
+
+class MPI_Communicator(_Communicator):
+    """The ranks of the call, or one alone."""
+
+    def __init__(self, is_alone: bool = False) -> None:
+        self._is_alone = is_alone
+
+    def Allreduce(self, tensor: torch.Tensor, op: int) -> torch.Tensor:
+        """Reduce by an operation of MPI: see :func:`synk.torch.all_reduce`. Only ``MPI_SUM`` has a gradient."""
+        if torch.jit.is_scripting():
+            return torch.ops.synk.mpi4torch_allreduce(tensor, op, self._is_alone)
+        else:  # noqa: RET505 - without it TorchScript compiles the rest too
+            return allreduce(tensor, op, self._is_alone)
+
+
+COMM_WORLD = MPI_Communicator()
+
+
+def comm_from_mpi4py(comm_of_mpi: Any) -> MPI_Communicator:
+    """Return the communicator that has the ranks of one of mpi4py.
+
+    MPI does not know synk's workers: for it each of them is alone, and its ``COMM_WORLD`` there becomes a communicator
+    of one. For all ranks of a call take ``COMM_WORLD`` of this module.
+
+    Raises
+    ------
+    ValueError
+        If it has other ranks than this one, or those of the call.
+    """
+    place, size = comm_of_mpi.Get_rank(), comm_of_mpi.Get_size()
+    if size == 1:
+        return MPI_Communicator(is_alone=True)
+    if (place, size) == (COMM_WORLD.rank, COMM_WORLD.size):
+        return COMM_WORLD
+    raise ValueError(
+        f"cannot convert a communicator of mpi4py: got rank {place} of {size}, expected this rank alone, or rank "
+        f"{COMM_WORLD.rank} of {COMM_WORLD.size} as in the call. Use synk.extensions.mpi4torch.COMM_WORLD."
+    )
+
+
+def deactivate_cuda_aware_mpi_support() -> None:
+    """Do nothing: there is no MPI."""
+
+
+def _bounds(lengths: Any) -> list[tuple[int, int]]:
+    return list(itertools.pairwise(itertools.accumulate(lengths, initial=0)))
+
+
+def _overwrite(tensor: torch.Tensor, result: torch.Tensor) -> None:
+    """Bring the result into the argument; whoever differentiates through the argument from now on is told."""
+    if tensor.requires_grad and not tensor.is_leaf:
+        _Overwritten.apply(tensor, result)
+    else:
+        with torch.no_grad():
+            tensor.copy_(result)
+
+
+class _Overwritten(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor.copy_(result)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "cannot differentiate through a tensor that Bcast_ or Reduce_ has written into: got it, expected what they "
+            "have returned."
+        )
+
+
+__all__ = [
+    "COMM_WORLD",
+    "MPI_BAND",
+    "MPI_BOR",
+    "MPI_BXOR",
+    "MPI_LAND",
+    "MPI_LOR",
+    "MPI_LXOR",
+    "MPI_MAX",
+    "MPI_MAXLOC",
+    "MPI_MIN",
+    "MPI_MINLOC",
+    "MPI_PROD",
+    "MPI_SUM",
+    "JoinDummies",
+    "JoinDummiesHandle",
+    "MPI_Communicator",
+    "WaitHandle",
+    "comm_from_mpi4py",
+    "deactivate_cuda_aware_mpi_support",
+]

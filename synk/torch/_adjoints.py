@@ -1,0 +1,185 @@
+"""The collectives of ``synk.comm`` as Functions of torch: the backward pass of each is another of them.
+
+The gradient is that of the sum of all ranks' losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from synk._worker.comm import comm
+
+
+class Losses:
+    """How the losses of the ranks are added up.
+
+    Attributes
+    ----------
+    weight : float or None
+        What this rank's loss counts in the sum; None: as much as any other. The same for all threads, because autograd
+        has its own on devices.
+    """
+
+    weight: float | None = None
+
+
+losses = Losses()
+
+
+def apply(function: Any, x: torch.Tensor | None, *args: Any) -> torch.Tensor:
+    """Apply a Function between the ranks.
+
+    In a step of ``replicate`` the loss of a rank is the mean over its rows, and its gradients are weighted by rows in
+    the end. What comes from another rank has to arrive with that one's weight in the place of the own.
+    """
+    weight = losses.weight
+    result: torch.Tensor
+    if weight is None or x is None:
+        result = function.apply(x, *args)
+    else:
+        result = _Weighted.apply(function.apply(_Weighted.apply(x, 1 / weight), *args), weight)
+    return result
+
+
+class _Weighted(torch.autograd.Function):
+    """A tensor whose gradient is multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: float) -> torch.Tensor:
+        ctx.weight = weight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.weight, None
+
+
+class AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, op: str) -> torch.Tensor:
+        ctx.op, ctx.share = op, _share(op)
+        return as_tensor(comm.all_reduce(x.detach(), op, weight=ctx.share))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        check_has_gradient("all_reduce", ctx.op)
+        return _shared(apply(AllReduce, gradient, "sum"), ctx.share), None
+
+
+class Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, op: str, root: int) -> torch.Tensor:
+        ctx.op, ctx.share, ctx.root = op, _share(op), root
+        reduced = comm.reduce(x.detach(), op, root, weight=ctx.share)
+        return torch.zeros_like(x) if reduced is None else as_tensor(reduced)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        check_has_gradient("reduce", ctx.op)
+        return _shared(apply(Broadcast, gradient, ctx.root), ctx.share), None, None
+
+
+class Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, root: int) -> torch.Tensor:
+        ctx.root = root
+        return as_tensor(comm.broadcast(x.detach(), root))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return apply(Reduce, gradient, "sum", ctx.root), None
+
+
+class Gather(torch.autograd.Function):
+    """Rows of all ranks -> those of all on the root, none elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, root: int) -> torch.Tensor:
+        ctx.root, ctx.length = root, len(rows)
+        joined = comm.gather(rows.detach(), root)
+        return rows.new_empty(0, *rows.shape[1:]) if joined is None else as_tensor(joined)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        sizes = comm.gather(gradient.new_full((1,), ctx.length, dtype=torch.int64), ctx.root)
+        return apply(Scatter, gradient, ctx.root, None if sizes is None else sizes.tolist()), None
+
+
+class Scatter(torch.autograd.Function):
+    """Rows of the root, none elsewhere -> those of each rank."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor | None, root: int, sizes: Sequence[int] | None) -> torch.Tensor:
+        ctx.root, ctx.shape = root, None if rows is None else rows.shape
+        return as_tensor(comm.scatter(None if rows is None else rows.detach(), root, sizes=sizes))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return apply(Gather, gradient, ctx.root).reshape(ctx.shape), None, None
+
+
+class AllGather(torch.autograd.Function):
+    """Blocks of one shape -> all of them, stacked."""
+
+    @staticmethod
+    def forward(ctx: Any, block: torch.Tensor) -> torch.Tensor:
+        return as_tensor(comm.all_gather(block.detach()))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return apply(ReduceScatter, gradient, "sum")
+
+
+class ReduceScatter(torch.autograd.Function):
+    """A block for each rank, stacked -> this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, stack: torch.Tensor, op: str) -> torch.Tensor:
+        ctx.op, ctx.share = op, _share(op)
+        return as_tensor(comm.reduce_scatter(stack.detach(), op, weight=ctx.share))[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        check_has_gradient("reduce_scatter", ctx.op)
+        return _shared(apply(AllGather, gradient), ctx.share), None
+
+
+class AllToAll(torch.autograd.Function):
+    """Numbers for each rank, as many as are said -> those from each, as many as are said."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: torch.Tensor, outgoing: list[int], incoming: list[int]) -> torch.Tensor:
+        ctx.outgoing, ctx.incoming = outgoing, incoming
+        return as_tensor(comm.all_to_all(numbers.detach(), sizes=outgoing))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return apply(AllToAll, gradient, ctx.incoming, ctx.outgoing), None, None
+
+
+def check_has_gradient(verb: str, op: str) -> None:
+    """Refuse the backward pass of an op that has none, on all ranks before any of them waits."""
+    if op not in ("sum", "avg"):
+        raise RuntimeError(
+            f"cannot differentiate {verb}: got op {op!r}, expected 'sum' or 'avg'. Pass it tensor.detach(), and no "
+            "gradient comes back."
+        )
+
+
+def as_tensor(result: Any) -> torch.Tensor:
+    """Return what ``synk.comm`` gives as a tensor: an array where the function is built for no framework."""
+    return torch.as_tensor(result)
+
+
+def _share(op: str) -> float | None:
+    """Return what this rank counts in an average, as in those of ``synk.comm``; None for other ops."""
+    if op != "avg":
+        return None
+    return comm.rows / comm.total_rows if comm.total_rows else 1 / len(comm.ranks)
+
+
+def _shared(total: torch.Tensor, share: float | None) -> torch.Tensor:
+    return total if share is None else total * share
