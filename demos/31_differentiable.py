@@ -1,14 +1,14 @@
-"""A regression whose loss adds up over the ranks, fitted by LBFGS on all of them: torch differentiates through the sums.
+"""A regression by LBFGS on all ranks: the loss is a sum over them, and torch differentiates through the sum.
 
-The parabola, its curvature and the standard errors are those of one process. Every rank has its own rows and runs the
-same optimizer; first derivatives go through two collectives, and second ones too, for the errors of the parameters.
+Every rank has its own rows and runs the same optimizer. First derivatives go through two collectives, and so do second
+ones, which give the standard errors of the parameters. The results are those of one process.
 
 Run: python demos/31_differentiable.py
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -23,16 +23,17 @@ noise = 0.05 * torch.randn(10_001, generator=generator, dtype=torch.float64)
 outputs = TRUTH[0] + TRUTH[1] * inputs + TRUTH[2] * inputs**2 + noise
 
 
-def residuals(parameters: Any, x: Any, y: Any) -> Any:
+def residuals(parameters: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares."""
     return ((parameters[2] * x + parameters[1]) * x + parameters[0] - y).square().sum()
 
 
-def fit(loss_of: Any) -> tuple[Any, Any]:
+def fit(loss_of: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the parameters with the least loss, and the second derivatives of the loss there."""
     parameters = torch.zeros(3, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([parameters], line_search_fn="strong_wolfe", max_iter=30, tolerance_grad=1e-9)
 
-    def closure() -> Any:
+    def closure() -> torch.Tensor:
         optimizer.zero_grad()
         loss = loss_of(parameters)
         loss.backward()
@@ -43,11 +44,12 @@ def fit(loss_of: Any) -> tuple[Any, Any]:
     return found, torch.autograd.functional.hessian(loss_of, found)
 
 
-def fit_on_ranks(x: Any, y: Any) -> tuple[Any, Any]:
+def fit_on_ranks(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Fit all rows, of which this rank has some."""
 
-    def loss_of(parameters: Any) -> Any:
-        # Every rank has parameters of its own, which are equal. Their mean is what all of them are responsible for.
+    def loss_of(parameters: torch.Tensor) -> torch.Tensor:
+        # backward() adds up the losses of all ranks, which are equal here; the mean of the parameters, which are equal
+        # too, divides by as many.
         shared = synk.torch.all_reduce(parameters, "sum") / len(synk.comm.ranks)
         return synk.torch.all_reduce(residuals(shared, x, y), "sum")
 
