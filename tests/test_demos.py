@@ -16,7 +16,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMOS = sorted((ROOT / "demos").glob("[0-9]*.py"))
-SMALL = {"06_transfers.py", "10_digits_softmax.py", "20_torch_digits.py", "30_kalman.py"}
+SMALL = {"06_transfers.py", "10_digits_softmax.py", "20_torch_digits.py", "30_kalman.py", "32_halo.py"}
 
 
 def test_the_demos_are_found() -> None:
