@@ -142,6 +142,35 @@ def test_memory_of_large_messages_is_given_back(shared_runtimes: Any) -> None:
     assert after < size * (80 << 20)
 
 
+def resident_nbytes() -> int:
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmRSS"))
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("num_calls", "count"), [(1, 6), pytest.param(10, 100, marks=pytest.mark.storm)])
+def test_exchanges_of_64_mb_do_not_grow(shared_runtimes: Any, num_calls: int, count: int) -> None:
+    """Neither within a call, where a rank may be ahead of the other by a message, nor from call to call."""
+    rt, nbytes = shared_runtimes[2], 64 << 20
+
+    def body(x: np.ndarray, count: int) -> int:
+        comm, peer = synk.comm, 1 - synk.comm.rank
+        for number in range(count):
+            request = comm.irecv(None, peer)
+            comm.isend(np.full(nbytes, number % 256, np.uint8), peer)
+            assert (request.wait() == number % 256).all()
+        comm.barrier()
+        return resident_nbytes()
+
+    exchange = rt.function(body, bcast_inputs="count", outputs=None)
+    resident = rt.function(lambda x: (synk.comm.barrier(), resident_nbytes())[1], outputs=None)
+    exchange(np.zeros(2), 1)
+    before = max(resident(np.zeros(2)))
+    for _ in range(num_calls):
+        assert max(exchange(np.zeros(2), count)) < before + 6 * nbytes  # three messages of each rank
+        assert max(resident(np.zeros(2))) < before + (16 << 20)
+
+
 def test_memory_that_runs_out_is_an_exception(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
 

@@ -313,6 +313,28 @@ def test_an_array_may_be_changed_after_isend_and_its_messages_come_in_order(shar
     assert all(on_each(rt, body))
 
 
+def test_messages_of_70_mb_in_both_directions_at_once(shared_runtimes: Any) -> None:
+    """More than the memory that is kept for them: one that waits for its receiver, and two that do not."""
+    rt, count = shared_runtimes[2], 70_000_000 // 8
+
+    def body(comm: Any) -> bool:
+        peer = 1 - comm.rank
+        expected = [np.arange(float(count)) + 10 * peer + number for number in range(3)]
+        requests = [comm.irecv(None, peer, 1), comm.irecv(np.empty(count), peer, 2)]
+        array = np.arange(float(count)) + 10 * comm.rank
+        comm.send(array, peer)
+        for tag in (1, 2):
+            array += 1
+            comm.isend(array, peer, tag)
+        array[:] = -1
+        last, first = requests[1].wait(), requests[0].wait()
+        got = [comm.recv(None, peer, out=array), first, last]
+        assert got[0] is array
+        return all(np.array_equal(*pair) for pair in zip(got, expected))
+
+    assert all(on_each(rt, body))
+
+
 def test_the_kth_irecv_gets_the_kth_message(shared_runtimes: Any) -> None:
     """Also where a recv comes between them, and where the messages are there before they are asked for."""
     rt = shared_runtimes[2]
