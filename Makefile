@@ -27,15 +27,17 @@ JAX := $(VENV)/.jax-$(VERSION)
 PYTENSOR := $(VENV)/.pytensor-$(VERSION)
 DEV := $(VENV)/.dev-$(VERSION)
 DOCS := $(VENV)/.docs-$(VERSION)
+CHECKS := $(VENV)/.checks-$(VERSION)
 BENCH := $(VENV)/.bench-$(VERSION)
 GPU := $(VENV)/.gpu-$(VERSION)
 # The extra that matches the driver, for the gpu targets.
 CUDA ?= cuda13
 # In variables, because a comma would end an argument of call.
 DEMO_EXTRAS := demos,plot
+CHECK_EXTRAS := dev,test-jax,test-pytensor
 GPU_EXTRAS = $(CUDA),test
 
-.PHONY: help demo test jax pytensor bench gpu-test gpu-bench storm faults lint doctest docs smoke clean
+.PHONY: help demo test jax pytensor bench gpu-test gpu-bench storm faults checks lint doctest docs smoke clean
 
 help:
 	@echo "make demo      trains on handwritten digits, serial and on 1, 2, ... workers: a table, and a picture of the speed-up"
@@ -76,6 +78,10 @@ gpu-test: $(GPU)
 
 gpu-bench: $(GPU)
 	@$(PY) -m benchmarks.gpu $(ARGS)
+
+# All that the checks need, in one run of pip: each run would resolve and look through all packages again.
+checks: $(CHECKS)
+	@:
 
 lint: $(DEV)
 	@$(PY) -m ruff check .
@@ -134,6 +140,10 @@ $(DOCS): $(BASE) pyproject.toml
 
 $(DEV): $(TEST)
 	$(call install,-c constraints.txt -e '.[dev]')
+
+$(CHECKS): $(BASE) pyproject.toml constraints.txt
+	$(call install,-c constraints.txt -e '.[$(CHECK_EXTRAS)]')
+	@touch $(TEST) $(JAX) $(PYTENSOR) $(DEV) $(DOCS)
 
 # A peer that cannot be installed here is listed as missing in the tables; the others still count.
 $(BENCH): $(TEST) benchmarks/requirements.txt

@@ -10,9 +10,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize(
-    "target", ("help", "demo", "test", "jax", "pytensor", "bench", "docs", "lint", "smoke", "gpu-test")
-)
+TARGETS = ("help", "demo", "test", "jax", "pytensor", "bench", "checks", "docs", "lint", "smoke", "gpu-test")
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_the_commands_of_a_target_are_whole(target: str, tmp_path: Path) -> None:
     plan = subprocess.run(
         ["make", "-n", f"VENV={tmp_path / 'venv'}", target], cwd=ROOT, capture_output=True, text=True, check=True
