@@ -30,9 +30,12 @@ def wait_for_file(path: str) -> None:
         time.sleep(0.01)
 
 
-def stuck_call(rt: Any, path: Path, target: Callable[..., Any]) -> threading.Thread:
-    """Start a call of ``target`` in a thread; it ends when ``path`` exists."""
-    function = rt.function(target, bcast_inputs="path", outputs="sum")
+def build(rt: Any, target: Callable[..., Any]) -> Any:
+    return rt.function(target, bcast_inputs="path", outputs="sum")
+
+
+def stuck_call(function: Any, path: Path) -> threading.Thread:
+    """Start a call in a thread; it ends when ``path`` exists."""
     thread = threading.Thread(target=function, args=(np.ones(2), str(path)))
     thread.start()
     return thread
@@ -46,6 +49,7 @@ def explained(rt: Any, word: str) -> str:
         if text.count(word) == rt.world_size:
             return str(text)
         assert time.monotonic() < deadline, text
+        time.sleep(0.01)
 
 
 def test_where_shows_phase_and_stack_of_each_rank(reused: Fork, tmp_path: Path) -> None:
@@ -56,7 +60,7 @@ def test_where_shows_phase_and_stack_of_each_rank(reused: Fork, tmp_path: Path) 
         wait_for_file(path)
         return float(x.sum())
 
-    thread = stuck_call(rt, path, stuck_here)
+    thread = stuck_call(build(rt, stuck_here), path)
     text = explained(rt, "in stuck_here")
     assert text.count("function, ") == 2
     for worker in rt._session.workers.by_rank:
@@ -73,7 +77,7 @@ def test_where_answers_while_c_code_holds_the_interpreter(reused: Fork, tmp_path
         ctypes.PyDLL(None).usleep(1_500_000)  # PyDLL keeps the interpreter's lock
         return float(x.sum())
 
-    thread = stuck_call(rt, tmp_path / "unused", held_here)
+    thread = stuck_call(build(rt, held_here), tmp_path / "unused")
     explained(rt, "in held_here")
     thread.join()
 
@@ -96,10 +100,13 @@ def reported(
     monkeypatch.setenv("SYNK_STUCK_AFTER", "0.5")
     rt = runtime(2)
     path = tmp_path / "go"
+    function = build(rt, target)
     with caplog.at_level(logging.WARNING, "synk"):
-        harness.pids(rt)  # starting and loading may take that long, too
+        path.touch()
+        function(np.ones(2), str(path))  # starting and loading may take that long, too
+        path.unlink()
         caplog.clear()
-        thread = stuck_call(rt, path, target)
+        thread = stuck_call(function, path)
         assert harness.wait_for(lambda: any("more than 0.5 s" in record.getMessage() for record in caplog.records))
         path.touch()
         thread.join()
