@@ -57,7 +57,7 @@ demo: $(DEMOS)
 	@$(PY) demos/10_digits_softmax.py --picture digits.png
 
 test: $(TEST)
-	@$(PY) -m pytest -n $(JOBS) --maxprocesses 8 $(ARGS)
+	@$(PY) -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal $(ARGS)
 
 # From then on `make test` also runs the tests that need these; without them it names the tests as skipped.
 jax: $(JAX)

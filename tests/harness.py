@@ -182,7 +182,8 @@ def shm_files() -> frozenset[str]:
 def mapped_memfds(pid: int | str = "self") -> frozenset[int]:
     """Return the inodes of the memory files that a process has mapped."""
     with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
-        return frozenset(int(line.split()[4]) for line in file if "/memfd:synk" in line)
+        text = file.read()
+    return frozenset(int(line.split()[4]) for line in text.splitlines() if "/memfd:synk" in line)
 
 
 def process_stat(pid: int) -> tuple[str, str, int, int] | None:

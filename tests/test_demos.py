@@ -30,7 +30,7 @@ def test_demo_checks_its_numbers_and_equals_its_serial_calls(path: Path, tmp_pat
     finished = subprocess.run(
         [sys.executable, "-W", "error", str(ROOT / "tests" / "verified.py"), str(path), *size],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": search_path},
+        env={**os.environ, "PYTHONPATH": search_path, "OMP_NUM_THREADS": "1"},  # threads that wait take cores of others
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -24,7 +24,7 @@ checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
 
 F = torch.nn.functional
 
-WORKERS = [1, 2, 4]
+WORKERS = [1, 2, 3]
 
 
 def plain_step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
@@ -718,8 +718,8 @@ def test_another_dtype_and_new_parameters_are_sent_anew(shared_runtimes: Any) ->
         step(x, y)  # the optimizer still has the old one
 
 
-def test_life_after_the_runtime(runtime: Any) -> None:
-    rt = runtime(2)
+def test_life_after_the_runtime(reused: Callable[..., Any]) -> None:
+    rt = reused(2)
     rep, step, model, optimizer = trained(rt, 4)
     rt.close()
     expected = reference(4)
