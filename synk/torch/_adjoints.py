@@ -160,6 +160,15 @@ class AllToAll(torch.autograd.Function):
         return apply(AllToAll, gradient, ctx.incoming, ctx.outgoing), None, None
 
 
+def check_tensor(verb: str, x: Any) -> None:
+    """Refuse anything else: functions that are built for no framework have arrays."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(
+            f"cannot {verb} by synk.torch: got a value of type {type(x).__name__}, expected a tensor. Build the "
+            "function with framework='torch', or pass torch.as_tensor(value)."
+        )
+
+
 def check_has_gradient(verb: str, op: str) -> None:
     """Refuse the backward pass of an op that has none, on all ranks before any of them waits."""
     if op not in ("sum", "avg"):

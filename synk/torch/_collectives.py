@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from synk._worker.comm import comm
@@ -26,6 +28,7 @@ from synk.torch._adjoints import (
     ReduceScatter,
     Scatter,
     apply,
+    check_tensor,
 )
 
 
@@ -64,6 +67,7 @@ def all_reduce(x: torch.Tensor, op: str = "avg") -> torch.Tensor:
     >>> slopes  # two ranks, each with a loss of 3 * 3; the derivatives of their sum
     [tensor(12.), tensor(24.)]
     """
+    check_tensor("all_reduce", x)
     return apply(AllReduce, x, op)
 
 
@@ -75,6 +79,7 @@ def reduce(x: torch.Tensor, op: str = "avg", root: int = 0) -> torch.Tensor:
     tensor
         New, of the shape of ``x``.
     """
+    check_tensor("reduce", x)
     return apply(Reduce, x, op, root)
 
 
@@ -92,6 +97,7 @@ def broadcast(x: torch.Tensor, root: int = 0) -> torch.Tensor:
     tensor
         New, of the shape of ``x``.
     """
+    check_tensor("broadcast", x)
     return apply(Broadcast, x, root)
 
 
@@ -129,9 +135,10 @@ def scatter(x: torch.Tensor | None, dim: int = 0, root: int = 0, *, sizes: Seque
     tensor
         New.
     """
-    if comm.rank == root and x is not None:
+    if comm.rank == root:
         x = _rows("scatter", x, dim)
     elif x is not None:
+        check_tensor("scatter", x)
         x = x.reshape(-1)[:0]  # nothing of it, but its place in the graph
     return apply(Scatter, x, root, sizes).movedim(0, dim)
 
@@ -219,15 +226,17 @@ def all_to_all(
     return torch.cat(blocks, cat_dim)
 
 
-def _check_dim(verb: str, x: torch.Tensor, dim: int) -> None:
-    if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"cannot {verb} along axis {dim}: got a tensor of {x.ndim} axes, expected one that has it.")
+def _check_dim(verb: str, x: Any, dim: int) -> None:
+    check_tensor(verb, x)
+    if not isinstance(dim, (int, np.integer)) or not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"cannot {verb} along axis {dim!r}: got a tensor of {x.ndim} axes, expected one that has it.")
 
 
-def _rows(verb: str, x: torch.Tensor, dim: int) -> torch.Tensor:
+def _rows(verb: str, x: Any, dim: int) -> torch.Tensor:
     """Return a tensor with an axis in front."""
     _check_dim(verb, x, dim)
-    return x.movedim(dim, 0)
+    rows: torch.Tensor = x.movedim(dim, 0)
+    return rows
 
 
 def _checked_sizes(verb: str, length: int, dim: int, sizes: Sequence[int] | None) -> list[int]:

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from synk._wire.cell import cell
 from synk._worker.comm import comm
 from synk._worker.messages import Messages
 from synk._worker.requests import Request
-from synk.torch._adjoints import apply, as_tensor
+from synk.torch._adjoints import apply, as_tensor, check_tensor
 
 GRADIENT_TAGS = 1 << 20
 """Tags of messages are below; the gradient of the k-th one of a tag has ``tag + k * GRADIENT_TAGS``, from k = 1 on."""
@@ -66,6 +67,7 @@ def isend(x: torch.Tensor, peer: int, tag: int = 0) -> Handle:
     -------
     Handle
     """
+    check_tensor("isend", x)
     back = _gradient_tag("send", peer, tag)
     request = comm.isend(x.detach(), peer, tag)
     return Handle(_sent(x, peer, back), request, None)
@@ -86,6 +88,7 @@ def irecv(like: torch.Tensor, peer: int, tag: int = 0) -> Handle:
     -------
     Handle
     """
+    check_tensor("recv", like)
     back = _gradient_tag("recv", peer, tag)
     request = comm.irecv(like.detach(), peer, tag)
     return Handle(join_dummies(like.new_zeros(()), [like]), request, (peer, back))
@@ -113,6 +116,7 @@ def send(x: torch.Tensor, peer: int, tag: int = 0) -> torch.Tensor:
     tensor, shape ()
         The dummy.
     """
+    check_tensor("send", x)
     back = _gradient_tag("send", peer, tag)
     comm.send(x.detach(), peer, tag)
     return _sent(x, peer, back)
@@ -223,9 +227,9 @@ class _Last(torch.autograd.Function):
 
 def _gradient_tag(kind: str, peer: int, tag: int) -> int:
     """Count a message, and return the tag of its gradient."""
-    if not 0 <= tag < GRADIENT_TAGS:
+    if not isinstance(tag, (int, np.integer)) or not 0 <= tag < GRADIENT_TAGS:
         raise ValueError(
-            f"cannot send or receive a message that is differentiated: got tag={tag!r}, expected one from 0 to "
+            f"cannot send or receive a message that is differentiated: got tag={tag!r}, expected an int from 0 to "
             f"{GRADIENT_TAGS - 1}."
         )
     messages = cell.worker.collectives().messages

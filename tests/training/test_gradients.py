@@ -328,6 +328,7 @@ def test_what_has_no_meaning_is_refused(shared_runtimes: Any) -> None:
     wrong: dict[str, Callable[[torch.Tensor], Any]] = {
         "cannot gather along axis 0: got a tensor of 0 axes": lambda x: synk.torch.gather(x.sum()),
         "cannot all_gather along axis 2: got a tensor of 2 axes": lambda x: synk.torch.all_gather(x, 2),
+        "cannot gather along axis 'x'": lambda x: synk.torch.gather(x, "x"),  # type: ignore[arg-type]
         "cannot all_to_all along axis -3": lambda x: synk.torch.all_to_all(x, 0, -3),
         "cannot all_to_all: got length 3 along axis 1, expected a multiple of 2": lambda x: synk.torch.all_to_all(x, 1),
         "cannot reduce_scatter: got length 3": lambda x: synk.torch.reduce_scatter(x, dim=1),
@@ -345,6 +346,15 @@ def test_what_has_no_meaning_is_refused(shared_runtimes: Any) -> None:
     for text, call in wrong.items():
         with same_workers(rt), pytest.raises(ValueError, match=text):
             on_each(rt, lambda rank, size, call=call: call(torch.ones(2, 3)))  # type: ignore[misc]
+
+
+def test_arrays_are_refused_and_told_how_they_become_tensors(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    for verb in COLLECTIVES + MESSAGES:
+        peer = (0,) if verb in MESSAGES else ()
+        text = r"by synk\.torch: got a value of type ndarray, expected a tensor"
+        with same_workers(rt), pytest.raises(TypeError, match=text):
+            rt.function(lambda x, verb=verb, peer=peer: getattr(synk.torch, verb)(x, *peer), outputs=None)(np.ones(4))  # type: ignore[misc]
 
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")
