@@ -67,10 +67,9 @@ def isend(x: torch.Tensor, peer: int, tag: int = 0) -> Handle:
     -------
     Handle
     """
-    check_tensor("isend", x)
-    back = _gradient_tag("send", peer, tag)
+    _check("isend", x, tag)
     request = comm.isend(x.detach(), peer, tag)
-    return Handle(_sent(x, peer, back), request, None)
+    return Handle(_sent(x, peer, tag), request, None)
 
 
 def irecv(like: torch.Tensor, peer: int, tag: int = 0) -> Handle:
@@ -88,10 +87,9 @@ def irecv(like: torch.Tensor, peer: int, tag: int = 0) -> Handle:
     -------
     Handle
     """
-    check_tensor("recv", like)
-    back = _gradient_tag("recv", peer, tag)
+    _check("irecv", like, tag)
     request = comm.irecv(like.detach(), peer, tag)
-    return Handle(join_dummies(like.new_zeros(()), [like]), request, (peer, back))
+    return Handle(join_dummies(like.new_zeros(()), [like]), request, (peer, _gradient_tag("recv", peer, tag)))
 
 
 def wait(handle: Handle) -> torch.Tensor:
@@ -116,10 +114,9 @@ def send(x: torch.Tensor, peer: int, tag: int = 0) -> torch.Tensor:
     tensor, shape ()
         The dummy.
     """
-    check_tensor("send", x)
-    back = _gradient_tag("send", peer, tag)
+    _check("send", x, tag)
     comm.send(x.detach(), peer, tag)
-    return _sent(x, peer, back)
+    return _sent(x, peer, tag)
 
 
 def recv(like: torch.Tensor, peer: int, tag: int = 0) -> torch.Tensor:
@@ -176,9 +173,9 @@ class _Join(torch.autograd.Function):
         return gradient, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.looks)
 
 
-def _sent(x: torch.Tensor, peer: int, back: int) -> torch.Tensor:
-    """Return the dummy of what is sent."""
-    return apply(_Sent, x, join_dummies(x.new_zeros(()), [x]), peer, back)
+def _sent(x: torch.Tensor, peer: int, tag: int) -> torch.Tensor:
+    """Return the dummy of what was sent."""
+    return apply(_Sent, x, join_dummies(x.new_zeros(()), [x]), peer, _gradient_tag("send", peer, tag))
 
 
 class _Sent(torch.autograd.Function):
@@ -225,14 +222,17 @@ class _Last(torch.autograd.Function):
         )
 
 
-def _gradient_tag(kind: str, peer: int, tag: int) -> int:
-    """Count a message, and return the tag of its gradient."""
+def _check(verb: str, x: Any, tag: int) -> None:
+    check_tensor(verb, x)
     if not isinstance(tag, (int, np.integer)) or not 0 <= tag < GRADIENT_TAGS:
         raise ValueError(
-            f"cannot send or receive a message that is differentiated: got tag={tag!r}, expected an int from 0 to "
+            f"cannot {verb} a message that is differentiated: got tag={tag!r}, expected an int from 0 to "
             f"{GRADIENT_TAGS - 1}."
         )
-    messages = cell.worker.collectives().messages
-    count = _counted.setdefault(messages, Counter())
+
+
+def _gradient_tag(kind: str, peer: int, tag: int) -> int:
+    """Count a message, and return the tag of its gradient."""
+    count = _counted.setdefault(cell.worker.collectives().messages, Counter())
     count[kind, peer, tag] += 1
     return tag + count[kind, peer, tag] * GRADIENT_TAGS

@@ -18,7 +18,7 @@ from harness import same_workers
 
 import synk
 import synk.torch
-from synk.errors import CollectiveMismatch
+from synk.errors import CollectiveMismatch, ReentrancyError
 
 EVERYWHERE = (1, 2, 3, "inline")
 Tensors = list[torch.Tensor]
@@ -339,9 +339,7 @@ def test_what_has_no_meaning_is_refused(shared_runtimes: Any) -> None:
             x[: 1 + synk.comm.rank], 1, 1, sizes=[1, 2]
         ),
         "cannot reduce: got op 'mean'": lambda x: synk.torch.all_reduce(x, "mean"),
-        "cannot send or receive a message that is differentiated: got tag=1048576": lambda x: synk.torch.send(
-            x, 0, 1 << 20
-        ),
+        "cannot send a message that is differentiated: got tag=1048576": lambda x: synk.torch.send(x, 0, 1 << 20),
     }
     for text, call in wrong.items():
         with same_workers(rt), pytest.raises(ValueError, match=text):
@@ -355,6 +353,12 @@ def test_arrays_are_refused_and_told_how_they_become_tensors(shared_runtimes: An
         text = r"by synk\.torch: got a value of type ndarray, expected a tensor"
         with same_workers(rt), pytest.raises(TypeError, match=text):
             rt.function(lambda x, verb=verb, peer=peer: getattr(synk.torch, verb)(x, *peer), outputs=None)(np.ones(4))  # type: ignore[misc]
+
+
+def test_outside_of_a_function_they_have_no_meaning() -> None:
+    for verb in COLLECTIVES + MESSAGES:
+        with pytest.raises(ReentrancyError, match="only inside a function"):
+            getattr(synk.torch, verb)(torch.ones(2), *((0,) if verb in MESSAGES else ()))
 
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")
