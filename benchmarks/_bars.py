@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import small, training
+from benchmarks import messages, small, training
 from benchmarks._harness import BARE, GLOO, JAX, MPI, POOL
 
 Results = dict[str, Any]
@@ -290,8 +290,10 @@ BARS = (
             ("half a round trip of 8 B", 8, 3),
             ("64 MB into an existing array", 1.5, 1.2),
             ("8 MB exchanged, 10 ms of work between", 1.2, 1.0),
+            (messages.KALMAN, 1.12, 1.03),
         )
     ),
+    Bar(f"{messages.KALMAN}: ordered / as written", 0.95, 0.92, _message(messages.KALMAN, messages.AS_WRITTEN.name)),
     Bar(
         "isend of 8 MB to a rank that sleeps",
         50, 10, _message("isend of 8 MB to a rank that sleeps", None, 1e3), unit=" ms",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
+from collections.abc import Callable
 
 import numpy as np
 from mpi4py import MPI
 
 from benchmarks import _work
 from benchmarks._serve import Call, serve
-from benchmarks.messages import WORK_S
+from benchmarks.messages import CUBE_S, WORK_S
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.Get_rank(), WORLD.Get_size()
@@ -100,7 +101,7 @@ def message(name: str, nbytes: int, repetitions: int) -> Call:
             _work.spin(WORK_S)
             MPI.Request.Waitall(requests)
 
-    body = {"round_trip": round_trip, "one_way": one_way, "exchange": exchange}[name]
+    body = {"round_trip": round_trip, "one_way": one_way, "exchange": exchange, "kalman": _kalman(nbytes)}[name]
     num_messages = repetitions * (2 if name == "round_trip" else 1)
 
     def call(number: int) -> float:
@@ -111,6 +112,36 @@ def message(name: str, nbytes: int, repetitions: int) -> Call:
         return (time.perf_counter() - start) / num_messages
 
     return call
+
+
+def _kalman(nbytes: int) -> Callable[[], None]:
+    """Update a Kalman filter on two ranks, each operation a sleep, its messages where an expert would put them."""
+    peer = 1 - RANK
+    array, *others = (np.ones(nbytes, np.uint8) for _ in range(6))
+
+    def work(cubes: float) -> None:
+        time.sleep(cubes * CUBE_S)
+
+    def mean() -> None:
+        requests = [WORLD.Isend(array, peer, 1), WORLD.Isend(array, peer, 3), WORLD.Irecv(others[0], peer, 5)]
+        work(2)
+        requests.append(WORLD.Isend(array, peer, 4))
+        work(2)
+        requests.append(WORLD.Isend(array, peer, 2))
+        work(2 / 3)
+        MPI.Request.Waitall(requests)
+
+    def covariance() -> None:
+        h, b, sigma, a = (WORLD.Irecv(others[tag], peer, tag) for tag in (1, 2, 3, 4))
+        MPI.Request.Waitall([h, b])
+        work(8 / 3)
+        a.Wait()
+        work(2)
+        sigma.Wait()
+        work(2)
+        WORLD.Send(array, peer, 5)
+
+    return covariance if RANK else mean
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ import numpy as np
 import synk
 from benchmarks import _work
 from benchmarks._serve import WORLD_SIZE, Call, serve
-from benchmarks.messages import NAP_S, WORK_S
+from benchmarks.messages import CUBE_S, NAP_S, WORK_S
+from synk.extensions.dataflow import flow
 
 
 def prepare(job: str, **params: int) -> Call:
@@ -50,6 +51,8 @@ def message(name: str, nbytes: int, repetitions: int) -> Call:
     """Exchange messages between the first two ranks in one call; return the seconds of one."""
     if name == "deadlock":
         return _deadlock()
+    if name.startswith("kalman"):
+        return _kalman(nbytes, is_ordered=name == "kalman")
     num_messages = repetitions * (2 if name == "round_trip" else 1)
     array, other = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)  # each rank's own, and kept between calls
     ack = np.ones(1, np.uint8)
@@ -87,6 +90,46 @@ def message(name: str, nbytes: int, repetitions: int) -> Call:
         return (time.perf_counter() - start) / num_messages
 
     function = synk.function(body, outputs="max", name=name)
+    rows = np.zeros(WORLD_SIZE)
+    return lambda number: float(function(rows))
+
+
+def _kalman(nbytes: int, *, is_ordered: bool) -> Call:
+    """Update a Kalman filter on two ranks, each operation a sleep: in the order that is found, or as written."""
+    matrix = np.ones(nbytes, np.uint8)
+
+    def work(cubes: float, *needs: Any) -> Any:
+        time.sleep(cubes * CUBE_S)
+        return matrix
+
+    def run(given: Any, call: Any, send: Any, recv: Any) -> Any:
+        if synk.comm.rank == 0:
+            a = call(work, 2)
+            b = call(work, 2, a)
+            mean = call(work, 2 / 3, a, b)
+            for tag, array in enumerate((given, b, given, a), 1):
+                send(array, 1, tag)
+            return mean, recv(None, 1, 5)
+        if synk.comm.rank == 1:
+            h, b, sigma, a = (recv(None, 0, tag) for tag in (1, 2, 3, 4))
+            solved = call(work, 8 / 3, b, h)
+            product = call(work, 2, a, solved)
+            send(call(work, 2, product, sigma), 0, 5)
+        return None
+
+    ordered = flow(lambda given: run(given, flow.call, flow.send, flow.recv))
+
+    def body(x: Any) -> float:
+        comm = synk.comm
+        comm.barrier()
+        start = time.perf_counter()
+        if is_ordered:
+            ordered(matrix)
+        else:
+            run(matrix, lambda function, *args: function(*args), comm.send, comm.recv)
+        return time.perf_counter() - start
+
+    function = synk.function(body, outputs="max", name="kalman")
     rows = np.zeros(WORLD_SIZE)
     return lambda number: float(function(rows))
 
