@@ -105,8 +105,8 @@ def where_data_live(colours: dict[str, str]) -> Picture:
     picture.line(212, 30, 212, 262, is_dashed=True)
     picture.line(428, 30, 428, 262, is_dashed=True)
     rows = (
-        ("a", "a plain array", "copied at every call", "read where it lies"),
-        ("b", "synk.data(x)", "copied once", "read where it lies"),
+        ("a", "a plain array", "copied at every call", "read in place"),
+        ("b", "synk.data(x)", "copied once", "read in place"),
         ("c", "synk.shared(w)", "a copy on demand: w.value", "read and assigned by every rank"),
     )
     for number, (ink, name, how, use) in enumerate(rows):
