@@ -25,7 +25,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"synk {release}"
 html_static_path = ["_static"]
-html_css_files = ["tables.css"]
+html_css_files = ["pages.css"]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
