@@ -113,7 +113,12 @@ def gather(x: torch.Tensor, dim: int = 0, root: int = 0) -> torch.Tensor:
     Returns
     -------
     tensor
-        On other ranks it is empty: of length 0 along ``dim``.
+        New. On other ranks it is empty: of length 0 along ``dim``.
+
+    Raises
+    ------
+    ValueError
+        If ``x`` has no such axis, or the call no such rank.
     """
     return apply(Gather, _rows("gather", x, dim), root).movedim(0, dim)
 
@@ -149,14 +154,18 @@ def all_gather(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
     Parameters
     ----------
     x : tensor
-        Of any length along ``dim``, and of one shape and dtype otherwise. Where lengths differ, all are brought to the
-        longest on their way.
+        Of any length along ``dim``, and of one shape and dtype otherwise.
     dim : int
 
     Returns
     -------
     tensor
         New.
+
+    Notes
+    -----
+    The ranks tell each other their lengths first, which takes as long as a small collective. Where they differ, all
+    blocks are brought to the longest on their way.
     """
     rows = _rows("all_gather", x, dim)
     sizes = [size for (size,) in _of_all_ranks(x, [len(rows)])]

@@ -66,6 +66,13 @@ def isend(x: torch.Tensor, peer: int, tag: int = 0) -> Handle:
     Returns
     -------
     Handle
+
+    Raises
+    ------
+    TypeError, ValueError
+        If ``x`` is no tensor, ``peer`` no rank of the call, or the tag another one.
+    RuntimeError
+        In the second derivative.
     """
     _check("isend", x, tag)
     request = comm.isend(x.detach(), peer, tag)
@@ -98,7 +105,13 @@ def wait(handle: Handle) -> torch.Tensor:
     Returns
     -------
     tensor
-        What was received; of what was sent the dummy.
+        What was received, new, of the shape of ``like``; of what was sent the dummy, of shape ().
+
+    Raises
+    ------
+    CollectiveMismatch
+        If the message cannot come, or its gradient in the backward pass: a rank has left the function, or all wait for
+        each other.
     """
     if handle._back is None:
         handle._request.wait()
@@ -155,6 +168,10 @@ def join_dummies(x: Joined, dummies: Sequence[torch.Tensor]) -> Joined:
     -------
     tensor or Handle
         A view of the tensor; or another handle of the same message, to be used in the place of the first.
+
+    Notes
+    -----
+    The idea and the name are those of mpi4torch, https://github.com/helmholtz-analytics/mpi4torch.
     """
     if isinstance(x, Handle):
         return replace(x, dummy=join_dummies(x.dummy, dummies))
