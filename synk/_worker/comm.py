@@ -111,7 +111,7 @@ class Comm:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(np.flatnonzero(_called().lane.down[:, Down.PARTICIPATES]).tolist())
+        return tuple(_called().lane.rows())
 
     @property
     def rows(self) -> int:
@@ -120,8 +120,7 @@ class Comm:
 
     @property
     def total_rows(self) -> int:
-        down = _called().lane.down
-        return sum(rows for rows, runs in zip(down[:, Down.ROWS].tolist(), down[:, Down.PARTICIPATES].tolist()) if runs)
+        return sum(_called().lane.rows().values())
 
     def all_reduce(self, array: Any, op: str = "avg", *, weight: float | None = None, out: Any = None) -> Any:
         """Reduce ``array`` of all ranks; every rank gets the result.
@@ -362,6 +361,8 @@ class Comm:
 
 def _check_constant(array: Any, verb: str) -> None:
     """Refuse a tensor through which autograd would follow a value: it cannot follow it to the other ranks."""
+    if type(array) is np.ndarray:
+        return
     torch = sys.modules.get("torch")  # where it was never imported there is no tensor
     if torch is not None and isinstance(array, torch.Tensor) and array.requires_grad:
         raise TypeError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from synk._wire.control import Up, control_blocks
+from synk._wire.control import Down, Up, control_blocks
 from synk._wire.memory import Segment
 from synk._worker.execute import Executor
 from synk._worker.plans import PreparedPlan
@@ -22,3 +22,7 @@ class WorkerLane:
         self.published = memoryview(self.up.T[Up.PUBLISHED])
         self.communicator: ShmCommunicator | None = None
         self.called: PreparedPlan | None = None  # the plan of the last call
+
+    def rows(self) -> dict[int, int]:
+        """Return how many rows each rank has that runs the call under way."""
+        return {rank: row[Down.ROWS] for rank, row in enumerate(self.down.tolist()) if row[Down.PARTICIPATES]}

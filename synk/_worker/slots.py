@@ -33,7 +33,7 @@ class Slots:
     @property
     def participants(self) -> list[int]:
         """The ranks that run the call under way, ascending."""
-        return np.flatnonzero(self._down[:, Down.PARTICIPATES]).tolist()
+        return [rank for rank, takes_part in enumerate(self._down[:, Down.PARTICIPATES].tolist()) if takes_part]
 
     @property
     def is_first(self) -> bool:

@@ -25,6 +25,8 @@ class UserArrays:
 
     def take(self, array: Any) -> Any:
         """Return a contiguous array of the backend."""
+        if type(array) is np.ndarray and self._backend.xp is np and _is_plain(array):
+            return array
         if self._from_framework is not None:
             array = self._from_framework(array)
         xp = self._backend.xp
@@ -36,6 +38,8 @@ class UserArrays:
 
     def place(self, out: Any, like: Any) -> Any:
         """Return the memory of ``out``, into which an array like another one is to go."""
+        if out is like and out.flags.writeable:  # what ``take`` has found to be as it must
+            return out
         place = out if self._from_framework is None else self._from_framework(out)
         if not self._backend.is_array(place) or place.shape != like.shape or place.dtype != like.dtype:
             got = f"{getattr(place, 'dtype', type(place).__name__)} of shape {getattr(place, 'shape', ())}"
@@ -70,3 +74,8 @@ class UserArrays:
         if not isinstance(place, np.ndarray):
             place[...] = self._backend.from_host(array)
         return out
+
+
+def _is_plain(array: np.ndarray) -> bool:
+    """Whether an array is communicated as it is."""
+    return array.flags.c_contiguous and array.dtype.isnative and not array.dtype.hasobject

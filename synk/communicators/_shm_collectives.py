@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from synk._pure.dtypes import dtype_name
 from synk._pure.partials import reduce_into
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk.communicators import Buffer
@@ -78,8 +79,11 @@ class ShmCollectives:
     ) -> Steps:
         check_reduction(op, send.dtype, weight)
         check_buffers("all_reduce", send, recv, send_count=send.count, recv_count=send.count)
-        source, target = as_array(send), as_array(recv)
-        yield from self._start("all_reduce", send.dtype, send.count, op, weight=weight)
+        yield from self.all_reduce_arrays(as_array(send), as_array(recv), op, weight)
+
+    def all_reduce_arrays(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
+        """Take the steps of ``all_reduce`` from one flat array into another, or the same one, as checked before."""
+        yield from self._start("all_reduce", dtype_name(source.dtype), source.size, op, weight=weight)
         yield from self._reduce(source, target, op, is_receiver=True)
 
     def reduce_steps(

@@ -63,7 +63,8 @@ class Reduction:
         self._is_postponed = False
         self._pass = -1  # the backward pass at whose end gradients will be reduced
         self._buckets: list[Bucket] = []
-        self._is_overlapping = False  # in this call
+        self._num_ranks, self._call_share = 1, 1.0  # in this call, as the next one
+        self._is_overlapping = False
         self._missing: list[set[int]] = []  # by bucket, the parameters whose gradients this pass has not brought yet
         self._bucket_of: dict[int, int] = {}
         self._num_started = 0
@@ -77,7 +78,11 @@ class Reduction:
                 self._hooked.add(index)
         self._is_running, self._is_postponed, self._pass = True, False, -1
         self._fired.clear()
-        self._is_overlapping = self._options.is_overlapping() and len(comm.ranks) > 1
+        rows = cell.worker.lane.rows()
+        total = sum(rows.values())
+        self._num_ranks = len(rows)
+        self._call_share = rows[cell.worker.rank] / total if total else 1.0 / len(rows)
+        self._is_overlapping = self._num_ranks > 1 and self._options.is_overlapping()
         if self._is_overlapping:
             self._make_buckets()
             self._expect_all()
@@ -144,7 +149,7 @@ class Reduction:
         ValueError
             If it is another one.
         """
-        share = comm.rows / comm.total_rows if comm.total_rows else 1.0 / len(comm.ranks)
+        share = self._call_share
         if self.share is not None and self.share != share:
             raise ValueError(
                 f"cannot reduce gradients that were kept back by no_sync(): this rank had {self.share:.4g} of the rows "
@@ -167,7 +172,7 @@ class Reduction:
             for bucket in self._buckets:
                 bucket.finish()
             self._expect_all()
-        elif len(comm.ranks) > 1:
+        elif self._num_ranks > 1:
             self._make_buckets()
             for bucket in self._buckets:
                 bucket.reduce(share, self._fired)
@@ -180,17 +185,17 @@ class Bucket:
     """Some parameters of one dtype whose gradients are reduced in one buffer, and which of them were used."""
 
     def __init__(self, parameters: Sequence[tuple[int, torch.Tensor]]) -> None:
-        self._parameters = parameters
-        first = parameters[0][1]
+        self._order = [index for index, _ in parameters]
+        self._parameters = [parameter for _, parameter in parameters]
+        self.indices = set(self._order)
+        first = self._parameters[0]
         dtype = torch.float32 if first.dtype in (torch.float16, torch.bfloat16) else first.dtype
-        sizes = [parameter.numel() for _, parameter in parameters]
-        self._flat = torch.empty(sum(sizes) + len(parameters), dtype=dtype, device=first.device)
-        self._parts = [
-            part.view(parameter.shape)
-            for part, (_, parameter) in zip(self._flat.split([*sizes, len(sizes)]), parameters)
-        ]
-        self._used = self._flat[sum(sizes) :]
-        self.indices = {index for index, _ in parameters}
+        sizes = [parameter.numel() for parameter in self._parameters]
+        flat = torch.empty(sum(sizes) + len(sizes), dtype=dtype, device=first.device)
+        parts = flat.split([*sizes, len(sizes)])
+        self._parts = [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters)]
+        # All of it, and behind the gradients which were used. An array where it can be one: small operations cost less.
+        self._memory: Any = flat.numpy() if first.device.type == "cpu" else flat
         self._request: Any = None
 
     @staticmethod
@@ -210,13 +215,13 @@ class Bucket:
     def reduce(self, share: float, fired: set[int]) -> None:
         """Make each gradient the sum over ranks, weighted; also where only other ranks have one."""
         self._fill(share, fired)
-        comm.all_reduce(self._flat, "sum", out=self._flat)
+        comm.all_reduce(self._memory, "sum", out=self._memory)
         self._give_back()
 
     def start(self, share: float, fired: set[int]) -> None:
         """Begin what ``reduce`` does; ``finish`` ends it."""
         self._fill(share, fired)
-        self._request = comm.iall_reduce(self._flat, "sum", out=self._flat)
+        self._request = comm.iall_reduce(self._memory, "sum", out=self._memory)
 
     def test(self) -> None:
         """Go on with what was started, as far as the other ranks have come."""
@@ -229,23 +234,31 @@ class Bucket:
         self._give_back()
 
     def _fill(self, share: float, fired: set[int]) -> None:
-        with torch.no_grad():
-            for (_, parameter), part in zip(self._parameters, self._parts):
-                if parameter.grad is None:
-                    part.zero_()
-                else:
-                    torch.mul(parameter.grad, share, out=part) if part.dtype == parameter.dtype else part.copy_(
-                        parameter.grad
-                    ).mul_(share)
-            self._used.copy_(torch.tensor([float(index in fired) for index, _ in self._parameters]))
+        gradients = [parameter.grad for parameter in self._parameters]
+        there = [gradient for gradient in gradients if gradient is not None]
+        parts = self._parts
+        if len(there) < len(gradients):
+            self._memory[:] = 0
+            parts = [part for part, gradient in zip(parts, gradients) if gradient is not None]
+        if there:
+            torch._foreach_copy_(parts, there)
+        self._memory *= share
+        used = self._memory[-len(gradients) :]
+        if fired >= self.indices:
+            used[:] = 1
+        else:
+            for position, index in enumerate(self._order):
+                used[position] = index in fired
 
     def _give_back(self) -> None:
-        with torch.no_grad():
-            used = self._used.tolist()
-            for (_, parameter), part, is_used in zip(self._parameters, self._parts, used):
-                if not is_used:
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = part.to(parameter.dtype, copy=True)
-                else:
-                    parameter.grad.copy_(part)
+        gradients, parts = [], []
+        used = self._memory[-len(self._order) :].tolist()
+        for parameter, part, is_used in zip(self._parameters, self._parts, used):
+            if not is_used:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            gradients.append(parameter.grad)
+            parts.append(part)
+        if parts:
+            torch._foreach_copy_(gradients, parts)
