@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -63,3 +64,12 @@ def step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
     loss.backward()
     optimizer.step()
     return loss
+
+
+_own = functools.cache(make)
+
+
+def own_step(x: Any, y: Any) -> Any:
+    """Take one step with a model of one number that is this process's own."""
+    model, optimizer, _, _ = _own("empty")
+    return step(model, optimizer, x, y).detach()

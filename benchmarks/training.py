@@ -31,12 +31,13 @@ def run(harness: Harness) -> dict[str, Any]:
                 results[case] = {DDP.name: [harness.turns(peers) for _ in range(harness.rounds)]}
         except PeerError as error:
             results[case] = {DDP.name: f"failed: {error}"}
-    plain = Spec("plain call", "synk_training", requires=("synk", "torch"))
-    try:
-        with harness.peers(SYNK, plain) as peers:
-            for peer, job in zip(peers, ("empty", "plain")):
-                peer.prepare("step", job=job)
-            results["one number"][plain.name] = [harness.turns(peers) for _ in range(harness.rounds)]
-    except PeerError as error:
-        results["one number"][plain.name] = f"failed: {error}"
+    for name, job in (("plain call", "plain"), ("own step", "own")):
+        other = Spec(name, "synk_training", requires=("synk", "torch"))
+        try:
+            with harness.peers(SYNK, other) as peers:
+                for peer, own_job in zip(peers, ("empty", job)):
+                    peer.prepare("step", job=own_job)
+                results["one number"][name] = [harness.turns(peers) for _ in range(harness.rounds)]
+        except PeerError as error:
+            results["one number"][name] = f"failed: {error}"
     return results
