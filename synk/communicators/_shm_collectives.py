@@ -17,7 +17,7 @@ from synk._pure.dtypes import dtype_name
 from synk._pure.partials import reduce_into
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk.communicators import Buffer
-from synk.communicators._buffers import as_array
+from synk.communicators._buffers import as_array, named_dtype
 from synk.communicators._checks import check_buffers, check_reduction
 from synk.communicators._rendezvous import Rendezvous, Request
 from synk.communicators._schedule import Steps
@@ -83,7 +83,9 @@ class ShmCollectives:
 
     def all_reduce_arrays(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
         """Take the steps of ``all_reduce`` from one flat array into another, or the same one, as checked before."""
-        yield from self._start("all_reduce", dtype_name(source.dtype), source.size, op, weight=weight)
+        dtype = dtype_name(source.dtype)
+        named_dtype(dtype)  # refuses what the others could not read
+        yield from self._start("all_reduce", dtype, source.size, op, weight=weight)
         yield from self._reduce(source, target, op, is_receiver=True)
 
     def reduce_steps(

@@ -22,7 +22,7 @@ from synk.torch._messages import Handle, irecv, isend, join_dummies, recv, send,
 
 if TYPE_CHECKING:
     from synk.torch._data_parallel import DataParallel
-    from synk.torch._rank import mean
+    from synk.torch._rank import mean, total
     from synk.torch._replicate import Replicated, StepFunction, replicate
 
 # These bring the master's half with them, or are of no use without it. Functions on the workers seldom use one.
@@ -32,6 +32,7 @@ _TRAINING = {
     "StepFunction": "synk.torch._replicate",
     "mean": "synk.torch._rank",
     "replicate": "synk.torch._replicate",
+    "total": "synk.torch._rank",
 }
 
 
@@ -66,5 +67,6 @@ __all__ = [
     "replicate",
     "scatter",
     "send",
+    "total",
     "wait",
 ]

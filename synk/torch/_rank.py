@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from synk._wire.cell import cell
@@ -34,17 +35,20 @@ class RankReplica:
         self.objects = tuple(objects)
         self.options = options
         self.num_steps = 0
+        self._hooks = states.gradient_hooks(states.parameters_of(objects))  # pickles of parameters leave them out
 
     def __getstate__(self) -> dict[str, Any]:
         # Optimizers leave what they have besides groups and state out of their pickles, and LBFGS cannot work then.
         others = {k: states.other_attributes(obj) for k, obj in enumerate(self.objects) if states.is_optimizer(obj)}
-        return {"objects": self.objects, "options": self.options, "num_steps": self.num_steps, "others": others}
+        state = {"objects": self.objects, "options": self.options, "num_steps": self.num_steps, "_hooks": self._hooks}
+        return {**state, "others": others}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for index, attributes in state.pop("others").items():
             state["objects"][index].__dict__.update(attributes)
         self.__dict__.update(state)
         _bring_to_device(self.objects)
+        states.hook_gradients(states.parameters_of(self.objects), self._hooks)
         self._reduction = Reduction(self.objects, self.options)
         for obj in self.objects:
             if states.is_optimizer(obj):
@@ -56,23 +60,65 @@ class RankReplica:
 
     def run(self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the user's function on the objects and this rank's rows."""
+        if trains and self.num_steps and not self.num_steps & (self.num_steps - 1):
+            self._check_alike()
         _seed(self.options.seed, self.num_steps if trains else -1 - self.num_steps, comm.rank)
-        if not trains:
-            with torch.no_grad():
-                return _detached(fn(*self.objects, *args, **kwargs))
-        self._reduction.begin()
-        losses.weight = comm.rows
+        before, own = torch.get_default_dtype(), self.options.default_dtype
+        if before is not own:
+            torch.set_default_dtype(own)
         try:
+            if not trains:
+                with torch.no_grad():
+                    return _detached(fn(*self.objects, *args, **kwargs))
+            self._reduction.begin()
+            losses.weight = comm.rows
             result = fn(*self.objects, *args, **kwargs)
         finally:
             losses.weight = None
             self._reduction.end()
+            if before is not own:
+                torch.set_default_dtype(before)
         self.num_steps += 1
         return _detached(result)
+
+    def _check_alike(self) -> None:
+        """Compare the parameters of all ranks, which have taken the same steps.
+
+        After the first, the second, the fourth, ... step: a body whose ranks go their own ways does so from the first
+        one on, or from where it enters another phase, and a long training pays nothing for it.
+
+        Raises
+        ------
+        ValueError
+            If a parameter differs.
+        """
+        if len(comm.ranks) == 1:
+            return
+        modules = [obj for obj in self.objects if states.is_module(obj)]
+        named = [(module, *pair) for module in modules for pair in torch.nn.Module.named_parameters(module)]
+        own = np.array([states.digest(parameter.detach().cpu()) for _, _, parameter in named], np.int64)
+        everywhere = comm.all_gather(own)
+        for (module, name, parameter), digests in zip(named, everywhere.T):
+            if len(set(digests.tolist())) > 1 and _is_apart(parameter.detach(), self.num_steps):
+                raise ValueError(
+                    f"cannot take a step: after {self.num_steps} of them the workers' copies of "
+                    f"{type(module).__name__} differ in {name!r}, expected the same values on all, because each worker "
+                    "sees its own rows and only backward() sums gradients over all of them. Average what else becomes "
+                    "a gradient or changes a parameter: gradient = synk.comm.all_reduce(gradient, 'avg')."
+                )
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which gradients stay this rank's own."""
         return self._reduction.postponed()
+
+
+def _is_apart(parameter: torch.Tensor, num_steps: int) -> bool:
+    """Whether the ranks' values differ by more than rounding: products of matrices depend on where the memory lies."""
+    eps = torch.finfo(parameter.dtype).eps
+    values = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+    values = values.float() if values.element_size() < 4 else values
+    highest, lowest = comm.all_reduce(values, "max"), comm.all_reduce(values, "min")
+    return bool((highest - lowest).max() > 8 * num_steps * eps * torch.maximum(highest.abs(), lowest.abs()).max())
 
 
 def dump(replica: RankReplica) -> dict[str, Any]:
@@ -192,3 +238,22 @@ def mean(total: torch.Tensor, count: Any) -> torch.Tensor:
     own = torch.as_tensor(count, dtype=torch.float64)
     everything = own if len(comm.ranks) == 1 else comm.all_reduce(own.reshape(1), "sum")[0]
     return total * (comm.total_rows / comm.rows / float(everything))
+
+
+def total(value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a sum over all rows, weighted so that the step is exact.
+
+    For a loss that is a sum over this rank's rows (``reduction="sum"``), where the serial loop takes the gradient of
+    the sum over the whole batch. The ``"avg"`` of what is returned is that sum.
+
+    Parameters
+    ----------
+    value : tensor, shape ()
+        The sum over this rank's rows.
+
+    Returns
+    -------
+    tensor, shape ()
+        ``value * all_rows / rows``.
+    """
+    return value * (comm.total_rows / comm.rows)

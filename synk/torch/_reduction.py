@@ -28,6 +28,7 @@ from synk.torch import _state as states
 class Options:
     """Those of :func:`synk.torch.replicate` that ranks need."""
 
+    default_dtype: torch.dtype
     seed: int
     sync_batchnorm: bool
     bucket_nbytes: int
@@ -54,8 +55,7 @@ class Reduction:
     """
 
     def __init__(self, objects: Sequence[Any], options: Options) -> None:
-        found = [p for obj in objects if states.is_module(obj) for p in torch.nn.Module.parameters(obj)]
-        self._parameters = list({id(parameter): parameter for parameter in found}.values())
+        self._parameters = states.parameters_of(objects)
         self._options = options
         self._hooked: set[int] = set()
         self._fired: set[int] = set()
@@ -102,7 +102,13 @@ class Reduction:
     def _note(self, index: int, parameter: torch.Tensor) -> None:
         if not self._is_running:
             return
-        if parameter.grad is not None and parameter.grad.requires_grad:
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise TypeError(
+                "cannot reduce a gradient: got a sparse one, expected dense ones. Build the embedding with "
+                "sparse=False."
+            )
+        if gradient is not None and gradient.requires_grad:
             raise ValueError(
                 "cannot reduce a gradient: backward() was called with create_graph=True, which would have to go on "
                 "through the other ranks. Use torch.autograd.grad(..., create_graph=True) for terms of the loss."

@@ -106,7 +106,7 @@ def replicate(
         raise ValueError(f"cannot replicate: got bucket_mb={bucket_mb!r}, expected a positive number.")
     if not (isinstance(overlap, bool) or overlap == "auto"):
         raise ValueError(f"cannot replicate: got overlap={overlap!r}, expected 'auto', True or False.")
-    options = Options(int(seed), bool(sync_batchnorm), int(bucket_mb * 1e6), overlap)
+    options = Options(torch.get_default_dtype(), int(seed), bool(sync_batchnorm), int(bucket_mb * 1e6), overlap)
     return Replicated(objects, options, current() if runtime is None else runtime)
 
 
@@ -278,6 +278,11 @@ class Replicated(Handle):
 
     def _before_call(self, *, trains: bool) -> None:
         """Have the ranks see what the program has changed, and note that a step is about to make them differ."""
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise ValueError(
+                "cannot call a replicated function inside of torch.autocast: the workers would not compute in its "
+                "dtype, expected it in the function's body. Move the with statement there."
+            )
         with self._lock, self._busy():
             now = [self._seen(index, obj) for index, obj in enumerate(self._objects)]
             self._is_touched = False

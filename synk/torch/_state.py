@@ -20,17 +20,21 @@ State = dict[str, Any]
 
 
 class Packed:
-    """A tensor in a pickle: its bytes, with what is needed to make it again."""
+    """A tensor in a pickle: its bytes, with what is needed to make it again; a sparse one as torch pickles it."""
 
-    __slots__ = ("_array", "_dtype", "_shape")
+    __slots__ = ("_array", "_dtype", "_shape", "_sparse")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        plain = tensor.detach().cpu().contiguous()
+        plain = tensor.detach().cpu()
+        self._sparse = None if plain.layout is torch.strided else plain
+        plain = torch.empty(0) if self._sparse is not None else plain.contiguous()
         self._dtype, self._shape = plain.dtype, tuple(plain.shape)
         self._array = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else np.empty(0, np.uint8)
 
     def unpacked(self) -> torch.Tensor:
         """Return the tensor, on the CPU."""
+        if self._sparse is not None:
+            return self._sparse
         if not self._array.size:
             return torch.empty(self._shape, dtype=self._dtype)
         return torch.from_numpy(self._array.copy()).view(self._dtype).reshape(self._shape)
@@ -114,12 +118,44 @@ def groups_of(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def other_attributes(optimizer: Any) -> dict[str, Any]:
-    """Return what an optimizer has besides its groups, state and hooks."""
+    """Return what an optimizer has besides its groups and state: also the hooks that the program has registered."""
     return {
         name: value
         for name, value in optimizer.__dict__.items()
-        if name not in ("defaults", "state", "param_groups") and not name.endswith("_hooks") and not callable(value)
+        if name not in ("defaults", "state", "param_groups")
+        and not callable(value)
+        and (value or not name.endswith("_hooks"))
     }
+
+
+def gradient_hooks(parameters: Sequence[torch.Tensor]) -> dict[int, tuple[list[Any], list[Any]]]:
+    """Return the hooks of parameters by position: those before and those after their gradients have accumulated."""
+    hooks: dict[int, tuple[list[Any], list[Any]]] = {}
+    for index, parameter in enumerate(parameters):
+        before = list((parameter._backward_hooks or {}).values())
+        after = list((parameter._post_accumulate_grad_hooks or {}).values())
+        if before or after:
+            hooks[index] = before, after
+    return hooks
+
+
+def hook_gradients(parameters: Sequence[torch.Tensor], hooks: dict[int, tuple[list[Any], list[Any]]]) -> None:
+    """Register hooks as ``gradient_hooks`` has found them."""
+    for index, (before, after) in hooks.items():
+        parameter = parameters[index]
+        is_trained = parameter.requires_grad
+        parameter.requires_grad_()  # torch takes hooks only then
+        for hook in before:
+            parameter.register_hook(hook)
+        for hook in after:
+            parameter.register_post_accumulate_grad_hook(hook)
+        parameter.requires_grad_(is_trained)
+
+
+def parameters_of(objects: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the parameters of all modules, each once."""
+    found = [p for obj in objects if is_module(obj) for p in torch.nn.Module.parameters(obj)]
+    return list({id(parameter): parameter for parameter in found}.values())
 
 
 def _slots_of(optimizer: Any) -> list[Any]:
@@ -220,9 +256,10 @@ def fingerprint(obj: Any, before: dict[str, Any] | None = None) -> dict[str, Any
     if is_module(obj):
         tensors = [tensor for _, tensor in tensors_of(obj)]
         return {
-            "shape": [_Seen(tensor, (tensor.dtype, tensor.data_ptr())) for tensor in tensors],
+            "shape": [_Seen(tensor, (tensor.dtype, _address(tensor))) for tensor in tensors],
             "tensors": [tensor._version for tensor in tensors],
-            "contents": [_digest(tensor) for tensor in tensors] if before is None else before["contents"],
+            "contents": [digest(tensor) for tensor in tensors] if before is None else before["contents"],
+            "gradients": [_mark(each.grad) for each in torch.nn.Module.parameters(obj)],
             "flags": [each.training for each in _submodules(obj)]
             + [each.requires_grad for each in torch.nn.Module.parameters(obj)],
         }
@@ -249,9 +286,11 @@ class Glance:
     def __init__(self, obj: Any) -> None:
         self._is_module = is_module(obj)
         self._own = [each.__dict__ for each in _submodules(obj)] if self._is_module else [obj.__dict__]
+        self._parameters = list(torch.nn.Module.parameters(obj)) if self._is_module else []
         self._found = self._find()
         found = [each for _, each in tensors_of(obj)] if self._is_module else self._slots()
         self._tensors = [each for each in found if isinstance(each, torch.Tensor)]
+        self._gradients = [each for each in self._find_gradients() if each is not None]
         self._marks = self._read()
 
     @staticmethod
@@ -268,14 +307,17 @@ class Glance:
         found: list[Any] = []
         if self._is_module:
             for own in self._own:
-                found.append(own["training"])
+                found.append(own.get("training"))  # of a compiled module it is that of the one inside
                 for table in ("_parameters", "_buffers", "_modules"):
                     found += own[table].values()
-            return found
+            return found + self._find_gradients()
         for group in self._own[0]["param_groups"]:
             found += group
             found += group["params"]
         return found + self._slots()
+
+    def _find_gradients(self) -> list[Any]:
+        return [each.grad for each in self._parameters]
 
     def _slots(self) -> list[Any]:
         """Return the numbers and the state of an optimizer."""
@@ -287,14 +329,21 @@ class Glance:
 
     def _read(self) -> list[Any]:
         """Return what is another one after a tensor was written into, moved or frozen."""
-        if self._is_module:
-            return [(each._version, each.data_ptr(), each.dtype, each.requires_grad) for each in self._tensors]
-        return [each._version for each in self._tensors]
+        if not self._is_module:
+            return [each._version for each in self._tensors]
+        marks: list[Any] = [each._version for each in self._gradients]
+        marks += [(each._version, _address(each), each.dtype, each.requires_grad) for each in self._tensors]
+        return marks
 
 
-def _digest(tensor: torch.Tensor) -> int:
-    """Return a checksum of a tensor in the host's memory; 0 for others."""
-    if tensor.device.type != "cpu" or not tensor.numel():
+def _address(tensor: torch.Tensor) -> int:
+    """Return where a tensor lies; 0 for a sparse one, which has no single place."""
+    return tensor.data_ptr() if tensor.layout is torch.strided else 0
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """Return a checksum of a dense tensor in the host's memory; 0 for others."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
         return 0
     return zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
@@ -335,7 +384,8 @@ def changes(obj: Any, before: dict[str, Any], now: dict[str, Any]) -> State:
     if is_module(obj):
         names = [name for name, _ in tensors_of(obj)]
         seen = zip(names, zip(now["tensors"], now["contents"]), zip(before["tensors"], before["contents"]))
-        return dump_module(obj, [name for name, new, was in seen if new != was], has_gradients=False)
+        changed = [name for name, new, was in seen if new != was]
+        return dump_module(obj, changed, has_gradients="gradients" in parts)
     if is_optimizer(obj):
         state: State = {"groups": groups_of(obj)}
         if "state" in parts:
