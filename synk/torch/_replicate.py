@@ -228,6 +228,9 @@ class Replicated(Handle):
             for index, own in state["objects"].items():
                 _state.load(self._objects[index], own)
             self._note_equal()
+            self._is_touched = (
+                True  # whoever looks may write into a tensor, which need not leave a trace but its values
+            )
 
     def _state(self, verb: str) -> dict[str, Any]:
         """Return the state that the ranks have."""

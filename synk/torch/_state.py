@@ -18,6 +18,11 @@ import torch
 
 State = dict[str, Any]
 
+_PLAIN = (int, float, bool, str, type(None))
+
+_TABLES = frozenset(vars(torch.nn.Module())) - {"training"}
+"""Attributes of every module; those beside them are the user's."""
+
 
 class Packed:
     """A tensor in a pickle: its bytes, with what is needed to make it again; a sparse one as torch pickles it."""
@@ -89,12 +94,34 @@ def _has_state_dict(obj: Any) -> bool:
 def dump(obj: Any) -> State:
     """Return the whole state of an object."""
     if is_module(obj):
-        return dump_module(obj, [name for name, _ in tensors_of(obj)], has_gradients=True)
+        state = dump_module(obj, [name for name, _ in tensors_of(obj)], has_gradients=True)
+        state["attributes"] = {index: _numbers(each) for index, each in enumerate(_submodules(obj))}
+        return state
     if is_optimizer(obj):
         return {"groups": groups_of(obj), "state": packed(_slots_of(obj))}
     if _has_state_dict(obj):
         return {"state_dict": packed(obj.state_dict())}
     return {"whole": obj}
+
+
+def _attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """Return what a module was given besides parameters, buffers, parts and hooks."""
+    return {name: value for name, value in vars(module).items() if name not in _TABLES and name != "training"}
+
+
+def _numbers(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the attributes that are numbers or texts: others may be a rank's own, or no other process's to have."""
+    return {name: value for name, value in _attributes(module).items() if isinstance(value, _PLAIN)}
+
+
+def _changed_attributes(module: Any, before: list[Any], now: list[Any]) -> dict[int, dict[str, Any]]:
+    """Return, by the position of the part, the attributes that are other ones now."""
+    changed = {}
+    for index, (part, new, was) in enumerate(zip(_submodules(module), now, before)):
+        names = [name for name, mark in new if (name, mark) not in was]
+        if names:
+            changed[index] = {name: packed(vars(part)[name]) for name in names}
+    return changed
 
 
 def dump_module(module: Any, names: Sequence[str], *, has_gradients: bool) -> State:
@@ -179,6 +206,8 @@ def load(obj: Any, state: State) -> None:
 def _load_module(module: Any, state: State) -> None:
     for each, flag in zip(_submodules(module), state.get("training", ())):
         each.training = flag
+    for index, attributes in state.get("attributes", {}).items():
+        vars(_submodules(module)[index]).update(unpacked(attributes))
     parameters = dict(torch.nn.Module.named_parameters(module))
     tensors = dict(tensors_of(module))
     with torch.no_grad():
@@ -259,6 +288,7 @@ def fingerprint(obj: Any, before: dict[str, Any] | None = None) -> dict[str, Any
             "shape": [_Seen(tensor, (tensor.dtype, _address(tensor))) for tensor in tensors],
             "tensors": [tensor._version for tensor in tensors],
             "contents": [digest(tensor) for tensor in tensors] if before is None else before["contents"],
+            "attributes": [[(k, _mark(v)) for k, v in _attributes(each).items()] for each in _submodules(obj)],
             "gradients": [_mark(each.grad) for each in torch.nn.Module.parameters(obj)],
             "flags": [each.training for each in _submodules(obj)]
             + [each.requires_grad for each in torch.nn.Module.parameters(obj)],
@@ -286,6 +316,7 @@ class Glance:
     def __init__(self, obj: Any) -> None:
         self._is_module = is_module(obj)
         self._own = [each.__dict__ for each in _submodules(obj)] if self._is_module else [obj.__dict__]
+        self._names = [[name for name in own if name not in _TABLES] for own in self._own] if self._is_module else []
         self._parameters = list(torch.nn.Module.parameters(obj)) if self._is_module else []
         self._found = self._find()
         found = [each for _, each in tensors_of(obj)] if self._is_module else self._slots()
@@ -306,8 +337,9 @@ class Glance:
         """Return the objects that make up this one."""
         found: list[Any] = []
         if self._is_module:
-            for own in self._own:
-                found.append(own.get("training"))  # of a compiled module it is that of the one inside
+            for own, names in zip(self._own, self._names):
+                found.append(len(own))
+                found += map(own.get, names)
                 for table in ("_parameters", "_buffers", "_modules"):
                     found += own[table].values()
             return found + self._find_gradients()
@@ -365,7 +397,7 @@ class _Seen:
 def _mark(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return _Seen(value, value._version)
-    return value if isinstance(value, (int, float, bool, str, tuple, type(None))) else _Seen(value)
+    return value if isinstance(value, (*_PLAIN, tuple)) else _Seen(value)
 
 
 def _marks(value: Any) -> Any:
@@ -373,7 +405,7 @@ def _marks(value: Any) -> Any:
         return {key: _marks(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_marks(item) for item in value]
-    return _mark(value) if isinstance(value, (torch.Tensor, int, float, bool, str, type(None))) else repr(value)
+    return _mark(value) if isinstance(value, (torch.Tensor, *_PLAIN)) else repr(value)
 
 
 def changes(obj: Any, before: dict[str, Any], now: dict[str, Any]) -> State:
@@ -385,7 +417,10 @@ def changes(obj: Any, before: dict[str, Any], now: dict[str, Any]) -> State:
         names = [name for name, _ in tensors_of(obj)]
         seen = zip(names, zip(now["tensors"], now["contents"]), zip(before["tensors"], before["contents"]))
         changed = [name for name, new, was in seen if new != was]
-        return dump_module(obj, changed, has_gradients="gradients" in parts)
+        partial = dump_module(obj, changed, has_gradients="gradients" in parts)
+        if "attributes" in parts:
+            partial["attributes"] = _changed_attributes(obj, before["attributes"], now["attributes"])
+        return partial
     if is_optimizer(obj):
         state: State = {"groups": groups_of(obj)}
         if "state" in parts:

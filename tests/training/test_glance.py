@@ -54,6 +54,8 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "no state": lambda _, optimizer: optimizer.state.clear(),
     "state": lambda model, optimizer: optimizer.state[model[0].weight]["exp_avg"].add_(1),
     "load the optimizer": lambda _, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+    "an attribute": lambda model, _: setattr(model[1], "momentum", 0.5),
+    "a new attribute": lambda model, _: setattr(model[0], "mine", 1),
     "no gradients": lambda _, optimizer: optimizer.zero_grad(),
     "gradients of zero": lambda _, optimizer: optimizer.zero_grad(set_to_none=False),
     "another gradient": lambda model, _: setattr(model[0].weight, "grad", torch.ones(3, 2)),

@@ -89,6 +89,55 @@ def test_gradients_of_a_backward_pass_in_the_program_count(shared_runtimes: Any)
     same(shared_runtimes[2], program)
 
 
+# ----- what is assigned and written
+
+
+class Tempered(torch.nn.Module):
+    """Has numbers and an object that are no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp(1, torch.nn.Tanh(), torch.nn.Dropout(0.0))
+        self.temperature = 1.0
+        self.num_passes = 0
+        self.factors = {"of the output": torch.ones(2)}
+
+    def forward(self, x: Any) -> Any:
+        self.num_passes += 1
+        return self.inner(x) / self.temperature * self.factors["of the output"]
+
+
+def test_attributes_of_a_module_reach_the_ranks_and_numbers_come_back(shared_runtimes: Any) -> None:
+    def program(on: Callable[..., Any]) -> list[Any]:
+        model = Tempered()
+        step, losses = on((model, torch.optim.SGD(model.parameters(), lr=0.05)), plain_step), []
+        for number, rows in enumerate(batches(8)):
+            if number == 3:
+                model.temperature = 2.0
+            if number == 5:
+                model.factors = {"of the output": torch.tensor([1.0, 0.5])}
+            if number == 6:
+                model.inner[2].p = 1.0
+            losses.append(float(step(*rows)))
+        return [*losses, *values(model), model.num_passes]
+
+    same(shared_runtimes[2], program)
+
+
+def test_values_written_through_data_after_a_look_reach_the_ranks(shared_runtimes: Any) -> None:
+    def program(on: Callable[..., Any]) -> list[Any]:
+        model, _ = objects = made()
+        weight = model[0].weight
+        step, losses = on(objects, plain_step), []
+        for rows in batches(6):
+            losses.append(float(step(*rows)))
+            _ = model.training  # a look: all that was taken from the model is up to date
+            weight.data.mul_(0.9)
+        return losses + values(model)
+
+    same(shared_runtimes[2], program)
+
+
 # ----- hooks
 
 
