@@ -16,6 +16,7 @@ from synk._worker.comm import comm
 from synk.torch import _state as states
 from synk.torch._adjoints import losses
 from synk.torch._batchnorm import synchronize
+from synk.torch._hooks import gradient_hooks, hook_gradients, other_attributes
 from synk.torch._reduction import Options, Reduction
 
 _MASK = (1 << 64) - 1
@@ -35,11 +36,11 @@ class RankReplica:
         self.objects = tuple(objects)
         self.options = options
         self.num_steps = 0
-        self._hooks = states.gradient_hooks(states.parameters_of(objects))  # pickles of parameters leave them out
+        self._hooks = gradient_hooks(states.parameters_of(objects))  # pickles of parameters leave them out
 
     def __getstate__(self) -> dict[str, Any]:
         # Optimizers leave what they have besides groups and state out of their pickles, and LBFGS cannot work then.
-        others = {k: states.other_attributes(obj) for k, obj in enumerate(self.objects) if states.is_optimizer(obj)}
+        others = {k: other_attributes(obj) for k, obj in enumerate(self.objects) if states.is_optimizer(obj)}
         state = {"objects": self.objects, "options": self.options, "num_steps": self.num_steps, "_hooks": self._hooks}
         return {**state, "others": others}
 
@@ -48,7 +49,7 @@ class RankReplica:
             state["objects"][index].__dict__.update(attributes)
         self.__dict__.update(state)
         _bring_to_device(self.objects)
-        states.hook_gradients(states.parameters_of(self.objects), self._hooks)
+        hook_gradients(states.parameters_of(self.objects), self._hooks)
         self._reduction = Reduction(self.objects, self.options)
         for obj in self.objects:
             if states.is_optimizer(obj):
