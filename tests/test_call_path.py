@@ -351,6 +351,8 @@ def test_a_repeated_call_goes_through_few_functions(shared_runtimes: Any) -> Non
     assert len(master) <= 12, master
     assert len({file for file, _ in master}) <= 5, master
     assert len({name for _, name in master} - {"wait"}) >= len(master) - 2, "a stage is entered twice"
+    if sys.version_info < (3, 11):
+        pytest.skip("the profiler of Python 3.10 holds on to the arguments, so the worker's calls are ordinary ones")
     trace(True)
     for number in range(12):
         f(np.full(5, float(number)), x, y)

@@ -622,6 +622,7 @@ def test_ctrl_c_before_the_wait_of_a_call_under_asyncio_run() -> None:
     assert result.stdout.endswith("interrupted\nclosed\n")
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Ctrl-C does not cancel the task before Python 3.11")
 def test_a_task_that_was_cancelled_can_still_call() -> None:
     """What a coroutine does as it ends is not interrupted once more."""
     body = """signal.raise_signal(signal.SIGINT)
