@@ -24,9 +24,10 @@ import synk  # noqa: E402
 
 
 def pytest_configure() -> None:
-    """Undo the ignored SIGINT of a run started in the background: the scenarios that it starts would inherit it."""
+    """Undo what a run in the background, or under nohup, ignores: the scenarios that it starts would inherit it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
