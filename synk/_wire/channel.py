@@ -1,4 +1,4 @@
-"""Framed messages between the master and one worker, over descriptors that the worker inherited.
+"""Framed messages between the master and one worker, over descriptors that the worker inherited; how to wait for them.
 
 Two pipes carry doorbells of eight bytes (atomic by POSIX, so that they never tear); one SOCK_SEQPACKET pair carries
 bodies, each a single packet with a fixed header, or a sealed memory file where it is large. The header is checked
@@ -10,11 +10,11 @@ from __future__ import annotations
 import array
 import mmap
 import os
-import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from synk._wire.descriptors import NONE, Descriptor
 from synk._wire.memory import Segment
@@ -65,6 +65,36 @@ def decode_header(packet: bytes, token: bytes) -> tuple[int, int, int]:
     return flags, sequence, nbytes
 
 
+class Polled(Protocol):
+    """What is waited for: a ``select.poll``, or a `Looked`."""
+
+    def poll(self, timeout_ms: int | None = None, /) -> Any:
+        """Return what has come, if necessary after a sleep of ``timeout_ms`` at most."""
+
+
+class Looked:
+    """What is waited for in shared memory.
+
+    Parameters
+    ----------
+    look : callable
+        Returns whether it is there.
+    sleep : callable
+        Returns when it is; or False at once, where nobody should sleep.
+    """
+
+    def __init__(self, look: Callable[[], bool], sleep: Callable[[], bool]) -> None:
+        self._look = look
+        self._sleep = sleep
+
+    def poll(self, timeout_ms: int | None = None, /) -> bool:
+        return self._look() if timeout_ms == 0 else self._sleep()
+
+    def awaited(self, patience: Patience) -> bool:
+        """Return whether it has come, awake or asleep."""
+        return bool(patience.wait(self))
+
+
 class Patience:
     """Waits for messages, at first awake where that pays: it can take 50 us and more to wake a process that sleeps.
 
@@ -84,7 +114,12 @@ class Patience:
         self._num_asleep = 0  # how many of the next waits are spent asleep
         self._penalty = _MIN_PENALTY  # how many it will be the next time
 
-    def wait(self, poll: select.poll, timeout_ms: int | None = None) -> list[tuple[int, int]]:
+    @property
+    def pays(self) -> bool:
+        """Whether the next wait begins awake."""
+        return self._was_short and not self._num_asleep
+
+    def wait(self, poll: Polled, timeout_ms: int | None = None) -> Any:
         """Return what ``poll`` reports, after ``timeout_ms`` at the latest."""
         began = now = time.monotonic_ns()
         if self._num_asleep:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from synk._pure.cores import num_cores
 from synk._wire.control import Down
 from synk._wire.memory import Fence, Segment
 from synk._wire.messages import JoinOrder
@@ -22,6 +23,9 @@ from synk.errors import CollectiveMismatch
 
 if TYPE_CHECKING:
     from synk._worker.nccl_group import WorkerGroup
+
+# The longest wait for another rank that is spent awake: longer ones gained nothing more.
+_AWAKE_S = 200e-6
 
 
 class Peers:
@@ -110,7 +114,9 @@ class Peers:
 
     def connect(self, lane: WorkerLane, segment: Segment) -> None:
         """Have the functions of a lane communicate through a segment from now on."""
-        lane.communicator = ShmCommunicator(segment, self._rank, self._world_size, self._eventfds)
+        # A rank that waits awake would keep its core from the very one that it waits for, where there are fewer cores.
+        patience_s = min(self.patience_s, _AWAKE_S) if self._world_size <= num_cores() else 0.0
+        lane.communicator = ShmCommunicator(segment, self._rank, self._world_size, self._eventfds, patience_s)
 
     def collectives(self, lane: WorkerLane, function: LoadedFunction) -> Collectives:
         """Return the collectives of the call under way; the first use in a call joins its group."""

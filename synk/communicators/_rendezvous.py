@@ -25,13 +25,14 @@ import numpy as np
 
 from synk._pure.ops import REDUCE_OPS
 from synk._pure.ranges import LINE_NBYTES
+from synk._wire.channel import Looked, Patience
 from synk._wire.memory import Fence, Segment
 from synk.communicators._buffers import DTYPE_NAMES
 from synk.communicators._layout import WORD_NBYTES, ControlLayout
 from synk.errors import CollectiveMismatch, SynkError
 
-# A rank that comes a few microseconds after the others finds them awake. More turns would take the core from the very
-# rank that is waited for, where there are fewer cores than ranks.
+# A rank that comes a few microseconds after the others finds them awake, also where the wait is without patience
+# because there are fewer cores than ranks.
 SPIN_YIELDS = 16
 # Every change is followed by a wake-up; looking again without one is for what nobody can announce: a deadlock.
 RECHECK_MS = 100
@@ -115,6 +116,8 @@ class Rendezvous:
         One for each rank: a rank sleeps on its own, the others write to it.
     mailbox_nbytes : int
         How much a sender may write before its receiver reads.
+    patience : Patience
+        How this rank waits before it sleeps.
 
     Attributes
     ----------
@@ -133,7 +136,13 @@ class Rendezvous:
     """
 
     def __init__(
-        self, segment: Segment, rank: int, world_size: int, eventfds: Sequence[int], mailbox_nbytes: int
+        self,
+        segment: Segment,
+        rank: int,
+        world_size: int,
+        eventfds: Sequence[int],
+        mailbox_nbytes: int,
+        patience: Patience,
     ) -> None:
         layout = ControlLayout(world_size)
         self.rank = rank
@@ -146,6 +155,7 @@ class Rendezvous:
         self.is_unfinished = False
         self.is_fetching = False
         self.begun: set[int] = set()
+        self.patience = patience
         self._mailbox_nbytes = mailbox_nbytes
         self._eventfds = tuple(eventfds)
         self._poll = select.poll()
@@ -308,12 +318,12 @@ class Rendezvous:
                 if is_ready():
                     return
                 os.sched_yield()
-            self._doze(is_ready, is_message)
+            Looked(is_ready, lambda: self._doze(is_ready, is_message)).awaited(self.patience)
         finally:
             self.rouse()
 
-    def _doze(self, is_ready: Callable[[], bool], is_message: bool) -> None:
-        """Sleep until ``is_ready()``."""
+    def _doze(self, is_ready: Callable[[], bool], is_message: bool) -> bool:
+        """Sleep until ``is_ready()``, and return True."""
         sleeps, rank, ranks = self._sleeps, self.rank, self.ranks
         while True:
             place = _MESSAGE_PLACE if is_message else self._place
@@ -325,7 +335,7 @@ class Rendezvous:
             # Each has a fence between, so at least one of them sees the other: no wake-up is lost.
             self.fence()
             if is_ready():
-                return
+                return True
             if not sleeps[rank] & 1:  # it was roused by what it saw, and has to look once more
                 continue
             self.check_abort()

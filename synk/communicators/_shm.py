@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from synk._pure.ops import REDUCE_OPS
+from synk._wire.channel import Patience
 from synk._wire.memory import Segment
 from synk.communicators import Buffer, Capabilities
 from synk.communicators._buffers import DTYPE_NAMES, as_array
@@ -45,6 +46,8 @@ class ShmCommunicator(ShmCollectives):
     rank, world_size : int
     eventfds : sequence of int
         One for each rank, as numbered in this process.
+    patience_s : float
+        The longest wait that a rank spends awake, where that pays.
 
     Attributes
     ----------
@@ -62,11 +65,13 @@ class ShmCommunicator(ShmCollectives):
     waits for anything; what that one does not want yet is kept in its private memory.
     """
 
-    def __init__(self, segment: Segment, rank: int, world_size: int, eventfds: Sequence[int]) -> None:
+    def __init__(
+        self, segment: Segment, rank: int, world_size: int, eventfds: Sequence[int], patience_s: float = 0.0
+    ) -> None:
         layout = Layout(segment.nbytes, world_size)
         halves = (world_size, 2, layout.half_nbytes)
         rings = (world_size, world_size, layout.mailbox_nbytes)
-        rendezvous = Rendezvous(segment, rank, world_size, eventfds, layout.mailbox_nbytes)
+        rendezvous = Rendezvous(segment, rank, world_size, eventfds, layout.mailbox_nbytes, Patience(patience_s))
         super().__init__(rendezvous, segment.view(layout.halves, halves, np.dtype(np.uint8)))
         self.world_size = world_size
         self._schedule = Schedule(rendezvous)

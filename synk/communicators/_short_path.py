@@ -11,6 +11,7 @@ import os
 import numpy as np
 
 from synk._pure.ranges import LINE_NBYTES
+from synk._wire.channel import Looked
 from synk.communicators._buffers import DTYPE_NAMES, named_dtype
 from synk.communicators._mailbox import Mailbox
 from synk.communicators._messages import HEADER, INLINE_NBYTES, LINE, MAX_INLINE_AXES, NUMBERS, SHAPES, prefix_nbytes
@@ -18,6 +19,11 @@ from synk.communicators._rendezvous import SPIN_YIELDS, Rendezvous
 
 # What a message takes beside its array, and what rounds it up to whole lines; by the number of axes.
 _OVERHEAD_NBYTES = [HEADER.size + prefix_nbytes(num_axes) + LINE_NBYTES - 1 for num_axes in range(MAX_INLINE_AXES + 1)]
+
+
+def _do_not_sleep() -> bool:
+    """Leave that to the mailbox, which tells the others what this rank waits for."""
+    return False
 
 
 class ShortPath:
@@ -93,7 +99,9 @@ class ShortPath:
                 break
             os.sched_yield()
         else:
-            return None
+            message = Looked(lambda: written[rank] != begin, _do_not_sleep)
+            if not (rendezvous.patience.pays and message.awaited(rendezvous.patience)):
+                return None
         rendezvous.fence()
         ring, start = self._mailbox.from_peers[sender], begin % self._capacity
         found, nbytes, found_number, num_axes, place = HEADER.unpack_from(ring, start)

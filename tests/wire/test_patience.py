@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from synk._wire import channel
-from synk._wire.channel import Patience
+from synk._wire.channel import Looked, Patience
 
 US, MS = 1_000, 1_000_000
 
@@ -87,3 +87,37 @@ def test_there_is_an_end_to_giving_up(world: World) -> None:
         world.wait(patience, 400 * US)
         count = world.num_asleep(patience)
     assert 3000 < count <= 4096
+
+
+def test_whether_the_next_wait_begins_awake(world: World) -> None:
+    patience = Patience(500e-6)
+    assert patience.pays
+    assert not patience.wait(Looked(lambda: False, lambda: False))  # for the window, and nobody sleeps
+    assert world.now >= 500 * US
+    assert not patience.pays
+    patience.wait(Looked(lambda: False, lambda: False))
+    assert patience.pays  # the wait before was short
+    world.yield_ns = 3 * MS
+    patience.wait(Looked(lambda: False, lambda: False))
+    assert not patience.pays
+    assert not Patience(0.0).pays
+
+
+def test_what_is_looked_for_is_seen_awake_or_after_the_sleep(world: World) -> None:
+    patience = Patience(500e-6)
+    looks: list[bool] = []
+    slept: list[int] = []
+
+    def look() -> bool:
+        looks.append(len(looks) == 2)
+        return looks[-1]
+
+    def sleep() -> bool:
+        slept.append(1)
+        return True
+
+    assert patience.wait(Looked(look, sleep))
+    assert (looks, slept) == ([False, False, True], [])
+    world.yield_ns = MS // 2
+    assert patience.wait(Looked(look, sleep))
+    assert slept == [1]
