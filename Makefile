@@ -56,8 +56,9 @@ help:
 demo: $(DEMOS)
 	@$(PY) demos/10_digits_softmax.py --picture digits.png
 
+# One thread each: those of a worker alone would take the cores of the other process's workers, and wait for each other.
 test: $(TEST)
-	@$(PY) -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal $(ARGS)
 
 # From then on `make test` also runs the tests that need these; without them it names the tests as skipped.
 jax: $(JAX)

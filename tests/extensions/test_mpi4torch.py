@@ -20,7 +20,7 @@ import synk
 from synk.extensions import mpi4torch
 from synk.extensions.mpi4torch import COMM_WORLD, JoinDummies, JoinDummiesHandle
 
-EVERYWHERE = (1, 2, 3, "inline")
+EVERYWHERE = (pytest.param(1, marks=pytest.mark.storm), 2, 3, "inline")  # one worker is as one inline
 
 
 def on_each(rt: Any, body: Callable[[Any, int, int], Any]) -> list[Any]:
