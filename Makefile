@@ -90,7 +90,7 @@ lint: $(DEV)
 	@$(PY) -m mypy
 
 doctest: $(TEST)
-	@$(PY) -m pytest --doctest-modules --doctest-ignore-import-errors synk $(ARGS)
+	@$(PY) -m pytest --doctest-modules $(if $(wildcard $(PYTENSOR)),,--ignore=synk/extensions/pytensor.py) synk $(ARGS)
 
 docs: $(DOCS)
 	@$(PY) -m sphinx -q -W --keep-going -b html docs docs/_build/html
