@@ -30,13 +30,31 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that are marked as of the storm are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests that use torch first.
+    """Leave most cases of tests that are ``sampled`` to the storm, and put the tests that use torch first.
 
     With ``--dist worksteal`` each of two processes gets half of all tests in a row: so the workers of one process only
     import torch, which takes longer than most tests.
     """
+    cases: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("sampled"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_one_test in cases.values():
+        leave_most_to_the_storm(of_one_test)
     items.sort(key=lambda item: not uses_torch(item))
+
+
+def leave_most_to_the_storm(cases: list[pytest.Function]) -> None:
+    """Keep one case in n of a test, and whatever meets a value of a parameter that none before it has met."""
+    met: set[tuple[str, str]] = set()
+    for number, case in enumerate(cases):
+        values = {(name, repr(value)) for name, value in case.callspec.params.items()}
+        if number % case.get_closest_marker("sampled").args[0] and values <= met:
+            case.add_marker(pytest.mark.storm)
+        else:
+            met |= values
 
 
 def uses_torch(item: pytest.Item) -> bool:

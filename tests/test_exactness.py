@@ -146,6 +146,7 @@ thorough = settings(max_examples=30, deadline=None, suppress_health_check=list(H
 @pytest.mark.parametrize("op", KERNELS)
 @thorough
 @given(data=st.data(), **calls)
+@pytest.mark.sampled(3)
 def test_a_call_equals_numpy_and_the_serial_call(
     functions: Functions,
     shared_runtimes: Any,
@@ -246,6 +247,7 @@ LARGE = [
 
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize(("op", "dtype"), LARGE)
+@pytest.mark.sampled(3)
 def test_large_outputs_take_the_other_path_to_the_same_numbers(
     shared_runtimes: Any, num_workers: int, op: str, dtype: str
 ) -> None:

@@ -42,6 +42,7 @@ def unequal(rt: Any, dtype: Any = "f8", **options: Any) -> tuple[Any, list[np.nd
 
 @pytest.mark.parametrize("where", [1, 2, 4, "inline"])
 @pytest.mark.parametrize(("op", "dtype"), REDUCIBLE)
+@pytest.mark.sampled(5)
 def test_reductions_equal_numpy(shared_runtimes: Any, where: Any, op: str, dtype: str) -> None:
     rt = shared_runtimes[where]
     for shape in ((7, 3), (), (0, 2)):
@@ -108,6 +109,7 @@ def test_unequal_values_are_not_reduced(shared_runtimes: Any, op: str) -> None:
 
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("dtype", ANY_DTYPE)
+@pytest.mark.sampled(3)
 def test_broadcast_scatter_and_gather_move_any_dtype(shared_runtimes: Any, where: Any, dtype: str) -> None:
     rt = shared_runtimes[where]
     w, values = differing(rt, (4, 2), dtype)
@@ -297,6 +299,7 @@ def test_a_collective_over_several_variables_moves_all_of_them_or_none(shared_ru
 
 @pytest.mark.parametrize("where", [2, 3, "inline"])
 @pytest.mark.parametrize("dtype", ["f4", "c16", "i1"])
+@pytest.mark.sampled(3)
 def test_large_values_are_moved_by_the_workers(shared_runtimes: Any, where: Any, dtype: str) -> None:
     """5 MB and an odd number of elements: each rank moves its own part, and no array byte passes the pipes."""
     rt = shared_runtimes[where]

@@ -99,6 +99,7 @@ def test_a_unary_operator_gives_what_the_array_gives(shared_runtimes: Any, name:
 
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.sampled(3)
 def test_in_place_operators_write_to_where_the_workers_read(shared_runtimes: Any, name: str, other: str) -> None:
     """With NumPy's rules for the dtype; the name stays bound to the object, and an error leaves it as it was."""
     rt = shared_runtimes[2]

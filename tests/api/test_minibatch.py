@@ -30,6 +30,7 @@ def batch_of(kind: str, rng: np.random.Generator) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", [1, 2, 3, "inline"])
+@pytest.mark.sampled(4)
 def test_row_j_goes_with_the_jth_row_of_the_batch(shared_runtimes: Any, where: Any, kind: str) -> None:
     """Oracle: NumPy, which picks the same rows of the array that the minibatch was made of."""
     rt = shared_runtimes[where]

@@ -374,6 +374,7 @@ STEPS = [
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("where", STEPS)
 @pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
+@pytest.mark.sampled(4)
 def test_a_step_counts_once_wherever_a_worker_dies(reused: Reused, where: str, rank: int) -> None:
     """``step_counted`` says whether to repeat it, and is right."""
     rt = reused(2)

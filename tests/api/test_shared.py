@@ -212,6 +212,7 @@ def test_axis_0_may_change_in_functions_on_each_rank_by_its_own(
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("output", [1, 30_000, 70_000])
 @pytest.mark.parametrize("num_outputs", [1, 4])
+@pytest.mark.sampled(3)
 def test_a_second_message_keeps_what_was_stored_before_it(
     shared_runtimes: Any, where: Any, output: int, num_outputs: int
 ) -> None:

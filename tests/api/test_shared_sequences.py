@@ -330,6 +330,7 @@ class Sequences(RuleBasedStateMachine):
 @pytest.mark.parametrize(
     ("where", "mover"), [*((where, "master") for where in EVERYWHERE), (2, "workers"), (3, "workers")]
 )
+@pytest.mark.sampled(3)
 def test_any_sequence_of_operations_equals_numpy(
     shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch, where: Any, mover: str
 ) -> None:

@@ -29,6 +29,7 @@ def followed(rt: Any, parts: list[np.ndarray], new: list[Any]) -> list[Any]:
     [(where, *pair) for where in (3, "inline") for pair in REDUCIBLE]
     + [(where, op, "float32") for where in (1, 2, 4) for op in OPS],
 )
+@pytest.mark.sampled(4)
 def test_new_values_are_accumulated_over_slices_that_all_see_the_old(
     shared_runtimes: Any, where: Any, op: str, dtype: str
 ) -> None:

@@ -63,6 +63,7 @@ def assert_same(got: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("where", EVERYWHERE)
+@pytest.mark.sampled(4)
 def test_every_dtype_there_and_back(shared_runtimes: Any, where: Any, dtype: str) -> None:
     rt = shared_runtimes[where]
     f = rt.function(lambda w, x: (x, w), bcast_inputs="w", outputs=("gather", "first"), framework="torch")

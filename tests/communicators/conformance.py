@@ -343,6 +343,7 @@ class CommunicatorConformance:
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("op", REDUCE_OPS)
+    @pytest.mark.sampled(5)
     def test_reductions(self, group: Group, op: str, dtype: str) -> None:
         steps = [
             Step(kind, dtype, count, op, root_position=count, is_in_place=is_in_place)
@@ -357,6 +358,7 @@ class CommunicatorConformance:
                 assert_all_raise(group.outcomes(perform, [Step(kind, dtype, 3, op)]), TypeError)
 
     @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.sampled(3)
     def test_copies(self, group: Group, dtype: str) -> None:
         steps = [
             Step(kind, dtype, count, root_position=count, is_in_place=is_in_place)
@@ -376,6 +378,7 @@ class CommunicatorConformance:
             assert group.run(exchange_in_order, 20, 33) == [list(range(20))] * group.world_size
 
     @pytest.mark.parametrize("dtype", FLOATS)
+    @pytest.mark.sampled(3)
     def test_weighted_avg(self, group: Group, dtype: str) -> None:
         shares = np.arange(group.world_size) if group.world_size > 1 else np.ones(1)  # a rank of no weight among them
         weights = tuple((shares / shares.sum()).tolist())

@@ -332,6 +332,7 @@ def workers(shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, "inline"])
 @pytest.mark.parametrize("num_slices", [1, 3])
+@pytest.mark.sampled(3)
 def test_workers_train_as_torch_does_on_the_whole_batch(
     workers: Callable[[int | str], synk.Runtime], num_workers: int | str, num_slices: int
 ) -> None:

@@ -154,6 +154,7 @@ def assert_follows(rule: updates.UpdateRule, expected: list[list[np.ndarray]]) -
 
 
 @pytest.mark.parametrize(("name", "ours", "twin", "theirs"), TWINS, ids=[f"{t[0]}-{len(t[1])}" for t in TWINS])
+@pytest.mark.sampled(3)
 def test_trajectory_is_that_of_torch(
     name: str, ours: dict[str, Any], twin: Callable[..., Any], theirs: dict[str, Any]
 ) -> None:

@@ -122,6 +122,7 @@ def test_A2_another_function_before_and_after_a_death_keeps_its_data(reused: For
 
 @pytest.mark.parametrize("op", ["avg", "sum", "prod", "min", "max"])
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.sampled(4)
 def test_A3_sigkill_inside_a_reduction(reused: Fork, op: str, rank: int) -> None:
     rt = reused(2, failpoint("reduce.before" if op in ("avg", "min") else "reduce.after", rank))
     big = rt.function(lambda x: np.full(1 << 18, x.max()), outputs=op)

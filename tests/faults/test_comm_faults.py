@@ -71,6 +71,7 @@ def works(rt: synk.Runtime) -> bool:
 
 
 @pytest.mark.parametrize("step", STEPS)
+@pytest.mark.sampled(3)
 def test_a_rank_is_killed_at_a_step_of_a_message(reused: Any, step: str) -> None:
     rt = reused(2)
     f = rt.function(lambda x: exchange(step, lambda: os.kill(os.getpid(), signal.SIGKILL)), outputs="sum")

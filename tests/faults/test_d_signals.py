@@ -318,6 +318,7 @@ MASTER_ENDS = {
 
 
 @pytest.mark.parametrize("end", MASTER_ENDS)
+@pytest.mark.sampled(4)
 def test_D6_the_master_ends_and_its_workers_with_it(end: str) -> None:
     code, status, stderr = MASTER_ENDS[end]
     result = script(f"""
@@ -346,6 +347,7 @@ MASTER_KILLED = {
 
 
 @pytest.mark.parametrize("phase", MASTER_KILLED)
+@pytest.mark.sampled(4)
 def test_D7_sigkill_of_the_master(phase: str) -> None:
     """Workers and their children are gone within two seconds, whatever they were doing."""
     with Scenario(f"""

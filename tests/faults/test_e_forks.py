@@ -309,6 +309,7 @@ def test_E16_a_result_that_cannot_be_made_private(
 
 @pytest.mark.parametrize("size", [10, 5000, 1 << 17], ids=["tiny", "small", "large"])
 @pytest.mark.parametrize("how", ["del", "free_memory", "grow", "close"])
+@pytest.mark.sampled(4)
 def test_E17_data_that_the_parent_drops_still_holds_its_values_in_a_child(reused: Fork, how: str, size: int) -> None:
     rt = reused(2)
     total = rt.function(lambda x: x.sum(), outputs="sum")

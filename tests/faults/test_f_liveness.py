@@ -105,6 +105,7 @@ FLOODS = {
 
 @pytest.mark.parametrize("target", ["stdout", "stderr"])
 @pytest.mark.parametrize("kind", FLOODS)
+@pytest.mark.sampled(4)
 def test_F4_workers_flood_their_output(kind: str, target: str) -> None:
     """Neither side waits for the other; the lines of one rank are whole."""
     number, repeats = (1, 2)[target == "stderr"], 20_000

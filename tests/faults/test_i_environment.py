@@ -108,6 +108,7 @@ print("same")
 @pytest.mark.parametrize(
     "flags", [(), ("-I",), ("-E",), ("-X", "dev"), ("-W", "error::UserWarning"), ("-O",), ("-s",)], ids=str
 )
+@pytest.mark.sampled(3)
 def test_I4_the_interpreters_options_hold_in_workers(tmp_path: Path, flags: tuple[str, ...]) -> None:
     path = tmp_path / "program.py"
     path.write_text(SAME_PATH, encoding="utf-8")
@@ -157,6 +158,7 @@ def test_I4_an_interactive_session() -> None:
 
 
 @pytest.mark.parametrize("value", [None, "", "-1", "1,0", "0,0", "GPU-8932f937"])
+@pytest.mark.sampled(3)
 def test_I5_the_choice_of_devices_is_the_users(
     value: str | None, monkeypatch: pytest.MonkeyPatch, runtime: Fork
 ) -> None:

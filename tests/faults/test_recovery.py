@@ -43,6 +43,7 @@ def replicas(rt: Any, w: Any) -> list[float]:
 @pytest.mark.parametrize("size", [3, 1 << 17], ids=["small", "large"])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("step", STEPS)
+@pytest.mark.sampled(4)
 def test_a_call_that_dies_changes_no_variable(reused: Fork, step: str, rank: int, size: int) -> None:
     rt = reused(2, failpoint(step, rank, nth=3))
     w, add = counter(rt, size)

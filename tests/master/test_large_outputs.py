@@ -50,6 +50,7 @@ def messages_of(rt: Any, call: Callable[[], Any]) -> int:
 
 
 @pytest.mark.parametrize("num_workers", ["inline", 1, 2, 3])
+@pytest.mark.sampled(4)
 def test_a_repeated_call_is_one_message_where_the_ranks_meet(runtime: Fork, patience: str, num_workers: Any) -> None:
     rt = runtime(1, inline=True) if num_workers == "inline" else runtime(num_workers)
     num_workers = rt.world_size
@@ -381,6 +382,7 @@ def test_workers_keep_no_outputs_of_a_call_that_failed(runtime: Fork) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("step", ["call.published", "reduce.before", "reduce.after"])
+@pytest.mark.sampled(4)
 def test_A3_a_death_where_the_ranks_meet(reused: Fork, patience: str, step: str, rank: int) -> None:
     """The survivor answers, however long it may wait: the master ends its wait."""
     nth = 4 if step == "call.published" else 3  # the fixture below makes a call, too, of small outputs

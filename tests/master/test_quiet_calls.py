@@ -1408,6 +1408,7 @@ class Fuzz:
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, "inline"])
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.sampled(4)
 def test_any_sequence_of_calls_equals_numpy(shared_runtimes: Any, num_workers: Any, seed: int) -> None:
     fuzz = Fuzz(shared_runtimes[num_workers], 10 * (0 if num_workers == "inline" else num_workers) + seed)
     for _ in range(40):

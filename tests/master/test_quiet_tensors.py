@@ -223,6 +223,7 @@ def test_nested_outputs_and_those_of_the_first_rank(shared_runtimes: Any, ordina
 
 @pytest.mark.parametrize("num_workers", [1, 2, "inline"])
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.sampled(3)
 def test_any_sequence_of_calls_equals_torch(shared_runtimes: Any, num_workers: Any, seed: int) -> None:
     """Tensors, arrays, Data, numbers, batches, submitted or not; functions write, keep, assign and return others."""
     rt = shared_runtimes[num_workers]

@@ -167,6 +167,7 @@ def derivatives(losses: torch.Tensor, xs: Tensors) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(3)
 def test_derivatives_are_those_of_the_joined_problem(shared_runtimes: Any, where: Any, name: str) -> None:
     """Result, gradient and the gradient of a function of the gradient."""
     case = CASES[name]
@@ -187,6 +188,7 @@ def test_derivatives_are_those_of_the_joined_problem(shared_runtimes: Any, where
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.shape(0, 2) == case.shape(1, 2)])
+@pytest.mark.sampled(3)
 def test_torch_checks_the_gradients_by_differences(shared_runtimes: Any, name: str) -> None:
     """A function of what all ranks bring, which lies on rank 0 alone; the others have zeros, and keep step."""
     case = CASES[name]

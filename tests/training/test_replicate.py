@@ -98,6 +98,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.sampled(3)
 def test_optimizers(shared_runtimes: Any, kind: str, workers: int) -> None:
     def build() -> tuple[Any, ...]:
         model = mlp()
@@ -203,6 +204,7 @@ def test_a_gradient_of_the_users_own_and_a_penalty(shared_runtimes: Any, workers
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
+@pytest.mark.sampled(3)
 def test_lbfgs_with_its_closure(shared_runtimes: Any, search: Any, workers: int) -> None:
     """The closure runs as often on every rank, because each sees the loss of all rows."""
 
@@ -432,6 +434,7 @@ class Blocks(torch.nn.Module):
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 @pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.sampled(4)
 def test_overlap_changes_no_number(shared_runtimes: Any, workers: int, is_checkpointed: bool, overlap: bool) -> None:
     """Many small buckets, some of which only some ranks fill; two passes in a step."""
 
@@ -611,6 +614,7 @@ def to_eval(model: Any, optimizer: Any) -> None:
     "change", [change_rate, change_weights, change_data, load_weights, load_optimizer, freeze, to_eval]
 )
 @pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.sampled(3)
 def test_what_the_program_changes_between_calls_holds_on_all_ranks(
     shared_runtimes: Any, change: Callable[..., None], workers: int
 ) -> None:
@@ -1015,6 +1019,7 @@ def test_a_worker_that_is_killed_while_idle_changes_no_bit(reused: Callable[...,
         if (where, action) != HANG_INSIDE
     ],
 )
+@pytest.mark.sampled(3)
 def test_an_exception_a_timeout_or_ctrl_c_anywhere_leaves_the_ranks_alike(
     reused: Callable[..., Any], where: str, action: str
 ) -> None:

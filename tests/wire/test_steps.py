@@ -33,6 +33,7 @@ def test_a_copy_reaches_its_target_and_nothing_else(nbytes: int) -> None:
 
 @pytest.mark.parametrize(("op", "dtype"), REDUCIBLE)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.sampled(3)
 def test_a_reduction_is_numpys_in_rank_order(op: str, dtype: str, world_size: int) -> None:
     rng = np.random.default_rng(world_size)
     count = 77

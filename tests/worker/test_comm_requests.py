@@ -33,6 +33,7 @@ def values(rank: int, count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.sampled(3)
 def test_started_collectives_give_what_those_that_wait_give(shared_runtimes: Any, where: Any, count: int) -> None:
     """All kinds in one row, waited for in reverse, with one that waits and messages in between."""
     rt = shared_runtimes[where]
@@ -397,6 +398,7 @@ def test_what_was_asked_for_and_not_waited_for_is_brought_to_its_end(shared_runt
 
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("dtype", ["f4", "i8", "?"])
+@pytest.mark.sampled(3)
 def test_gather_scatter_and_all_to_all_move_blocks_of_rows(shared_runtimes: Any, where: Any, dtype: str) -> None:
     rt = shared_runtimes[where]
     size = rt.world_size

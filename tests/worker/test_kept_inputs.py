@@ -49,6 +49,7 @@ def parts(kept: Any) -> Any:
 
 @pytest.mark.parametrize("framework", [None, "torch"])
 @pytest.mark.parametrize("where", ["inline", 1, 2])
+@pytest.mark.sampled(3)
 def test_kept_inputs_stay_as_they_were(shared_runtimes: Any, where: Any, framework: str | None) -> None:
     if framework:
         pytest.importorskip(framework)

@@ -53,6 +53,7 @@ def assert_equal(got: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.sampled(3)
 def test_submitted_calls_return_what_each_of_them_computed(reused: Any, patience: str, num_workers: int) -> None:
     rt = reused(num_workers)
     for method in METHODS:
