@@ -116,9 +116,11 @@ $(BASE):
 	  { echo "$(PYTHON) cannot make a virtual environment. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@touch $@
 
+# pip would compile on one core. Some packages carry files for other versions of Python, which do not compile.
 define install
 @echo "installing into $(VENV) ..."
-@$(PY) -m pip install -qq $(1)
+@$(PY) -m pip install -qq --no-compile $(1)
+@$(PY) -m compileall -qq -j 0 $(VENV)/lib || true
 @touch $@
 endef
 

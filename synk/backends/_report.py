@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import itertools
 import os
 from collections.abc import Mapping, Sequence
@@ -26,10 +25,12 @@ _PACKAGES = {
 
 def _installed(names: Sequence[str]) -> str:
     """Return the first of the distributions that is installed, with its version, or an empty string."""
+    from importlib import metadata  # takes a tenth of the time in which synk is imported
+
     for name in names:
         try:
-            return f"{name} {importlib.metadata.version(name)}"
-        except importlib.metadata.PackageNotFoundError:
+            return f"{name} {metadata.version(name)}"
+        except metadata.PackageNotFoundError:
             continue
     return ""
 
