@@ -71,6 +71,7 @@ def main() -> int:
     )
     results = {"machine": _machine(), "options": {"quick": options.quick, "rounds": harness.rounds}}
     start = time.perf_counter()
+    path = RESULTS / time.strftime("%Y%m%d-%H%M%S.json")
     with closing(harness):
         for family in options.only or FAMILIES:
             try:
@@ -78,9 +79,9 @@ def main() -> int:
             except Exception as error:  # the other families still count
                 traceback.print_exc()
                 results[family] = {"error": f"{type(error).__name__}: {error}"}
-        results |= {"versions": harness.versions, "failures": harness.failures, "max_noise": harness.max_noise}
-    results["elapsed_s"] = time.perf_counter() - start
-    path = _write(results)
+            results |= {"versions": harness.versions, "failures": harness.failures, "max_noise": harness.max_noise}
+            results["elapsed_s"] = time.perf_counter() - start
+            _write(results, path)  # a run that is ended by hand has lost one family
     print(_report.report(results))
     print(f"\n{path.relative_to(ROOT)}")
     return 0
@@ -135,12 +136,10 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _write(results: dict[str, Any]) -> Path:
+def _write(results: dict[str, Any], path: Path) -> None:
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / time.strftime("%Y%m%d-%H%M%S.json")
     path.write_text(json.dumps(results, indent=1))
     (RESULTS / "latest.json").write_text(path.read_text())
-    return path
 
 
 if __name__ == "__main__":
