@@ -8,9 +8,10 @@ only after they have agreed (``agree``).
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from synk._pure.dtypes import dtype_name
 from synk._pure.ops import check_op
 from synk._worker.messages import Messages
 from synk._worker.user_arrays import UserArrays
-from synk.backends import Backend
+from synk.backends import Backend, DeviceBackend
 from synk.communicators import Buffer, Communicator
 from synk.communicators._checks import check_reduction
 from synk.communicators._schedule import Steps
@@ -59,6 +60,14 @@ class _Reduction:
         if len(reduced) > 1:
             array = self._xp.where(reduced[1].astype(bool), array.dtype.type(np.nan), array)
         return array.astype(self._dtype, copy=False)
+
+
+@dataclass
+class Beside:
+    """The result of a collective on a stream of its own, which is there when the event is."""
+
+    result: Any
+    event: Any
 
 
 class Collectives:
@@ -104,6 +113,7 @@ class Collectives:
         self._stream = backend.stream_handle
         self._capabilities = communicator.capabilities()
         self._is_exact = getattr(self._capabilities, "nan_propagates", True)  # all but NCCL
+        self._beside: list[Any] = []  # arrays that a stream beside the function's may still use
 
     @property
     def host(self) -> ShmCommunicator:
@@ -117,13 +127,21 @@ class Collectives:
         assert self._messages is not None
         return self._messages
 
+    @property
+    def _device(self) -> DeviceBackend:
+        return cast(DeviceBackend, self._backend)
+
     # -- of a function -------------------------------------------------------------------------------------------------
 
     def _buffer(self, array: Any) -> Buffer:
         return Buffer(self._backend.address(array), int(array.size), dtype_name(array.dtype))
 
-    def all_reduce(self, array: Any, op: str, weight: float | None, out: Any) -> Steps:
-        """Return the steps of a collective; like those below, all of it that can be refused is refused first."""
+    def all_reduce(self, array: Any, op: str, weight: float | None, out: Any, is_started: bool = False) -> Steps:
+        """Return the steps of a collective; like those below, all of it that can be refused is refused first.
+
+        One that is started, into ``out``, runs on a stream of its own where the communicator can do all of it:
+        nothing is allocated then. It goes on from what has been queued now.
+        """
         send = self.arrays.take(array)
         self._check(op, send, weight)
         place = None if out is None else self.arrays.place(out, send)
@@ -131,7 +149,16 @@ class Collectives:
             result = np.empty_like(send) if place is None else place
             yield from self.host.all_reduce_arrays(send.reshape(-1), result.reshape(-1), op, weight)
             return self.arrays.give(result) if place is None else out
+        runs_beside = is_started and place is not None and self._takes_as_it_is(send, op, weight)
+        mark = self._device.mark() if runs_beside else None
         yield from self._agree("all_reduce", dtype_name(send.dtype), send.size, op, weight=weight)
+        if runs_beside:
+            reduce = functools.partial(
+                self._communicator.all_reduce, self._buffer(send), self._buffer(place), op, weight=weight
+            )
+            self._beside.append((send, place))
+            with self.guard():
+                return Beside(out, self._device.communicate(mark, lambda stream: reduce(stream=stream)))
         with self.guard():
             result = (yield from self.reduce_steps([(send, op, weight)], place=place))[0]
         if place is None:
@@ -175,6 +202,19 @@ class Collectives:
             block = (yield from self.block_steps([(send.reshape(-1), op, weight)]))[0]
         return self.arrays.give(block.reshape(len(send) // self._size, *send.shape[1:]))
 
+    def joined(self, value: Any) -> Any:
+        """Return the result of what was started, which later work of the function may use."""
+        if type(value) is not Beside:
+            return value
+        self._device.join(value.event)
+        return value.result
+
+    def join_communication(self) -> None:
+        """As ``joined``, of all that was started: the function has returned, or another collective begins."""
+        if self._beside:
+            self._device.join_communication()
+            self._beside.clear()
+
     def barrier(self) -> Steps:
         yield from self.host.barrier_steps()
 
@@ -184,10 +224,18 @@ class Collectives:
             check_op(op, array.dtype, "the array of a collective")
         check_reduction(op, dtype_name(array.dtype), weight)
 
+    def _takes_as_it_is(self, array: Any, op: str, weight: float | None) -> bool:
+        """Whether NCCL reduces such an array itself, with nothing before or after it; it alone has streams."""
+        if self._is_exact or hasattr(self._communicator, "all_reduce_steps") or array.dtype.kind == "c":
+            return False
+        (part, *others) = _Reduction(self._xp, array, op, weight, self._capabilities).parts
+        return part.array is array and not others
+
     def _steps(self, kind: str, *args: Any, **options: Any) -> Steps:
         """Take the steps of an operation of the communicator; NCCL has none, the stream takes them."""
         steps = getattr(self._communicator, f"{kind}_steps", None)
         if steps is None:
+            self.join_communication()  # one communicator takes its operations one after the other
             getattr(self._communicator, kind)(*args, stream=self._stream, **options)
         else:
             yield from steps(*args, stream=self._stream, **options)

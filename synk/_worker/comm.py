@@ -41,9 +41,10 @@ def _run(steps: Steps) -> Any:
 
 
 def _start(steps: Steps) -> Request:
-    host = _collectives().host
+    collectives = _collectives()
+    host = collectives.host
     operation = host.start(steps)
-    return Request(host, lambda: host.test(operation), lambda: host.finish(operation))
+    return Request(host, lambda: host.test(operation), lambda: collectives.joined(host.finish(operation)))
 
 
 def _called() -> Any:
@@ -155,17 +156,18 @@ class Comm:
         Non-blocking collectives are started in the same order on all ranks, and may be mixed with those that wait and
         with messages. The array must stay as it is until the result is there. On CPU workers nothing goes on by
         itself: it does in ``wait`` and ``test`` of any request, and while any other call of ``synk.comm`` waits.
+        Between GPUs, by NCCL, what has ``out=`` goes on beside the function, on a stream of its own.
 
         Returns
         -------
         Request
         """
-        return _start(self._all_reduce(array, op, weight, out))
+        return _start(self._all_reduce(array, op, weight, out, is_started=True))
 
-    def _all_reduce(self, array: Any, op: str, weight: float | None, out: Any) -> Steps:
+    def _all_reduce(self, array: Any, op: str, weight: float | None, out: Any, is_started: bool = False) -> Steps:
         self._check_op(op)
         _check_constant(array, "all_reduce")
-        return _collectives().all_reduce(array, op, self._weight(op, weight), out)
+        return _collectives().all_reduce(array, op, self._weight(op, weight), out, is_started)
 
     def reduce(self, array: Any, op: str = "avg", root: int = 0, *, weight: float | None = None) -> Any:
         """Reduce ``array`` of all ranks to rank ``root``; others get None."""

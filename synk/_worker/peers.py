@@ -96,6 +96,8 @@ class Peers:
         if self.is_communicating:
             assert lane.communicator is not None
             lane.communicator.complete()
+            if self._collectives is not None:
+                self._collectives.join_communication()
 
     def leave_call(self, lane: WorkerLane) -> None:
         """Let nobody wait for this rank any longer."""

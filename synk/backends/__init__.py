@@ -119,6 +119,19 @@ class DeviceBackend(Backend, Protocol):
     def join(self, event: Any) -> None:
         """Have all later work wait for what was brought; the host does not."""
 
+    def mark(self) -> Any:
+        """Return an event: what has been queued so far."""
+
+    def communicate(self, after: Any, launch: Callable[[int], Any]) -> Any:
+        """Call ``launch(stream)`` with a stream beside that of the work under way, which goes on from ``after``.
+
+        Returns the event of its end. Work that is queued meanwhile runs beside it, until ``join(event)`` or
+        ``join_communication()``.
+        """
+
+    def join_communication(self) -> None:
+        """Have all later work wait for what was launched beside it; the host does not."""
+
     def is_pinned(self, host: np.ndarray) -> bool:
         """Whether bringing a host array to the device does not hold up the host."""
 

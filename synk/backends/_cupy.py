@@ -3,7 +3,8 @@
 Copies in are queued before the user's function runs and copies out after it; the host waits once, at the end of a call.
 The user's arrays, the copies and the collectives share the stream, so none of them needs an event to follow another.
 The exception are the inputs of a call that is known before the one before it has ended: a second stream brings them
-while the first computes, and an event says when they are there.
+while the first computes, and an event says when they are there. Sums that a function has started into arrays of its own
+run on a third one, behind an event of the first, which waits for theirs when the function does.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import importlib.util
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,9 @@ class CupyBackend:
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.stream_handle = int(self.stream.ptr)
         self._copy_stream = cupy.cuda.Stream(non_blocking=True)
+        # Sums of gradients beside the backward pass. What is launched there uses no memory of the pool.
+        self._communication_stream = cupy.cuda.Stream(non_blocking=True)
+        self._communicated: Any = None  # the last event there that the first stream has not waited for
         self._input_stream = self.stream  # on which inputs are brought at this moment
         # Memory of inputs that were brought ahead and are gone. It belongs to the second stream, where it would be used
         # again at once, while the first may still read it: it goes back to the pool when the first one is done.
@@ -222,6 +226,25 @@ class CupyBackend:
 
     def join(self, event: Any) -> None:
         self.stream.wait_event(event)
+
+    # -- communication beside a function ------------------------------------------------------------------------------
+
+    def mark(self) -> Any:
+        event = self.xp.cuda.Event(disable_timing=True)
+        event.record(self.stream)
+        return event
+
+    def communicate(self, after: Any, launch: Callable[[int], Any]) -> Any:
+        self._communication_stream.wait_event(after)
+        launch(self._communication_stream.ptr)
+        self._communicated = event = self.xp.cuda.Event(disable_timing=True)
+        event.record(self._communication_stream)
+        return event
+
+    def join_communication(self) -> None:
+        if self._communicated is not None:
+            self.join(self._communicated)
+            self._communicated = None
 
     def is_pinned(self, host: np.ndarray) -> bool:
         return bool(host.flags.c_contiguous) and self._segments.is_pinned(address(host), host.nbytes)

@@ -98,6 +98,7 @@ def random_array(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarra
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize(("op", "dtype"), SUPPORTED)
+@pytest.mark.sampled(3)
 def test_all_reduce_equals_numpy(binding: Binding, op: str, dtype: str, world_size: int) -> None:
     sent = random_array((world_size, 5), dtype)
 

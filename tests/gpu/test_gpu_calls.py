@@ -304,7 +304,7 @@ def test_replicated_training_is_that_of_one_process(gpus: Any) -> None:
 
 @pytest.mark.multi_gpu
 def test_a_bucket_is_reduced_before_the_last_gradient_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By events on each device: of the first sum, and of the gradient that the backward pass computes last."""
+    """By events on each device: of the end of the first sum, and of the gradient that is computed last."""
     torch = pytest.importorskip("torch")
     if len(visible_devices(discover(), os.environ)) < 2:
         pytest.skip("needs two GPUs")
@@ -321,7 +321,10 @@ def test_a_bucket_is_reduced_before_the_last_gradient_is_there(monkeypatch: pyte
             if not sums:
                 while not request.test():  # the ranks agree first; then it is queued on the device
                     pass
-                first.record()
+                from synk._wire.cell import cell
+
+                backend: Any = cell.worker.backend
+                first.record(torch.cuda.ExternalStream(backend._communication_stream.ptr, device=backend._ordinal))
             sums.append(request)
             return request
 

@@ -505,6 +505,51 @@ def test_collectives_inside_functions(gpus: Gpus) -> None:
     assert float(got["reduced"][2]) == thirds[:, 0].sum()
 
 
+def test_a_sum_that_is_started_runs_beside_the_function(gpus: Gpus) -> None:
+    """With NCCL, on a stream that the stand-in runs when somebody waits for it; it is there wherever it is needed."""
+    rt = gpus.reused(3)
+
+    def body(x: Any) -> dict[str, Any]:
+        import cupy
+
+        comm = synk.comm
+
+        def own() -> Any:
+            return cupy.zeros(4, "float32") + comm.rank + 1
+
+        def start(array: Any, op: str = "sum") -> Any:
+            request = comm.iall_reduce(array, op, out=array)
+            comm.barrier()  # the ranks have agreed on all that was started before it
+            return request
+
+        waited, first, second, left = own(), own(), own(), own()
+        request = start(waited)
+        early = waited.copy()
+        assert request.wait() is waited
+        late = waited.copy()
+        before = start(first), start(second)
+        blocking = comm.all_reduce(own(), "sum")  # behind both
+        sums = first.copy() + second.copy()
+        assert [each.wait() is not None for each in before] == [True, True]
+        halves = (own() / 2).astype("float16")
+        start(halves).wait()
+        largest = own() * (float("nan") if comm.rank == 1 else 1.0)
+        start(largest, "max").wait()
+        start(left)  # and the function ends
+        start(own())  # of which nobody keeps the array
+        return {
+            "early": early, "late": late, "waited": waited, "sums": sums, "blocking": blocking,
+            "halves": halves, "largest": largest, "left": left,
+        }  # fmt: skip
+
+    got = rt.function(body, outputs=None)(np.arange(3))
+    for rank in range(3):
+        assert got["early"][rank].tolist() == [rank + 1 if gpus.has_nccl else 6] * 4
+        for name, value in (("late", 6), ("waited", 6), ("blocking", 6), ("sums", 12), ("halves", 3), ("left", 6)):
+            assert got[name][rank].tolist() == [value] * 4, name
+        assert np.isnan(got["largest"][rank]).all()
+
+
 def test_ranks_that_disagree_are_told(gpus: Gpus) -> None:
     rt = gpus.reused(3)
 

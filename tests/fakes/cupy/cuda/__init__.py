@@ -106,7 +106,7 @@ class Event:
     def record(self, stream: Any = None) -> None:
         self._time = time.perf_counter()
         if stream is not None:
-            self.stream, self.count = stream.ptr, runtime.num_copies(stream.ptr)
+            self.stream, self.count = stream.ptr, runtime.num_queued(stream.ptr)
 
     def synchronize(self) -> None:
         runtime.check()

@@ -9,6 +9,8 @@ import ctypes
 import mmap
 import os
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice, memcpyDefault = 1, 2, 3, 4
@@ -17,7 +19,7 @@ cudaDevAttrHostRegisterReadOnlySupported = 113
 _sticky = 0
 _pending: dict[int, list[tuple[int, bytes]]] = {}
 _registered: dict[int, int] = {}
-_on_their_way: dict[int, list[tuple[int, int, int]]] = {}
+_on_their_way: dict[int, list[Callable[[], object]]] = {}
 _num_arrived: dict[int, int] = {}
 current: list[int] = []
 """The streams entered, outermost first."""
@@ -42,23 +44,30 @@ def fail_launch() -> None:
     _sticky = 719
 
 
-def num_copies(stream: int) -> int:
-    """Return how many copies to the device were ordered on a stream so far."""
+def queue(stream: int, act: Callable[[], object]) -> bool:
+    """Do ``act`` when somebody waits for the stream, unless it is the outermost current one; return whether so."""
+    if not current or current[0] == stream:
+        return False
+    _on_their_way.setdefault(stream, []).append(act)
+    return True
+
+
+def num_queued(stream: int) -> int:
+    """Return how much was queued on a stream so far."""
     return _num_arrived.get(stream, 0) + len(_on_their_way.get(stream, []))
 
 
 def arrive(stream: int, count: int) -> None:
-    """Do the first ``count`` copies to the device that were ordered on a stream."""
+    """Do the first ``count`` things that were queued on a stream."""
     waiting = _on_their_way.get(stream, [])
     while waiting and _num_arrived.get(stream, 0) < count:
-        target, source, size = waiting.pop(0)
-        ctypes.memmove(target, source, size)
+        waiting.pop(0)()
         _num_arrived[stream] = _num_arrived.get(stream, 0) + 1
 
 
 def finish(stream: int) -> None:
     check()
-    arrive(stream, num_copies(stream))
+    arrive(stream, num_queued(stream))
     for target, data in _pending.pop(stream, []):
         ctypes.memmove(target, data, len(data))
 
@@ -84,8 +93,7 @@ def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
     else:
         if kind == memcpyHostToDevice:
             _check_registration(src, size)
-            if current and current[0] != stream:
-                _on_their_way.setdefault(stream, []).append((dst, src, size))
+            if queue(stream, partial(ctypes.memmove, dst, src, size)):
                 return
         ctypes.memmove(dst, src, size)
 
