@@ -31,13 +31,17 @@ def run(harness: Harness) -> dict[str, Any]:
                 results[case] = {DDP.name: [harness.turns(peers) for _ in range(harness.rounds)]}
         except PeerError as error:
             results[case] = {DDP.name: f"failed: {error}"}
-    for name, job in (("plain call", "plain"), ("own step", "own")):
+    for case, job, name, other_job in (
+        ("empty model", "nothing", "plain call", "plain"),
+        ("one number", "empty", "own step", "own"),
+    ):
         other = Spec(name, "synk_training", requires=("synk", "torch"))
+        rounds = results.setdefault(case, {})
         try:
             with harness.peers(SYNK, other) as peers:
-                for peer, own_job in zip(peers, ("empty", job)):
+                for peer, own_job in zip(peers, (job, other_job)):
                     peer.prepare("step", job=own_job)
-                results["one number"][name] = [harness.turns(peers) for _ in range(harness.rounds)]
+                rounds[name] = [harness.turns(peers) for _ in range(harness.rounds)]
         except PeerError as error:
-            results["one number"][name] = f"failed: {error}"
+            rounds[name] = f"failed: {error}"
     return results

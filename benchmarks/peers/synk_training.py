@@ -15,13 +15,16 @@ from benchmarks._serve import WORLD_SIZE, Call, serve
 def prepare(job: str, is_parallel: bool = False) -> Call:
     """Train the model of ``job``, and read the loss of each step.
 
-    ``plain``: a call that trains nothing; ``own``: one whose body takes the step of ``empty`` on a model of each
-    worker's own, so that nothing is kept alike. ``is_parallel``: in the program, with the passes on the workers.
+    ``nothing``: a step with a module that is empty; ``plain``: a call that does the same without one; ``own``: one
+    whose body takes the step of ``empty`` on a model of each worker's own, so that nothing is kept alike.
+    ``is_parallel``: in the program, with the passes on the workers.
     """
-    model, optimizer, x, y = _models.make("empty" if job in ("plain", "own") else job)
+    model, optimizer, x, y = _models.make("empty" if job in ("nothing", "plain", "own") else job)
     run: Any
     if job == "plain":
         run = synk.function(lambda x, y: x.sum(), framework="torch")
+    elif job == "nothing":
+        run = synk.torch.replicate(torch.nn.Module()).function(lambda model, x, y: x.sum())
     elif job == "own":
         run = synk.function(_models.own_step, framework="torch")
     elif is_parallel:
