@@ -355,6 +355,8 @@ class CupyBackend:
         """
         try:
             self._copy_stream.synchronize()
+            self._communication_stream.synchronize()
+            self._communicated = None
             self.synchronize()
             self.xp.get_default_memory_pool().free_all_blocks()
         except self._runtime.CUDARuntimeError:
