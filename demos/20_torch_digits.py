@@ -1,4 +1,4 @@
-"""A training loop of PyTorch on 1, 2, ... workers: a small convolutional network for handwritten digits.
+"""A training loop of PyTorch on 1 and 2 workers: a small convolutional network for handwritten digits.
 
 The loop stays as it is. Its body gets a name, so that it can run on every worker, and one line says what belongs to the
 training. The numbers are those of plain PyTorch for every number of workers, also with a batch that is not divisible

@@ -143,7 +143,7 @@ def show(title: str, orders: list[str]) -> None:
         print(f"  rank {rank}: " + ", ".join(name.partition("{assume")[0] for name in order.splitlines()))
 
 
-synk.fork(2)
+synk.fork(2, backend="numpy")
 timed = synk.function(by_numpy, bcast_inputs=INPUTS, outputs=RESULTS)
 *found, orders, seconds = timed(*arguments)
 check(*found)

@@ -147,7 +147,7 @@ if options.mpi:
     sys.exit()
 
 expected = serial(plate)
-num_workers = synk.fork().world_size
+num_workers = synk.fork(backend="numpy").world_size
 rows = synk.data(plate)
 table = {
     "serial": seconds_of(lambda: serial(plate)),

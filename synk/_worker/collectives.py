@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -113,7 +114,8 @@ class Collectives:
         self._stream = backend.stream_handle
         self._capabilities = communicator.capabilities()
         self._is_exact = getattr(self._capabilities, "nan_propagates", True)  # all but NCCL
-        self._beside: list[Any] = []  # arrays that a stream beside the function's may still use
+        self._beside: deque[tuple[Any, Any, Any]] = deque()  # events, and the arrays that a stream uses until then
+        self._num_launched = 0  # on the function's own stream
 
     @property
     def host(self) -> ShmCommunicator:
@@ -151,14 +153,18 @@ class Collectives:
             return self.arrays.give(result) if place is None else out
         runs_beside = is_started and place is not None and self._takes_as_it_is(send, op, weight)
         mark = self._device.mark() if runs_beside else None
+        num_launched = self._num_launched
         yield from self._agree("all_reduce", dtype_name(send.dtype), send.size, op, weight=weight)
         if runs_beside:
             reduce = functools.partial(
                 self._communicator.all_reduce, self._buffer(send), self._buffer(place), op, weight=weight
             )
-            self._beside.append((send, place))
+            if self._num_launched != num_launched:  # the communicator goes on from those, too
+                mark = self._device.mark()
             with self.guard():
-                return Beside(out, self._device.communicate(mark, lambda stream: reduce(stream=stream)))
+                event = self._device.communicate(mark, lambda stream: reduce(stream=stream))
+            self._beside.append((event, send, place))
+            return Beside(out, event)
         with self.guard():
             result = (yield from self.reduce_steps([(send, op, weight)], place=place))[0]
         if place is None:
@@ -207,11 +213,17 @@ class Collectives:
         if type(value) is not Beside:
             return value
         self._device.join(value.event)
+        while any(event is value.event for event, _, _ in self._beside):
+            self._beside.popleft()  # the stream comes to them in this order
         return value.result
+
+    def is_there(self, value: Any) -> bool:
+        """Whether the device has come to the end of what was started."""
+        return type(value) is not Beside or bool(value.event.done)
 
     def join_communication(self) -> None:
         """As ``joined``, of all that was started: the function has returned, or another collective begins."""
-        if self._beside:
+        if not self._is_exact:
             self._device.join_communication()
             self._beside.clear()
 
@@ -225,17 +237,21 @@ class Collectives:
         check_reduction(op, dtype_name(array.dtype), weight)
 
     def _takes_as_it_is(self, array: Any, op: str, weight: float | None) -> bool:
-        """Whether NCCL reduces such an array itself, with nothing before or after it; it alone has streams."""
-        if self._is_exact or hasattr(self._communicator, "all_reduce_steps") or array.dtype.kind == "c":
-            return False
-        (part, *others) = _Reduction(self._xp, array, op, weight, self._capabilities).parts
-        return part.array is array and not others
+        """Whether NCCL reduces such an array itself, with nothing before or after it (as ``_Reduction`` would have)."""
+        return not (
+            self._is_exact
+            or array.dtype.kind == "c"
+            or array.dtype.name in _WIDENED
+            or (op in ("min", "max") and array.dtype.kind == "f")
+            or (weight is not None and not getattr(self._capabilities, "has_weighted_avg", True))
+        )
 
     def _steps(self, kind: str, *args: Any, **options: Any) -> Steps:
         """Take the steps of an operation of the communicator; NCCL has none, the stream takes them."""
         steps = getattr(self._communicator, f"{kind}_steps", None)
         if steps is None:
             self.join_communication()  # one communicator takes its operations one after the other
+            self._num_launched += 1
             getattr(self._communicator, kind)(*args, stream=self._stream, **options)
         else:
             yield from steps(*args, stream=self._stream, **options)

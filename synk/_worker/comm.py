@@ -44,7 +44,11 @@ def _start(steps: Steps) -> Request:
     collectives = _collectives()
     host = collectives.host
     operation = host.start(steps)
-    return Request(host, lambda: host.test(operation), lambda: collectives.joined(host.finish(operation)))
+    return Request(
+        host,
+        lambda: host.test(operation) and collectives.is_there(operation.value),
+        lambda: collectives.joined(host.finish(operation)),
+    )
 
 
 def _called() -> Any:

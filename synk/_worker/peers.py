@@ -96,8 +96,15 @@ class Peers:
         if self.is_communicating:
             assert lane.communicator is not None
             lane.communicator.complete()
+            self.give_up_started(lane)  # the function has got over an error
             if self._collectives is not None:
                 self._collectives.join_communication()
+
+    def give_up_started(self, lane: WorkerLane) -> None:
+        """Before this rank leaves with collectives that it has started: others may have given them to NCCL already."""
+        has_started = self.is_communicating and lane.communicator is not None and lane.communicator.has_started
+        if has_started and self.group is not None and lane.executor.outputs.slots.has_group:
+            self.group.give_up()
 
     def leave_call(self, lane: WorkerLane) -> None:
         """Let nobody wait for this rank any longer."""

@@ -10,7 +10,7 @@ import functools
 import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from synk._worker.peers import Peers
 from synk._worker.plans import LoadedFunction, PreparedPlan
 from synk._worker.residents import Residents
 from synk._worker.variables import Replica, VariableStore
-from synk.backends import Backend, backend_module
+from synk.backends import Backend, DeviceBackend, backend_module
 from synk.errors import SynkError
 
 Reply = tuple[Status, int, Any]
@@ -155,6 +155,8 @@ class Worker:
                 "function several times, and not all of them equally often. Call it with num_slices=1."
             )
         assert self.lane.called is not None
+        if self.backend.is_device:
+            cast(DeviceBackend, self.backend).enter_thread()
         return self.peers.collectives(self.lane, self.lane.called.function)
 
     def check_called(self) -> None:
@@ -239,6 +241,7 @@ class Worker:
 
     def recover(self, text: str) -> None:
         """After a call that did not end well: nothing of it is left on the device."""
+        self.peers.give_up_started(self.lane)
         self.executor.forget()
         if not self.backend.recover():
             raise DeviceLost(f"{text}{self.device} reports errors to every call from now on: this worker ends.")

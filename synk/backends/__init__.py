@@ -119,6 +119,9 @@ class DeviceBackend(Backend, Protocol):
     def join(self, event: Any) -> None:
         """Have all later work wait for what was brought; the host does not."""
 
+    def enter_thread(self) -> None:
+        """Have what this thread queues go to the stream of the function, whose own thread is left as it is."""
+
     def mark(self) -> Any:
         """Return an event: what has been queued so far."""
 

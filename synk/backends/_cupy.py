@@ -14,6 +14,7 @@ import importlib.util
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -127,6 +128,7 @@ class CupyBackend:
         has_read_only = bool(runtime.deviceGetAttribute(runtime.cudaDevAttrHostRegisterReadOnlySupported, ordinal))
         self._segments = PinnedSegments(runtime, ordinal, has_read_only)
         self._ring = PinnedRing(cupy.cuda)
+        self._entered = threading.local()
         self._ordinal = ordinal
         self._torch_stream: Any = None
         # Numbers that a function returns stay on the host.
@@ -229,16 +231,27 @@ class CupyBackend:
 
     # -- communication beside a function ------------------------------------------------------------------------------
 
+    def enter_thread(self) -> None:
+        # A current stream is a thread's own: one of autograd's would queue on the legacy default stream.
+        if not getattr(self._entered, "is_here", False):
+            self._entered.is_here = True
+            self._cuda_device.use()
+            self.stream.use()
+
     def mark(self) -> Any:
         event = self.xp.cuda.Event(disable_timing=True)
         event.record(self.stream)
         return event
 
     def communicate(self, after: Any, launch: Callable[[int], Any]) -> Any:
-        self._communication_stream.wait_event(after)
-        launch(self._communication_stream.ptr)
-        self._communicated = event = self.xp.cuda.Event(disable_timing=True)
-        event.record(self._communication_stream)
+        stream = self._communication_stream
+        stream.wait_event(after)
+        event = self.xp.cuda.Event(disable_timing=True)
+        try:
+            launch(stream.ptr)
+        finally:
+            event.record(stream)
+            self._communicated = event
         return event
 
     def join_communication(self) -> None:
@@ -306,6 +319,7 @@ class CupyBackend:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
+        self._entered.is_here = True
         with self._cuda_device, self.stream:
             if self._torch_stream is None:
                 yield

@@ -164,6 +164,11 @@ class ShmCommunicator(ShmCollectives):
         self._rendezvous.is_unfinished = False
         return operation
 
+    @property
+    def has_started(self) -> bool:
+        """Whether a collective was started in the call that is not finished."""
+        return bool(self._schedule)
+
     def finish(self, operation: Operation) -> Any:
         """Wait until a collective is done, and return what its steps return."""
         if not operation.is_done:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections import deque
@@ -522,6 +523,15 @@ def test_a_sum_that_is_started_runs_beside_the_function(gpus: Gpus) -> None:
             comm.barrier()  # the ranks have agreed on all that was started before it
             return request
 
+        threaded = own()
+        thread = threading.Thread(target=lambda: start(threaded))  # as autograd's, which run the hooks of parameters
+        thread.start()
+        thread.join()
+        from_thread = threaded.copy()
+        polled = own()
+        request = start(polled)
+        answers = [request.test(), request.test()]
+        polled = polled.copy()
         waited, first, second, left = own(), own(), own(), own()
         request = start(waited)
         early = waited.copy()
@@ -538,16 +548,47 @@ def test_a_sum_that_is_started_runs_beside_the_function(gpus: Gpus) -> None:
         start(left)  # and the function ends
         start(own())  # of which nobody keeps the array
         return {
-            "early": early, "late": late, "waited": waited, "sums": sums, "blocking": blocking,
+            "from_thread": from_thread, "answers": answers, "polled": polled, "early": early, "late": late,
+            "waited": waited, "sums": sums, "blocking": blocking,
             "halves": halves, "largest": largest, "left": left,
         }  # fmt: skip
 
     got = rt.function(body, outputs=None)(np.arange(3))
     for rank in range(3):
-        assert got["early"][rank].tolist() == [rank + 1 if gpus.has_nccl else 6] * 4
-        for name, value in (("late", 6), ("waited", 6), ("blocking", 6), ("sums", 12), ("halves", 3), ("left", 6)):
+        for name in ("from_thread", "early"):
+            assert got[name][rank].tolist() == [rank + 1 if gpus.has_nccl else 6] * 4, name
+        assert [answer[rank] for answer in got["answers"]] == [not gpus.has_nccl, True]
+        for name, value in (
+            ("polled", 6),
+            ("late", 6),
+            ("waited", 6),
+            ("blocking", 6),
+            ("sums", 12),
+            ("halves", 3),
+            ("left", 6),
+        ):
             assert got[name][rank].tolist() == [value] * 4, name
         assert np.isnan(got["largest"][rank]).all()
+
+
+@pytest.mark.parametrize("failing", [{1}, {0, 1, 2}])
+def test_a_rank_that_raises_with_sums_started_leaves_nobody_waiting(gpus: Gpus, failing: set[int]) -> None:
+    """The others may have given them to NCCL, where they would wait for ever."""
+    rt = gpus.reused(3)
+
+    def body(x: Any) -> Any:
+        import cupy
+
+        array = cupy.zeros(4, "float32")
+        requests = [synk.comm.iall_reduce(array, "sum", out=array) for _ in range(3)]
+        if synk.comm.rank in failing:
+            raise KeyError("mine")
+        return [request.wait() for request in requests][-1]
+
+    for _ in range(2):
+        with pytest.raises(KeyError, match="mine"):
+            rt.function(body, outputs=None)(np.arange(3), timeout=20)
+        assert rt.function(lambda x: synk.comm.all_reduce(x.sum(), "sum"), outputs="first")(np.ones(9)) == 9.0
 
 
 def test_ranks_that_disagree_are_told(gpus: Gpus) -> None:

@@ -87,14 +87,14 @@ class Stream:
         return True
 
     def use(self) -> None:
-        pass
+        runtime.current.streams[-1:] = [self.ptr]
 
     def __enter__(self) -> Stream:
-        runtime.current.append(self.ptr)
+        runtime.current.streams.append(self.ptr)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        runtime.current.pop()
+        runtime.current.streams.pop()
 
 
 class Event:
@@ -115,7 +115,10 @@ class Event:
 
     @property
     def done(self) -> bool:
-        return True
+        if self.stream is None or runtime.has_arrived(self.stream, self.count):
+            return True
+        runtime.arrive(self.stream, self.count)  # the device goes on while one asks
+        return False
 
 
 def get_current_stream() -> Stream:

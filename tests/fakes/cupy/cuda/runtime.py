@@ -21,8 +21,16 @@ _pending: dict[int, list[tuple[int, bytes]]] = {}
 _registered: dict[int, int] = {}
 _on_their_way: dict[int, list[Callable[[], object]]] = {}
 _num_arrived: dict[int, int] = {}
-current: list[int] = []
-"""The streams entered, outermost first."""
+
+
+class _Current(threading.local):
+    """The streams that a thread has entered, outermost first."""
+
+    def __init__(self) -> None:
+        self.streams: list[int] = []
+
+
+current = _Current()
 
 _lock = threading.Lock()
 
@@ -46,7 +54,7 @@ def fail_launch() -> None:
 
 def queue(stream: int, act: Callable[[], object]) -> bool:
     """Do ``act`` when somebody waits for the stream, unless it is the outermost current one; return whether so."""
-    if not current or current[0] == stream:
+    if not current.streams or current.streams[0] == stream:
         return False
     _on_their_way.setdefault(stream, []).append(act)
     return True
@@ -55,6 +63,10 @@ def queue(stream: int, act: Callable[[], object]) -> bool:
 def num_queued(stream: int) -> int:
     """Return how much was queued on a stream so far."""
     return _num_arrived.get(stream, 0) + len(_on_their_way.get(stream, []))
+
+
+def has_arrived(stream: int, count: int) -> bool:
+    return _num_arrived.get(stream, 0) >= count
 
 
 def arrive(stream: int, count: int) -> None:
