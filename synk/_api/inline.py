@@ -159,7 +159,7 @@ class InlineProcess:
             except SharedMemoryError:  # it was not mapped
                 os.close(fd)
                 raise
-            twin.is_arena = segment.is_arena
+            twin.is_arena, twin.is_file = segment.is_arena, segment.is_file
             self._worker.held.add_segment(twin)
 
     def interrupt(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from synk._api.data import Data
 from synk._api.shared import Shared
 from synk._pure.interrupts import is_from_handler
-from synk._pure.nested import build, is_nested, take_apart
+from synk._pure.nested import SINGLE_VALUES, build, is_nested, paths, take_apart
 from synk._wire.control import NUM_LANES
 from synk.errors import add_note
 
@@ -102,7 +102,12 @@ def blocks(bound: BoundArguments, batch_size: int, name: str) -> tuple[int, Iter
     ValueError
         If there are no rows, or not as many in all inputs.
     """
-    leaves = [(label, leaf) for label, _, is_broadcast, value in bound if not is_broadcast for leaf in _leaves(value)]
+    leaves = [
+        (f"{label}{path}", leaf)
+        for label, _, is_broadcast, value in bound
+        if not is_broadcast
+        for path, leaf in _leaves(value)
+    ]
     lengths = {label: _num_rows(leaf, label, name) for label, leaf in leaves}
     if len(set(lengths.values())) != 1:
         got = ", ".join(f"{label} with {length} rows" for label, length in lengths.items()) or "no scattered argument"
@@ -124,8 +129,12 @@ def _blocks(bound: BoundArguments, starts: range, batch_size: int, is_held: bool
         yield args, {keyword: value for keyword, value in values if keyword}, rows if is_held else None
 
 
-def _leaves(value: Any) -> Iterable[Any]:
-    return take_apart(value)[0] if is_nested(value) else [value]
+def _leaves(value: Any) -> Iterable[tuple[str, Any]]:
+    """Yield what has rows, with its path; single values in a nested argument are the same for all blocks."""
+    if not is_nested(value):
+        return [("", value)]
+    leaves, structure = take_apart(value)
+    return [(path, leaf) for path, leaf in zip(paths(structure), leaves) if not isinstance(leaf, SINGLE_VALUES)]
 
 
 def _num_rows(value: Any, label: str, name: str) -> int:
@@ -148,5 +157,5 @@ def _num_rows(value: Any, label: str, name: str) -> int:
 def _cut(value: Any, rows: slice) -> Any:
     if is_nested(value):
         leaves, structure = take_apart(value)
-        return build(structure, iter([leaf[rows] for leaf in leaves]))
+        return build(structure, iter([leaf if isinstance(leaf, SINGLE_VALUES) else leaf[rows] for leaf in leaves]))
     return value[rows]

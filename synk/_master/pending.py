@@ -13,7 +13,7 @@ from synk._master.replies import collecting
 from synk._master.session import Session
 from synk._master.workers import Request
 from synk._pure.arrivals import wait_readable
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import deferred, is_from_handler
 from synk._pure.show import table
 from synk._wire.messages import Reply
 from synk.errors import CallCancelled, ClosedError
@@ -171,10 +171,11 @@ class PendingCall:
     def _leave_quiet_way(self, session: Session) -> None:
         """Go on the ordinary way, whatever has come of the replies."""
         assert self._quiet is not None and self._launched is not None
-        launched = self._quiet.hand_over(self._launched.function)
-        launched.deadline = None
-        self._begin(launched, collecting(session, launched), self._is_alone)
-        self._quiet = None
+        with deferred():  # the buffer for its result would belong to nobody in between
+            launched = self._quiet.hand_over(self._launched.function)
+            launched.deadline = None
+            self._begin(launched, collecting(session, launched), self._is_alone)
+            self._quiet = None
 
     def _end(self, value: Any, error: BaseException | None) -> None:
         if error is not None:  # its frames hold this object, and arrays

@@ -153,6 +153,7 @@ class QuietCall(Request):
             or session.memory.released
             or session.functions.dropped
             or session.variables.dropped
+            or session.residents.dropped
             or session.variables.to_flip
             or function.is_stale
             or os.getpid() != session.pid  # a copy of the master that was made without at-fork hooks
@@ -297,6 +298,8 @@ class QuietCall(Request):
                     counters["bytes_up"] += 8
                 elif not workers.requests.take_doorbell(rank, doorbell):
                     return False
+            if self.deadline is not None:
+                timeout_ms = min(poll_ms(self.deadline - time.monotonic()), _WAIT_MS)
         return True
 
     def launched(self, function: Callee) -> Launched:

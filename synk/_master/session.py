@@ -259,6 +259,7 @@ class Session:
         return known.body(content, wanted, self.lanes[lane], news)
 
     def _abort_collectives(self) -> None:
+        self.residents.note_unsettled()  # a call that is broken off may have come through on some ranks only
         self.group.break_up(self.workers)
         for lane in self.lanes:
             lane.abort_collectives(self.workers.processes)

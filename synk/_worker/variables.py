@@ -41,14 +41,14 @@ class Replica:
     """One variable on one rank; what ``w`` is inside a function."""
 
     # Without a dictionary a misspelt ``w.vlaue = ...`` is an error.
-    __slots__ = ("_buffers", "_declaration", "_front", "_shapes", "_store", "_structure", "_views")
+    __slots__ = ("_buffers", "_declaration", "_front", "_loaded", "_shapes", "_store", "_views")
 
     def __init__(self, store: VariableStore) -> None:
         self._store = store
         self._declaration: Declaration | None = None
         self._front = 0
         self._shapes: list[Shapes] = [(), ()]
-        self._structure: Any = None
+        self._loaded: Any = None
         self._views: list[np.ndarray] | None = None
         self._buffers: list[tuple[Shapes, list[np.ndarray]] | None] = [None, None]
 
@@ -58,7 +58,14 @@ class Replica:
         self._front = declaration.front
         self._shapes = list(declaration.shapes)
         self._views, self._buffers = None, [None, None]
-        _, self._structure = flatten(pickle.loads(declaration.skeleton))
+        self._loaded = None
+
+    @property
+    def _structure(self) -> Any:
+        """How the value is nested: loaded when it is asked for, because it may need the user's modules."""
+        if self._loaded is None:
+            _, self._loaded = flatten(pickle.loads(self._known.skeleton))
+        return self._loaded
 
     @property
     def _known(self) -> Declaration:

@@ -204,6 +204,49 @@ def test_it_is_set_anew(shared_runtimes: Any) -> None:
     assert logs(rt, log) == [[0.5, 6.0]] * 2
 
 
+def test_a_loop_of_quiet_calls_frees_what_was_dropped(runtime: Any) -> None:
+    rt = runtime(2)
+
+    def count(x: np.ndarray) -> np.ndarray:
+        from synk._wire.cell import cell
+
+        return np.array([len(cell.worker.residents._objects)])
+
+    counted = rt.function(count, outputs="gather")
+    log, rows = rt.resident(Log()), rt.data(np.zeros(2))
+    log.get(0)
+    for _ in range(6):
+        assert counted(rows).tolist() == [1, 1]
+    del log
+    gc.collect()
+    assert [counted(rows).tolist() for _ in range(3)][-1] == [0, 0]
+
+
+def test_a_submitted_step_that_is_interrupted_while_nobody_waits_leaves_the_ranks_alike(reused: Any) -> None:
+    """One rank was through it, and the other in the midst of it."""
+    rt = reused(2)
+    log = rt.resident(Log())
+
+    def step(x: np.ndarray) -> float:
+        if len(x) and x[0] == 1.0:  # of rank 1
+            time.sleep(60)
+        log.value.add(1.0)
+        return 0.0
+
+    slow = rt.function(step, outputs=None, changes=[log])
+    add = make_step(rt, log)
+    add(np.ones(2))
+    pending = slow.submit(np.arange(2.0))
+    time.sleep(0.3)  # rank 0 is through it by then; were it not, the ranks would be alike all the same
+    rt.interrupt()
+    with pytest.raises((KeyboardInterrupt, synk.errors.CallCancelled)):
+        pending.result()
+    add(np.ones(4))
+    first, second = logs(rt, log)
+    assert first == second
+    assert first[0] == 2.0 and first[-1] == 4.0
+
+
 def test_it_is_dropped_on_the_workers_with_the_last_that_refers_to_it(runtime: Any) -> None:
     rt = runtime(2)
 

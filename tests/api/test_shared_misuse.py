@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+import types
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from harness import pids
 from rank_arrays import assert_same, assigner, everywhere, from_all_ranks
 
 import synk
@@ -207,3 +211,20 @@ def test_the_module_level_verbs_use_the_current_runtime() -> None:
         np.testing.assert_array_equal(synk.get_value(x), [2, 4, 2, 4])
     finally:
         synk.close()
+
+
+def test_a_value_of_a_class_that_no_worker_can_import_ends_the_call_and_no_worker(shared_runtimes: Any) -> None:
+    """A named tuple of a module that is made while the program runs."""
+    rt = shared_runtimes[2]
+    module = types.ModuleType("made_while_the_program_runs")
+    module.Point = namedtuple("Point", "a b", module=module.__name__)  # type: ignore[attr-defined, misc]
+    sys.modules[module.__name__] = module
+    try:
+        before = pids(rt)
+        w = rt.shared(module.Point(np.ones(2), np.zeros(2)), name="w")
+        with pytest.raises(ModuleNotFoundError, match=module.__name__):
+            rt.function(lambda x: w.value.a.sum(), outputs="sum")(np.ones(2))
+        assert rt.function(lambda x: x.sum(), outputs="sum")(np.ones(2)) == 2.0
+        assert pids(rt) == before
+    finally:
+        del sys.modules[module.__name__]

@@ -150,6 +150,19 @@ def test_rows_that_do_not_fit(shared_runtimes: Any) -> None:
     assert list(f.rows(np.ones(0), np.ones(0), batch_size=2)) == []
 
 
+def test_blocks_of_the_rows_of_nested_arguments(shared_runtimes: Any) -> None:
+    """All parts have equally many rows; single values among them are the same for all blocks."""
+    f = shared_runtimes[2].function(lambda batch: (batch["x"] * batch["rate"]).sum() + batch["y"].sum(), outputs="sum")
+    whole = {"x": np.arange(10.0), "y": np.ones(10), "rate": 0.5, "name": "text"}
+    assert sum(f.rows(whole, batch_size=3)) == 22.5 + 10.0
+    with pytest.raises(
+        ValueError, match=r"got batch\['x'\] with 10 rows, batch\['y'\] with 5 rows, expected one number"
+    ):
+        f.rows({"x": np.arange(10.0), "y": np.arange(5.0), "rate": 1.0}, batch_size=2)
+    with pytest.raises(ValueError, match="got no scattered argument, expected one number of rows"):
+        f.rows({"rate": 1.0, "name": "text"}, batch_size=2)
+
+
 def test_wrapped_functions_stream_too(shared_runtimes: Any) -> None:
     class Rounded(synk.FunctionWrapper):
         def finish(self, result: Any) -> int:

@@ -1277,6 +1277,22 @@ def test_a_closed_runtime_leaves_nothing_behind_for_a_function_that_lives_on(run
         f(W, X)
 
 
+def test_a_time_limit_is_that_of_the_call_and_not_of_each_answer(shared_runtimes: Any) -> None:
+    """The ranks answer one after the other, each in time after the one before."""
+    rt = shared_runtimes[4]
+    f = rt.function(lambda x: time.sleep(float(x[0])), outputs=None)
+    x = rt.data(np.zeros(4))
+    for _ in range(5):
+        f(x)
+    x[:] = np.arange(1, 5) * 0.08
+    rt.timeout = 0.2
+    try:
+        with pytest.raises(CallTimeout):
+            f(x)
+    finally:
+        rt.timeout = None
+
+
 # -- any sequence -----------------------------------------------------------------------------------------------------
 
 
