@@ -1,7 +1,4 @@
-"""From the user's arguments to places in shared memory: binding, checks, and the staging of plain arrays.
-
-All checks happen here, before anything is sent.
-"""
+"""An argument as calls know it: its kind, the rows it has, its pickle, and its description for the workers."""
 
 from __future__ import annotations
 

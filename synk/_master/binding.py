@@ -31,7 +31,10 @@ def bind(
     options: CallOptions,
     deadline: float | None,
 ) -> Call:
-    """Check the arguments and decide which rank works on which rows. Nothing is sent before this is done."""
+    """Check the arguments and decide which rank works on which rows.
+
+    The call is sent after this; functions may be loaded, and values on devices read, in here.
+    """
     name = function.name
     checks = Checks(name, function.framework, session, is_submitted=options.is_submitted)
     arguments = checks.arguments(function.signature.bind(args, kwargs))

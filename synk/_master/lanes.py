@@ -38,7 +38,7 @@ class Lane:
     Attributes
     ----------
     down, up : ndarray of int64, shape (world_size, BLOCK_LENGTH)
-        Its numbers; see ``synk._wire.messages``.
+        Its numbers; see ``synk._wire.control``.
     up_words : list of memoryview
         The rows of ``up``: a word is read through them in a third of NumPy's time.
     slots : Segment

@@ -38,10 +38,10 @@ def collecting(session: Session, launched: Launched) -> Generator[Request, dict[
     """
     call, cached, name = launched.call, launched.cached, launched.function.name
     replies = yield launched.request
-    is_plain = all(reply is DONE or reply is ASSEMBLED for reply in replies.values())
-    if not is_plain:
+    is_repeated = all(reply is DONE or reply is ASSEMBLED for reply in replies.values())
+    if not is_repeated:
         raise_failures(replies, session.world_size, name)
-    objects = None if is_plain else _take_layouts(name, cached, call.ranks, replies)
+    objects = None if is_repeated else _take_layouts(name, cached, call.ranks, replies)
     layouts = [cached.layouts[rank] for rank in call.ranks]
     for rank, layout in zip(call.ranks, layouts):
         for variable_id, shapes in layout.assigned:  # what later messages of this call declare must say so

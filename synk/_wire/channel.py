@@ -120,7 +120,7 @@ class Patience:
         return self._was_short and not self._num_asleep
 
     def wait(self, poll: Polled, timeout_ms: int | None = None) -> Any:
-        """Return what ``poll`` reports, after ``timeout_ms`` at the latest."""
+        """Return what ``poll`` reports, ``timeout_ms`` after the time awake at the latest."""
         began = now = time.monotonic_ns()
         if self._num_asleep:
             self._num_asleep -= 1

@@ -1,4 +1,4 @@
-"""What travels between master and workers: kinds, the layout of numbers in shared memory, and the message bodies.
+"""What travels between master and workers: kinds, status, and the message bodies.
 
 A repeated call is one doorbell of eight bytes down and one up for each rank; its numbers lie in the control segment,
 where each rank has two blocks of int64 in each lane, one written by the master and one by the worker. Everything that

@@ -28,7 +28,7 @@ class Executor:
     ----------
     inputs : Inputs
     outputs : Outputs
-        Of the last call, kept until the next message.
+        Of the last call of the lane, kept until they are published and assembled.
     """
 
     def __init__(self, rank: int, backend: Backend, down: np.ndarray) -> None:

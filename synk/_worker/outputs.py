@@ -1,4 +1,4 @@
-"""The outputs of a call on its rank: into its slot, kept until the next message, and assembled where they are large."""
+"""The outputs of a call on its rank: into its slot, and assembled where they are large; kept until then."""
 
 from __future__ import annotations
 
