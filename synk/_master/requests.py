@@ -76,7 +76,7 @@ class AnyOf(Request):
 
 
 class Requests(dict[int, Request]):
-    """The requests of a runtime that are in flight, or answered and not collected yet, by sequence number, oldest first.
+    """The requests of a runtime in flight, or answered and not yet collected, by sequence number, oldest first.
 
     Attributes
     ----------

@@ -2,8 +2,8 @@
 
 One coincidence proves nothing, as a gradient of 3 parameters may meet shards of 3 rows. So an output is suspected while
 its length equals the rows of a rank in all calls that were looked at, and convicted by its length at another number of
-rows. Pure logic: which calls are looked at, and the one that is made to see that length, are in ``synk._master.replies`` and
-``synk._master.trials``.
+rows. Pure logic: which calls are looked at, and the one that is made to see that length, are in
+``synk._master.replies`` and ``synk._master.trials``.
 """
 
 from __future__ import annotations
