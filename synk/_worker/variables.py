@@ -41,14 +41,14 @@ class Replica:
     """One variable on one rank; what ``w`` is inside a function."""
 
     # Without a dictionary a misspelt ``w.vlaue = ...`` is an error.
-    __slots__ = ("_buffers", "_declaration", "_front", "_loaded", "_shapes", "_store", "_views")
+    __slots__ = ("_buffers", "_declaration", "_front", "_shapes", "_store", "_structure", "_views")
 
     def __init__(self, store: VariableStore) -> None:
         self._store = store
         self._declaration: Declaration | None = None
         self._front = 0
         self._shapes: list[Shapes] = [(), ()]
-        self._loaded: Any = None
+        self._structure: Any = None
         self._views: list[np.ndarray] | None = None
         self._buffers: list[tuple[Shapes, list[np.ndarray]] | None] = [None, None]
 
@@ -58,14 +58,15 @@ class Replica:
         self._front = declaration.front
         self._shapes = list(declaration.shapes)
         self._views, self._buffers = None, [None, None]
-        self._loaded = None
+        self._structure = None
+        del self._structure  # what it was is asked for anew: see below
 
-    @property
-    def _structure(self) -> Any:
-        """How the value is nested: loaded when it is asked for, because it may need the user's modules."""
-        if self._loaded is None:
-            _, self._loaded = flatten(pickle.loads(self._known.skeleton))
-        return self._loaded
+    def __getattr__(self, name: str) -> Any:
+        """Load how the value is nested when somebody asks: it may need modules of the user's, and a call to fail in."""
+        if name != "_structure":
+            return object.__getattribute__(self, name)  # raises
+        _, self._structure = flatten(pickle.loads(self._known.skeleton))
+        return self._structure
 
     @property
     def _known(self) -> Declaration:
