@@ -580,7 +580,7 @@ def test_a_worker_killed_between_forward_and_backward(reused: Callable[..., Any]
 
 
 @pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
-@pytest.mark.parametrize("how", ["close", "lost"])
+@pytest.mark.parametrize("how", ["close", pytest.param("lost", marks=pytest.mark.storm)])
 def test_after_the_runtime_it_is_an_ordinary_module(runtime: Any, reused: Any, how: str) -> None:
     rt = reused(2) if how == "close" else runtime(1, max_restarts=0)
     model, optimizer = trained(rt)

@@ -722,6 +722,7 @@ def test_another_dtype_and_new_parameters_are_sent_anew(shared_runtimes: Any) ->
         step(x, y)  # the optimizer still has the old one
 
 
+@pytest.mark.storm  # a runtime with torch for itself; test_data_parallel.py closes one, too
 def test_life_after_the_runtime(reused: Callable[..., Any]) -> None:
     rt = reused(2)
     rep, step, model, optimizer = trained(rt, 4)
@@ -1048,6 +1049,7 @@ def test_an_exception_a_timeout_or_ctrl_c_anywhere_leaves_the_ranks_alike(
 
 
 @pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
+@pytest.mark.storm  # test_residents.py does it without torch
 def test_the_last_worker_takes_the_state_along_and_push_brings_back_the_masters(reused: Callable[..., Any]) -> None:
     rt = reused(1)
     rep, step, model, optimizer = trained(rt, 2)
