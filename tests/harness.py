@@ -13,6 +13,7 @@ import gc
 import os
 import select
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -55,6 +56,12 @@ FAILPOINTS = (
 )
 ACTIONS = ("kill", "segv", "exit", "raise", "sleep", "stop")
 EVERY_TIME = 0
+
+# How long to wait for what happens at once on an idle machine: other programs may have the processor meanwhile.
+PATIENCE_S = 30.0
+LOOK_S = 0.2
+
+SHM_FOLDER = os.path.realpath("/dev/shm")
 
 Failpoint = tuple[str, int, int, str]
 
@@ -120,7 +127,8 @@ def arm(runtime: Any, *failpoints: Failpoint) -> None:
 @dataclass(frozen=True)
 class Census:
     """What this process holds. ``fds``: targets with their count; ``threads``: Python threads; ``descendants``:
-    (pid, start time, command); ``shm``: paths in /dev/shm; ``memfds``: inodes of the mapped segments.
+    (pid, start time, command); ``shm``: paths in /dev/shm that are known to be ours; ``memfds``: inodes of the mapped
+    segments. Nothing in it is another program's.
     """
 
     fds: Counter[str]
@@ -145,7 +153,7 @@ def census() -> Census:
         fds=descriptors(),
         threads=frozenset((thread.ident, thread.name) for thread in threading.enumerate()),
         descendants=frozenset(descendants(os.getpid())),
-        shm=shm_files(),
+        shm=shm_files(own_processes),
         memfds=mapped_memfds(),
     )
 
@@ -174,9 +182,64 @@ def descriptors(pid: int | str = "self") -> Counter[str]:
     return targets
 
 
-def shm_files() -> frozenset[str]:
-    """Return the paths of the named shared memory of the machine, but for semaphores: no runtime has one."""
-    return frozenset(str(path) for path in Path("/dev/shm").glob("*") if not path.name.startswith("sem."))
+_seen: set[tuple[str, int]] = set()
+
+
+def shm_files(processes: Callable[[], Iterable[int]]) -> frozenset[str]:
+    """Return the paths of the named shared memory that is ours.
+
+    Every program may make files in /dev/shm, and a file does not say who made it. So a file is ours only where a
+    process of ours was seen to hold it, open or mapped: now, or at any earlier call of this function. The harness calls
+    it wherever workers are alive and may be about to die; what they leave is then found after their end.
+
+    Parameters
+    ----------
+    processes : callable
+        Returns the pids of our processes; called only where there are names to look for.
+
+    Notes
+    -----
+    Semaphores do not count: no runtime has one. Nor do files in folders: a folder in /dev/shm may be the place of
+    temporary files, and named shared memory is never in one.
+    """
+    if any(not name.startswith("sem.") for name in os.listdir(SHM_FOLDER)):
+        _seen.update(*(held_shm_files(pid) for pid in processes()))
+    _seen.intersection_update({(path, inode) for path, inode in _seen if inode_of(path) == inode})
+    return frozenset(path for path, _ in _seen)
+
+
+def held_shm_files(pid: int) -> set[tuple[str, int]]:
+    """Return path and inode of the named shared memory that a process has open or mapped; none where it has ended."""
+    held = set()
+    with contextlib.suppress(OSError):
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                link = f"/proc/{pid}/fd/{fd}"
+                held.add((os.readlink(link), os.stat(link).st_ino))
+        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
+            mappings = [line.rstrip("\n").split(None, 5) for line in file]
+        held |= {(mapping[5], int(mapping[4])) for mapping in mappings if len(mapping) == 6}
+    return {
+        (path, inode)
+        for path, inode in held
+        if os.path.dirname(path) == SHM_FOLDER
+        and not path.endswith(" (deleted)")
+        and not os.path.basename(path).startswith("sem.")
+    }
+
+
+def inode_of(path: str) -> int | None:
+    """Return the inode of the regular file at a path, ``None`` where there is none."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_ino if stat.S_ISREG(status.st_mode) else None
+
+
+def own_processes() -> list[int]:
+    """Return the pids of this process and of its descendants."""
+    return [os.getpid(), *(pid for pid, _, _ in descendants(os.getpid()))]
 
 
 def mapped_memfds(pid: int | str = "self") -> frozenset[int]:
@@ -210,9 +273,9 @@ def children(pid: int) -> list[int]:
 def descendants(pid: int) -> Iterator[tuple[int, int, str]]:
     """Yield (pid, start time, command) of all descendants, dead ones that were not reaped included."""
     for child in children(pid):
-        stat = process_stat(child)
-        if stat is not None and child != _resource_tracker_pid():
-            yield child, stat[3], stat[0]
+        found = process_stat(child)
+        if found is not None and child != _resource_tracker_pid():
+            yield child, found[3], found[0]
             yield from descendants(child)
 
 
@@ -223,22 +286,13 @@ def _resource_tracker_pid() -> int | None:
 
 
 def is_abandoned(path: str) -> bool:
-    """Whether a shared-memory file exists and no process outside this one's tree holds it (then it is theirs)."""
-    if not os.path.isfile(path):
-        return False
-    ours = {os.getpid(), *(pid for pid, _, _ in descendants(os.getpid()))}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) not in ours:
-            with contextlib.suppress(OSError):
-                with open(f"/proc/{entry}/maps", encoding="utf-8", errors="replace") as file:
-                    if path in file.read():
-                        return False
-                if path in descriptors(entry):
-                    return False
-    return True
+    """Whether a shared-memory file of ours exists and no process outside this one's tree holds it, too."""
+    ours = set(own_processes())
+    others = (int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) not in ours)
+    return os.path.isfile(path) and not any(path == held for pid in others for held, _ in held_shm_files(pid))
 
 
-def wait_until_dead(pid: int, timeout_s: float = 10.0) -> bool:
+def wait_until_dead(pid: int, timeout_s: float = PATIENCE_S) -> bool:
     """Wait for a process to end (it may stay a zombie); whether it did."""
     try:
         pidfd = os.pidfd_open(pid)
@@ -254,13 +308,26 @@ def wait_until_dead(pid: int, timeout_s: float = 10.0) -> bool:
 
 def kill_and_wait(*pids: int, signal_number: int = signal.SIGKILL) -> None:
     """End processes of this test's own and wait until they are dead."""
+    shm_files(own_processes)
     for pid in pids:
         os.kill(pid, signal_number)
     for pid in pids:
         assert wait_until_dead(pid), f"process {pid} survived signal {signal_number}"
 
 
-def wait_for(condition: Callable[[], object], timeout_s: float = 10.0) -> bool:
+def kill_in(seconds: float, pid: int) -> threading.Timer:
+    """Return a timer that kills a child, unless it has ended by then: its number may be another program's."""
+    pidfd = os.pidfd_open(pid)
+
+    def kill() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        os.close(pidfd)
+
+    return threading.Timer(seconds, kill)
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> bool:
     """Wait until ``condition()`` holds, for what only /proc can tell; whether it did."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -275,6 +342,7 @@ def wait_for(condition: Callable[[], object], timeout_s: float = 10.0) -> bool:
 
 def pids(runtime: Any) -> list[int]:
     """Return the pid of each rank, asked of the workers themselves."""
+    shm_files(own_processes)
     return runtime.function(lambda row: os.getpid(), outputs=None)(np.arange(runtime.world_size))
 
 
@@ -288,6 +356,7 @@ def assert_right(runtime: Any, rows: int = 11) -> None:
     np.testing.assert_allclose(mean, matrix.mean(axis=0), rtol=1e-12)
     np.testing.assert_array_equal(summed, matrix.sum(axis=0))
     np.testing.assert_array_equal(doubled, matrix * 2)
+    shm_files(own_processes)
 
 
 @contextlib.contextmanager
@@ -308,7 +377,7 @@ def replaced_workers(runtime: Any, ranks: Iterable[int]) -> Iterator[list[int]]:
     assert_right(runtime)
     after = pids(runtime)
     assert {rank for rank in range(len(before)) if before[rank] != after[rank]} == dead
-    assert not [rank for rank in dead if process_stat(before[rank]) is not None], "a dead worker was not reaped"
+    assert not {before[rank] for rank in dead}.intersection(children(os.getpid())), "a dead worker was not reaped"
 
 
 # ----- forked children
@@ -409,7 +478,7 @@ class Scenario:
     ) -> None:
         self.mark = uuid.uuid4().hex
         self._deadline = time.monotonic() + timeout
-        self._shm = shm_files()
+        self._shm = shm_files(self.processes)
         self._folder = tempfile.TemporaryDirectory(prefix="synk-test-")
         path = Path(self._folder.name, "scenario.py")
         prelude = _PRELUDE if has_prelude else ""
@@ -450,6 +519,7 @@ class Scenario:
 
     def send_signal(self, signal_number: int) -> None:
         """Signal the program alone."""
+        shm_files(self.processes)
         self.process.send_signal(signal_number)
 
     def wait_for_line(self, start: str) -> str:
@@ -466,46 +536,51 @@ class Scenario:
             while not is_settled() and time.monotonic() < self._deadline:
                 self._arrived.wait(0.2)
         line = found()
+        shm_files(self.processes)
         if line is None:
             self._end()
             output = self._text("stdout") + self._text("stderr")
             raise AssertionError(f"the scenario never printed {start!r}\n{output}")
         return line.rstrip("\n")
 
-    def finish(self, grace_s: float = 2.0) -> Result:
+    def finish(self, grace_s: float = 10.0) -> Result:
         """Wait for the end; return the result with what is left ``grace_s`` after it."""
-        is_hung = False
-        try:
-            self.process.wait(max(self._deadline - time.monotonic(), 0.1))
-        except subprocess.TimeoutExpired:
-            is_hung = True
+        # Its files are looked for while it runs: once it has ended nobody can tell whose they were.
+        while self.process.poll() is None and time.monotonic() < self._deadline:
+            shm_files(self.processes)
+            wait_until_dead(self.pid, LOOK_S)
+        is_hung = self.process.poll() is None
+        if is_hung:
             self.send_signal(signal.SIGUSR2)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(1.0)
         deadline = time.monotonic() + grace_s
         left = [pid for pid in self.processes() if not wait_until_dead(pid, max(deadline - time.monotonic(), 0.0))]
         leftovers = [] if is_hung else [f"process {pid} {process_stat(pid)}" for pid in left]
+        left_files = shm_files(self.processes) - self._shm
         self._end()
-        leftovers += [path for path in shm_files() - self._shm if is_abandoned(path)]
+        leftovers += [path for path in sorted(left_files) if is_abandoned(path)]
         stdout, stderr = self._text("stdout"), self._text("stderr")
         assert not is_hung, f"the scenario hung\n{stdout}\n{stderr}"
         return Result(self.process.returncode, stdout, stderr, tuple(leftovers))
 
     def processes(self) -> list[int]:
         """Return the living processes of this scenario, wherever they were moved: they carry its mark."""
-        mark = f"{_MARK}={self.mark}".encode()
-        found = []
-        for entry in os.listdir("/proc"):
-            if entry.isdigit():
-                with contextlib.suppress(OSError), open(f"/proc/{entry}/environ", "rb") as file:
-                    if mark in file.read():
-                        found.append(int(entry))
-        return found
+        return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and self._is_marked(int(entry))]
+
+    def _is_marked(self, pid: int) -> bool:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+            return f"{_MARK}={self.mark}".encode() in file.read()
+        return False
 
     def _end(self) -> None:
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                pidfd = os.pidfd_open(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    if self._is_marked(pid):  # still: the number may be another program's by now
+                        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                os.close(pidfd)
         self.process.wait()
         for reader in self._readers:
             reader.join(5.0)
@@ -518,7 +593,7 @@ class Scenario:
         return self._streams[name].decode(errors="replace")
 
 
-def script(code: str, *, timeout: float = 30.0, grace_s: float = 2.0, **options: Any) -> Result:
+def script(code: str, *, timeout: float = 30.0, grace_s: float = 10.0, **options: Any) -> Result:
     """Run a scenario to its end. Options as for ``Scenario``."""
     with Scenario(code, timeout=timeout, **options) as scenario:
         return scenario.finish(grace_s)

@@ -19,12 +19,10 @@ from harness import (
     TESTS_FOLDER,
     Scenario,
     assert_right,
-    census,
     kill_and_wait,
     pids,
     same_workers,
     script,
-    settled_census,
 )
 
 import synk
@@ -466,25 +464,3 @@ def test_E15_a_runtime_that_is_dropped_without_close() -> None:
         assert not left, left
         """,
     ).check("")
-
-
-def test_the_census_sees_what_it_should(tmp_path: Any) -> None:
-    """The harness itself: each kind of leftover is found, and gone when it is gone."""
-    before = census()
-    child = subprocess.Popen(["sleep", "60"])
-    stop = threading.Event()
-    thread = threading.Thread(target=stop.wait, name="a left thread")
-    thread.start()
-    fd = os.memfd_create("synk-test")
-    try:
-        left = "\n".join(census().leftovers(before))
-        assert f"process {child.pid} (sleep)" in left
-        assert "thread a left thread" in left
-        assert "memfd:synk-test" in left
-    finally:
-        os.close(fd)
-        stop.set()
-        thread.join()
-        child.kill()
-        child.wait()
-    assert settled_census(before).leftovers(before) == []
