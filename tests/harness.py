@@ -316,13 +316,14 @@ def kill_and_wait(*pids: int, signal_number: int = signal.SIGKILL) -> None:
 
 
 def kill_in(seconds: float, pid: int) -> threading.Timer:
-    """Return a timer that kills a child, unless it has ended by then: its number may be another program's."""
-    pidfd = os.pidfd_open(pid)
+    """Return a timer that kills a child, unless it has been reaped by then: its number may be another program's."""
+    pidfd = os.pidfd_open(pid) if pid in children(os.getpid()) else None
 
     def kill() -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        os.close(pidfd)
+        if pidfd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
 
     return threading.Timer(seconds, kill)
 

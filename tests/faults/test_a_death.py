@@ -27,6 +27,7 @@ from harness import (
     children,
     failpoint,
     kill_and_wait,
+    kill_in,
     pids,
     process_stat,
     replaced_workers,
@@ -535,7 +536,7 @@ def test_A17_killed_at_a_random_time_of_close(runtime: Fork, storm_count: Callab
     for _ in range(storm_count(4)):
         rt = runtime(2)
         victim = rng.choice(pids(rt))
-        timer = threading.Timer(rng.uniform(0, 0.005), lambda pid=victim: process_stat(pid) and os.kill(pid, 9))
+        timer = kill_in(rng.uniform(0, 0.005), victim)
         timer.start()
         rt.close()
         timer.join()
@@ -547,7 +548,7 @@ def test_A17_killed_at_a_random_time_of_fork(runtime: Fork, storm_count: Callabl
         before = set(worker_pids())
         rt = runtime(2)
         victim = rng.choice(sorted(set(worker_pids()) - before))
-        timer = threading.Timer(rng.uniform(0, 0.3), lambda pid=victim: process_stat(pid) and os.kill(pid, 9))
+        timer = kill_in(rng.uniform(0, 0.3), victim)
         timer.start()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
@@ -621,7 +622,7 @@ def chaos(rt: Any, call: Callable[[np.ndarray], np.ndarray], seeds: range) -> No
     rng = random.Random(seeds[0])
     x = np.random.default_rng(seeds[0]).normal(size=(rng.randrange(2, 40), 4))
     victims = rng.sample([worker.process.pid for worker in rt._session.workers.by_rank], len(seeds))
-    timers = [threading.Timer(rng.uniform(0, 2 * CALL_S), os.kill, (victim, signal.SIGKILL)) for victim in victims]
+    timers = [kill_in(rng.uniform(0, 2 * CALL_S), victim) for victim in victims]
     for timer in timers:
         timer.start()
     try:

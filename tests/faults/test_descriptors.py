@@ -288,10 +288,10 @@ def test_D7_sigkill_of_the_master_with_a_child_that_was_forked_without_hooks(pha
             assert wait_for(lambda: all(children(pid) for pid in workers))
         scenario.send_signal(signal.SIGKILL)
         for pid in workers:
-            assert wait_until_dead(pid, 2.0)
+            assert wait_until_dead(pid)
         assert not wait_until_dead(child, 0.0)
         others = [pid for pid in scenario.processes() if pid != child]
-        assert [pid for pid in others if not wait_until_dead(pid, 2.0)] == []
+        assert [pid for pid in others if not wait_until_dead(pid)] == []
         os.kill(child, signal.SIGKILL)
         scenario.finish().check(None, returncode=-signal.SIGKILL)
 

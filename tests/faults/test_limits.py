@@ -112,8 +112,7 @@ def test_D3_one_ctrl_c_while_a_call_that_timed_out_is_ended(way: str) -> None:
         "NUMBERS = (1,)\n"
         + TIMED_OUT.replace("\n    ", "\n")
         + f"""
-rt._session.workers.recovery.grace_s = 20.0
-began = time.monotonic()
+rt._session.workers.recovery.grace_s = 1000.0  # without the signal the wait would outlast the test
 try:
     if {way!r} == "call":
         stuck(np.arange(2), timeout=0.2)
@@ -121,7 +120,7 @@ try:
         pending = stuck.submit(np.arange(2), timeout=0.2)
         pending.result()
 except KeyboardInterrupt:
-    print("interrupted", time.monotonic() - began < 10)
+    print("interrupted")
 Recovery.end_calls = end_calls
 if {way!r} == "submit":
     try:
@@ -136,7 +135,7 @@ assert after[0] == before[0] and after[1] != before[1], (before, after)
 assert_right(rt)
 rt.close()
 """
-    ).check("interrupted True\n" + ("timed out\n" if way == "submit" else ""))
+    ).check("interrupted\n" + ("timed out\n" if way == "submit" else ""))
 
 
 def test_D3_the_second_ctrl_c_while_a_call_that_timed_out_is_ended() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import saboteurs
-from harness import failpoint, kill_and_wait, pids, same_workers, wait_until_dead
+from harness import failpoint, kill_and_wait, kill_in, pids, same_workers, wait_until_dead
 from rank_arrays import assert_same, everywhere, from_all_ranks, numbers
 
 import synk
@@ -443,7 +442,7 @@ def test_random_kills_never_tear_a_value(reused: Fork, storm_count: Callable[[in
     workers = pids(rt)
     for _ in range(storm_count(100)):
         victim = chance.choice(workers)
-        timer = threading.Timer(chance.uniform(0, 0.004), os.kill, (victim, signal.SIGKILL))
+        timer = kill_in(chance.uniform(0, 0.004), victim)
         timer.start()
         try:
             f(np.ones(3))

@@ -391,11 +391,9 @@ def test_A3_a_death_where_the_ranks_meet(reused: Fork, patience: str, step: str,
     x = np.arange(4.0)
     for _ in range(2):
         assert (f(x) == 6.0).all()
-    started = time.monotonic()
     with replaced_workers(rt, [rank]), pytest.raises(WorkerDied) as died:
         f(x)
     assert died.value.ranks == (rank,)
-    assert time.monotonic() - started < 10
     for _ in range(3):
         assert (f(x) == 6.0).all()
 

@@ -980,10 +980,11 @@ def test_submitted_calls_between_quiet_ones(shared_runtimes: Any) -> None:
 
 def test_a_call_from_a_signal_handler_is_refused(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
-    f = rt.function(lambda x: (time.sleep(0.2), x.sum())[1], outputs="sum")
+    f = rt.function(lambda x, signum: (synk.comm.rank or os.kill(os.getppid(), signum), x.sum())[1],
+                    bcast_inputs="signum", outputs="sum")  # fmt: skip
     g = make(rt)
     warm(g, W, X)
-    warm(f, X)
+    warm(f, X, 0)
     seen: list[BaseException] = []
 
     def handle(signum: int, frame: Any) -> None:
@@ -994,10 +995,8 @@ def test_a_call_from_a_signal_handler_is_refused(shared_runtimes: Any) -> None:
 
     before = signal.signal(signal.SIGALRM, handle)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
-        assert f(X) == X.sum()
+        assert f(X, int(signal.SIGALRM)) == X.sum()
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert len(seen) == 1
     seen.clear()
@@ -1043,13 +1042,12 @@ def test_a_time_limit_in_a_quiet_call(runtime: Fork) -> None:
     rt = runtime(2, timeout=30.0)
     f = rt.function(lambda k, x: (time.sleep(float(k[0])), x.sum())[1], bcast_inputs="k", outputs="sum", name="slow")
     warm(f, np.zeros(1), X)
-    rt.timeout = 0.3
     before = pids(rt)
     for _ in range(2):
-        started = time.monotonic()
+        rt.timeout = 0.3
         with pytest.raises(CallTimeout, match="'slow' did not end in time"):
             f(np.full(1, 60.0), X)
-        assert time.monotonic() - started < 10.0
+        rt.timeout = 30.0
         for _ in range(4):
             assert f(np.zeros(1), X) == X.sum()
     assert pids(rt) == before
