@@ -470,7 +470,7 @@ class Scenario:
         self,
         code: str,
         *,
-        timeout: float = 30.0,
+        timeout: float = 90.0,
         flags: Sequence[str] = ("-W", "error"),
         env: Mapping[str, str] | None = None,
         cwd: str | os.PathLike[str] | None = None,
@@ -594,7 +594,7 @@ class Scenario:
         return self._streams[name].decode(errors="replace")
 
 
-def script(code: str, *, timeout: float = 30.0, grace_s: float = 10.0, **options: Any) -> Result:
+def script(code: str, *, timeout: float = 90.0, grace_s: float = 10.0, **options: Any) -> Result:
     """Run a scenario to its end. Options as for ``Scenario``."""
     with Scenario(code, timeout=timeout, **options) as scenario:
         return scenario.finish(grace_s)

@@ -528,7 +528,7 @@ def test_a_timeout_leaves_all_ranks_alike(reused: Reused) -> None:
             time.sleep(0.01)
 
     with pytest.raises(synk.errors.CallTimeout) as caught:
-        rt.function(slow, changes=[log])(np.ones(4), timeout=0.3)
+        rt.function(slow, changes=[log])(np.ones(4), timeout=1.0)
     assert caught.value.step_counted is False
     step(np.ones(4))
     assert logs(rt, log) == [[4.0, 0.0, 4.0]] * 2
@@ -542,7 +542,7 @@ def test_a_shielded_section_is_not_torn(reused: Reused) -> None:
     def step(x: np.ndarray) -> float:
         with synk.comm.shielded():
             log.value.add(1.0)
-            until = time.monotonic() + 0.6
+            until = time.monotonic() + 1.5
             while time.monotonic() < until:
                 time.sleep(0.01)
             log.value.add(2.0)
@@ -550,7 +550,7 @@ def test_a_shielded_section_is_not_torn(reused: Reused) -> None:
         return 0.0
 
     with pytest.raises(synk.errors.CallTimeout):
-        rt.function(step, changes=[log])(np.ones(4), timeout=0.3)
+        rt.function(step, changes=[log])(np.ones(4), timeout=1.0)
     assert logs(rt, log) == [[1.0, 2.0]] * 2
 
 

@@ -14,7 +14,7 @@ Count = Callable[[int], int]
 
 INTERRUPT = """
     import ctypes, random
-    from harness import assert_right, pids
+    from harness import assert_right, pids, wait_for
 
     def interrupt_after(seconds):
         timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
@@ -168,7 +168,8 @@ def test_D3_second_ctrl_c_while_the_first_is_handled() -> None:
     import saboteurs
     from synk._master.recovery import Recovery
     rt = synk.fork(2, backend="numpy")
-    stuck = rt.function(lambda row: saboteurs.loop_in_c(), outputs=None)
+    path = __file__ + ".stuck"
+    stuck = rt.function(lambda row: (open(path, "w").close(), saboteurs.loop_in_c()), outputs=None)
     rt.distribute()
     rt._session.workers.recovery.grace_s = 1000.0  # the workers never answer: only the second signal ends the wait
     end_calls = Recovery.end_calls
@@ -178,7 +179,8 @@ def test_D3_second_ctrl_c_while_the_first_is_handled() -> None:
         end_calls(*args)
 
     Recovery.end_calls = interrupted_again
-    interrupt_after(0.5).start()
+    first = lambda: wait_for(lambda: os.path.exists(path)) and os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=first, daemon=True).start()
     try:
         stuck(np.arange(2))
     except KeyboardInterrupt:

@@ -92,7 +92,7 @@ TIMED_OUT = """
 
     def interrupted(*args):
         # The signal comes when the workers have been asked to end the call and the master waits for their answers.
-        interrupts = [threading.Timer(0.3 * number, os.kill, (os.getpid(), signal.SIGINT)) for number in NUMBERS]
+        interrupts = [threading.Timer(1.0 * number, os.kill, (os.getpid(), signal.SIGINT)) for number in NUMBERS]
         for timer in interrupts:
             timer.start()
         try:

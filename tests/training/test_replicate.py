@@ -1039,7 +1039,7 @@ def test_an_exception_a_timeout_or_ctrl_c_anywhere_leaves_the_ranks_alike(
     step(x, y)
     expected = {"raise": ArithmeticError, "hang": synk.errors.CallTimeout, "interrupt": KeyboardInterrupt}[action]
     with pytest.raises(expected) as caught:
-        step(x, y, where, action, timeout=0.5 if action == "hang" else None)
+        step(x, y, where, action, timeout=2.0 if action == "hang" else None)
     counted = caught.value.step_counted  # type: ignore[attr-defined]
     assert counted == (where in COUNTED)
     assert ranks_are_alike(rep)
