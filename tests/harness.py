@@ -202,7 +202,7 @@ def shm_files(processes: Callable[[], Iterable[int]]) -> frozenset[str]:
     Semaphores do not count: no runtime has one. Nor do files in folders: a folder in /dev/shm may be the place of
     temporary files, and named shared memory is never in one.
     """
-    if any(not name.startswith("sem.") for name in os.listdir(SHM_FOLDER)):
+    if os.path.isdir(SHM_FOLDER) and any(not name.startswith("sem.") for name in os.listdir(SHM_FOLDER)):
         _seen.update(*(held_shm_files(pid) for pid in processes()))
     _seen.intersection_update({(path, inode) for path, inode in _seen if inode_of(path) == inode})
     return frozenset(path for path, _ in _seen)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import saboteurs
-from harness import PACKAGE_FOLDER, TESTS_FOLDER, assert_right, descriptors, pids, process_stat, script, wait_until_dead
+from harness import PACKAGE_FOLDER, TESTS_FOLDER, assert_right, children, descriptors, pids, script, wait_until_dead
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -426,4 +426,5 @@ def test_I_a_worker_ends_with_its_runtime(runtime: Fork) -> None:
     modes = {stat.S_IMODE(os.stat(f"/proc/{pid}").st_mode) for pid in workers}
     assert modes == {0o555}
     rt.close()
-    assert all(wait_until_dead(pid) and process_stat(pid) is None for pid in workers)
+    assert all(wait_until_dead(pid) for pid in workers)
+    assert not set(workers).intersection(children(os.getpid())), "a worker was not reaped"
