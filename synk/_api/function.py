@@ -22,6 +22,7 @@ from synk._api.options import (
     one_per_input,
     partial_name,
 )
+from synk._api.plain import PlainCall
 from synk._api.progress import with_progress
 from synk._api.stream import arguments, blocks, check_batch_size, stream
 from synk._api.verify import Report, Tolerance, verify
@@ -203,7 +204,11 @@ class Function(FunctionHandle, Generic[P]):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Report:
-        """Run the call in parallel and serially and report, for each output, whether its op fits the function.
+        """Compare the call in parallel with the serial one, and this with the plain function, for each output.
+
+        The serial call says whether the op of an output fits the function. But it computes with whatever the workers
+        hold, so the plain function is called, too: in the program, on what was passed. It gets ``Data`` and lists of
+        numbers as arrays, the rows that ``batch`` picks, and tensors where the function has a ``framework``.
 
         Nothing of these runs is kept: shared variables hold what they held, and each run gets a copy of what the
         function captured, with the generators of random numbers as they were. What it prints is dropped. What it does
@@ -217,14 +222,15 @@ class Function(FunctionHandle, Generic[P]):
             How far from the serial value is equal, as in `numpy.allclose`. By default what rounding can do: the square
             root of the dtype's precision, for ``atol`` times the largest serial value.
         batch, num_slices, timeout
-            As for a call; ``timeout`` for each of the runs, of which there are four.
+            As for a call; ``timeout`` for each of the runs on the workers, of which there are four.
 
         Returns
         -------
         Report
             True where all outputs, and the shared variables that the call assigns on CPU workers, equal the serial
-            ones. It prints as a table, with the ops that would have matched. A function that draws random numbers or
-            talks through ``synk.comm`` is named as such, where its values differ.
+            ones, the serial outputs equal those of the plain function, and the workers hold nothing of the function
+            that is out of date. It prints as a table, with the ops that would have matched. A function that draws
+            random numbers or talks through ``synk.comm`` is named as such, where its values differ.
 
         Raises
         ------
@@ -233,25 +239,37 @@ class Function(FunctionHandle, Generic[P]):
         Exception
             What the call raises, but for errors that say that its outputs cannot be combined: these are reported.
 
+        Notes
+        -----
+        The plain function is left out, and a note in the report says why, where it means something else in the program
+        or cannot be called there: it uses ``synk.comm``, shared variables or resident objects, draws random numbers, is
+        built with ``per_rank=True`` or runs on devices; it and its arguments cannot be copied, or need more than half
+        of the free memory; or its serial call takes more than 10 s. What it raises and the serial call does not is a
+        difference.
+
         Examples
         --------
         >>> import numpy as np, synk
         >>> with synk.fork(2):
         ...     total = synk.function(lambda x: x.sum(), name="total")
         ...     total.verify(np.arange(6.0))
-        'total' against its serial call:
-        output  op   equals serial  largest difference  would match
-        result  avg  NO             7.5e+00             sum
+        'total' against the plain function and its serial call:
+        output  op   equals serial  equals plain  largest difference  would match
+        result  avg  NO             yes           7.5e+00             sum
         """
+        function = self._renewed()
+        callee = function._callee
         options = CallOptions(batch, None, check_slices(num_slices), None, check_timeout(timeout), is_trial=True)
+        outdated = "What it refers to has changed since it was sent to the workers, which compute with the old values."
         return verify(
             self.name,
             self.outputs,
-            lambda changed: self._run(args, kwargs, changed),
+            lambda changed: function._run(args, kwargs, changed),
             options,
             Tolerance(rtol, atol),
-            is_per_rank=self._callee.per_rank,
-            is_outdated=self._callee.is_changed_inside(),
+            PlainCall(callee, args, kwargs, batch),
+            is_per_rank=callee.per_rank,
+            stale=[outdated] if callee.is_changed_inside() else [],
         )
 
     def submit(

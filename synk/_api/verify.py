@@ -1,13 +1,18 @@
-"""``Function.verify``: one call in parallel and serially, on trial, and what the comparison says of each output."""
+"""``Function.verify``: one call in parallel and serially, on trial, and the plain function in the program.
+
+What the comparison says of each output. How the plain function is called is ``synk._api.plain``'s affair.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from synk._api.plain import PlainCall, PlainOutputs
 from synk._master.call import CallOptions
 from synk._master.launched import Tried
 from synk._pure.dtypes import as_numbers, is_bfloat16
@@ -39,9 +44,13 @@ class VerifiedOutput:
         ``"equal"`` or ``"different"``. ``"one per rank"`` (op None) is not compared. Where values differ for a reason,
         it is the reason: ``"random"``, ``"communicates"``, or ``"per rank"`` (built with ``per_rank=True``).
     difference : float
-        The largest one, in absolute value; NaN where the values have no difference (shapes, text, objects).
+        The largest one from the serial value, or of that from the plain function's, in absolute value; NaN where the
+        values have no difference (shapes, text, objects).
     matching : tuple of str
         The ops that give the serial value, where the op that was named does not.
+    plain_verdict : str
+        ``"equal"`` or ``"different"``: whether the serial value is that of the plain function, called in the program.
+        Empty where these two were not compared.
     """
 
     name: str
@@ -49,11 +58,15 @@ class VerifiedOutput:
     verdict: str
     difference: float = float("nan")
     matching: tuple[str, ...] = ()
+    plain_verdict: str = ""
 
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What :meth:`synk.Function.verify` found. True where every output that can be compared equals the serial one.
+    """What :meth:`synk.Function.verify` found.
+
+    True where every output that can be compared equals the serial one, the serial one equals that of the plain function
+    wherever it was compared, and nothing that the function captured is stale.
 
     Attributes
     ----------
@@ -61,28 +74,37 @@ class Report:
     outputs : tuple of VerifiedOutput
     notes : tuple of str
         What else was seen of the function, in words.
+    stale : tuple of str
+        Those of the notes that say what the workers hold of the function that is out of date.
     """
 
     function: str
     outputs: tuple[VerifiedOutput, ...]
     notes: tuple[str, ...] = ()
+    stale: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return all(output.verdict in ("equal", "one per rank") for output in self.outputs)
+        return not self.stale and all(
+            output.verdict in ("equal", "one per rank") and output.plain_verdict != "different"
+            for output in self.outputs
+        )
 
     def _repr_html_(self) -> str:
         return Text(self)._repr_html_()
 
     def __repr__(self) -> str:
-        rows = [("output", "op", "equals serial", "largest difference", "would match")]
+        rows = [("output", "op", "equals serial", "equals plain", "largest difference", "would match")]
+        words = {"equal": "yes", "different": "NO"}
         for output in self.outputs:
-            verdict = {"equal": "yes", "different": "NO"}.get(output.verdict, output.verdict)
+            serial, plain = (words.get(verdict, verdict) for verdict in (output.verdict, output.plain_verdict))
             op = getattr(output.op, "__name__", None) or str(output.op)
             difference = "" if np.isnan(output.difference) else f"{output.difference:.1e}"
-            rows.append((output.name or "result", op, verdict, difference, ", ".join(output.matching)))
+            rows.append((output.name or "result", op, serial, plain, difference, ", ".join(output.matching)))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-        return "\n".join([f"{self.function!r} against its serial call:", *lines, *self.notes])
+        has_plain = any(output.plain_verdict for output in self.outputs)
+        others = "the plain function and its serial call" if has_plain else "its serial call"
+        return "\n".join([f"{self.function!r} against {others}:", *lines, *self.notes])
 
 
 @dataclass(frozen=True)
@@ -117,11 +139,12 @@ def verify(
     run: Try,
     options: CallOptions,
     tolerance: Tolerance,
+    plain: PlainCall,
     *,
     is_per_rank: bool,
-    is_outdated: bool,
+    stale: Sequence[str] = (),
 ) -> Report:
-    """Run a call on trial, in parallel and serially, and compare.
+    """Run a call on trial, in parallel and serially, and the plain function in the program, and compare.
 
     Parameters
     ----------
@@ -131,13 +154,17 @@ def verify(
         Runs the call with other options.
     options : CallOptions
         Of the call in parallel.
+    plain : PlainCall
+        The same call of the plain function.
     is_per_rank : bool
         Each rank contributes its own, whatever the rows.
-    is_outdated : bool
-        What the function refers to has changed since it was sent.
+    stale : sequence of str
+        What the workers hold of the function that is out of date, each a sentence.
     """
     serial_options = replace(options, num_slices=1, is_serial=True, is_apart=True)
-    serial, again = run(serial_options), run(serial_options)
+    serial, started = run(serial_options), time.monotonic()
+    again = run(serial_options)
+    serial_s = time.monotonic() - started
     apart = run(replace(options, num_slices=1, is_apart=True))  # what the function itself raises comes from here
     problem: Exception | None = None
     try:
@@ -153,19 +180,22 @@ def verify(
     traits = serial.traits | apart.traits | (combined.traits if combined is not None else Traits(0))
     reason = _reason(is_random, traits, is_per_rank)
     ops = match_ops(outputs, serial.skeleton, len(expected), repr(name))
+    called = _call_plain(plain, serial.skeleton, ops, reason, serial_s)
+    plain_values = called.leaves if called.leaves is not None else [_MISSING] * len(expected)
     results = []
     parts_at = dict(zip(paths(apart.skeleton), apart.leaves))
     values_at = dict(zip(paths(combined.skeleton), combined.leaves)) if combined is not None else {}
-    for path, op, serial_value in zip(paths(serial.skeleton), ops, expected):
+    for path, op, serial_value, plain_value in zip(paths(serial.skeleton), ops, expected, plain_values):
         parts = [parts_at[path][rank] for rank in apart.ranks] if path in parts_at else []
         value = values_at.get(path, _MISSING)
-        results.append(_compare(path, op, value, serial_value, parts, apart.rows, tolerance, reason))
+        output = _compare(path, op, value, serial_value, parts, apart.rows, tolerance, reason)
+        results.append(_beside_plain(output, serial_value, plain_value, tolerance) if called.is_run else output)
     if combined is not None:
         results += _compare_variables(combined.assigned, serial.assigned, tolerance, reason)
-    notes = _notes(is_random, traits, is_per_rank, is_outdated)
+    notes = [*_notes(is_random, traits, is_per_rank), called.note, *stale]
     if problem is not None:
         notes.append(f"The call raised {type(problem).__name__}: {problem}")
-    return Report(name, tuple(results), tuple(notes))
+    return Report(name, tuple(results), tuple(filter(None, notes)), tuple(stale))
 
 
 _MISSING = object()
@@ -180,7 +210,24 @@ def _reason(is_random: bool, traits: Traits, is_per_rank: bool) -> str:
     return "per rank" if is_per_rank else "different"
 
 
-def _notes(is_random: bool, traits: Traits, is_per_rank: bool, is_outdated: bool) -> list[str]:
+_NOT_JUDGED = {
+    "random": "it draws random numbers",
+    "communicates": "it uses synk.comm, which has no meaning outside of a worker",
+    "per rank": "its result depends on the number of workers",
+}
+
+
+def _call_plain(plain: PlainCall, skeleton: Any, ops: Sequence[Op], reason: str, serial_s: float) -> PlainOutputs:
+    """Call the plain function, if its outputs mean the same as the serial ones."""
+    why_not = plain.why_not() or _NOT_JUDGED.get(reason, "")
+    if why_not:
+        return PlainOutputs.not_run(why_not)
+    if all(op is None for op in ops):
+        return PlainOutputs(False, None, "")  # there is nothing to compare
+    return plain.run(skeleton, serial_s)
+
+
+def _notes(is_random: bool, traits: Traits, is_per_rank: bool) -> list[str]:
     notes = []
     if is_random or traits & Traits.DRAWS:
         notes.append("It draws random numbers: other ones on each rank, and at each call.")
@@ -190,10 +237,6 @@ def _notes(is_random: bool, traits: Traits, is_per_rank: bool, is_outdated: bool
         notes.append("It uses synk.comm, which means something else in a serial call.")
     if is_per_rank:
         notes.append("It is built with per_rank=True: its result depends on the number of workers.")
-    if is_outdated:
-        notes.append(
-            "What it refers to has changed since it was sent to the workers, which compute with the old values."
-        )
     return notes
 
 
@@ -217,6 +260,15 @@ def _compare(
         if word != op and is_same(combine(word, parts, rows), serial, tolerance)
     )
     return VerifiedOutput(path, op, reason, difference(value, serial), matching)
+
+
+def _beside_plain(output: VerifiedOutput, serial: Any, plain: Any, tolerance: Tolerance) -> VerifiedOutput:
+    """Add to what is known of an output whether its serial value is that of the plain function."""
+    if output.op is None:
+        return output
+    verdict = "equal" if is_same(plain, serial, tolerance) else "different"
+    largest = float(np.fmax(output.difference, difference(plain, serial)))  # of two NaN it is NaN
+    return replace(output, plain_verdict=verdict, difference=largest)
 
 
 def _compare_variables(

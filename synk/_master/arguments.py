@@ -207,7 +207,7 @@ def assign(
 # -- staging ----------------------------------------------------------------------------------------------------------
 
 
-class _ObjectPickler(Pickler):
+class ObjectPickler(Pickler):
     """Pickles broadcast objects; the memory of tensors goes out of band, like that of arrays."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -237,7 +237,7 @@ def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> 
         return pickle.dumps(tuple(values), protocol=5), []
     try:
         file = io.BytesIO()
-        _ObjectPickler(file, protocol=5, buffer_callback=buffers.append).dump(tuple(values))
+        ObjectPickler(file, protocol=5, buffer_callback=buffers.append).dump(tuple(values))
         data = file.getvalue()
     except Exception as error:
         if is_from_handler(error):

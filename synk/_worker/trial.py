@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from synk._pure.generators import generator_states, restore_generators
 from synk._wire.cell import cell
 from synk._wire.control import Traits
 from synk._wire.pickling import Pickler
@@ -28,11 +29,6 @@ if TYPE_CHECKING:
     from synk._worker.plans import LoadedFunction
 
 _GENERATORS = {("numpy", "Generator"), ("numpy", "RandomState"), ("random", "Random"), ("torch", "Generator")}
-_STATES = (
-    ("random", "getstate", "setstate"),
-    ("numpy.random", "get_state", "set_state"),
-    ("torch", "get_rng_state", "set_rng_state"),
-)
 
 
 class Trial:
@@ -84,16 +80,13 @@ class Trial:
                     self.traits |= Traits.CHANGES
         finally:
             self.function.fn = _nothing  # the copy is freed, whatever keeps the plan
-            for name, _, setter in _STATES:
-                if name in states:
-                    getattr(sys.modules[name], setter)(states[name])
+            restore_generators(states)
             cell.worker.rng.bit_generator.state = states["synk.comm"]
 
 
 def _states() -> dict[str, Any]:
     """Return the states of the process's own generators of random numbers, by module."""
-    states = {name: getattr(sys.modules[name], getter)() for name, getter, _ in _STATES if name in sys.modules}
-    return states | {"synk.comm": cell.worker.rng.bit_generator.state}
+    return generator_states() | {"synk.comm": cell.worker.rng.bit_generator.state}
 
 
 def _bytes(state: Any) -> bytes:

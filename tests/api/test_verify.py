@@ -68,8 +68,15 @@ def test_each_output_is_reported_by_its_place(shared_runtimes: Any) -> None:
     assert outputs["['loss'][0]"].difference == 15.0 - 7.5
     assert outputs["['loss'][0]"].matching == ("sum",)
     text = repr(report)
-    assert text.splitlines()[0] == "'f' against its serial call:"
-    assert "['loss'][0]  avg    NO             7.5e+00             sum" in text
+    assert text.splitlines()[0] == "'f' against the plain function and its serial call:"
+    assert "['loss'][0]  avg    NO             yes           7.5e+00             sum" in text
+    assert {name: output.plain_verdict for name, output in outputs.items()} == {
+        "['loss'][0]": "equal",
+        "['loss'][1]": "equal",
+        "['parts']": "",
+        "['size'][0]": "equal",
+        "['size'][1]": "equal",
+    }
 
 
 def test_outputs_that_cannot_be_combined_are_reported_with_the_error(shared_runtimes: Any) -> None:
@@ -247,7 +254,7 @@ def test_what_cannot_be_compared_is_named(shared_runtimes: Any, kernel: Any, opt
     report = shared_runtimes[2].function(kernel, **options).verify(X)
     assert verdicts(report) == [verdict]
     assert bool(report) == (verdict == "one per rank")
-    assert len(report.notes) == (verdict != "one per rank")
+    assert len(report.notes) == 2 * (verdict != "one per rank")  # what it is, and that the plain function was left out
 
 
 def test_a_collective_with_the_serial_result_is_equal(shared_runtimes: Any) -> None:
@@ -265,7 +272,11 @@ def test_what_has_changed_since_the_function_was_sent_is_said(reused: Callable[.
     rt.distribute()
     assert "has changed" not in repr(f.verify(X)) + repr(other.verify(X))
     scale[0] = 2.0
-    assert "has changed since it was sent" in repr(f.verify(X))
+    report = f.verify(X)
+    assert not report
+    assert "has changed since it was sent" in repr(report)
+    assert report.stale
+    assert set(report.stale) <= set(report.notes)
     assert "has changed" not in repr(other.verify(X))
 
 
@@ -298,8 +309,8 @@ def test_a_script_asks_and_is_answered() -> None:
             """
         ).check(
             "False True\n"
-            "'total' against its serial call:\n"
-            "output  op   equals serial  largest difference  would match\n"
-            "result  avg  NO             7.5e+00             sum\n"
+            "'total' against the plain function and its serial call:\n"
+            "output  op   equals serial  equals plain  largest difference  would match\n"
+            "result  avg  NO             yes           7.5e+00             sum\n"
             "It changes objects that it captured: their state is each rank's own.\n"
         )

@@ -1,0 +1,159 @@
+"""A copy of a function and of the arguments of a call, which shares nothing with the program but its modules."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cloudpickle.cloudpickle import _make_skeleton_class, _make_skeleton_enum
+
+from synk._master.arguments import ObjectPickler
+from synk._master.handles import Handle, HandlePickler
+from synk._master.variable import VariableHandle
+from synk._master.watch import is_users_module
+from synk._pure.interrupts import is_from_handler
+from synk._wire.memory import available_nbytes
+from synk._wire.pickling import Pickler
+
+SHARED = "it uses shared variables, whose values are on the workers"
+RESIDENT = "it uses objects that live on the workers"
+
+
+class NotComparable(Exception):
+    """The plain function cannot be called in the program; the text says why."""
+
+
+def why_no_handle(handle: Handle) -> str:
+    """Return why a function that gets a handle cannot be called in the program."""
+    return SHARED if isinstance(handle, VariableHandle) else RESIDENT
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A function and its arguments, copied.
+
+    Attributes
+    ----------
+    fn : callable
+    args, kwargs
+    classes, copies : list of type
+        Classes of the program that were copied, and their copies.
+    """
+
+    fn: Callable[..., Any]
+    args: list[Any]
+    kwargs: dict[str, Any]
+    classes: list[type]
+    copies: list[type]
+
+    def with_own_classes(self, result: Any) -> Any:
+        """Return what the copy returned with instances of the program's own classes, as a call returns them."""
+        if not self.copies:
+            return result
+        file = io.BytesIO()
+        try:
+            _ClassesOut(file, self.copies).dump(result)
+            file.seek(0)
+            return _ClassesIn(file, self.classes).load()
+        except Exception as error:  # what cannot be pickled is compared as it is
+            if is_from_handler(error):
+                raise
+            return result
+
+
+def copied(fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Copy:
+    """Return a copy, made by one pickle of all of it.
+
+    Raises
+    ------
+    NotComparable
+        If it refers to something that lives on the workers, or takes too much memory.
+    Exception
+        Whatever pickling raises.
+    """
+    room = _Room()
+    file = _File(room)
+    buffers: list[pickle.PickleBuffer] = []
+
+    def keep(buffer: pickle.PickleBuffer) -> None:
+        room.take(buffer.raw().nbytes)
+        buffers.append(buffer)
+
+    copier = _Copier(file, buffer_callback=keep)
+    copier.dump((fn, args, kwargs, copier.classes))  # the list comes last, when it is complete
+    if copier.handles:
+        raise NotComparable(why_no_handle(copier.handles[0]))
+    parts = pickle.loads(file.getbuffer(), buffers=[bytearray(buffer.raw()) for buffer in buffers])
+    fn, args, kwargs, copies = parts
+    return Copy(fn, args, kwargs, copier.classes, copies)
+
+
+class _Room:
+    """How much a pickle may take: half of the memory that is free, because what is loaded takes as much again."""
+
+    def __init__(self) -> None:
+        self._left = available_nbytes() // 2
+
+    def take(self, nbytes: int) -> None:
+        self._left -= nbytes
+        if self._left < 0:
+            raise NotComparable("a copy of it and its arguments takes more than half of the memory that is free")
+
+
+class _File(io.BytesIO):
+    def __init__(self, room: _Room) -> None:
+        super().__init__()
+        self._room = room
+
+    def write(self, data: Any) -> int:
+        self._room.take(memoryview(data).nbytes)
+        return super().write(data)
+
+
+class _Copier(ObjectPickler, HandlePickler):
+    """Pickles the program's own functions and classes by value.
+
+    Attributes
+    ----------
+    classes : list of type
+        Those that were pickled by value. If their pickles said which classes they are, as cloudpickle's do, loading
+        would find these in this process and write into them.
+    """
+
+    def __init__(self, file: Any, **options: Any) -> None:
+        super().__init__(file, **options)
+        self.classes: list[type] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.FunctionType) and is_users_module(obj.__module__):
+            return self._dynamic_function_reduce(obj)
+        reduced = super().reducer_override(obj)
+        if isinstance(reduced, tuple) and reduced[0] in (_make_skeleton_class, _make_skeleton_enum):
+            self.classes.append(obj)
+            *parts, _, extra = reduced[1]  # the last but one is what the class is known by
+            return (reduced[0], (*parts, None, extra), *reduced[2:])
+        return reduced
+
+
+class _ClassesOut(Pickler):
+    """Pickles what the copy returned, with its classes as numbers."""
+
+    def __init__(self, file: Any, copies: Sequence[type]) -> None:
+        super().__init__(file, protocol=5)
+        self._numbers = {id(cls): number for number, cls in enumerate(copies)}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        return self._numbers.get(id(obj))
+
+
+class _ClassesIn(pickle.Unpickler):
+    def __init__(self, file: Any, classes: Sequence[type]) -> None:
+        super().__init__(file)
+        self._classes = classes
+
+    def persistent_load(self, number: int) -> type:
+        return self._classes[number]

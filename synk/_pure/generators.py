@@ -1,0 +1,24 @@
+"""The process's own generators of random numbers: Python's, NumPy's and, where it was imported, torch's on the CPU."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+_ACCESS = (
+    ("random", "getstate", "setstate"),
+    ("numpy.random", "get_state", "set_state"),
+    ("torch", "get_rng_state", "set_rng_state"),
+)
+
+
+def generator_states() -> dict[str, Any]:
+    """Return the states of the generators by module."""
+    return {name: getattr(sys.modules[name], getter)() for name, getter, _ in _ACCESS if name in sys.modules}
+
+
+def restore_generators(states: dict[str, Any]) -> None:
+    """Put back what ``generator_states`` has returned."""
+    for name, _, setter in _ACCESS:
+        if name in states:
+            getattr(sys.modules[name], setter)(states[name])
