@@ -85,7 +85,7 @@ class _Reader:
 
     def _array(self, array: np.ndarray) -> str:
         head = f"{type(array).__name__} {array.dtype.str}{array.shape}"
-        if _is_local(type(array)):
+        if _is_ours(type(array)):
             head += self._attributes(array)
         if array.dtype == object or array.dtype.names or array.size <= MOST_ELEMENTS:
             mask = f" mask {array.mask.tolist()}" if isinstance(array, np.ma.MaskedArray) else ""
@@ -120,20 +120,20 @@ class _Reader:
             for name in (slots,) if isinstance(slots, str) else slots:
                 if name != "__dict__" and hasattr(obj, name):
                     table[name] = getattr(obj, name)
-        if not table and not any(map(_is_local, mro)):
+        if not table and not any(map(_is_ours, mro)):
             return ""
         return f"<{self._items(table)} | {self._of_class(obj, mro)}>"
 
     def _of_class(self, obj: Any, mro: Iterable[type]) -> str:
         """Read what ``obj`` has from classes that were made inside a function: these travel by value."""
-        names = [name for cls in mro if _is_local(cls) for name in _public(vars(cls))]
+        names = {name for cls in mro if _is_ours(cls) for name in _public(vars(cls))}
         parts = []
-        for name in dict.fromkeys(names):
+        for name in sorted(names):  # cloudpickle does not keep their order
+            if isinstance(inspect.getattr_static(obj, name, None), types.MemberDescriptorType):
+                continue
             value = getattr(obj, name, None)
-            if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-                parts.append(f"{name}{self._called(value)}")
-            elif not isinstance(value, types.MemberDescriptorType):
-                parts.append(f"{name}={self.read(value)}")
+            is_code = isinstance(value, (types.FunctionType, types.MethodType, functools.partial))
+            parts.append(f"{name}{self._called(value)}" if is_code else f"{name}={self.read(value)}")
         return ", ".join(parts)
 
     def _function(self, function: types.FunctionType) -> str:
@@ -153,8 +153,9 @@ def _public(table: Any) -> dict[str, Any]:
     return {key: value for key, value in table.items() if not key.startswith("_")}
 
 
-def _is_local(cls: type) -> bool:
-    return "<locals>" in cls.__qualname__ or cls.__module__ == "__main__"
+def _is_ours(cls: type) -> bool:
+    """Whether a class was made by the tests or a script. Not told by ``__qualname__``: copies by value lose it."""
+    return cls.__module__ in ("kinds", "programs", "__main__")
 
 
 def _summed_up(lines: list[str]) -> str:

@@ -135,7 +135,7 @@ def array_subclass_with_attribute() -> Made:
         def __reduce__(self) -> Any:
             return _named, (type(self), np.asarray(self).copy(), self.unit)
 
-    obj = np.zeros(3).view(Named)
+    obj = _named(Named, np.zeros(3), "m")
     return obj, lambda: setattr(obj, "unit", obj.unit + "m")
 
 
