@@ -1,0 +1,57 @@
+"""Random programs that change what they capture: a few hundred at each run, ten thousand in the storm."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import programs
+import pytest
+
+BLOCK, STORM_BLOCK = 30, 500
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_programs(reused: Callable[..., Any], block: int) -> None:
+    run_block(reused, range(block * BLOCK, (block + 1) * BLOCK))
+
+
+@pytest.mark.storm
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("block", range(20))
+def test_many_programs(reused: Callable[..., Any], block: int) -> None:
+    run_block(reused, range(1000 + block * STORM_BLOCK, 1000 + (block + 1) * STORM_BLOCK))
+
+
+def run_block(reused: Callable[..., Any], seeds: range) -> None:
+    taken: dict[int, Any] = {}
+
+    def runtime_of(num_workers: int) -> Any:
+        if num_workers not in taken:
+            taken[num_workers] = reused(num_workers)
+        return taken[num_workers]
+
+    failures = programs.run_seeds(seeds, runtime_of, Counter())
+    assert not failures, "\n\n".join([f"{len(failures)} programs went wrong", *failures])
+
+
+def test_a_program_is_the_same_each_time_and_its_lines_are_right() -> None:
+    """Without workers each line runs: what is generated is a program."""
+    for seed in range(20):
+        program = programs.generate(seed)
+        assert program.lines == programs.generate(seed).lines
+        with programs.Bench(None) as bench:
+            for line in program.lines:
+                bench.run(line)
+
+
+def test_programs_meet_each_kind_of_step() -> None:
+    counts: Counter[tuple[str, str]] = Counter()
+    for seed in range(300):
+        counts.update(programs.generate(seed).counts)
+    met = Counter(dimension for dimension, _ in counts)
+    assert met["verb"] == len(programs.VERBS) + 2
+    assert met["captured by"] == 10
+    assert met["step"] == 4
+    assert met["changed"] > 20
