@@ -13,9 +13,11 @@ import functools
 import gc
 import importlib
 import itertools
+import os
 import random
 import sys
 import tempfile
+import textwrap
 import time
 import warnings
 from collections import Counter, UserDict, deque
@@ -111,7 +113,7 @@ class Program:
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def listing(self) -> str:
-        return "\n".join(f"    {line}" for line in self.lines)
+        return textwrap.indent("\n".join(self.lines), "    ")
 
 
 class Invalid(Exception):
@@ -282,7 +284,10 @@ class Generator:
         """Return an expression of a new value, or of an old one: an alias, but not of what ``target`` lies in."""
         if self.rng.random() < 0.2:
             path, obj = self.rng.choice(list(self._places()))
-            if not isinstance(obj, type) and path != "m" and not _leads_to(obj, target):
+            is_of_class = path.startswith(
+                ("Box", "Other")
+            )  # verify's copy of an object has the class, not a copy of it
+            if not is_of_class and path != "m" and not _leads_to(obj, target):
                 return path
         return self._expression(depth)
 
@@ -431,10 +436,16 @@ VERBS: dict[str, Callable[[Any, Any, Any], list[str]]] = {
     "call": lambda rt, f, plain: f(X),
     "submit": lambda rt, f, plain: f.submit(X).result(),
     "serial": lambda rt, f, plain: f.serial(X),
-    "verify": lambda rt, f, plain: f(X) if f.verify(X) else ["verify says no"],
+    "verify": lambda rt, f, plain: f(X) if (report := f.verify(X)) else [str(report)],
     "map": lambda rt, f, plain: [*rt.map(lambda item: plain(X[:1])[0], range(len(X)))],
     "stream": lambda rt, f, plain: [row for rows in f.stream([X[:2], X[2:]]) for row in rows],
 }
+
+
+@functools.cache
+def _modules_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return the folder of all modules, which lasts as long as the process: a new worker may load an older function."""
+    return tempfile.TemporaryDirectory(prefix="synk-programs-")
 
 
 class Bench:
@@ -447,8 +458,9 @@ class Bench:
 
     def __init__(self, rt: Any) -> None:
         self.rt = rt
-        self._module = f"held_module_{next(self._serial)}"
-        self._folder = tempfile.TemporaryDirectory(prefix="synk-program-")
+        self._number = next(self._serial)
+        self._module = f"held_module_{self._number}"
+        self._folder = _modules_folder().name
         self._functions: dict[str, tuple[Any, Any]] = {}
         self._pending: list[tuple[str, Any, Any]] = []
         self._late: dict[str, int] = {}  # by function, how many calls may still be stale
@@ -458,8 +470,9 @@ class Bench:
         exec(PRELUDE, self.names)
 
     def __enter__(self) -> Bench:
-        Path(self._folder.name, f"{self._module}.py").write_text(MODULE)
-        sys.path.insert(0, self._folder.name)
+        Path(self._folder, f"{self._module}.py").write_text(MODULE)
+        os.utime(self._folder, (self._number, self._number))  # the importer's sign that the folder is not what it was
+        sys.path.insert(0, self._folder)
         importlib.invalidate_caches()
         return self
 
@@ -469,9 +482,8 @@ class Bench:
                 call.result()
         self._functions.clear()
         self.names.clear()
-        sys.path.remove(self._folder.name)
+        sys.path.remove(self._folder)
         sys.modules.pop(self._module, None)
-        self._folder.cleanup()
 
     def run(self, line: str) -> None:
         """Run one line."""
@@ -655,7 +667,7 @@ def failure(program: Program, rt: Any) -> str:
         return ""
     lines = shortened(program.lines[: found[0] + 1], rt)
     again = run(lines, rt) or (0, f"not again, but: {found[1]}")
-    listing = "\n".join(f"    {line}" for line in lines)
+    listing = Program(program.seed, lines).listing()
     return f"seed {program.seed}, {rt.world_size} workers: {again[1]}\n{listing}"
 
 
