@@ -101,7 +101,9 @@ CASES = {
         ("users_config.k = 2", "users_config.k += 1"),
     ),
     "by vars()": Case(
-        CONFIG, "import users_config\ndef held(): return users_config.read()", ("vars(users_config)['k'] = 5",) * 2
+        CONFIG,
+        "import users_config\ndef held(): return users_config.read()",
+        ("vars(users_config)['k'] = 5", "vars(users_config)['k'] = 6"),
     ),
     "dict and list in place": Case(
         CONFIG,
