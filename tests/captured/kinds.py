@@ -119,7 +119,8 @@ simple("array, shape", lambda: np.zeros(64), lambda a, n: setattr(a, "shape", (2
 
 def object_array(*values: Any) -> np.ndarray:
     result = np.empty(len(values), object)
-    result[:] = values
+    for position, value in enumerate(values):  # asked as a whole, dicts with attributes pass for arrays
+        result[position] = value
     return result
 
 

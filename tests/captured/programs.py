@@ -77,7 +77,7 @@ Point = namedtuple("Point", "k n")
 
 def objects(*values):
     array = np.empty(len(values), object)
-    array[:] = values
+    for position, value in enumerate(values): array[position] = value
     return array
 
 def tagged(k):
