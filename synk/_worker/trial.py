@@ -52,9 +52,14 @@ class Trial:
         if is_apart:
             self.function.outputs = None
         self.traits = Traits(0)
+        self._classes: list[tuple[type, dict[str, Any]]] = []
         try:
-            self.function.fn = cloudpickle.loads(_Pickle(function.fn).data)
+            pickled = _Pickle(function.fn)
+            # Cloudpickle loads a class into the one that is here: it holds copies until the trial is over.
+            self._classes = [(cls, dict(vars(cls))) for cls in pickled.classes]
+            self.function.fn = cloudpickle.loads(pickled.data)
         except Exception as error:
+            self._restore_classes()
             raise SerializationError(
                 f"cannot try {function.name!r}: what it captured cannot be copied on its rank ({type(error).__name__}: "
                 f"{error}), expected objects that can be pickled. Compare a call with f.serial(...) yourself."
@@ -79,9 +84,19 @@ class Trial:
                 elif before.data != _Pickle(fn).data:
                     self.traits |= Traits.CHANGES
         finally:
+            self._restore_classes()
             self.function.fn = _nothing  # the copy is freed, whatever keeps the plan
             restore_generators(states)
             cell.worker.rng.bit_generator.state = states["synk.comm"]
+
+    def _restore_classes(self) -> None:
+        for cls, table in self._classes:
+            now = dict(vars(cls))
+            for name in now.keys() - table.keys():
+                type.__delattr__(cls, name)
+            for name, value in table.items():
+                if now.get(name, self) is not value:
+                    type.__setattr__(cls, name, value)
 
 
 def _states() -> dict[str, Any]:
@@ -98,12 +113,13 @@ def _nothing() -> None:
 
 
 class _Pickle(Pickler):
-    """An object pickled, and the generators of random numbers that it holds."""
+    """An object pickled, with the generators of random numbers that it holds and the classes that travel with it."""
 
     def __init__(self, value: Any) -> None:
         file = io.BytesIO()
         super().__init__(file, protocol=5)
         self.generators: list[Any] = []
+        self.classes: list[type] = []
         self.dump(value)
         self.data = file.getvalue()
 
@@ -113,4 +129,7 @@ class _Pickle(Pickler):
             self.generators.append(obj)
         if isinstance(obj, ModuleType) and sys.modules.get(obj.__name__) is obj:
             return importlib.import_module, (obj.__name__,)  # cloudpickle knows no subclasses, as lazy ones are
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, type) and isinstance(reduced, tuple):
+            self.classes.append(obj)
+        return reduced
