@@ -20,6 +20,8 @@ __all__ = [
     "RowShapedOutput",
     "SerializationError",
     "SharedMemoryError",
+    "StaleCaptureError",
+    "StaleCaptureWarning",
     "StartupError",
     "SynkError",
     "UnsupportedError",
@@ -129,12 +131,30 @@ class SharedMemoryError(SynkError, MemoryError):
     """A shared segment cannot be allocated or mapped. The message holds the size asked for and what is free."""
 
 
+class StaleCaptureError(SynkError):
+    """Something that a function captured was changed in place, and earlier calls have used its old contents.
+
+    Raised before anything is sent; the next call uses the new contents. Only for what is too large to be compared at
+    each call: pass it as an argument (for an array, as ``synk.data``), or call ``f.refresh()`` after each change.
+    """
+
+
 class ReentrancyError(SynkError):
     """synk was used where it cannot work: inside a worker, in a forked copy, in a signal handler during a call."""
 
 
 class UnsupportedError(SynkError, NotImplementedError):
     """A backend or communicator lacks what was asked for; the message says which one and what to use instead."""
+
+
+class StaleCaptureWarning(UserWarning):
+    """An object that a function captured is pickled otherwise than when it was sent, which was found late.
+
+    Perhaps the program has changed it, and calls have used its old state; perhaps it keeps a cache. Its new state is
+    sent, unless the rank has changed its own meanwhile.
+    """
+
+    __module__ = "synk.errors"
 
 
 class RowShapedOutput(UserWarning):

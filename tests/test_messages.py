@@ -40,7 +40,10 @@ OTHERS = {
 
 FORM = re.compile(r"cannot [^:]+: .*[.?}]$|cannot [^:]+\. .*[.?}]$", re.DOTALL)
 SENTENCE = re.compile(r"[^A-Z].*[.?}]$", re.DOTALL)
-INTERNAL = {"AssertionError", "NotImplementedError", "OSError", "StopIteration", "SystemExit", "KeyboardInterrupt"}
+INTERNAL = {
+    "AssertionError", "NotImplementedError", "OSError", "StopIteration", "SystemExit", "KeyboardInterrupt",
+    "NotComparable",  # a part of a note in the report of verify
+}  # fmt: skip
 
 
 class Texts:

@@ -71,7 +71,20 @@ class Function(FunctionHandle, Generic[P]):
         For wrong input, before anything is sent.
     Exception
         What the function raised on the lowest failing rank, with a ``RemoteError`` as its cause.
+    StaleCaptureError
+        If something that the function captured, and that is too large to be compared at each call, was changed in place
+        and earlier calls may have used its old contents. The next call uses the new ones.
     WorkerDied, CallTimeout, CollectiveMismatch, SerializationError, ClosedError
+
+    Warns
+    -----
+    StaleCaptureWarning
+        If a captured object that is compared when there is time is pickled otherwise than when it was sent.
+
+    Notes
+    -----
+    The function computes with what the objects that it captured hold in the program at the moment of the call, also
+    where they were changed in place, except for what only the rank has changed.
     """
 
     def __init__(
@@ -152,18 +165,20 @@ class Function(FunctionHandle, Generic[P]):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
+        has_looked = False
         try:
             if output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
                 callee = self._callee
-                quiet, watched = callee.plans.quiet[0], callee.watch
-                if quiet is not None and watched is not None and watched.is_current() and not self._retry:
+                quiet, capture = callee.plans.quiet[0], callee.capture
+                if quiet is not None and capture is not None and capture.is_current() and not self._retry:
                     result = quiet.run(callee.session, callee, args, kwargs, batch, shard_batch)
                     if result is not NOT_QUIET:
                         return result
+                    has_looked = True
             options = CallOptions(
                 batch, shard_batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout)
             )
-            return self._run(args, kwargs, options)
+            return self._run(args, kwargs, options, has_looked)
         except Exception as error:
             __tracebackhide__ = True
             outline(error)
@@ -181,17 +196,41 @@ class Function(FunctionHandle, Generic[P]):
     ) -> Any:
         """Run the whole input on one worker: the oracle for the parallel call.
 
-        Sharded variables are whole there, those that the function closes over too; these it cannot assign.
+        Sharded variables are whole there, those that the function closes over too; these it cannot assign. All that the
+        function captured is compared in full before.
         """
         options = CallOptions(
             batch, None, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout), is_serial=True
         )
         try:
+            self._callee.check_all()
             return self._run(args, kwargs, options)
         except Exception as error:
             __tracebackhide__ = True
             outline(error)
             raise error
+
+    def refresh(self) -> None:
+        """Have the next call compare all that the function captured in full, and use what is there then.
+
+        Needed only after a change of something that is not compared in full at each call: a few elements of an array
+        above 64 KB, an element of a collection beyond 1000 elements, an object that is slow to pickle. Without it the
+        change is found later, and told by a :class:`~synk.errors.StaleCaptureError` or a
+        :class:`~synk.errors.StaleCaptureWarning`.
+
+        Examples
+        --------
+        >>> import numpy as np, synk
+        >>> with synk.fork(2):
+        ...     table = np.zeros(100_000)
+        ...     shifted = synk.function(lambda x: x + table[17], outputs="gather")
+        ...     before = shifted(np.zeros(2))
+        ...     table[17] = 5.0
+        ...     shifted.refresh()
+        ...     shifted(np.zeros(2))
+        array([5., 5.])
+        """
+        self._callee.refresh()
 
     def verify(
         self,
@@ -257,10 +296,10 @@ class Function(FunctionHandle, Generic[P]):
         output  op   equals serial  equals plain  largest difference  would match
         result  avg  NO             yes           7.5e+00             sum
         """
+        stale = self._callee.doubts()  # first: here it is no error
         function = self._renewed()
         callee = function._callee
         options = CallOptions(batch, None, check_slices(num_slices), None, check_timeout(timeout), is_trial=True)
-        outdated = "What it refers to has changed since it was sent to the workers, which compute with the old values."
         return verify(
             self.name,
             self.outputs,
@@ -269,7 +308,8 @@ class Function(FunctionHandle, Generic[P]):
             Tolerance(rtol, atol),
             PlainCall(callee, args, kwargs, batch),
             is_per_rank=callee.per_rank,
-            stale=[outdated] if callee.is_changed_inside() else [],
+            stale=stale,
+            unknown=callee.uncompared,
         )
 
     def submit(
@@ -310,20 +350,24 @@ class Function(FunctionHandle, Generic[P]):
         ------
         TypeError, ValueError, IndexError
             For wrong input, at once. What the call itself raises comes from ``result()``.
+        StaleCaptureError
+            As of a call, at once.
         """
         if self._retry:
             raise ValueError(
                 f"cannot submit {self.name!r}: it was built with retry={self._retry}, and a submitted call is never "
                 "run again. Call it, or build it without retry."
             )
+        has_looked = False
         if output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
             callee = self._callee
-            session, watched = callee.session, callee.watch
-            if session is not None and watched is not None and watched.is_current():
+            session, capture = callee.session, callee.capture
+            if session is not None and capture is not None and capture.is_current():
+                has_looked = True
                 pending: PendingCall | None = session.queue.submit_quietly(callee, args, kwargs, batch, shard_batch)
                 if pending is not None:
                     return pending
-        function = self._renewed()
+        function = self if has_looked else self._renewed()
         session = function._bound_session()
         subset, limit = check_subset(output_subset), check_timeout(timeout)
         options = CallOptions(batch, shard_batch, check_slices(num_slices), subset, limit, is_submitted=True)
@@ -395,8 +439,11 @@ class Function(FunctionHandle, Generic[P]):
         results = stream(lambda call: self.submit(*call[0], batch=call[2], **call[1]), self.name, calls)
         return with_progress(results, self.name, num_blocks) if progress else results
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
-        function = self._renewed()
+    def _run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, has_looked: bool = False
+    ) -> Any:
+        """Run a call the ordinary way; ``has_looked``: what the function captured has just been compared."""
+        function = self if has_looked else self._renewed()
         if function is not self:
             return function._run(args, kwargs, options)
         session = self._bound_session()

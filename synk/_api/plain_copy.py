@@ -12,9 +12,9 @@ from typing import Any
 from cloudpickle.cloudpickle import _make_skeleton_class, _make_skeleton_enum
 
 from synk._master.arguments import ObjectPickler
+from synk._master.code.modules import is_users_module
 from synk._master.handles import Handle, HandlePickler
 from synk._master.variable import VariableHandle
-from synk._master.watch import is_users_module
 from synk._pure.interrupts import is_from_handler
 from synk._wire.memory import available_nbytes
 from synk._wire.pickling import Pickler
@@ -87,9 +87,19 @@ def copied(fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> C
     copier.dump((fn, args, kwargs, copier.classes))  # the list comes last, when it is complete
     if copier.handles:
         raise NotComparable(why_no_handle(copier.handles[0]))
+    objects = _objects_in(copier.modules)
+    if objects.keys() & copier.memo.copy().keys() or any(type(each) in copier.classes for each in objects.values()):
+        raise NotComparable("it shares an object with a module, which would not be copied with it")
     parts = pickle.loads(file.getbuffer(), buffers=[bytearray(buffer.raw()) for buffer in buffers])
     fn, args, kwargs, copies = parts
     return Copy(fn, args, kwargs, copier.classes, copies)
+
+
+def _objects_in(modules: Sequence[types.ModuleType]) -> dict[int, Any]:
+    """Return the objects that lie in modules under a name, but for code and constants, by their ids."""
+    others = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type, str, int, float, bytes, tuple)
+    values = [value for module in modules for value in vars(module).values()]
+    return {id(value): value for value in values if value is not None and not isinstance(value, others)}
 
 
 class _Room:
@@ -122,13 +132,18 @@ class _Copier(ObjectPickler, HandlePickler):
     classes : list of type
         Those that were pickled by value. If their pickles said which classes they are, as cloudpickle's do, loading
         would find these in this process and write into them.
+    modules : list of module
+        The user's, which the copy shares with the program.
     """
 
     def __init__(self, file: Any, **options: Any) -> None:
         super().__init__(file, **options)
         self.classes: list[type] = []
+        self.modules: list[types.ModuleType] = []
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.ModuleType) and is_users_module(obj.__name__):
+            self.modules.append(obj)
         if isinstance(obj, types.FunctionType) and is_users_module(obj.__module__):
             return self._dynamic_function_reduce(obj)
         reduced = super().reducer_override(obj)

@@ -370,9 +370,9 @@ class Runtime:
     def restart(self) -> None:
         """Replace all workers by new ones, which know of everything as it is now.
 
-        For what a change of global names does not bring to the workers: environment variables, the working folder,
-        ``np.seterr``, modules that they have imported, and elements of arrays, lists and dicts that functions
-        capture. Takes about as long as :func:`synk.fork`. Functions are sent again when they are called; ``Data`` and
+        For what calls do not bring to the workers: environment variables, the working folder, ``np.seterr``, installed
+        packages, and captured objects that cannot be compared, such as iterators and files. Takes about as long as
+        :func:`synk.fork`. Functions are sent again when they are called; ``Data`` and
         shared variables keep their values. What functions kept on the workers, in closures or globals, is gone;
         ``on_restart`` of :func:`synk.fork` can bring it back.
 

@@ -143,6 +143,7 @@ def verify(
     *,
     is_per_rank: bool,
     stale: Sequence[str] = (),
+    unknown: Callable[[], Sequence[str]] = tuple,
 ) -> Report:
     """Run a call on trial, in parallel and serially, and the plain function in the program, and compare.
 
@@ -160,6 +161,8 @@ def verify(
         Each rank contributes its own, whatever the rows.
     stale : sequence of str
         What the workers hold of the function that is out of date, each a sentence.
+    unknown : callable
+        Returns, after the calls, sentences on what nobody can tell.
     """
     serial_options = replace(options, num_slices=1, is_serial=True, is_apart=True)
     serial, started = run(serial_options), time.monotonic()
@@ -192,7 +195,7 @@ def verify(
         results.append(_beside_plain(output, serial_value, plain_value, tolerance) if called.is_run else output)
     if combined is not None:
         results += _compare_variables(combined.assigned, serial.assigned, tolerance, reason)
-    notes = [*_notes(is_random, traits, is_per_rank), called.note, *stale]
+    notes = [*_notes(is_random, traits, is_per_rank), called.note, *stale, *unknown()]
     if problem is not None:
         notes.append(f"The call raised {type(problem).__name__}: {problem}")
     return Report(name, tuple(results), tuple(filter(None, notes)), tuple(stale))

@@ -143,6 +143,7 @@ def own_rows(variables: Sequence[Variable], world_size: int, function_name: str)
     unequal : str
         The text of an error if they are no weights of an average, because the variables are not divided alike.
     """
+    variables = sorted(variables, key=lambda variable: variable.id)
     lengths = [variable.lengths for variable in variables]
     unequal = ""
     for variable, own in zip(variables, lengths):

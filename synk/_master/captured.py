@@ -7,13 +7,12 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from synk._master.code.capture import place_of
 from synk._master.culprits import culprit_in
 from synk._master.handles import HandlePickler
 from synk._master.resident import ResidentHandle, ResidentObject
 from synk._master.variable import Variable, VariableHandle
-from synk._master.watch import Part, Watch
 from synk._pure.interrupts import is_from_handler
-from synk._pure.tensors import is_torch_optimizer
 from synk.errors import SerializationError
 
 LARGE_CHANGE_NBYTES = 1 << 20
@@ -28,19 +27,18 @@ class Changes:
         self._rows: dict[Any, tuple[int, int]] = {}  # how often, and in which call the last time
         self._has_told = False
 
-    def note(self, sent: Sequence[tuple[Part, int]], call: int) -> None:
+    def note(self, fn: Any, sent: Sequence[tuple[Any, int]], call: int) -> None:
         """Take in what was sent before a call; tell, once, of a large object that it is better passed."""
-        for part, nbytes in sent:
+        for obj, nbytes in sent:
             if nbytes < LARGE_CHANGE_NBYTES:
                 continue
-            key = id(part.container), part.key
-            count, last = self._rows.get(key, (0, call - 1))
-            self._rows[key] = count + 1 if last == call - 1 else 1, call
-            if self._rows[key][0] == 3 and not self._has_told:
+            place = place_of(fn, obj)
+            count, last = self._rows.get(place, (0, call - 1))
+            self._rows[place] = count + 1 if last == call - 1 else 1, call
+            if self._rows[place][0] == 3 and not self._has_told:
                 self._has_told = True
-                name = part.key or "a closure variable"
                 warnings.warn(
-                    f"{self._name!r} uses {name!r} ({nbytes / 1e6:.0f} MB), which has changed in three calls in a row "
+                    f"{self._name!r} uses {place!r} ({nbytes / 1e6:.0f} MB), which has changed in three calls in a row "
                     "and is sent again as a whole each time. Make it a parameter and name it in bcast_inputs: arrays "
                     "among the arguments travel through shared memory.",
                     UserWarning,
@@ -76,10 +74,7 @@ def captured_in(value: Any) -> Captured:
     pickler.dump(value)
     parts = {id(part) for module in pickler.modules for part in list(module.modules())[1:]}
     return Captured(
-        Referred(
-            {handle._variable for handle in pickler.handles if isinstance(handle, VariableHandle)},
-            {handle._resident for handle in pickler.handles if isinstance(handle, ResidentHandle)},
-        ),
+        referred_in(pickler.handles),
         tuple(module for module in pickler.modules if id(module) not in parts),
         tuple(pickler.optimizers),
     )
@@ -100,16 +95,20 @@ def check_captured(name: str, options: dict[str, Any]) -> Captured:
     except Exception as error:
         if is_from_handler(error):
             raise
-        culprit = find_culprit(options["fn"])
-        raise SerializationError(
-            f"cannot send {name!r} to the workers: {culprit}{type(error).__name__}: {str(error).rstrip('.')}. "
-            "Make such an object inside the function, or pass what it needs as an argument."
-        ) from error
-    _check_optimizers(name, captured.optimizers)
+        raise unsendable(repr(name), options["fn"], error) from error
+    check_optimizers(name, captured.optimizers)
     return captured
 
 
-def _check_optimizers(name: str, optimizers: Sequence[Any]) -> None:
+def unsendable(names: str, fn: Any, error: Exception) -> SerializationError:
+    """Return the error for a function that cannot be pickled."""
+    return SerializationError(
+        f"cannot send {names} to the workers: {find_culprit(fn)}{type(error).__name__}: {str(error).rstrip('.')}. "
+        "Make such an object inside the function, or pass what it needs as an argument."
+    )
+
+
+def check_optimizers(name: str, optimizers: Sequence[Any]) -> None:
     if optimizers:
         raise TypeError(
             f"cannot build {name!r}: it refers to a torch optimizer ({type(optimizers[0]).__name__}), whose steps "
@@ -140,12 +139,9 @@ def find_culprit(fn: Any) -> str:
     return ""
 
 
-def referred_by(name: str, options: dict[str, Any], watched: Watch) -> Referred:
-    """Return what a function refers to now, in its own modules too; raise as ``check_captured``."""
-    found = check_captured(name, options).referred
-    values = [part.value for part in watched.parts]
-    _check_optimizers(name, [value for value in values if is_torch_optimizer(value)])
+def referred_in(handles: Sequence[Any]) -> Referred:
+    """Return what the handles that a function captured stand for."""
     return Referred(
-        found.variables | {value._variable for value in values if isinstance(value, VariableHandle)},
-        found.residents | {value._resident for value in values if isinstance(value, ResidentHandle)},
+        {handle._variable for handle in handles if isinstance(handle, VariableHandle)},
+        {handle._resident for handle in handles if isinstance(handle, ResidentHandle)},
     )

@@ -10,16 +10,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from synk._master.book import Book
+from synk._master.captured import unsendable
+from synk._master.code.book import Book
+from synk._master.code.parcels import Parcel
 from synk._master.failures import rebuild
 from synk._master.lanes import Lanes
+from synk._master.memory import Memory
 from synk._master.program import search_path
-from synk._master.watch import Part, Watch, watch
 from synk._master.workers import Workers
 from synk._pure.interrupts import deferred, is_from_handler
 from synk._wire.logs import levels
-from synk._wire.messages import Kind, LoadOrder, Reload, Status
-from synk.errors import SerializationError, StartupError
+from synk._wire.memory import Segment
+from synk._wire.messages import Kind, LoadOrder, ParcelOrder, Reload, Status
+from synk.errors import SerializationError, StartupError, SynkError
 
 _ON_RESTART = 0
 """In the place of a function's id."""
@@ -55,6 +58,7 @@ class Functions:
     ----------
     workers : Workers
     lanes : Lanes
+    memory : Memory
     on_restart : (callable, dict) or None
         What replacements run before their first call, and its options as a function.
 
@@ -71,23 +75,40 @@ class Functions:
         Functions, by id, that no longer exist, with their plans; filled by finalizers.
     """
 
-    def __init__(self, workers: Workers, lanes: Lanes, on_restart: tuple[Any, dict[str, Any]] | None) -> None:
+    def __init__(
+        self, workers: Workers, lanes: Lanes, memory: Memory, on_restart: tuple[Any, dict[str, Any]] | None
+    ) -> None:
         self._workers = workers
         self._lanes = lanes
+        self._memory = memory
         self._on_restart = on_restart
         self._num_loaded_restarts = 0
         self.bound: weakref.WeakSet[Any] = weakref.WeakSet()
         self.ids = itertools.count(1)
         self.dropped: deque[tuple[int, Any]] = deque()
         self.mapped = Mapped()
-        self.book = self._new_book()
+        self.book = Book(self)
 
-    def _new_book(self) -> Book:
-        return Book(self._drop_parcel, is_inline=self._workers.is_inline)
+    # -- what the book asks for ---------------------------------------------------------------------------------------
 
-    def _drop_parcel(self, number: int, unbound: list[tuple[tuple[int, int], Any]]) -> None:
+    @property
+    def is_inline(self) -> bool:
+        return self._workers.is_inline
+
+    def new_id(self) -> int:
+        """Return the id of a segment that is about to be made."""
+        return next(self._memory.ids)
+
+    def new_segment(self, nbytes: int, segment_id: int) -> Segment:
+        """Return shared memory for the large arrays of a parcel."""
+        return Segment.create(nbytes, segment_id=segment_id)
+
+    def drop_parcel(self, parcel: Parcel, unbound: list[tuple[tuple[int, int], Any]]) -> None:
+        """Have the workers forget a parcel, and globals: (address of the namespace, name)."""
         for worker in self._workers.by_rank:
-            worker.known.drop_parcel(number, unbound)
+            worker.known.drop_parcel(parcel.number, unbound)
+        if parcel.segment is not None:
+            self._memory.forget(parcel.segment, is_kept=True)
 
     def free_dropped(self) -> None:
         """Have the workers forget functions that no longer exist, and their plans."""
@@ -102,13 +123,24 @@ class Functions:
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def bring(
-        self, functions: Sequence[tuple[int, Any, dict[str, Any], Watch]], names: str, deadline: float | None
-    ) -> list[tuple[Part, int]]:
-        """Send all workers functions (id, function, options, what it names) and what has changed of what they name.
+        self,
+        functions: Sequence[tuple[int, Any, dict[str, Any], bool, Any]],
+        names: str,
+        deadline: float | None,
+        check: Callable[[int], None] = lambda function_id: None,
+    ) -> list[tuple[Any, int]]:
+        """Send all workers functions, and what has changed of what they captured.
+
+        Parameters
+        ----------
+        functions : sequence of (id, function, options, is_thorough, capture)
+            See :meth:`Book.update`.
+        check : callable
+            Raises where what a function captures must not be sent.
 
         Returns
         -------
-        list of (Part, size in bytes)
+        list of (object, size in bytes)
             What was sent because it had changed.
 
         Raises
@@ -117,20 +149,19 @@ class Functions:
             If it cannot be pickled, or cannot be loaded; no rank counts as having it then.
         """
         book = self.book
-        sent: list[tuple[Part, int]] = []
+        sent: list[tuple[Any, int]] = []
         reloads: list[Reload] = []
         try:
-            try:
-                for function_id, fn, options, watched in functions:
-                    update = book.update(function_id, fn, options, watched)
-                    reloads += update.reloads
-                    sent += update.sent
-            except Exception as error:
-                if is_from_handler(error):
-                    raise
-                raise SerializationError(
-                    f"cannot send {names} to the workers: {type(error).__name__}: {error}."
-                ) from error
+            for function_id, fn, options, is_thorough, capture in functions:
+                try:
+                    update = book.update(function_id, fn, options, is_thorough=is_thorough, capture=capture)
+                except Exception as error:
+                    if is_from_handler(error) or isinstance(error, SynkError):
+                        raise
+                    raise unsendable(names, fn, error) from error
+                reloads += update.reloads
+                sent += update.sent
+                check(function_id)
             self._load_missing(names, deadline, reloads)
         except BaseException:
             book.roll_back()
@@ -156,7 +187,7 @@ class Functions:
         waiting = [worker for worker in self._workers.by_rank if not worker.is_prepared]
         if waiting and self._on_restart is not None:
             fn, options = self._on_restart
-            self.bring([(_ON_RESTART, fn, options, watch(fn))], "on_restart", deadline)
+            self.bring([(_ON_RESTART, fn, options, False, None)], "on_restart", deadline)
             orders = {worker.rank: LoadOrder([], [], search_path(), levels(), _ON_RESTART) for worker in waiting}
             failures, was_interrupted = self._order(orders, "on_restart", deadline)
             if failures or was_interrupted:
@@ -171,13 +202,14 @@ class Functions:
 
     def _load_missing(self, names: str, deadline: float | None, reloads: Sequence[Reload] = ()) -> None:
         orders: dict[int, LoadOrder] = {}
+        segments: dict[int, Segment] = {}
         for worker in self._workers.by_rank:
-            missing = [
-                (number, p.data) for number, p in self.book.parcels.items() if number not in worker.known.parcels
-            ]
+            missing = [p for number, p in self.book.parcels.items() if number not in worker.known.parcels]
             if missing or reloads:
-                orders[worker.rank] = LoadOrder(list(reloads), missing, search_path(), levels())
-        failures, was_interrupted = self._order(orders, names, deadline)
+                parcels = [ParcelOrder(each.number, each.data, each.is_optional) for each in missing]
+                orders[worker.rank] = LoadOrder(list(reloads), parcels, search_path(), levels())
+                segments.update((each.segment.id, each.segment) for each in missing if each.segment is not None)
+        failures, was_interrupted = self._order(orders, names, deadline, list(segments.values()))
         if failures:
             raise SerializationError(
                 f"cannot load {names} on the workers: {failures[0].type_name}: {failures[0].message}. "
@@ -186,15 +218,17 @@ class Functions:
         if was_interrupted:
             raise SerializationError(f"cannot load {names} on the workers: the loading was interrupted. Call again.")
 
-    def _order(self, orders: dict[int, LoadOrder], names: str, deadline: float | None) -> tuple[list[Any], bool]:
+    def _order(
+        self, orders: dict[int, LoadOrder], names: str, deadline: float | None, segments: Sequence[Segment] = ()
+    ) -> tuple[list[Any], bool]:
         """Have workers load, and note what those have that say so; return failures, and if one was interrupted."""
         if not orders:
             return [], False
         self._lanes.first.connect(self._workers.processes)
-        replies = self._workers.ask(Kind.LOAD, list(orders), 0, orders, [], deadline, "distribute", names)
+        replies = self._workers.ask(Kind.LOAD, list(orders), 0, orders, segments, deadline, "distribute", names)
         for rank, reply in replies.items():
             if reply.status == Status.DONE:
-                self._workers.by_rank[rank].known.parcels.update(number for number, _ in orders[rank].parcels)
+                self._workers.by_rank[rank].known.parcels.update(parcel.number for parcel in orders[rank].parcels)
                 self._workers.by_rank[rank].known.functions.update(self.book.function_ids)
         failures = [pickle.loads(reply.body) for reply in replies.values() if reply.status == Status.ERROR]
         return failures, any(reply.status == Status.INTERRUPTED for reply in replies.values())
@@ -203,7 +237,8 @@ class Functions:
 
     def begin_anew(self) -> None:
         """Forget what was sent: the workers are about to be replaced."""
-        self.book = self._new_book()
+        self.book.clear()
+        self.book = Book(self)
         for function in list(self.bound):
             function.is_stale = True
 

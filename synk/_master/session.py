@@ -109,7 +109,7 @@ class Session:
         self.group = Group(placement.can_use_nccl)
         self.lanes = Lanes()
         self.memory = Memory(self.workers.processes)
-        self.functions = Functions(self.workers, self.lanes, on_restart)
+        self.functions = Functions(self.workers, self.lanes, self.memory, on_restart)
         self.variables = Variables(self.workers.processes, self.memory)
         self.residents = Residents(self.workers)
         self.device_values = DeviceValues(self.workers, self.lanes, self.group, self.variables, self.numbers)

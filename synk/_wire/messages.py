@@ -294,14 +294,27 @@ class Reload(NamedTuple):
     source: str
 
 
+class ParcelOrder(NamedTuple):
+    """A parcel to load; see ``synk._master.code.book``.
+
+    Attributes
+    ----------
+    is_optional : bool
+        Whether to go on where it cannot be loaded.
+    """
+
+    number: int
+    data: bytes
+    is_optional: bool
+
+
 class LoadOrder(NamedTuple):
     """What a LOAD message says.
 
     Attributes
     ----------
     reloads : list of Reload
-    parcels : list of (number, pickle)
-        See ``synk._master.parcels``.
+    parcels : list of ParcelOrder
     sys_path : list of str
         The master's.
     levels : Levels
@@ -311,7 +324,7 @@ class LoadOrder(NamedTuple):
     """
 
     reloads: list[Reload]
-    parcels: list[tuple[int, bytes]]
+    parcels: list[ParcelOrder]
     sys_path: list[str]
     levels: Levels
     prepare: int | None = None

@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import importlib
+import math
 import types
 from typing import Any, NamedTuple
 
+import numpy as np
 
-class Found(NamedTuple):
-    """An object of a module that workers import themselves: the module's name, and steps of a kind and a key."""
+from synk._pure.interrupts import is_from_handler
 
-    module: str
-    steps: tuple[tuple[str, Any], ...]
 
-    def find(self) -> Any:
-        found: Any = importlib.import_module(self.module)
-        for kind, key in self.steps:
-            if kind == "attribute":
-                found = getattr(found, key)
-            elif kind == "closure":
-                found = found.__closure__[key]
-            else:
-                found = found.cell_contents if kind == "cell" else found[key]
-        return found
+class Mapped(NamedTuple):
+    """Where the bytes of a large array lie: ``nbytes`` from ``offset`` on in a segment of shared memory."""
+
+    segment: int
+    offset: int
+    nbytes: int
 
 
 class Absent:
     """In a parcel: the value of a name that does not exist any more."""
+
+
+def locate(module: str, steps: tuple[tuple[str, Any], ...]) -> Any:
+    """Return an object of a module that a worker imports itself; a stand-in that nobody uses where there is none."""
+    try:
+        found: Any = importlib.import_module(module)
+        for kind, key in steps:
+            if kind == "table":
+                found = vars(found)
+            else:
+                found = found.__closure__[key] if kind == "closure" else getattr(found, key)
+    except Exception as error:  # the function that needs it says so itself, if there is one
+        if is_from_handler(error):
+            raise
+        return {} if steps and steps[-1][0] == "table" else types.SimpleNamespace()
+    return found
 
 
 def make_cell() -> types.CellType:
@@ -40,3 +51,24 @@ def fill_function(function: types.FunctionType, state: tuple[Any, Any, Any]) -> 
     for cell, value in filled:
         cell.cell_contents = value
     setter(function, rest)
+
+
+def make_array(raw: np.ndarray, dtype: np.dtype, shape: tuple[int, ...], order: str) -> np.ndarray:
+    """Return the array of which the bytes lie in shared memory; who writes to it gets pages of its own."""
+    return np.frombuffer(raw, dtype, math.prod(shape)).reshape(shape, order=order)  # type: ignore[call-overload]
+
+
+def make_tensor(raw: Any, dtype: Any, shape: tuple[int, ...], requires_grad: bool, is_parameter: bool) -> Any:
+    """Return a tensor of torch's with the elements in ``raw``: bytes, or an array in shared memory."""
+    import torch
+
+    if math.prod(shape):
+        memory = (
+            torch.frombuffer(bytearray(raw), dtype=dtype)
+            if isinstance(raw, bytes)
+            else torch.from_numpy(raw).view(dtype)
+        )
+        tensor = memory.reshape(shape)
+    else:
+        tensor = torch.empty(shape, dtype=dtype)
+    return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from synk._wire.memory import Segment
 from synk._wire.messages import Body, LoadOrder, Plan
-from synk._worker.pages import give_back, is_written
+from synk._worker.pages import give_back, is_written, own_bytes
 from synk._worker.plans import LoadedFunction, PreparedPlan
 from synk._worker.received import Received
 from synk.backends import Backend
@@ -28,7 +30,7 @@ class Held:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._received = Received()
+        self._received = Received(self._own_memory)
         self.segments: dict[int, Segment] = {}
         self.functions: dict[int, LoadedFunction] = {}
         self.plans: dict[int, PreparedPlan] = {}
@@ -82,6 +84,13 @@ class Held:
                 if segment is not None:
                     self._backend.forget_segment(segment)
                     segment.close()
+
+    def _own_memory(self, segment_id: int, offset: int, nbytes: int) -> np.ndarray:
+        """Return bytes of a segment as an array, as they are there now; what is written to it is this process's own."""
+        segment = self.segments[segment_id]
+        if not segment.is_private:
+            return segment.buffer[offset : offset + nbytes].copy()
+        return own_bytes(segment.buffer[offset : offset + nbytes])
 
     # -- functions and plans ------------------------------------------------------------------------------------------
 

@@ -101,3 +101,20 @@ def give_back(address: int, nbytes: int) -> None:
     """Drop this process's copies of the pages of a private mapping: they show the file again."""
     start, length = _whole_pages(address, nbytes)
     _check(_libc.madvise(start, length, mmap.MADV_DONTNEED) == 0, "take back what a function wrote to its inputs")
+
+
+class _Bytes:
+    """Memory for NumPy, which may be written to; keeps alive what it lies in."""
+
+    def __init__(self, owner: np.ndarray) -> None:
+        self._owner = owner
+        place = (owner.ctypes.data, False)
+        self.__array_interface__ = {"data": place, "shape": owner.shape, "typestr": "|u1", "version": 3}
+
+
+def own_bytes(memory: np.ndarray) -> np.ndarray:
+    """Return whole pages of a private mapping as an array that may be written to, with what the file holds now."""
+    address, nbytes = memory.ctypes.data, memory.nbytes
+    give_back(address, nbytes)
+    let_write(address, nbytes)
+    return np.asarray(_Bytes(memory))

@@ -74,7 +74,7 @@ def test_tab_shows_what_users_call(reused: Fork) -> None:
     call = total.submit(np.ones(4))
     call.result()
     shown = {
-        total: "build_inputs name outputs rows serial stream submit verify",
+        total: "build_inputs name outputs refresh rows serial stream submit verify",
         call: "add_done_callback done name ranks result",
         rt.shared(np.zeros(3)): "dtype is_sharded lengths name shape value",
         rt.resident({}): "get name set value",

@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import fractions
 import os
+import pickle
 import random
 import threading
 import warnings
@@ -64,17 +65,6 @@ def test_an_attribute_that_only_the_program_has_is_found(
     assert columns(report) == [("equal", "different")]
     assert not report
     assert report.outputs[0].difference == pytest.approx(abs(X.sum()))
-
-
-def test_old_values_on_the_workers_are_found(reused: Callable[..., Any]) -> None:
-    scale = [1.0]
-    rt = reused(2)
-    f = rt.function(lambda x: scale[0] * x.sum(), outputs="sum")
-    assert f.verify(X)
-    scale[0] = 2.0
-    report = f.verify(X)
-    assert not report
-    assert report.outputs[0].plain_verdict == ("equal" if f(X) == pytest.approx(2 * X.sum()) else "different")
 
 
 def test_what_the_plain_function_raises_is_a_difference(shared_runtimes: Any) -> None:
@@ -397,11 +387,12 @@ def test_devices_are_left_out(shared_runtimes: Any, monkeypatch: pytest.MonkeyPa
     assert "devices" in plain.PlainCall(f._callee, (X,), {}, None).why_not()
 
 
-def test_what_cannot_be_copied_is_left_out(reused: Callable[..., Any]) -> None:
-    held: list[Any] = []
-    f = reused(2).function(lambda x: x.sum() * (len(held) < 9), outputs="sum")
-    f(X)
-    held.append(threading.Lock())
+def test_what_cannot_be_copied_is_left_out(shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copied(fn: Any, args: Any, kwargs: Any) -> Any:
+        return pickle.dumps(threading.Lock())
+
+    monkeypatch.setattr(plain, "copied", copied)
+    f = shared_runtimes[2].function(lambda x: x.sum(), outputs="sum")
     report = f.verify(X)
     assert is_left_out(
         report, "it cannot be copied with its arguments (TypeError: cannot pickle '_thread.lock' object)"

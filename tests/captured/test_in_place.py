@@ -323,3 +323,32 @@ def test_objects_bound_anew_are_seen_by_every_verb(shared_runtimes: Any, num_wor
     for number, verb in enumerate([verb for verb in VERBS if verb != "refresh"], 1):
         weights = [number]
         watched.check(verb)
+
+
+def test_the_body_of_a_replicated_step_sees_what_changes(shared_runtimes: Any) -> None:
+    """And what is changed inside of a body's module does not end the quiet way of its calls."""
+    torch = pytest.importorskip("torch")
+    import synk.torch
+
+    rt = shared_runtimes[2]
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    rep = synk.torch.replicate(model, optimizer, runtime=rt)
+    weights, settings = np.zeros(3), {"layers": [1]}
+
+    def body(model: Any, optimizer: Any, x: Any) -> Any:
+        loss = 0 * model(x).mean() + float(weights.sum()) + sum(settings["layers"])
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step = rep.function(body)
+    look = rep.function(lambda model, optimizer, x: float(weights.sum()) + x.mean(), trains=False)
+    x = torch.ones(4, 1)
+    assert (float(step(x)), float(look(x))) == (1.0, 1.0)
+    for number in range(1, 4):
+        weights += 1
+        settings["layers"].append(number)
+        assert float(step(x)) == 3.0 * number + sum(settings["layers"])
+        assert float(step.submit(x).result()) == 3.0 * number + sum(settings["layers"])
+        assert float(look(x)) == 3.0 * number + 1

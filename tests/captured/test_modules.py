@@ -298,6 +298,8 @@ READS = "\ndef reads(x): return [text(held())] * len(x)\n"
 def test_what_is_changed_in_modules_reaches_the_workers(
     shared_runtimes: Any, program: Callable[..., Program], name: str, num_workers: Any, first_call: str
 ) -> None:
+    if num_workers == "inline" and name == "an object of the program in a module":
+        pytest.skip("the module is the program's own there, and what the function captured a copy: two objects")
     case, rt = CASES[name], shared_runtimes[num_workers]
     main = program(case.files, case.program + READS)
     plain = main.names["reads"]

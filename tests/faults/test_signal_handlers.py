@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from harness import Scenario, same_workers, script
 
-from synk._master import book
+from synk._master.code import book
 from synk._pure.interrupts import deferred, is_from_handler
 from synk._wire.memory import Segment
 from synk._wire.orphans import orphans

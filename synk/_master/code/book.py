@@ -1,0 +1,621 @@
+"""What the master has sent to the workers with its functions: which parcels there are, and which object lies where.
+
+A *parcel* is one pickle: it brings a function, or what has changed of objects that came before, and refers to these by
+the number of their parcel and their position in it. It is kept, for workers that are started later, as long as a living
+function needs it. An object that a function captures is sent once. Whatever refers to it later refers to the object
+that the rank has, in the state that it has there.
+
+Pickles and remembers; sends nothing. A pack that fails, or of which nobody knows whether it has arrived, is forgotten:
+what it told of counts as unknown, and is sent anew. In one file because packing and forgetting must be read together.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import pickle
+import sys
+import types
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from synk._master.code.arrays import Contents, copy_bytes
+from synk._master.code.facets import (
+    FUNCTION_PARTS,
+    MISSING,
+    UNKNOWN,
+    Change,
+    Facet,
+    Names,
+    State,
+    Table,
+    attributes,
+    contents,
+)
+from synk._master.code.modules import Located, inside, is_told_by_import, reached_from, source_of
+from synk._master.code.packing import Address, PartsPickler, Shared
+from synk._master.code.parcels import Host, Node, Parcel
+from synk._master.handles import Handle
+from synk._pure.interrupts import deferred, is_from_handler
+from synk._wire.memory import Segment
+from synk._wire.messages import Reload
+from synk._wire.parcels import Absent, make_cell
+
+
+class _Cell:
+    """In a pickle: an empty cell."""
+
+    def __reduce__(self) -> Any:
+        return make_cell, ()
+
+
+_CELL = pickle.dumps([], protocol=5) + pickle.dumps((_Cell(),), protocol=5)
+
+
+class _Entry(NamedTuple):
+    """A function that was sent."""
+
+    fn: Any
+    parcel: Parcel
+
+
+class _Module(NamedTuple):
+    """A module of the user's as the workers know it."""
+
+    module: types.ModuleType
+    spec: Any
+    source: str | None
+    parcel: Parcel
+
+
+class Update(NamedTuple):
+    """What an update has packed: modules to renew, and what has changed, with the sizes of it."""
+
+    reloads: list[Reload]
+    sent: list[tuple[Any, int]]
+
+
+class Book:
+    """All parcels that the workers of one runtime hold, or will, in the order in which they are loaded.
+
+    Parameters
+    ----------
+    host : Host
+        ``is_inline``: the one rank is in this process, and the modules that it imports are the master's own.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.known: dict[int, Node] = {}
+        self.namespaces: dict[int, Node] = {}
+        self.parcels: dict[int, Parcel] = {}
+        self._modules: dict[str, _Module] = {}
+        self._entries: dict[int, _Entry] = {}
+        self._numbers = itertools.count(1)
+        self._unsettled: list[Parcel] = []
+        self._reached: dict[frozenset[str], list[str]] = {}
+
+    # -- packing ------------------------------------------------------------------------------------------------------
+
+    def has(self, function_id: int, fn: Any) -> bool:
+        """Whether a function was sent."""
+        entry = self._entries.get(function_id)
+        return entry is not None and entry.fn is fn
+
+    def update(
+        self, function_id: int, fn: Any, options: dict[str, Any], *, is_thorough: bool, capture: Any = None
+    ) -> Update:
+        """Pack a function that the workers do not have, and what has changed of what it captures.
+
+        ``is_thorough``: also look for changes that are otherwise looked for in turn. They are looked for anyway in
+        objects that the function did not capture before, which ``capture`` tells.
+        """
+        reloads: list[Reload] = []
+        sent: list[tuple[Any, int]] = []
+        packed_before = set(self.parcels)
+        if not self.has(function_id, fn):
+            parcel = self._pack([("function", function_id, options)])
+            self._entries[function_id] = _Entry(fn, parcel)
+            is_thorough = True  # who defines a function means the objects as they are now
+        seen: set[Node] = set()
+        while True:  # what is brought may need further modules, and hold objects that others have changed
+            reloads += self._meet_modules(function_id)
+            nodes = [node for node in self.nodes_of(function_id) if self._is_known(node)]
+            fresh = [node for node in nodes if node not in seen or isinstance(node.facets[0], Names)]
+            is_last = seen.issuperset(fresh)
+            seen.update(fresh)
+            if self._replace(fresh, function_id, is_thorough):
+                parcel = self._pack([("function", function_id, options)])
+                self._entries[function_id] = _Entry(fn, parcel)
+            named = self.named_of(function_id)
+            for node in filter(self._is_known, fresh):
+                is_open = isinstance(node.facets[0], (Names, _Imported)) or isinstance(node.obj, types.CellType)
+                if is_open or node.parcel.number in packed_before:
+                    changes = self._pack_changes(node, named, is_thorough or capture not in node.captures)
+                    is_last = is_last and not changes
+                    sent += changes
+            if is_last:
+                return Update(reloads, sent)
+
+    def _is_known(self, node: Node) -> bool:
+        """Whether the ranks hold an object under this entry, and no later one has taken its place."""
+        table = self.namespaces if node.facets and isinstance(node.facets[0], Names) else self.known
+        return bool(node.facets) and table.get(id(node.obj)) is node
+
+    def _pack_changes(self, node: Node, named: set[tuple[Node, str]], is_thorough: bool) -> list[tuple[Any, int]]:
+        sent = []
+        for facet in node.facets:
+            if isinstance(facet, Contents) and is_thorough and facet.glance() and not facet.is_current():
+                facet.num_unseen += 1
+                changes = [facet.change()]
+            elif isinstance(facet, State) and not facet.is_asked_for(is_thorough):
+                changes = []
+            else:
+                changes = facet.changes()
+            if isinstance(facet, Names):
+                changes = [change for change in changes if (node, change.key) in named]
+            for change in changes:
+                is_renewed = not isinstance(facet, Table) or (change.kind, change.key) in node.sources
+                nbytes = self._pack_change(node, facet, change)
+                if not is_renewed:  # it comes with the function
+                    nbytes = 0
+                sent.append((change.value if change.kind in ("item", "attribute", "cell") else node.obj, nbytes))
+        return sent
+
+    def _pack_change(self, node: Node, facet: Facet, change: Change) -> int:
+        """Add what a unit has become, and return the size of the parcel."""
+        value = Absent if change.value is MISSING else change.value
+        kind = change.kind
+        source = (kind, change.key)
+        is_first = isinstance(facet, _Imported) and facet.told.get(change.key) is UNKNOWN and source not in node.sources
+        if is_first and kind in ("item", "attribute") and value is not Absent:
+            kind = "adopt " + kind
+        if kind == "reload" and isinstance(facet, Contents):
+            copy_bytes(facet.elements(), facet.told)  # no call is in flight that reads it
+            value = Shared(facet)
+        try:
+            parcel = self._pack([(kind, Address(node), change.key, value)], is_optional=is_first)
+        except Exception as error:
+            facet.forget(change)
+            if is_from_handler(error) or isinstance(error, MemoryError):
+                raise
+            if not (self._is_of_module(node) or node.parcel.is_optional):
+                what = f"{change.key!r} ({type(change.value).__name__})"
+                raise pickle.PicklingError(f"cannot pickle {what}: {error}") from error
+            facet.tell(change)  # what lies in a module and cannot travel stays there as workers have it
+            node.parcel.uncompared.append(node.obj)
+            return 0
+        self.tell(node, facet, change, parcel)
+        if kind == "elements":
+            for each in [each for each in node.sources if each[0] == "element"]:
+                del node.sources[each]
+        return len(change.value) if change.kind == "reload" else parcel.nbytes
+
+    def _pack(self, actions: list[Any], *, is_optional: bool = False) -> Parcel:
+        """Pickle orders for the workers, and note the objects in them."""
+        parcel = Parcel(next(self._numbers))
+        parcel.is_optional = is_optional
+        file = io.BytesIO()
+        pickler = PartsPickler(file, self, parcel)
+        pickler.leave_out(actions)
+        for kind, _, key, *_ in actions:
+            if kind == "function":
+                pickler.leave_out(key)
+        self._unsettled.append(parcel)
+        try:
+            pickler.dump(actions)
+            pickler.dump(tuple(obj for obj, _ in pickler.met))
+            if pickler.arrays:
+                parcel.segment = self.host.new_segment(pickler.arrays_nbytes, pickler.segment_id)
+                self._fill(parcel.segment, pickler.arrays)
+        except BaseException:
+            self._unsettled.remove(parcel)
+            self._discard(parcel, has_failed=True)
+            raise
+        parcel.data = file.getvalue()
+        parcel.handles, parcel.optimizers = pickler.handles, pickler.optimizers
+        parcel.modules_met, parcel.imports = pickler.modules_met, pickler.imports
+        parcel.uncompared = pickler.uncompared
+        with deferred():
+            self.parcels[parcel.number] = parcel
+            for obj, facets in pickler.met:
+                self._know(obj, parcel, facets)
+        return parcel
+
+    @staticmethod
+    def _fill(segment: Segment, arrays: Sequence[Contents]) -> None:
+        """Copy large arrays into their places in shared memory."""
+        offset = 0
+        for facet in arrays:
+            target = segment.buffer[offset : offset + facet.nbytes]
+            copy_bytes(facet.elements(), target)
+            facet.memory = segment.mapping, segment.offset + offset
+            facet.note_sent(target)
+            offset += -(-facet.nbytes // 4096) * 4096
+
+    def _know(self, obj: Any, parcel: Parcel, facets: list[Facet]) -> Node:
+        node = Node(obj, parcel, len(parcel.nodes), facets)
+        parcel.nodes.append(node)
+        self.known[id(obj)] = node
+        return node
+
+    def namespace(self, table: dict[str, Any]) -> tuple[Node, Names]:
+        """Return the entry of the globals of functions: on the workers a dict that fills as functions name them."""
+        node = self.namespaces.get(id(table))
+        if node is None:
+            parcel = Parcel(next(self._numbers))
+            base = {k: table[k] for k in ("__package__", "__name__", "__path__", "__file__") if k in table}
+            parcel.data = pickle.dumps([], protocol=5) + pickle.dumps((base,), protocol=5)
+            with deferred():
+                self.parcels[parcel.number] = parcel
+                self._unsettled.append(parcel)
+                node = self.namespaces[id(table)] = Node(table, parcel, 0, [Names(table)])
+                parcel.nodes.append(node)
+        return node, node.facets[0]  # type: ignore[return-value]
+
+    def meet_cell(self, cell: types.CellType) -> bool:
+        """See that the workers hold a cell, which functions may share; return whether they did not before.
+
+        What is in it is sent by itself.
+        """
+        if id(cell) in self.known:
+            return False
+        parcel = Parcel(next(self._numbers))
+        parcel.data = _CELL
+        facet = contents(cell)
+        facet.told.clear()
+        with deferred():
+            self.parcels[parcel.number] = parcel
+            self._unsettled.append(parcel)
+            self._know(cell, parcel, [facet])
+        return True
+
+    def tell(self, node: Node, facet: Facet, change: Change, parcel: Parcel) -> None:
+        """Remember that ``parcel`` brings a unit."""
+        parcel.tells.append((node, facet, change))
+        facet.tell(change)
+        if change.kind != "reload":
+            node.sources[change.kind, change.key] = parcel
+        _end_captures(node, facet, change)
+
+    # -- what can only be replaced --------------------------------------------------------------------------------
+
+    def _replace(self, nodes: Sequence[Node], function_id: int, is_thorough: bool) -> bool:
+        """Forget objects that are to be sent anew, so that what holds them is bound anew.
+
+        Return True where the function itself is to be sent again, because nothing that can be bound holds one.
+        """
+        is_all = False
+        pending = [node for node in nodes if _must_be_replaced(node, is_thorough)]
+        while pending:
+            node = pending.pop()
+            if not node.facets:
+                continue
+            self.known.pop(id(node.obj), None)
+            node.facets = []
+            holders = [_unbind(facet, node.obj) for each in self.nodes_of(function_id) for facet in each.facets]
+            is_all = is_all or not any(holders)
+            pending += [each for each in self.nodes_of(function_id) if _must_be_replaced(each, is_thorough)]
+        if is_all:
+            for node, name in self.named_of(function_id):
+                node.facets[0].told[name] = UNKNOWN  # type: ignore[attr-defined]
+            for node in self.nodes_of(function_id):
+                if not isinstance(node.facets[0], (Names, _Imported)):
+                    self.known.pop(id(node.obj), None)
+        return is_all
+
+    # -- modules of the user's ----------------------------------------------------------------------------------------
+
+    def _meet_modules(self, function_id: int) -> list[Reload]:
+        """See that the modules that a function can reach are known, and return orders to renew those reloaded."""
+        reloads = []
+        for name in self._modules_of(function_id):
+            known = self._modules.get(name)
+            module = sys.modules[name]
+            if known is not None and known.module is module and known.spec is module.__spec__:
+                continue
+            source = source_of(module)
+            is_patched = known is not None and any(("attribute", "__code__") in n.sources for n in known.parcel.nodes)
+            if known is not None:
+                if known.module is module and source is not None and source != known.source:
+                    reloads.append(Reload(name, getattr(module, "__file__", None) or name, known.source, source))
+                self._forget_module(known)
+            parcel = self._pack_located(inside(module))
+            if is_patched:  # functions that were given other code one by one are not as the old source had them
+                _doubt_code(parcel)
+            self._modules[name] = _Module(module, module.__spec__, source, parcel)
+        return reloads
+
+    def _modules_of(self, function_id: int) -> list[str]:
+        self._reached.clear()
+        if self.host.is_inline:
+            return []
+        return self._reached_from(_reach([self._entries[function_id].parcel], set()))
+
+    def _reached_from(self, parcels: Iterable[Parcel]) -> list[str]:
+        names = frozenset().union(*(parcel.modules_met | parcel.imports for parcel in parcels))
+        if names not in self._reached:
+            self._reached[names] = reached_from(sorted(names))
+        return self._reached[names]
+
+    def _pack_located(self, located: Sequence[Located]) -> Parcel:
+        """Have workers find objects of a module that they import."""
+        parcel = Parcel(next(self._numbers))
+        names = tuple(located[0].obj)
+        places = tuple((each.module, each.steps) for each in located), names
+        parcel.data = pickle.dumps([("locate", places, None, None)], protocol=5) + pickle.dumps((), protocol=5)
+        with deferred():
+            self.parcels[parcel.number] = parcel
+            self._unsettled.append(parcel)
+            for each in located:
+                self._know(each.obj, parcel, [_imported_facet(each)])
+        return parcel
+
+    def _forget_module(self, known: _Module) -> None:
+        for node in known.parcel.nodes:
+            if self.known.get(id(node.obj)) is node:
+                del self.known[id(node.obj)]
+
+    def _is_of_module(self, node: Node) -> bool:
+        """Whether workers make an object themselves, by importing a module."""
+        return bool(node.facets) and isinstance(node.facets[0], _Imported)
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """What was packed has arrived: let go of what it has replaced."""
+        with deferred():
+            self._unsettled.clear()
+            self._collect()
+
+    def roll_back(self) -> None:
+        """What was packed has not arrived everywhere, as if it never had: it is sent again."""
+        if self._unsettled:
+            with deferred():
+                unsettled = set(self._unsettled)
+                while self._unsettled:
+                    self._discard(self._unsettled.pop(), has_failed=True)
+                self._entries = {key: each for key, each in self._entries.items() if each.parcel not in unsettled}
+                self._modules = {key: each for key, each in self._modules.items() if each.parcel not in unsettled}
+
+    def forget_function(self, function_id: int) -> None:
+        """Let go of what only this function needs."""
+        if self._entries.pop(function_id, None) is not None:
+            self._collect()
+
+    def _collect(self) -> None:
+        """Let go of parcels that no function needs; modules stay, with what ranks keep in them."""
+        needed = _reach([m.parcel for name, m in self._modules.items() if sys.modules.get(name) is m.module], set())
+        for entry in self._entries.values():
+            needed |= self._needs(entry)
+        for parcel in [parcel for parcel in self.parcels.values() if parcel not in needed]:
+            self._discard(parcel)
+        for name in [name for name, known in self._modules.items() if known.parcel not in needed]:
+            del self._modules[name]
+
+    def _discard(self, parcel: Parcel, *, has_failed: bool = False) -> None:
+        unbound = []
+        for node, facet, change in parcel.tells:
+            source = (change.kind, change.key)
+            if has_failed:
+                facet.forget(change)
+                _end_captures(node, facet, change)
+            if node.sources.get(source) is parcel:
+                del node.sources[source]
+                if isinstance(facet, Names):
+                    facet.told.pop(change.key, None)
+                    unbound.append((node.address, change.key))
+        for node in parcel.nodes:
+            for known in (self.known, self.namespaces):
+                if known.get(id(node.obj)) is node:
+                    del known[id(node.obj)]
+            node.facets = []  # no circles: what nobody needs is freed at once
+            node.sources.clear()
+        self.parcels.pop(parcel.number, None)
+        self.host.drop_parcel(parcel, [] if has_failed else unbound)
+        for container in (parcel.nodes, parcel.tells, parcel.refers, parcel.named):
+            container.clear()
+        parcel.segment = None
+
+    def clear(self) -> None:
+        """Let go of all that functions capture."""
+        for parcel in self.parcels.values():
+            parcel.segment = None
+            for node in parcel.nodes:
+                node.facets = []
+            for container in (parcel.nodes, parcel.tells, parcel.refers, parcel.named):
+                container.clear()
+        for table in (self.known, self.namespaces, self.parcels, self._modules, self._entries):
+            table.clear()
+        self._unsettled.clear()
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    @property
+    def function_ids(self) -> set[int]:
+        """The functions that were sent."""
+        return set(self._entries)
+
+    def _needs(self, entry: _Entry) -> set[Parcel]:
+        """Return the parcels that a function needs, with those of the modules that it can reach."""
+        found = _reach([entry.parcel], set())
+        while self._modules:
+            parcels = [self._modules[name].parcel for name in self._reached_from(found) if name in self._modules]
+            if found.issuperset(parcels):
+                break
+            found = _reach(parcels, found)
+        return found
+
+    def nodes_of(self, function_id: int) -> list[Node]:
+        """Return the objects that a function captures: its own, those that it shares, those of modules."""
+        entry = self._entries[function_id]
+        of_modules = {known.parcel for known in self._modules.values()}
+
+        def order(parcel: Parcel) -> tuple[bool, bool, int]:
+            return parcel is not entry.parcel, parcel.is_optional or parcel in of_modules, parcel.number
+
+        parcels = sorted(self._needs(entry), key=order)
+        return [node for parcel in parcels for node in parcel.nodes if node.facets]
+
+    def named_of(self, function_id: int) -> set[tuple[Node, str]]:
+        """Return the globals that a function and those it calls name."""
+        parcels = self._needs(self._entries[function_id])
+        return set().union(*(parcel.named for parcel in parcels))
+
+    def handles_of(self, function_id: int) -> tuple[list[Handle], list[Handle]]:
+        """Return what lives on the workers and a function, or one with which it shares objects, captures.
+
+        Its own, and what lies in the modules that it can reach.
+        """
+        entry = self._entries[function_id]
+        own = _reach([entry.parcel], set())
+        of_modules = [handle for parcel in self._needs(entry) - own for handle in parcel.handles]
+        if self.host.is_inline:
+            for name in self._reached_from(own):
+                of_modules += [value for value in vars(sys.modules[name]).values() if isinstance(value, Handle)]
+        return [handle for parcel in own for handle in parcel.handles], of_modules
+
+    def optimizers_of(self, function_id: int) -> list[Any]:
+        """Return the optimizers of torch's that a function captures, but for those that lie in modules."""
+        return [each for parcel in _reach([self._entries[function_id].parcel], set()) for each in parcel.optimizers]
+
+    def imports_of(self, function_id: int) -> set[str]:
+        """Return the modules that what a function captures may import, and that the program has not imported yet."""
+        parcels = self._needs(self._entries[function_id])
+        return {name for parcel in parcels for name in parcel.imports if name not in sys.modules}
+
+    def uncompared_of(self, function_id: int) -> list[Any]:
+        """Return what a function captures and nobody can compare."""
+        return [each for parcel in _reach([self._entries[function_id].parcel], set()) for each in parcel.uncompared]
+
+    def specs_of(self, function_id: int) -> list[tuple[types.ModuleType, Any]]:
+        """Return the modules that a function can reach, with the specs that a reload binds anew."""
+        names = self._reached_from(_reach([self._entries[function_id].parcel], set()))
+        return [(known.module, known.spec) for known in map(self._modules.get, names) if known is not None]
+
+    def nbytes_of(self, function_id: int) -> int:
+        """Return the size of all that was sent for a function."""
+        return sum(parcel.nbytes for parcel in self._needs(self._entries[function_id]))
+
+
+def _doubt_code(parcel: Parcel) -> None:
+    for node in parcel.nodes:
+        if isinstance(node.obj, types.FunctionType):
+            node.facets[0].told["__code__"] = UNKNOWN  # type: ignore[attr-defined]
+
+
+def _end_captures(node: Node, facet: Facet, change: Change) -> None:
+    """Have whoever captured an object look again: what was compared before is not what the ranks have now."""
+    for capture in node.captures:
+        if not isinstance(facet, Names) or (node, change.key) in capture.named:
+            capture.is_valid = False
+
+
+class _Imported(Table):
+    """What an object of a module that workers import holds; the data in it are unknown at first."""
+
+    def changes(self) -> list[Change]:
+        return [change for change in super().changes() if change.kind != "order"]
+
+
+def _imported_facet(located: Located) -> Facet:
+    obj = located.obj
+    if isinstance(obj, dict):
+        made = Table(obj, "item", lambda: obj, {})
+    elif isinstance(obj, types.CellType):
+        made = contents(obj)
+    else:
+        made = attributes(obj)
+    read = made.read
+
+    def own() -> dict[Any, Any]:
+        return {k: v for k, v in read().items() if k in FUNCTION_PARTS or not _is_dunder(k, v)}
+
+    facet = _Imported(obj, made.kind, own, {})
+    for key, value in own().items():
+        if key in FUNCTION_PARTS:
+            is_told = key == "__code__" or value is None
+        else:
+            is_told = isinstance(obj, types.CellType) or is_told_by_import(key, value, located.module)
+        facet.told[key] = value if is_told else UNKNOWN
+    return facet
+
+
+def _is_dunder(key: Any, value: Any) -> bool:
+    if not (isinstance(key, str) and key.startswith("__") and key.endswith("__")):
+        return False
+    return not isinstance(value, types.FunctionType)
+
+
+def _must_be_replaced(node: Node, is_thorough: bool) -> bool:
+    return any(
+        change.kind == "replace"
+        for facet in node.facets
+        if isinstance(facet, Contents) or (isinstance(facet, State) and facet.is_asked_for(is_thorough))
+        for change in facet.changes()
+    )
+
+
+def _unbind(facet: Facet, obj: Any) -> int:
+    """Take it that the ranks have something else where a facet holds ``obj``; return in how many places."""
+    if isinstance(facet, Table):
+        keys = [key for key, value in facet.told.items() if _mentions(value, obj)]
+        for key in keys:
+            facet.told[key] = UNKNOWN
+        return len(keys)
+    if isinstance(facet, (State, Contents)):
+        return isinstance(facet, State) and _unbind_state(facet, obj)
+    told = getattr(facet, "told", ())
+    if any(_mentions(value, obj) for value in told):
+        facet.forget(Change("elements", None, None))
+        return 1
+    return 0
+
+
+def _unbind_state(facet: State, obj: Any) -> int:
+    """Take it that the ranks have another recipe; in its arguments, so that the object is replaced, or in its state."""
+    make, args, state = facet.told
+    if _is_in_recipe(args, obj):
+        facet.told = (make, UNKNOWN, state)
+        return 1
+    if _is_in_recipe(state, obj):
+        facet.told = (make, args, UNKNOWN)
+        return 1
+    return 0
+
+
+def _is_in_recipe(recipe: Any, obj: Any) -> bool:
+    if type(recipe) in (tuple, list):
+        return any(_is_in_recipe(each, obj) for each in recipe)
+    if type(recipe) is dict:
+        return any(_is_in_recipe(each, obj) for each in recipe.values())
+    return recipe is obj
+
+
+def _mentions(value: Any, obj: Any) -> bool:
+    if value is obj:
+        return True
+    if type(value) in (list, dict):  # a part of a recipe
+        return False
+    if isinstance(value, tuple):
+        return any(
+            _mentions(each, obj) or (type(each) is dict and any(part is obj for part in each.values()))
+            for each in value
+        )
+    return False
+
+
+def _reach(parcels: Iterable[Parcel], found: set[Parcel]) -> set[Parcel]:
+    """Add ``parcels``, and all that they need, to ``found``."""
+    pending = list(parcels)
+    while pending:
+        parcel = pending.pop()
+        if parcel in found:
+            continue
+        found.add(parcel)
+        pending += parcel.refers
+        pending += [node.sources["item", name] for node, name in parcel.named if ("item", name) in node.sources]
+        for node in parcel.nodes:
+            if node.facets and not isinstance(node.facets[0], Names):
+                pending += node.sources.values()
+    return found

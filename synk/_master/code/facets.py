@@ -1,0 +1,426 @@
+"""How an object can change: its facets, what the ranks were told of each, and what differs from that now.
+
+A facet compares one object shallowly: its elements, attributes and keys by identity, since the objects in them have
+facets of their own. A *unit* is the smallest part that is sent again: an attribute, a key, an element. In one file
+because it is a row of small classes with the same methods, and how each of them is made.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+import random
+import time
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from synk._pure.alike import NUMBERS, alike, keep
+from synk._pure.interrupts import is_from_handler
+
+MISSING: Any = enum.Enum("Missing", "MISSING").MISSING  # type: ignore[attr-defined]
+"""In the place of a value that does not exist."""
+
+UNKNOWN: Any = object()
+"""In the place of what the ranks were told, where some may have been told and some not."""
+
+EACH_CALL_NS = 50_000
+"""An object that takes longer to compare is compared when there is time."""
+
+FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
+_NOT_SENT = frozenset(("__dict__", "__weakref__", "_abc_impl", "__firstlineno__", "__static_attributes__"))
+
+
+class Change(NamedTuple):
+    """One unit that differs from what the ranks were told.
+
+    Attributes
+    ----------
+    kind : str
+        What a worker does about it; see ``synk._worker.received``.
+    key : object
+        Which unit.
+    value : object
+        What it is now, or ``MISSING``.
+    """
+
+    kind: str
+    key: Any
+    value: Any
+
+
+class Facet:
+    """One way in which an object can change.
+
+    Attributes
+    ----------
+    obj : object
+    """
+
+    obj: Any
+
+    @property
+    def size(self) -> int:
+        """How many objects a comparison looks at."""
+        return 1
+
+    def is_current(self) -> bool:
+        """Whether nothing differs from what the ranks were told."""
+        return not self.changes()
+
+    def changes(self) -> list[Change]:
+        """Return the units that differ from what the ranks were told."""
+        raise NotImplementedError
+
+    def tell(self, change: Change) -> None:
+        """Take it that the ranks are told of a change."""
+        raise NotImplementedError
+
+    def forget(self, change: Change) -> None:
+        """Take it that some ranks may have been told of a change and others not."""
+        raise NotImplementedError
+
+    def doubt(self) -> None:
+        """Something differs, which :meth:`changes` would not see by itself."""
+
+
+class Table(Facet):
+    """What an object holds by name: the items of a dict, attributes, the contents of a cell.
+
+    Parameters
+    ----------
+    read : callable
+        Returns what it holds now.
+    kind : {"item", "attribute", "cell"}
+    told : dict
+        What the ranks were told.
+    """
+
+    def __init__(self, obj: Any, kind: str, read: Callable[[], Mapping[Any, Any]], told: dict[Any, Any]) -> None:
+        self.obj, self.kind, self._read, self.told = obj, kind, read, told
+
+    def read(self) -> Mapping[Any, Any]:
+        """Return what it holds now."""
+        return self._read()
+
+    @property
+    def size(self) -> int:
+        return len(self.told)
+
+    def is_current(self) -> bool:
+        now, told = self.read(), self.told
+        if len(now) == len(told) and all(map(operator.is_, now.values(), told.values())) and list(now) == list(told):
+            return True
+        return not self.changes()
+
+    def changes(self) -> list[Change]:
+        now, told = self.read(), self.told
+        found = [Change(self.kind, key, now.get(key, MISSING)) for key in told]
+        found += [Change(self.kind, key, value) for key, value in list(now.items()) if key not in told]
+        found = [each for each in found if not self._is_told(each)]
+        if self.kind == "item":
+            own = {key: key for key in now}
+            for key in [key for key in told if key in own and type(own[key]) is not type(key)]:  # 1 has become True
+                found += [Change("item", key, MISSING), Change("item", own[key], now[key])]
+            order = [key for key in told if key in now]
+            order += [key for key in now if key not in told]
+            if order != list(now):
+                found.append(Change("order", None, tuple(now)))
+        return found
+
+    def _is_told(self, change: Change) -> bool:
+        """Whether the ranks have it. What was bound anew to an equal number or text counts as what it was."""
+        told = self.told.get(change.key, MISSING)
+        if is_same(told, change.value):
+            if told is not change.value:
+                self.told[change.key] = change.value
+            return True
+        return False
+
+    def tell(self, change: Change) -> None:
+        if change.kind == "order":
+            self.told = {key: self.told[key] for key in change.value if key in self.told}
+        elif change.value is MISSING:
+            self.told.pop(change.key, None)
+        else:
+            self.told[change.key] = change.value
+
+    def forget(self, change: Change) -> None:
+        if change.kind == "order":
+            self.told = {UNKNOWN: UNKNOWN, **self.told} if UNKNOWN not in self.told else self.told
+        else:
+            self.told[change.key] = UNKNOWN
+
+
+class Names(Table):
+    """The globals that functions name, existing or not; on a rank they lie in a dict of their own."""
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self.names: set[str] = set()
+        self.is_whole = False  # whether a function holds the dict itself, and not only names what is in it
+        super().__init__(namespace, "item", dict, {})
+
+    def read(self) -> dict[str, Any]:
+        if self.is_whole:
+            self.names.update(self.obj)
+        return {name: self.obj[name] for name in self.names if name in self.obj}
+
+    def changes(self) -> list[Change]:
+        return [change for change in super().changes() if change.kind != "order"]
+
+
+class Elements(Facet):
+    """The elements of a list, a deque, a set or an array of objects."""
+
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj
+        self.iterable: Any = _Flat(obj) if isinstance(obj, np.ndarray) else obj
+        self.told: Any = tuple(self.iterable)
+
+    @property
+    def size(self) -> int:
+        return len(self.iterable)
+
+    def is_current(self) -> bool:
+        now = self.iterable
+        return len(now) == len(self.told) and all(map(operator.is_, now, self.told))
+
+    def changes(self) -> list[Change]:
+        now = tuple(self.iterable)
+        if len(now) == len(self.told) and not isinstance(self.obj, (set, np.ndarray)):
+            places = [place for place, pair in enumerate(zip(self.told, now)) if not is_same(*pair)]
+            if len(places) <= max(4, len(now) // 4):
+                if not places:
+                    self.told = now
+                return [Change("element", place, now[place]) for place in places]
+        elif len(now) == len(self.told) and all(map(is_same, self.told, now)):
+            self.told = now
+            return []
+        return [Change("elements", None, _copy_of(self.obj))]
+
+    def tell(self, change: Change) -> None:
+        if change.kind == "elements":
+            self.told = tuple(self.iterable)
+        else:
+            self.told = (*self.told[: change.key], change.value, *self.told[change.key + 1 :])
+
+    def forget(self, change: Change) -> None:
+        self.told = (UNKNOWN,) * (len(self.told) + 1)
+
+
+class _Flat:
+    """The elements of an array of objects, as those of a list."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+
+    def __len__(self) -> int:
+        return int(self._array.size)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._array.ravel().tolist())
+
+
+class State(Facet):
+    """What an object is rebuilt from, for one that says so itself: the arguments and the state of its pickle.
+
+    Parameters
+    ----------
+    reduce : callable
+        Returns the recipe by which an object is pickled.
+    told : tuple
+        The recipe that the ranks were sent, as ``synk._pure.alike`` keeps it: the maker, its arguments, the state.
+
+    Attributes
+    ----------
+    cost_ns : int
+        How long a comparison takes.
+    is_due : bool
+        Whether a comparison that was made when there was time has found something else.
+    is_generator : bool
+        Whether it draws random numbers: compared at each call.
+    """
+
+    def __init__(self, obj: Any, reduce: Callable[[Any], Any], told: tuple[Any, Any, Any]) -> None:
+        self.obj, self._reduce, self.told, self.cost_ns = obj, reduce, told, 0
+        self.is_due = False
+        self.is_generator = isinstance(obj, (np.random.BitGenerator, random.Random))
+        self._is_dict = type(told[2]) is dict and not hasattr(type(obj), "__setstate__")
+
+    def measure(self) -> bool:
+        """Take the time of a comparison; return False where an unchanged object is not equal to itself."""
+        costs = []
+        for _ in range(2):
+            began = time.perf_counter_ns()
+            is_equal = self.is_current()
+            costs.append(time.perf_counter_ns() - began)
+        self.cost_ns = min(costs)
+        return is_equal
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it is compared only when there is time."""
+        return self.cost_ns > EACH_CALL_NS and not self.is_generator
+
+    def is_asked_for(self, is_thorough: bool) -> bool:
+        """Whether it is to be compared before a call that sends what has changed."""
+        return is_thorough or self.is_due or not self.is_slow
+
+    def is_current(self) -> bool:
+        now = self._now()
+        if self.is_generator:  # of numbers alone, and asked for often
+            try:
+                return bool(self.told == now)
+            except ValueError as error:  # an array among them
+                if is_from_handler(error):
+                    raise
+        return alike(self.told, now)
+
+    def _now(self) -> tuple[Any, Any, Any]:
+        try:
+            return recipe_of(self._reduce(self.obj))
+        except Exception as error:  # the user's code
+            if is_from_handler(error):
+                raise
+            return error, (), None
+
+    def changes(self) -> list[Change]:
+        now, told = self._now(), self.told
+        if alike(told, now):
+            return []
+        if not alike(told[:2], now[:2]):
+            return [Change("replace", None, None)]
+        if self._is_dict and type(told[2]) is dict and type(now[2]) is dict:
+            values = {**dict.fromkeys(told[2], MISSING), **now[2]}
+            found = [each for each in values.items() if not alike(told[2].get(each[0], MISSING), each[1])]
+            return [Change("attribute", key, value) for key, value in found]
+        if self.is_slow and told[2] is not UNKNOWN:  # perhaps a cache: not where the rank has changed its own
+            return [Change("restate", None, (told, now[2]))]
+        return [Change("state", None, now[2])]
+
+    def tell(self, change: Change) -> None:
+        self.is_due = False
+        if change.kind == "attribute" and change.value is MISSING:
+            self.told[2].pop(change.key, None)
+        elif change.kind == "attribute":
+            self.told[2][change.key] = keep(change.value)
+        else:
+            state = change.value[1] if change.kind == "restate" else change.value
+            self.told = (*self.told[:2], keep(state))
+
+    def forget(self, change: Change) -> None:
+        self.told = (*self.told[:2], UNKNOWN)
+
+
+def recipe_of(reduced: Any) -> tuple[Any, Any, Any]:
+    """Return what of an object's pickle is compared: the maker, its arguments and the state."""
+    make, args, *rest = reduced
+    return make, args, rest[0] if rest else None
+
+
+def is_same(told: Any, now: Any) -> bool:
+    """Whether a unit is what it was: the same object, or an equal number or text of the same type."""
+    return told is now or (type(told) is type(now) and type(told) in NUMBERS and told == now)
+
+
+def _copy_of(obj: Any) -> Any:
+    """Return the elements of a container in one that is known to nobody."""
+    if isinstance(obj, np.ndarray):
+        return obj.copy()
+    return tuple(obj)
+
+
+# -- which facets an object has ---------------------------------------------------------------------------------------
+
+
+def items(obj: dict[Any, Any]) -> Table:
+    """Return the facet of a dict, whatever its class makes of reading."""
+    base = base_of(obj)
+    return Table(obj, "item", lambda: dict(base.items(obj)), dict(base.items(obj)))
+
+
+def base_of(table: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """Return the class of the standard library's by which the items of a dict are read past the user's own methods."""
+    return OrderedDict if isinstance(table, OrderedDict) else dict
+
+
+def attributes(obj: Any) -> Table:
+    """Return the facet of an instance, a module or a function: its attributes, and its class."""
+    read = _reader_of(obj)
+    return Table(obj, "attribute", read, dict(read()))
+
+
+def factory(obj: Any) -> Table:
+    """Return the facet of what a defaultdict makes values of."""
+    return Table(
+        obj, "attribute", lambda: {"default_factory": obj.default_factory}, {"default_factory": obj.default_factory}
+    )
+
+
+def contents(cell: types.CellType) -> Table:
+    """Return the facet of a cell."""
+
+    def read() -> dict[str, Any]:
+        try:
+            return {"": cell.cell_contents}
+        except ValueError as error:  # empty
+            if is_from_handler(error):
+                raise
+            return {}
+
+    return Table(cell, "cell", read, read())
+
+
+def _reader_of(obj: Any) -> Callable[[], dict[str, Any]]:
+    if isinstance(obj, types.FunctionType):
+        return lambda: {**{name: getattr(obj, name) for name in FUNCTION_PARTS}, **obj.__dict__}
+    if isinstance(obj, type):
+        return lambda: {**{k: v for k, v in vars(obj).items() if k not in _NOT_SENT}, "__bases__": obj.__bases__}
+    slots = slots_of(type(obj))
+    if table_of(obj) is None and not slots:
+        return lambda: {"__class__": type(obj)}
+
+    def read() -> dict[str, Any]:
+        found = {"__class__": type(obj), **(table_of(obj) or {})}
+        for name in slots:
+            value = slot(obj, name)
+            if value is not MISSING:
+                found[name] = value
+        return found
+
+    return read
+
+
+def table_of(obj: Any) -> dict[str, Any] | None:
+    """Return the dict of an instance's attributes; None for one that has none. Runs no code of the user's."""
+    try:
+        table = object.__getattribute__(obj, "__dict__")
+    except (AttributeError, TypeError) as error:
+        if is_from_handler(error):
+            raise
+        return None
+    return table if isinstance(table, dict) else None
+
+
+def slots_of(cls: type) -> tuple[str, ...]:
+    """Return the attributes that instances of ``cls`` keep outside a dictionary."""
+    found = [
+        name
+        for base in cls.__mro__
+        for name, value in base.__dict__.items()
+        if isinstance(value, types.MemberDescriptorType) and base.__dict__.get("__slots__") is not None
+    ]
+    return tuple(found)
+
+
+def slot(obj: Any, name: str) -> Any:
+    """Return what an instance keeps in a slot, or ``MISSING``."""
+    try:
+        return object.__getattribute__(obj, name)
+    except AttributeError as error:
+        if is_from_handler(error):
+            raise
+        return MISSING

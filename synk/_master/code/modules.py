@@ -1,0 +1,176 @@
+"""The user's own modules, which workers import themselves: which a function can reach, and what is found in them.
+
+A worker that imports a module finds there what its own import has made: the same functions and classes, but not what
+the program has bound or changed since. So functions, classes and modules are taken for the same, and data are sent.
+"""
+
+from __future__ import annotations
+
+import dis
+import enum
+import functools
+import logging
+import os
+import site
+import sys
+import sysconfig
+import tokenize
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from synk._pure.interrupts import is_from_handler
+from synk._wire.pickling import CACHED, is_by_reference
+
+_WRAPPERS = (property, staticmethod, classmethod, functools.cached_property, functools.partialmethod)
+_DESCRIPTORS = (
+    types.MemberDescriptorType, types.GetSetDescriptorType, types.WrapperDescriptorType, types.GenericAlias,
+    logging.Logger,
+)  # fmt: skip
+
+
+class Located(NamedTuple):
+    """An object of a module that workers import themselves: the module's name, and the steps to the object."""
+
+    obj: Any
+    module: str
+    steps: tuple[tuple[str, Any], ...]
+
+
+def is_users_module(name: Any) -> bool:
+    """Whether a module is part of the user's program: a file outside the interpreter's and the packages' folders."""
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    file = getattr(module, "__file__", None)
+    if module is None or not isinstance(file, str) or name == "__main__" or name.partition(".")[0] == "synk":
+        return False
+    return _is_users_file(file)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_users_file(file: str) -> bool:
+    path = os.path.realpath(file)
+    parts = path.split(os.sep)
+    if "site-packages" in parts or "dist-packages" in parts:
+        return False
+    return not any(path.startswith(folder + os.sep) for folder in _library_folders())
+
+
+@functools.lru_cache(maxsize=1)
+def _library_folders() -> frozenset[str]:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = {sysconfig.get_path(name) for name in names} | {site.getusersitepackages()}
+    return frozenset(os.path.realpath(folder) for folder in folders if folder)
+
+
+@functools.lru_cache(maxsize=4096)
+def globals_in(code: types.CodeType) -> frozenset[str]:
+    """Return the globals that a code object names, and the functions inside it."""
+    found = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return frozenset(found.union(*map(globals_in, _codes_in(code))))
+
+
+_IMPORTERS = frozenset(("import_module", "__import__", "modules"))
+
+
+@functools.lru_cache(maxsize=4096)
+def imports_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names of modules that a code object may import when it runs, and the functions inside it."""
+    found = {each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME"}
+    if not _IMPORTERS.isdisjoint(code.co_names):
+        found |= {constant for constant in code.co_consts if type(constant) is str}
+    return frozenset(found.union(*map(imports_in, _codes_in(code))))
+
+
+def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    return (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+
+
+def reached_from(names: Iterable[str]) -> list[str]:
+    """Return modules of the user's, and those that their own code can reach, the named ones first."""
+    found: dict[str, None] = {}
+    pending = [name for name in names if is_users_module(name)]
+    while pending:
+        name = pending.pop(0)
+        if name in found:
+            continue
+        found[name] = None
+        pending += sorted(_neighbours(name) - set(found))
+    return list(found)
+
+
+def _neighbours(name: str) -> set[str]:
+    found: set[Any] = set()
+    for value in list(vars(sys.modules[name]).values()):
+        if isinstance(value, types.ModuleType):
+            found.add(value.__name__)
+        elif isinstance(value, (types.FunctionType, type)):
+            found.add(value.__module__)
+            if value.__module__ == name and isinstance(value, types.FunctionType):
+                found |= imports_in(value.__code__)
+    return {each for each in found if is_users_module(each)}
+
+
+def inside(module: types.ModuleType) -> list[Located]:
+    """Return what is looked at in a module: its table, its functions with their cells, and its classes."""
+    name, table = module.__name__, vars(module)
+    found = [Located(table, name, (("table", None),))]
+    for key, value in list(table.items()):
+        if getattr(value, "__module__", None) != name or getattr(value, "__qualname__", None) != key:
+            continue
+        step = (("attribute", key),)
+        if isinstance(value, types.FunctionType):
+            if not travels_by_name(value):
+                continue
+            found.append(Located(value, name, step))
+            cells = enumerate(value.__closure__ or ())
+            found += [Located(cell, name, (*step, ("closure", index))) for index, cell in cells]
+        elif isinstance(value, type) and not issubclass(value, enum.Enum):
+            found.append(Located(value, name, step))
+    return found
+
+
+def is_told_by_import(key: Any, value: Any, module: str) -> bool:
+    """Whether a worker that imports ``module`` is taken to find there under ``key`` what the program has."""
+    if isinstance(key, str) and key.startswith("__") and key.endswith("__"):
+        return not _is_code(value) or key == "__wrapped__" or travels_by_name(value) or value.__module__ == module
+    if _is_code(value):
+        return travels_by_name(value)
+    if isinstance(value, _WRAPPERS):
+        inner = getattr(value, "__func__", None) or getattr(value, "fget", None) or getattr(value, "func", None)
+        return getattr(inner, "__module__", module) == module
+    if isinstance(value, types.ModuleType):
+        return sys.modules.get(value.__name__) is value
+    if isinstance(value, (types.BuiltinFunctionType, types.CodeType, *_DESCRIPTORS)):
+        return True
+    return type(value).__module__ in ("typing", "__future__") or hasattr(type(value), "_is_made_by_import")
+
+
+def travels_by_name(obj: Any) -> bool:
+    """Whether workers find a function or a class under its name.
+
+    A function that the program has put in the place of a module's own, and that only bears its name, is not it.
+    """
+    if not is_by_reference(obj):
+        return False
+    code = getattr(obj, "__code__", None)
+    return code is None or not is_users_module(obj.__module__) or not _is_of_program(code.co_filename)
+
+
+def _is_of_program(file: str) -> bool:
+    """Whether code was written in the main program, a notebook or a prompt, and in no module."""
+    return file.startswith("<") or file == getattr(sys.modules.get("__main__"), "__file__", None)
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, (types.FunctionType, type, CACHED))
+
+
+def source_of(module: types.ModuleType) -> str | None:
+    """Return the source of a module as it is now, None where there is none."""
+    try:
+        with tokenize.open(str(module.__file__)) as file:
+            return file.read()
+    except (OSError, SyntaxError, ValueError) as error:
+        if is_from_handler(error):
+            raise
+        return None

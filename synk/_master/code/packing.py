@@ -1,0 +1,337 @@
+"""How what a function captures is pickled: each object once, with the facets by which it can change.
+
+Cloudpickle's rules, except that an object which the workers hold is pickled as its address, large arrays as their place
+in shared memory, and functions without the globals and cells that the workers have.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import io
+import mmap
+import sys
+import types
+import typing
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from synk._master.code.arrays import Contents, RawContents, TensorContents, contents_of
+from synk._master.code.facets import (
+    MISSING,
+    Elements,
+    Facet,
+    State,
+    Table,
+    attributes,
+    contents,
+    factory,
+    items,
+    recipe_of,
+    table_of,
+)
+from synk._master.code.modules import globals_in, imports_in, is_users_module, travels_by_name
+from synk._master.code.parcels import Node, Parcel, Shelf
+from synk._master.handles import Handle, HandlePickler
+from synk._pure.alike import NUMBERS, kept
+from synk._pure.ranges import round_up
+from synk._wire.parcels import Mapped, fill_function, make_array, make_cell, make_tensor
+from synk._wire.pickling import is_by_reference
+
+_ATOMIC = (
+    type(None), types.CodeType, types.BuiltinFunctionType, types.MethodType, types.MappingProxyType, np.dtype,
+    np.generic, property, classmethod, staticmethod, typing.TypeVar, io.IOBase, Iterator, enum.Enum, Handle,
+)  # fmt: skip
+"""Objects that cannot change, or of which only the identity counts; what they hold is met by itself."""
+
+_IMMUTABLE = frozenset(("datetime", "decimal", "fractions", "inspect", "pathlib", "re", "uuid", "zoneinfo"))
+"""Modules of the standard library whose objects cannot change either."""
+
+
+class Address:
+    """In a pickle: an object that the workers hold; needed for globals, which are a dict of their own there."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+
+class Shared:
+    """In a pickle: a large array as it lies in shared memory now."""
+
+    def __init__(self, facet: Contents) -> None:
+        self.facet = facet
+
+
+def _from_memory(facet: Contents) -> Any:
+    """Return the recipe of an array or a tensor whose bytes lie in shared memory, or are those that were sent."""
+    obj = facet.obj
+    if isinstance(obj, np.ndarray):
+        return make_array, (facet.place, obj.dtype, obj.shape, facet.order)
+    is_parameter = type(obj) is not sys.modules["torch"].Tensor
+    raw = facet.told if facet.place is None else facet.place
+    return make_tensor, (raw, obj.dtype, tuple(obj.shape), obj.requires_grad, is_parameter)
+
+
+class PartsPickler(HandlePickler):
+    """Pickles what is to be sent, and notes every object that can change.
+
+    Attributes
+    ----------
+    met : list of (object, list of Facet)
+        The objects that workers will know by their position here.
+    arrays : list of Contents
+        Large arrays, in the order of their places in shared memory; ``arrays_nbytes`` is the size of all.
+    modules_met, imports : set of str
+        Modules of the user's that the objects belong to; and those of any kind that their code may import.
+    uncompared : list of object
+        Those whose pickle is another one each time, so that nobody can tell whether they have changed.
+    """
+
+    def __init__(self, file: io.BytesIO, book: Shelf, parcel: Parcel) -> None:
+        super().__init__(file)
+        self._book = book
+        self._parcel = parcel
+        self.met: list[tuple[Any, list[Facet]]] = []
+        self.arrays: list[Contents] = []
+        self.arrays_nbytes = 0
+        self.segment_id = 0
+        self.modules_met: set[str] = set()
+        self.imports: set[str] = set()
+        self.uncompared: list[Any] = []
+        self._ids: set[int] = set()
+        self._passing: dict[int, Any] = {}  # parts of recipes: they do not exist as objects on a worker
+        self._cells: set[int] = set()
+
+    def persistent_id(self, obj: Any) -> Any:
+        if type(obj) is Mapped:
+            return tuple(obj)
+        if type(obj) is Address:
+            self._parcel.refers.add(obj.node.parcel)
+            return obj.node.address
+        node = self._book.known.get(id(obj))
+        if node is None and type(obj) is dict and id(obj) in self._book.namespaces:  # the dict itself is captured
+            node, names = self._book.namespace(obj)
+            names.is_whole = True
+            self._parcel.named |= {(node, name) for name in obj}
+        if node is not None:
+            self._parcel.refers.add(node.parcel)
+            return node.address
+        kind = type(obj)
+        if kind is dict and id(obj) not in self._passing:
+            self._meet(obj, items)
+        elif kind in (list, set, deque) and id(obj) not in self._passing:
+            self._meet(obj, Elements)
+        elif kind is bytearray and id(obj) not in self._passing:
+            self._meet(obj, RawContents)
+        return None
+
+    def _meet(self, obj: Any, *makers: Callable[[Any], Facet]) -> None:
+        if id(obj) not in self._ids:
+            self._ids.add(id(obj))
+            self.met.append((obj, [make(obj) for make in makers]))
+
+    def leave_out(self, part: Any) -> None:
+        """Do not take a part of a recipe for an object."""
+        self._passing[id(part)] = part
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Shared:
+            return _from_memory(obj.facet)
+        if isinstance(obj, types.ModuleType):
+            return self._reduce_module(obj)
+        is_atomic = isinstance(obj, _ATOMIC) and not isinstance(obj, (io.BytesIO, io.StringIO))
+        if is_atomic or type(obj).__module__ in _IMMUTABLE:
+            return super().reducer_override(obj)
+        if isinstance(obj, types.CellType) and id(obj) in self._cells:
+            self._meet(obj, contents)
+            return make_cell, ()  # its contents come with the function
+        if isinstance(obj, (types.FunctionType, type)):
+            return self._reduce_code(obj)
+        if type(obj).__module__ == "torch.storage":  # the memory of a tensor, which is compared as the tensor's
+            return super().reducer_override(obj)
+        found = contents_of(obj)
+        if found is not None:
+            return self._reduce_array(obj, found)
+        return self._reduce_instance(obj)
+
+    # -- code -------------------------------------------------------------------------------------------------------
+
+    def _reduce_module(self, module: types.ModuleType) -> Any:
+        reduced = _recipe(module)
+        if not isinstance(reduced, tuple) or len(reduced[1]) == 1:
+            self._note_module(module.__name__)
+            return reduced
+        self.leave_out(reduced[1][1])
+        self._meet(module, attributes)
+        return reduced
+
+    def _note_module(self, name: Any) -> None:
+        if is_users_module(name):
+            self.modules_met.add(name)
+
+    def _reduce_code(self, obj: Any) -> Any:
+        if isinstance(obj, types.FunctionType) and is_by_reference(obj) and not travels_by_name(obj):
+            reduced = self._dynamic_function_reduce(obj)
+        else:
+            reduced = super().reducer_override(obj)
+        if reduced is NotImplemented or len(reduced) < 3:
+            self._note_module(getattr(obj, "__module__", None))
+            return reduced
+        self._meet(obj, attributes)
+        if isinstance(obj, types.FunctionType):
+            self.imports |= imports_in(obj.__code__)
+            return self._reduce_function(obj, reduced)
+        for state in reduced[2]:
+            self.leave_out(state)
+        return reduced
+
+    def _reduce_function(self, function: types.FunctionType, reduced: Any) -> Any:
+        """Pickle a function without its globals and cells, which are sent by themselves."""
+        make, (code, _, *rest), (state, slots), *_, setter = reduced
+        node, names = self._book.namespace(function.__globals__)
+        named = globals_in(function.__code__)
+        names.names |= named
+        self._parcel.named |= {(node, name) for name in named}
+        changes = [each for each in names.changes() if each.key in named and each.value is not MISSING]
+        cells = function.__closure__ or ()
+        if self._parcel.is_optional:  # all of it can travel, or none
+            for change in changes:
+                self._book.tell(node, names, change, self._parcel)
+            self._cells.update(map(id, cells))
+            fresh = [cell for cell in cells if id(cell) not in self._ids and id(cell) not in self._book.known]
+            for cell in fresh:
+                self._meet(cell, contents)
+        else:  # each is sent by itself, too: other functions share it, and it can be bound anew
+            changes = [change for change in changes if isinstance(change.value, _LIGHT)]
+            fresh = [cell for cell in cells if self._book.meet_cell(cell)]
+        new = {change.key: change.value for change in changes}
+        filled = [(cell, value) for cell in fresh for value in contents(cell).told.values()]
+        if not self._parcel.is_optional:
+            filled = [(cell, value) for cell, value in filled if isinstance(value, _LIGHT)]
+        slots = {**slots, "__globals__": new, "__closure__": None}
+        for each in (state, slots, new, filled, slots.get("__annotations__"), slots.get("_cloudpickle_submodules")):
+            self.leave_out(each)
+        newargs = (code, Address(node), *rest[:-1], function.__closure__)
+        return make, newargs, (filled, setter, (state, slots)), None, None, fill_function
+
+    # -- data -------------------------------------------------------------------------------------------------------
+
+    def _reduce_array(self, obj: Any, facet: Contents) -> Any:
+        self._meet(obj, functools.partial(_given, facet))
+        is_array = isinstance(obj, np.ndarray)
+        if type(obj) is not np.ndarray if is_array else not _is_simple_tensor(obj):
+            facet.note_sent(facet.raw())
+            return super().reducer_override(obj)
+        if facet.is_large:
+            self.segment_id = self.segment_id or self._book.host.new_id()
+            facet.place = Mapped(self.segment_id, self.arrays_nbytes, facet.nbytes)
+            self.arrays.append(facet)
+            self.arrays_nbytes += round_up(facet.nbytes, mmap.PAGESIZE)
+            return _from_memory(facet)
+        facet.note_sent(facet.raw())
+        return NotImplemented if is_array else _from_memory(facet)
+
+    def _reduce_instance(self, obj: Any) -> Any:
+        table = table_of(obj)  # first: some objects speak of it only once somebody has looked
+        reduced = super().reducer_override(obj)
+        is_own = _has_own_rule(obj) or reduced is not NotImplemented
+        if reduced is NotImplemented:
+            reduced = _recipe(obj)
+        if not isinstance(reduced, tuple):
+            return reduced  # a name
+        makers: list[Callable[[Any], Facet]] = []
+        if isinstance(obj, dict):
+            makers += [items, factory] if isinstance(obj, defaultdict) else [items]
+        elif isinstance(obj, bytearray):
+            makers.append(RawContents)
+        elif isinstance(obj, _CONTAINERS) or type(obj) is np.ndarray:  # an array of objects
+            makers.append(Elements)
+        state = reduced[2] if len(reduced) > 2 else None
+        is_table = state is not None and _is_whole_table(obj, state, table)
+        if is_own and not is_table and not makers:
+            self._meet_state(obj, reduced)
+            return reduced
+        if is_table or not is_own or (table is not None and type(obj).__module__ != "collections"):
+            makers.append(attributes)
+        for part in (reduced[1], state) if is_own else (state,):
+            self._leave_out_containers(part)
+        self._meet(obj, *makers)
+        return reduced
+
+    def _leave_out_containers(self, part: Any) -> None:
+        """Do not take for objects what a recipe is made of."""
+        if type(part) is tuple:
+            for each in part:
+                self._leave_out_containers(each)
+        elif type(part) in (list, dict, set):
+            self.leave_out(part)
+
+    def _meet_state(self, obj: Any, reduced: tuple[Any, ...]) -> None:
+        """Note an object with a rule of its own; as one that nobody can compare where its recipe differs each time."""
+        if len(reduced) > 3 and any(part is not None for part in reduced[3:5]):
+            self.uncompared.append(obj)
+            return
+        again = _recipe(obj)
+        if not isinstance(again, tuple):
+            return
+        fresh: list[Any] = []
+        told = kept(recipe_of(reduced), recipe_of(again), fresh.append)
+        for part in (*fresh, reduced[2] if len(reduced) > 2 else None):
+            self.leave_out(part)
+        facet = State(obj, _recipe, told)
+        if facet.measure():
+            self._meet(obj, functools.partial(_given, facet), _class_of)
+        else:
+            self.uncompared.append(obj)
+
+
+def _recipe(obj: Any) -> Any:
+    """Return the recipe by which an object is pickled, made anew."""
+    rule = HandlePickler.dispatch_table.get(type(obj))
+    return obj.__reduce_ex__(5) if rule is None else rule(obj)
+
+
+def _given(facet: Facet, obj: Any) -> Facet:
+    return facet
+
+
+def _class_of(obj: Any) -> Facet:
+    return Table(obj, "attribute", lambda: {"__class__": type(obj)}, {"__class__": type(obj)})
+
+
+_CONTAINERS = (list, deque, set)
+_LIGHT = (types.ModuleType, types.FunctionType, type, types.BuiltinFunctionType, *NUMBERS)
+"""Globals that a function may need while what it belongs to is being loaded."""
+_OBJECT: Any = object
+
+
+def _is_whole_table(obj: Any, state: Any, table: dict[str, Any] | None) -> bool:
+    """Whether the state of an object is all of its attributes as they are, so that they can be set one by one."""
+    if state is table:
+        return not hasattr(type(obj), "__setstate__")
+    if type(state) is not dict or not table or type(obj).__reduce_ex__ is not _OBJECT.__reduce_ex__:
+        return False
+    others = [value for name, value in state.items() if name not in table]
+    is_whole = all(state.get(name, Address) is value for name, value in table.items())
+    return is_whole and all(isinstance(value, NUMBERS) for value in others)
+
+
+def _has_own_rule(obj: Any) -> bool:
+    """Whether an object says itself how it is pickled, and not only by its attributes."""
+    cls = type(obj)
+    if cls in HandlePickler.dispatch_table or cls.__reduce_ex__ is not _OBJECT.__reduce_ex__:
+        return True
+    if cls.__reduce__ is not _OBJECT.__reduce__ or hasattr(cls, "__getnewargs__") or hasattr(cls, "__getnewargs_ex__"):
+        return True
+    return any("__getstate__" in vars(base) for base in cls.__mro__[:-1])  # object itself has one since Python 3.11
+
+
+def _is_simple_tensor(obj: Any) -> bool:
+    """Whether a tensor is made anew by its elements alone."""
+    torch: Any = sys.modules["torch"]
+    if type(obj) not in (torch.Tensor, torch.nn.Parameter) or not TensorContents(obj).is_readable:
+        return False
+    return bool(obj.is_leaf and not obj.__dict__ and not obj._backward_hooks)

@@ -1,0 +1,95 @@
+"""Recipes of pickles, kept for later and compared: whether an object would be rebuilt as it was.
+
+A recipe is what an object says that it is rebuilt from: nested tuples, lists and dicts, in which other objects lie.
+These count by identity, for whoever compares looks into them elsewhere; whatever a recipe holds them in, and the bytes
+of arrays, count by value, because who rebuilds the object may copy them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+NUMBERS = (bool, int, float, complex, str, bytes, type(None))
+"""Types whose values are compared, because equal ones cannot be told apart."""
+
+_SMALL_NBYTES = 1 << 16
+_MAX_DEPTH = 12
+_FEW = 8
+_CONTAINERS = frozenset((tuple, list, dict, set, bytearray, np.ndarray))
+
+
+class _Bytes(NamedTuple):
+    """The contents of an array."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    raw: bytes
+
+
+def kept(recipe: Any, again: Any, note: Callable[[Any], Any], depth: int = _MAX_DEPTH) -> Any:
+    """Return a recipe as it is to be kept.
+
+    Parameters
+    ----------
+    again : object
+        The same recipe, made a second time.
+    note : callable
+        Called with each part that was made for the recipe alone, so that it is no object of the program's.
+    """
+    kind = type(recipe)
+    if not depth:  # it holds itself, perhaps: by identity
+        return recipe
+    is_fresh = recipe is not again and kind not in NUMBERS
+    if is_fresh:
+        note(recipe)
+        if kind is not type(again):
+            return recipe
+    if kind is tuple or kind is list:
+        others = again if len(again) == len(recipe) else recipe
+        parts = [kept(a, b, note, depth - 1) for a, b in zip(recipe, others)]
+        if kind is tuple and all(a is b for a, b in zip(parts, recipe)):
+            return recipe
+        return kind(parts)
+    if kind is dict:
+        return {key: kept(value, again.get(key, value), note, depth - 1) for key, value in recipe.items()}
+    if kind is set or kind is bytearray:
+        return kind(recipe)
+    if kind is np.ndarray and not recipe.dtype.hasobject and (is_fresh or recipe.nbytes < _SMALL_NBYTES):
+        return _Bytes(recipe.dtype, recipe.shape, recipe.tobytes())
+    return recipe
+
+
+def keep(recipe: Any) -> Any:
+    """Return a recipe as it is to be kept."""
+    return kept(recipe, recipe, lambda part: None)
+
+
+def alike(told: Any, now: Any, depth: int = _MAX_DEPTH) -> bool:
+    """Whether a recipe that was kept is the same as one that is made now."""
+    kind = type(now)
+    if told is now and (not depth or kind not in _CONTAINERS or kind in (tuple, np.ndarray)):
+        return True
+    if kind is np.ndarray and type(told) is _Bytes:
+        return bool(told.dtype == now.dtype and told.shape == now.shape and told.raw == now.tobytes())
+    if kind is not type(told) or not depth:
+        return False
+    if kind in (tuple, list):
+        return len(told) == len(now) and _are_alike(told, now, depth - 1)
+    if kind is dict:
+        return list(told) == list(now) and _are_alike(told.values(), now.values(), depth - 1)
+    if kind is set:
+        return bool(told == now) and all(map(operator.is_, told, now))
+    if isinstance(now, np.generic):
+        return bool(told.dtype == now.dtype and told.tobytes() == now.tobytes())
+    return bool(told == now) if kind in NUMBERS or kind in (slice, bytearray) else False
+
+
+def _are_alike(told: Collection[Any], now: Collection[Any], depth: int) -> bool:
+    """Whether the parts of two recipes are; the same objects are, but for containers, which count by value."""
+    if len(now) > _FEW and all(map(operator.is_, told, now)) and _CONTAINERS.isdisjoint(map(type, now)):
+        return True
+    return all(alike(one, other, depth) for one, other in zip(told, now))
