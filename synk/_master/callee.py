@@ -304,6 +304,9 @@ def distribute(session: Session, only: Sequence[Callee] | None = None, *, deadli
             function.plans.drop_all(session.workers)  # workers plan with the function that they have
     sent = session.functions.bring(orders, names, deadline, check)
     for function in functions:
+        if function.id in book.sent_anew:
+            book.sent_anew.discard(function.id)
+            function.plans.drop_all(session.workers)
         with deferred():  # what is on the workers must be dropped there some day
             function.note_loaded(session, _referred(function, book))
     if len(functions) == 1:

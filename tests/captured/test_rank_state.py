@@ -384,3 +384,23 @@ def test_arrays_of_64_kb_and_more_are_not_pickled(runtime: Callable[..., Any]) -
         np.testing.assert_array_equal(f(X), X + 1 + number)
         table += 1
     assert rt.counters["bytes_down"] - before < 100_000
+
+
+def test_a_function_that_can_only_be_made_anew_reaches_calls_that_are_planned(shared_runtimes: Any) -> None:
+    """Nothing that can be bound holds it, so it is sent again: the plans of its calls must know."""
+
+    class Caller(tuple[Any, ...]):
+        __name__ = "caller"
+
+        def __reduce__(self) -> Any:
+            return Caller, (tuple(self),)
+
+        def __call__(self, x: np.ndarray) -> list[Any]:
+            return [self[0]["k"]] * len(x)
+
+    caller = Caller(({"k": 1},))
+    f = shared_runtimes[2].function(caller, outputs="gather")
+    for number in range(4):
+        caller[0]["k"] = number
+        for _ in range(3):
+            assert f(np.arange(4)) == [number] * 4

@@ -93,6 +93,7 @@ class Book:
         self._entries: dict[int, _Entry] = {}
         self._numbers = itertools.count(1)
         self._unsettled: list[Parcel] = []
+        self.sent_anew: set[int] = set()  # functions of which the workers' plans still hold what was sent before
         self._reached: dict[frozenset[str], list[str]] = {}
 
     # -- packing ------------------------------------------------------------------------------------------------------
@@ -127,6 +128,7 @@ class Book:
             if self._replace(fresh, function_id, is_thorough):
                 parcel = self._pack([("function", function_id, options)])
                 self._entries[function_id] = _Entry(fn, parcel)
+                self.sent_anew.add(function_id)
             named = self.named_of(function_id)
             for node in filter(self._is_known, fresh):
                 is_open = isinstance(node.facets[0], (Names, _Imported)) or isinstance(node.obj, types.CellType)
@@ -559,7 +561,9 @@ def _must_be_replaced(node: Node, is_thorough: bool) -> bool:
 def _unbind(facet: Facet, obj: Any) -> int:
     """Take it that the ranks have something else where a facet holds ``obj``; return in how many places."""
     if isinstance(facet, Table):
-        keys = [key for key, value in facet.told.items() if _mentions(value, obj)]
+        now = facet.read()
+        held = {key: now.get(key) if value is UNKNOWN else value for key, value in facet.told.items()}
+        keys = [key for key, value in held.items() if _mentions(value, obj)]
         for key in keys:
             facet.told[key] = UNKNOWN
         return len(keys)
