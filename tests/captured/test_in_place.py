@@ -22,7 +22,7 @@ import synk
 
 X = np.arange(6.0)
 WORKERS = (2, 1, 3, "inline")
-LONGEST_S = 2.0
+LONGEST_S = 30.0
 """After which a change that only a pickle shows has been sent, whatever the calls' times are."""
 
 
