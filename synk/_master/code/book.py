@@ -227,13 +227,13 @@ class Book:
     @staticmethod
     def _fill(segment: Segment, arrays: Sequence[Contents]) -> None:
         """Copy large arrays into their places in shared memory."""
-        offset = 0
         for facet in arrays:
+            assert facet.place is not None
+            offset = facet.place.offset
             target = segment.buffer[offset : offset + facet.nbytes]
             copy_bytes(facet.elements(), target)
             facet.memory = segment.mapping, segment.offset + offset
             facet.note_sent(target)
-            offset += -(-facet.nbytes // 4096) * 4096
 
     def _know(self, obj: Any, parcel: Parcel, facets: list[Facet]) -> Node:
         node = Node(obj, parcel, len(parcel.nodes), facets)
@@ -597,16 +597,7 @@ def _is_in_recipe(recipe: Any, obj: Any) -> bool:
 
 
 def _mentions(value: Any, obj: Any) -> bool:
-    if value is obj:
-        return True
-    if type(value) in (list, dict):  # a part of a recipe
-        return False
-    if isinstance(value, tuple):
-        return any(
-            _mentions(each, obj) or (type(each) is dict and any(part is obj for part in each.values()))
-            for each in value
-        )
-    return False
+    return value is obj or (isinstance(value, tuple) and any(_mentions(each, obj) for each in value))
 
 
 def _reach(parcels: Iterable[Parcel], found: set[Parcel]) -> set[Parcel]:
