@@ -35,3 +35,9 @@ class Pickler(cloudpickle.Pickler):
     """Pickles by cloudpickle's rules, and functions with a cache as it does functions."""
 
     dispatch_table: ClassVar[Any] = ChainMap({CACHED: _reduce_cached}, cloudpickle.Pickler.dispatch_table)
+
+
+def reduced(obj: Any) -> Any:
+    """Return the recipe by which an object is pickled, made anew: a name, or what ``__reduce_ex__`` returns."""
+    rule = Pickler.dispatch_table.get(type(obj))
+    return obj.__reduce_ex__(5) if rule is None else rule(obj)

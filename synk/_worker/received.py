@@ -10,6 +10,7 @@ import collections
 import contextlib
 import gc
 import io
+import logging
 import pickle
 import sys
 import types
@@ -22,6 +23,9 @@ import numpy as np
 from synk._pure.alike import alike
 from synk._wire.messages import LoadOrder, ParcelOrder, Reload
 from synk._wire.parcels import Absent, locate
+from synk._wire.pickling import reduced
+
+_log = logging.getLogger("synk")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -66,10 +70,16 @@ class Received:
         for parcel in order.parcels:
             try:
                 self._load(parcel, load_function)
-            except Exception:
+            except Exception as error:
                 if not parcel.is_optional:
                     raise
                 self._objects[parcel.number] = ()  # the module keeps what its own import has made
+                _log.warning(
+                    "a worker keeps what its own import of a module has made: what the program has there could not be "
+                    "loaded (%s: %s). Pass it as an argument.",
+                    type(error).__name__,
+                    error,
+                )
 
     def _load(self, parcel: ParcelOrder, load_function: Callable[[int, dict[str, Any]], None]) -> None:
         unpickler = _Unpickler(parcel.data, self._objects, self._memory)
@@ -125,6 +135,8 @@ def change(kind: str, target: Any, key: Any, value: Any) -> None:
     elif kind == "element":
         if key < len(target):
             target[key] = value
+        else:  # the rank has shortened its own: the program's value is not lost
+            target.append(value)
     elif kind == "elements":
         _fill(target, value)
     elif kind == "contents":
@@ -183,7 +195,8 @@ def _set_attribute(target: Any, key: str, value: Any) -> None:
 def _remove_others(table: dict[str, Any], names: Sequence[str]) -> None:
     """Remove what a module's import has made here and the program has removed."""
     for name in [name for name in table if name not in names and not name.startswith("__")]:
-        del table[name]
+        if not isinstance(table[name], types.ModuleType):  # a submodule that only this process has imported
+            del table[name]
 
 
 def _take_over(own: Any, value: Any) -> bool:
@@ -244,7 +257,7 @@ def _address(array: Any) -> int:
 
 def _recipe(obj: Any) -> tuple[Any, ...]:
     """Return the recipe by which an object is pickled: the maker, its arguments and the state."""
-    make, args, *rest = obj.__reduce_ex__(5)
+    make, args, *rest = reduced(obj)
     return make, args, rest[0] if rest else None
 
 

@@ -40,6 +40,7 @@ from synk._pure.alike import NUMBERS, kept
 from synk._pure.ranges import round_up
 from synk._wire.parcels import Mapped, fill_function, make_array, make_cell, make_tensor
 from synk._wire.pickling import is_by_reference
+from synk._wire.pickling import reduced as reduced_anew
 
 _ATOMIC = (
     type(None), types.CodeType, types.BuiltinFunctionType, types.MethodType, types.MappingProxyType, np.dtype,
@@ -160,7 +161,7 @@ class PartsPickler(HandlePickler):
     # -- code -------------------------------------------------------------------------------------------------------
 
     def _reduce_module(self, module: types.ModuleType) -> Any:
-        reduced = _recipe(module)
+        reduced = reduced_anew(module)
         if not isinstance(reduced, tuple) or len(reduced[1]) == 1:
             self._note_module(module.__name__)
             return reduced
@@ -239,7 +240,7 @@ class PartsPickler(HandlePickler):
         reduced = super().reducer_override(obj)
         is_own = _has_own_rule(obj) or reduced is not NotImplemented
         if reduced is NotImplemented:
-            reduced = _recipe(obj)
+            reduced = reduced_anew(obj)
         if not isinstance(reduced, tuple):
             return reduced  # a name
         makers: list[Callable[[Any], Facet]] = []
@@ -274,24 +275,18 @@ class PartsPickler(HandlePickler):
         if len(reduced) > 3 and any(part is not None for part in reduced[3:5]):
             self.uncompared.append(obj)
             return
-        again = _recipe(obj)
+        again = reduced_anew(obj)
         if not isinstance(again, tuple):
             return
         fresh: list[Any] = []
         told = kept(recipe_of(reduced), recipe_of(again), fresh.append)
         for part in (*fresh, reduced[2] if len(reduced) > 2 else None):
             self.leave_out(part)
-        facet = State(obj, _recipe, told)
+        facet = State(obj, reduced_anew, told)
         if facet.measure():
             self._meet(obj, functools.partial(_given, facet), _class_of)
         else:
             self.uncompared.append(obj)
-
-
-def _recipe(obj: Any) -> Any:
-    """Return the recipe by which an object is pickled, made anew."""
-    rule = HandlePickler.dispatch_table.get(type(obj))
-    return obj.__reduce_ex__(5) if rule is None else rule(obj)
 
 
 def _given(facet: Facet, obj: Any) -> Facet:
