@@ -2,8 +2,8 @@
 
 Most of it is compared each time, by a few loops that run in C. What is too large for that is compared in turn, a part
 of it at each call; what is slow to compare, when the function's calls have taken enough time. What is found so late
-that calls have used the old contents meanwhile is an error. In one file
-because what is compiled must be read beside what runs.
+that calls have used the old contents meanwhile is an error. In one file because what is compiled must be read beside
+what runs.
 """
 
 from __future__ import annotations
