@@ -19,6 +19,9 @@ import numpy as np
 import pytest
 from contents import text
 
+from synk._master.code import packing
+from synk._worker import received
+
 X = np.arange(4.0)
 MB = 1024 * 1024
 
@@ -404,3 +407,50 @@ def test_a_function_that_can_only_be_made_anew_reaches_calls_that_are_planned(sh
         caller[0]["k"] = number
         for _ in range(3):
             assert f(np.arange(4)) == [number] * 4
+
+
+def test_an_element_beyond_a_list_that_the_rank_has_shortened_is_not_lost(shared_runtimes: Any) -> None:
+    """The rank has taken elements away, and the program has bound the last one anew: its value is there."""
+    items: list[Any] = [1, 2, 3]
+
+    def step(x: np.ndarray) -> list[Any]:
+        while len(items) > 1:
+            items.pop(0)
+        return [list(items)] * len(x)
+
+    f = shared_runtimes[1].function(step, outputs="gather")
+    assert f(np.arange(1)) == [[3]]
+    items[2] = 9
+    assert f(np.arange(1)) == [[9]]
+
+
+class Ruled:
+    """An object whose pickling rule lies in ``copyreg``."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_a_rule_of_copyreg_is_the_ranks_too(shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the object is slow to compare, so that the rank is asked whether it has changed its own."""
+    import copyreg
+
+    monkeypatch.setitem(copyreg.dispatch_table, Ruled, lambda obj: (Ruled, (dict(obj.state),)))
+    ruled = Ruled({"k": 1})
+    assert received._recipe(ruled) == (Ruled, ({"k": 1},), None)
+    f = shared_runtimes[2].function(lambda x: [ruled.state["k"]] * len(x), outputs="gather")
+    for number in range(3):
+        ruled.state["k"] = number
+        assert f(np.arange(2)) == [number] * 2
+
+
+def test_large_arrays_lie_where_the_ranks_look_for_them(runtime: Callable[..., Any], monkeypatch: Any) -> None:
+    """On systems whose pages are not of 4 KB as well."""
+    monkeypatch.setattr(packing, "PAGE_NBYTES", 1 << 16)
+    first, second = np.arange(20_001.0), np.arange(30_001.0) + 5
+    f = runtime(2).function(lambda x: x + first[7] * second[11] + first.sum() - second.sum(), outputs="gather")
+    rows = np.arange(4.0)
+    np.testing.assert_array_equal(f(rows), rows + 7 * 16 + first.sum() - second.sum())
+    both = [first, second]
+    g = runtime(1).function(lambda x: x + both[0][3] + both[1][9], outputs="gather")
+    np.testing.assert_array_equal(g(rows), rows + 3 + 14)

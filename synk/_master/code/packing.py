@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import functools
 import io
-import mmap
 import sys
 import types
 import typing
@@ -38,6 +37,7 @@ from synk._master.code.parcels import Node, Parcel, Shelf
 from synk._master.handles import Handle, HandlePickler
 from synk._pure.alike import NUMBERS, kept
 from synk._pure.ranges import round_up
+from synk._wire.memory import PAGE_NBYTES
 from synk._wire.parcels import Mapped, fill_function, make_array, make_cell, make_tensor
 from synk._wire.pickling import is_by_reference
 from synk._wire.pickling import reduced as reduced_anew
@@ -230,7 +230,7 @@ class PartsPickler(HandlePickler):
             self.segment_id = self.segment_id or self._book.host.new_id()
             facet.place = Mapped(self.segment_id, self.arrays_nbytes, facet.nbytes)
             self.arrays.append(facet)
-            self.arrays_nbytes += round_up(facet.nbytes, mmap.PAGESIZE)
+            self.arrays_nbytes += round_up(facet.nbytes, PAGE_NBYTES)
             return _from_memory(facet)
         facet.note_sent(facet.raw())
         return NotImplemented if is_array else _from_memory(facet)
