@@ -90,6 +90,7 @@ class Book:
         self.namespaces: dict[int, Node] = {}
         self.parcels: dict[int, Parcel] = {}
         self._modules: dict[str, _Module] = {}
+        self._modules_before: dict[str, _Module | None] = {}  # as they were before what has not arrived yet
         self._entries: dict[int, _Entry] = {}
         self._numbers = itertools.count(1)
         self._unsettled: list[Parcel] = []
@@ -325,6 +326,7 @@ class Book:
             parcel = self._pack_located(inside(module))
             if is_patched:  # functions that were given other code one by one are not as the old source had them
                 _doubt_code(parcel)
+            self._modules_before.setdefault(name, known)
             self._modules[name] = _Module(module, module.__spec__, source, parcel)
         return reloads
 
@@ -368,6 +370,7 @@ class Book:
         """What was packed has arrived: let go of what it has replaced."""
         with deferred():
             self._unsettled.clear()
+            self._modules_before.clear()
             self._collect()
 
     def roll_back(self) -> None:
@@ -378,7 +381,11 @@ class Book:
                 while self._unsettled:
                     self._discard(self._unsettled.pop(), has_failed=True)
                 self._entries = {key: each for key, each in self._entries.items() if each.parcel not in unsettled}
-                self._modules = {key: each for key, each in self._modules.items() if each.parcel not in unsettled}
+                while self._modules_before:  # the order to renew one is given again
+                    name, known = self._modules_before.popitem()
+                    del self._modules[name]
+                    if known is not None:
+                        self._modules[name] = known
 
     def forget_function(self, function_id: int) -> None:
         """Let go of what only this function needs."""
