@@ -127,6 +127,18 @@ def _in_one_process(
     return values
 
 
+def _above(case: str, way: str, other: str) -> Callable[[Results], tuple[Values, bool]]:
+    """The microseconds of one way of the small calls above those of another one."""
+
+    def values(results: Results) -> tuple[Values, bool]:
+        cases = results.get("small", {"error": "not run"})
+        if "error" in cases:
+            raise NotMeasuredError(cases["error"])
+        return [(entry[way] - entry[other]) * 1e6 for entry in cases[case] if way in entry], False
+
+    return values
+
+
 def _share(case: str) -> Callable[[Results], tuple[Values, bool]]:
     """The share of synk's call spent in the user's function, in the rounds against all peers."""
 
@@ -229,6 +241,10 @@ BARS = (
         "tiny call with a shared variable / plain",
         1.8, 1.3, _in_one_process("small", "variable", "variable", "plain"),
     ),
+    Bar("one array of 80 B captured: above nothing", 0.5, 0.3, _above("captured", "80 B", "nothing"), unit=" us"),
+    Bar("ten arrays of 8 KB captured", 8, 6, _above("captured", "10 arrays of 8 KB", "nothing"), unit=" us"),
+    Bar("an array of 100 MB captured", 6, 5, _above("captured", "100 MB", "nothing"), unit=" us"),
+    Bar("400 tensors captured", 200, 100, _above("captured", "400 tensors", "nothing"), unit=" us"),
     Bar("tiny call, inline", 20, 14, _in_one_process("small", "inline", "inline", None, 1e6), unit=" us"),
     *(
         Bar(

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,8 @@ def measure(world_size: int, rounds: int, block_s: float) -> dict[str, list[dict
 
         ways = {"plain": _tiny(runtime), "variable": _tiny(runtime, step)}
         results["variable"] = _turns(ways, rounds, block_s, time.perf_counter)
+        ways = {name: _tiny(runtime, _holding(each)) for name, each in _captured().items()}
+        results["captured"] = _turns(ways, rounds, block_s, time.perf_counter)
         os.environ["SYNK_SPIN_US"] = "0"
         with synk.Runtime(world_size, backend="numpy") as asleep:
             ways = {"default": _tiny(runtime), "never awake": _tiny(asleep)}
@@ -60,6 +62,33 @@ def _tiny(runtime: Any, function: Callable[..., Any] = _work.loss_and_grad) -> C
     call = runtime.function(function, bcast_inputs="w", outputs=("avg", "avg", "max"))
     x, y = (runtime.data(each) for each in _work.inputs(_work.ROWS["tiny"]))
     return lambda number: call(_work.fresh_weights(number), x, y)
+
+
+def _captured() -> dict[str, Any]:
+    """Return what a function holds, by name; a module of torch's only where that is installed."""
+    found: dict[str, Any] = {
+        "nothing": None,
+        "80 B": np.zeros(10),
+        "10 arrays of 8 KB": {number: np.zeros(1024) for number in range(10)},
+        "100 MB": np.ones(12_500_000),
+        "a list of 100": list(range(1000, 1100)),
+        "a generator": np.random.default_rng(0),
+    }
+    with suppress(ImportError):
+        import torch
+
+        found["400 tensors"] = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(200)))
+    return found
+
+
+def _holding(held: Any) -> Callable[..., Any]:
+    """Return the function of the tiny call, with something in a cell."""
+
+    def loss_and_grad(w: Any, x: Any, y: Any) -> Any:
+        assert held is not None
+        return _work.loss_and_grad(w, x, y)
+
+    return _work.loss_and_grad if held is None else loss_and_grad
 
 
 def _turns(

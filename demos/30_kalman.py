@@ -47,18 +47,18 @@ def update_mean(mu: Any, Sigma: Any, H: Any, R: Any, data: Any) -> tuple[Any, An
     new_mu = mu + A @ np.linalg.solve(B, H @ mu - data)
     for tag, matrix in enumerate((H, B, Sigma, A), 1):
         flow.send(matrix, 1, tag)
-    return new_mu, flow.recv(None, 1, 5)
+    return new_mu, flow.recv(1, 5)
 
 
 @flow
 def update_covariance() -> None:
-    H, B, Sigma, A = (flow.recv(None, 0, tag) for tag in (1, 2, 3, 4))
+    H, B, Sigma, A = (flow.recv(0, tag) for tag in (1, 2, 3, 4))
     new_Sigma = Sigma - A @ np.linalg.solve(B, H) @ Sigma
     flow.send(new_Sigma, 0, 5)
 
 
 def by_numpy(mu: Any, Sigma: Any, H: Any, R: Any, data: Any) -> tuple[Any, Any, str, float]:
-    if len(synk.comm.ranks) == 1:
+    if synk.comm.world_size == 1:
         return *serial(mu, Sigma, H, R, data), "", 0.0
     for _ in range(2):  # the first time memory is touched and the order is found
         synk.comm.barrier()
@@ -74,7 +74,7 @@ def by_numpy(mu: Any, Sigma: Any, H: Any, R: Any, data: Any) -> tuple[Any, Any, 
 
 
 def by_pytensor(mu: Any, Sigma: Any, H: Any, R: Any, data: Any) -> tuple[Any, Any, str, float]:
-    if len(synk.comm.ranks) == 1:
+    if synk.comm.world_size == 1:
         return *serial(mu, Sigma, H, R, data), "", 0.0
     import pytensor
     from pytensor.tensor import linalg

@@ -50,7 +50,7 @@ def fit_on_ranks(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.
     def loss_of(parameters: torch.Tensor) -> torch.Tensor:
         # backward() adds up the losses of all ranks, which are equal here; the mean of the parameters, which are equal
         # too, divides by as many.
-        shared = synk.torch.all_reduce(parameters, "sum") / len(synk.comm.ranks)
+        shared = synk.torch.all_reduce(parameters, "sum") / synk.comm.world_size
         return synk.torch.all_reduce(residuals(shared, x, y), "sum")
 
     return fit(loss_of)

@@ -77,19 +77,19 @@ def neighbours(rank: int, size: int) -> list[tuple[int, int, int]]:
 @synk.function(bcast_inputs="is_blocking", outputs="gather")
 def on_workers(rows: np.ndarray, is_blocking: bool) -> np.ndarray:
     comm = synk.comm
-    peers = neighbours(comm.rank, len(comm.ranks))
+    peers = neighbours(comm.rank, comm.world_size)
 
     def started(now: np.ndarray) -> Callable[[], Any]:
         for peer, edge, _ in peers:
             comm.isend(now[edge], peer)
-        requests = [comm.irecv(None, peer, out=now[halo]) for peer, _, halo in peers]
+        requests = [comm.irecv(peer, out=now[halo]) for peer, _, halo in peers]
         return lambda: comm.wait_all(requests)
 
     def waited_for(now: np.ndarray) -> Callable[[], Any]:
         for peer, edge, _ in peers:
             comm.send(now[edge], peer)
         for peer, _, halo in peers:
-            comm.recv(None, peer, out=now[halo])
+            comm.recv(peer, out=now[halo])
         return lambda: None
 
     return parallel(rows, waited_for if is_blocking else started)

@@ -14,8 +14,8 @@ from synk import errors
 from synk._version import __version__
 from synk._wire.cell import cell as _cell
 from synk._wire.program import is_worker as _is_worker
-from synk._worker.comm import comm
-from synk._worker.program import freeze_support
+from synk._worker.comm.comm import comm
+from synk._worker.loop.program import freeze_support
 
 # In the master these are imported with synk: later they would be looked for in whatever folder the program is in by
 # then. A worker has them looked up when a function uses one; most use none, and they bring all of the master's half.

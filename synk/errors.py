@@ -15,6 +15,7 @@ __all__ = [
     "ClosedError",
     "CollectiveMismatch",
     "NotForkedError",
+    "OpMismatch",
     "ReentrancyError",
     "RemoteError",
     "RowShapedOutput",
@@ -157,11 +158,18 @@ class StaleCaptureWarning(UserWarning):
     __module__ = "synk.errors"
 
 
-class RowShapedOutput(UserWarning):
-    """An output has one row for each row of its rank, and its op reduces it: it wants ``outputs="gather"``.
+class OpMismatch(UserWarning):
+    """A function whose ``outputs`` were not named computes no average over rows, which is the default op.
 
-    Told once per function. ``warnings.simplefilter("ignore", synk.errors.RowShapedOutput)`` silences it.
+    Told once per function, at the first call in which a rank has four rows. To name ``outputs=`` silences it, and so
+    does ``warnings.simplefilter("ignore", synk.errors.OpMismatch)``.
     """
+
+    __module__ = "synk.errors"
+
+
+class RowShapedOutput(OpMismatch):
+    """An output has one row for each row of its rank: it wants ``outputs="gather"``."""
 
     __module__ = "synk.errors"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from synk.backends import _nvml
-from synk.backends._nvml import Gpu, NvmlSnapshot
+from synk.cuda import _nvml
+from synk.cuda._nvml import Gpu, NvmlSnapshot
 
 FAKES = Path(__file__).resolve().parent / "fakes"
 

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 import synk
-from synk._master.processes import ARMED
+from synk._master.processes.processes import ARMED
 
 TESTS_FOLDER = Path(__file__).resolve().parent
 PACKAGE_FOLDER = Path(synk.__file__).resolve().parents[1]
@@ -156,6 +156,13 @@ def census() -> Census:
         shm=shm_files(own_processes),
         memfds=mapped_memfds(),
     )
+
+
+def start_polars() -> None:
+    """Have polars open the descriptors that it keeps from its first query on, before a census is taken."""
+    import polars
+
+    polars.DataFrame({"a": [1]}).filter(polars.col("a") > 0)
 
 
 def settled_census(before: Census) -> Census:

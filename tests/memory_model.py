@@ -476,7 +476,6 @@ def take_call(*parts: Step | Block) -> Block:
         note("call leave_call"),
         note("store PHASE"),
         note("store OUTPUT_NBYTES"),
-        note("store WORKER_NS"),
     )
 
 

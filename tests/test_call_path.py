@@ -292,17 +292,19 @@ def test_inline_and_one_worker_run_the_same_path(shared_runtimes: Any) -> None:
     assert outcomes[0] == outcomes[1]
 
 
-def functions_of(act: Callable[[], Any]) -> list[tuple[str, str]]:
+def functions_of(act: Callable[[], Any], *, of_settings: bool = False) -> list[tuple[str, str]]:
     """Return the functions of the package, with their files, that a call goes through in this process.
 
-    To wait for all ranks counts once: how often the master wakes until the last has answered is the machine's affair.
+    Those that read the settings of libraries depend on what is imported, and are counted apart. To wait for all ranks
+    counts once: how often the master wakes until the last has answered is the machine's affair.
     """
     met: list[tuple[str, str]] = []
 
     def look(frame: Any, event: str, argument: Any) -> None:
         if event == "call" and "/synk/_" in frame.f_code.co_filename:
             function = (frame.f_code.co_filename.rpartition("/synk/")[2], frame.f_code.co_name)
-            if function[1] != "wait" or function not in met[-1:]:
+            is_setting = function[0] == "_wire/settings.py"
+            if is_setting == of_settings and (function[1] != "wait" or function not in met[-1:]):
                 met.append(function)
 
     sys.setprofile(look)
@@ -353,9 +355,12 @@ def test_a_repeated_call_goes_through_few_functions(shared_runtimes: Any) -> Non
     for number in range(5):
         f(np.full(5, float(number)), x, y)
     master = min((functions_of(lambda k=k: f(np.full(5, float(k)), x, y)) for k in range(12)), key=len)
-    assert len(master) <= 12, master
-    assert len({file for file, _ in master}) <= 5, master
-    assert len({name for _, name in master} - {"wait"}) >= len(master) - 2, "a stage is entered twice"
+    reads = functions_of(lambda: f(np.ones(5), x, y), of_settings=True)
+    assert [name for _, name in reads].count("read") == 1
+    assert len(reads) <= 17, reads
+    assert len(master) <= 21, master
+    assert len({file for file, _ in master}) <= 11, master
+    assert len(set(master)) >= len(master) - 1, "a stage is entered twice; two ranks are rung"
     if sys.version_info < (3, 11):
         pytest.skip("the profiler of Python 3.10 holds on to the arguments, so the worker's calls are ordinary ones")
     trace(True)
@@ -395,9 +400,22 @@ def test_a_call_with_keywords_a_variable_and_a_batch_goes_through_few_functions(
         call()
     is_same = len(batches) == 1
     master = min((functions_of(call) for _ in range(16)), key=len)
-    assert len(master) <= (20 if is_same else 45), master
-    assert len({file for file, _ in master}) <= (8 if is_same else 12), master
-    stages = ("run", "compare", "send", "finish", "_wait", "build", "commit")
+    assert len(master) <= (26 if is_same else 48), master
+    assert len({file for file, _ in master}) <= (14 if is_same else 17), master
+    master = [step for step in master if step[0] != "_wire/channel.py"]
+    stages = (
+        "call_again",
+        "fits",
+        "values",
+        "send",
+        "stage",
+        "ring",
+        "complete",
+        "hear",
+        "conclude",
+        "build",
+        "commit",
+    )
     assert [sum(name == stage for _, name in master) for stage in stages] == [1] * len(stages)
     trace(True)
     for _ in range(16):
@@ -420,7 +438,7 @@ def test_a_call_with_tensors_and_a_number_goes_through_few_functions(shared_runt
         return (x * lr * y).sum()
 
     trace = tracer(rt)
-    f = rt.function(step, bcast_inputs="lr", framework="torch")
+    f = rt.function(step, bcast_inputs="lr", framework="torch", outputs="avg")
     x, y = torch.ones(8, 5), torch.ones(8, 5)
     following = itertools.count(1)
 
@@ -431,8 +449,8 @@ def test_a_call_with_tensors_and_a_number_goes_through_few_functions(shared_runt
     for _ in range(5):
         call()
     master = min((functions_of(call) for _ in range(12)), key=len)
-    assert len(master) <= 25, master
-    assert len({file for file, _ in master}) <= 9, master
+    assert len(master) <= 33, master
+    assert len({file for file, _ in master}) <= 15, master
     trace(True)
     for _ in range(12):
         call()
@@ -455,7 +473,7 @@ def test_a_replicated_step_goes_through_few_functions(shared_runtimes: Any) -> N
     @rep.function
     def step(model: Any, optimizer: Any, x: Any) -> Any:
         optimizer.zero_grad()
-        loss = model(x).sum()
+        loss = model(x).mean()
         loss.backward()
         optimizer.step()
         return loss
@@ -465,7 +483,7 @@ def test_a_replicated_step_goes_through_few_functions(shared_runtimes: Any) -> N
         step(x)
     waited = min((functions_of(lambda: step(x)) for _ in range(12)), key=len)
     submitted = min((functions_of(lambda: step.submit(x).result()) for _ in range(12)), key=len)
-    for master, most in ((waited, 26), (submitted, 42)):
+    for master, most in ((waited, 34), (submitted, 54)):
         assert not {"launch", "bind", "collecting"} & {name for _, name in master}
         assert len(master) <= most, master
     pending = [step.submit(x) for _ in range(12)]  # each begins when the one before has ended
@@ -491,7 +509,7 @@ def test_a_call_on_the_ordinary_way_enters_each_stage_once(shared_runtimes: Any)
     for _ in range(4):
         f(rows, y=targets, batch=6, num_slices=2)
     master = min((functions_of(lambda: f(rows, y=targets, batch=6, num_slices=2)) for _ in range(8)), key=len)
-    stages = ("run_call", "launch", "_divide", "plan_call", "stage", "write_numbers", "collect", "build")
+    stages = ("run_call", "launch", "_divide", "plan_call", "_send_new", "stage", "write_bounds", "complete", "build")
     assert [sum(name == stage for _, name in master) for stage in stages] == [1] * len(stages)
     trace(True)
     for _ in range(8):
@@ -538,8 +556,8 @@ def test_a_submitted_call_goes_through_few_functions(shared_runtimes: Any) -> No
             assert oldest.result() == 40.0 * (number - 2)
         met.append(functions)
     fewest = min(met[15:], key=len)
-    assert len(fewest) <= 24, fewest
-    assert len({file for file, _ in fewest}) <= 10, fewest
+    assert len(fewest) <= 36, fewest
+    assert len({file for file, _ in fewest}) <= 17, fewest
     assert not {"launch", "bind", "collecting"} & {name for _, name in fewest}
     for each in pending:
         each.result()
@@ -563,12 +581,12 @@ def shown_paths() -> list[list[tuple[str, str]]]:
     page = (PACKAGE_FOLDER / "docs" / "design.md").read_text(encoding="utf-8")
     section = page.partition("## The path of one call")[2].partition("Five invariants")[0]
     blocks = section.split("```")[1::2]
-    return [re.findall(r"(_\w+/\w+\.py) +([\w.]+)", block) for block in blocks]
+    return [re.findall(r"(_\w+/[\w/]+\.py) +([\w.]+)", block) for block in blocks]
 
 
 def test_the_design_page_shows_functions_that_exist() -> None:
     paths = shown_paths()
-    assert [len(path) for path in paths] == [4, 19]
+    assert [len(path) for path in paths] == [14, 18]
     for file, name in itertools.chain(*paths):
         tree: ast.AST = ast.parse((PACKAGE_FOLDER / "synk" / file).read_text(encoding="utf-8"))
         for part in name.split("."):

@@ -20,9 +20,10 @@ BELOW: dict[str, tuple[str, ...]] = {
     "_wire": ("_pure", "errors", "_version"),
     "backends": ("_wire", "_pure", "errors"),
     "communicators": ("_wire", "_pure", "errors"),
-    "_master": ("communicators", "backends", "_wire", "_pure", "errors", "_version"),
-    "_worker": ("communicators", "backends", "_wire", "_pure", "errors", "_version"),
-    "_api": ("_master", "communicators", "backends", "_wire", "_pure", "errors", "_version"),
+    "cuda": ("communicators", "backends", "_wire", "_pure", "errors"),
+    "_master": ("cuda", "communicators", "backends", "_wire", "_pure", "errors", "_version"),
+    "_worker": ("cuda", "communicators", "backends", "_wire", "_pure", "errors", "_version"),
+    "_api": ("_master", "cuda", "communicators", "backends", "_wire", "_pure", "errors", "_version"),
     "torch": ("_api", "_wire", "_pure", "errors"),
     "": ("torch", "_api", "_master", "_worker", "_wire", "errors", "_version"),
     "__main__": ("",),
@@ -30,9 +31,16 @@ BELOW: dict[str, tuple[str, ...]] = {
 }
 """What each folder, or file beside the folders, may import; ``""`` is the package's own ``__init__``."""
 
+INNER = {
+    "_master": ("code processes", "workers", "state", "session", "contents", "collectives", "calls", "flight"),
+    "_worker": ("failpoints held", "failures comm", "call", "rank", "loop"),
+}
+"""The folders, and files beside them, of each half, from the ground up; those of one floor do not know each other."""
+
 FOLDERS = ("_api", "_master", "_worker", "_wire", "_pure")
 
 SEES_ALSO = {
+    "synk.backends": "cuda",  # by name, when a backend is opened
     "synk._api.inline": "_worker",  # a rank in the master's process: the one place where both halves meet
     "synk.torch._replicate": "_master",
     "synk.torch._rank": "_worker",
@@ -90,13 +98,28 @@ def violations(modules: dict[str, str]) -> list[str]:
         if own not in BELOW:
             found.append(f"{name} lies in no known folder")
             continue
+        if own in INNER and name.count(".") > 1 and floor_of(own, name.split(".")[2]) < 0:
+            found.append(f"{name} lies in no known folder of {own}")
         for target in sorted(targets):
             part = part_of(target)
             if part != own and part not in BELOW[own] and SEES_ALSO.get(name) != part:
                 found.append(f"{name} imports {target}")
             if target == f"synk.{own}" and own in FOLDERS:
                 found.append(f"{name} imports its folder")
+            if own in INNER and part == own and name.count(".") > 1 and not is_below(target, name):
+                found.append(f"{name} imports {target}, which is not below it")
     return found + [f"circle: {' -> '.join(circle)}" for circle in circles(graph)]
+
+
+def is_below(target: str, name: str) -> bool:
+    """Whether a file lies in the same inner folder of its half as another one, or on a lower floor."""
+    (_, half, room, *_), (_, _, own, *_) = target.split("."), name.split(".")
+    return room == own or floor_of(half, room) < floor_of(half, own)
+
+
+def floor_of(half: str, room: str) -> int:
+    """Return the floor on which a folder of a half lies, or a file beside the folders; -1 where it is not known."""
+    return next((floor for floor, rooms in enumerate(INNER[half]) if room in rooms.split()), -1)
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
@@ -124,14 +147,19 @@ def test_every_import_follows_the_rule() -> None:
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("synk._pure.shards", "import synk._master.placement"),
+        ("synk._pure.shards", "import synk._master.processes.placement"),
         ("synk._pure.shards", "from synk._wire import memory"),
         ("synk._pure.shards", "import synk"),
-        ("synk._worker.execute", "def f():\n    from synk._master.call import run_call"),
-        ("synk._master.call", "if TYPE_CHECKING:\n    from synk._worker.rank import Worker"),
-        ("synk._master.call", "import importlib\nimportlib.import_module('synk._worker.rank')"),
-        ("synk._master.call", "from synk import _worker"),
-        ("synk._master.workers", "def f():\n    from synk._master.call import run_call"),
+        ("synk._master.workers.workers", "from synk._master.calls.call import launch"),
+        ("synk._master.code.book", "from synk._master.processes.output import Output"),
+        ("synk._master.session", "from synk._master.collectives import broadcast"),
+        ("synk._worker.held.pages", "def f():\n    from synk._worker.comm.comm import comm"),
+        ("synk._master.attic", "x = 1"),
+        ("synk._worker.call.execute", "def f():\n    from synk._master.calls.call import run_call"),
+        ("synk._master.calls.call", "if TYPE_CHECKING:\n    from synk._worker.rank import Worker"),
+        ("synk._master.calls.call", "import importlib\nimportlib.import_module('synk._worker.rank')"),
+        ("synk._master.calls.call", "from synk import _worker"),
+        ("synk._master.workers.workers", "def f():\n    from synk._master.calls.call import run_call"),
         ("synk._api.runtime", "from synk._worker.rank import Worker"),
         ("synk._api.data", "from synk import Runtime"),
         ("synk.backends._numpy", "from synk.communicators import open_communicator"),

@@ -1,7 +1,8 @@
 """Run a program as ``python`` would, and verify each synk function at its first call: serial and plain equal parallel.
 
 Usage: python tests/verified.py <path> [arguments]. A function that communicates or is built with ``per_rank=True``
-stands outside of that promise, and is let off where the report says so.
+stands outside of that promise, and is let off where the report says so; one that communicates has to run serially and
+with one row as well.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import runpy
 import sys
 from collections.abc import Callable
 from typing import Any
+
+from talking import check_on_one_rank, talks
 
 import synk
 
@@ -32,6 +35,8 @@ def verifying(method: Callable[..., Any]) -> Callable[..., Any]:
             is_plain = not any(output.plain_verdict == "different" for output in report.outputs)
             is_fine = is_plain and not report.stale and {output.verdict for output in report.outputs} <= FINE
             assert report or is_fine, report
+            if talks(self):
+                return check_on_one_rank(self, method, args, kwargs)
         return method(self, *args, **kwargs)
 
     return call

@@ -64,28 +64,28 @@ def message(name: str, nbytes: int, repetitions: int) -> Call:
         start = time.perf_counter()
         for _ in range(repetitions if rank < 2 else 0):
             if name == "exchange":
-                requests = [comm.irecv(None, peer, out=other), comm.isend(array, peer)]
+                requests = [comm.irecv(peer, out=other), comm.isend(array, peer)]
                 _work.spin(WORK_S)
                 comm.wait_all(requests)
             elif name == "to_a_sleeper":
                 if rank == 1:
                     time.sleep(NAP_S)
-                    comm.recv(None, peer, out=other)
+                    comm.recv(peer, out=other)
                     start = time.perf_counter()
                 else:
                     comm.isend(array, peer)
             elif name == "one_way":
                 if rank == 0:
                     comm.send(array, peer)
-                    comm.recv(ack, peer)
+                    comm.recv(peer, like=ack)
                 else:
-                    comm.recv(None, peer, out=other)
+                    comm.recv(peer, out=other)
                     comm.send(ack, peer)
             elif rank == 0:
                 comm.send(array, peer)
-                comm.recv(other, peer)
+                comm.recv(peer, like=other)
             else:
-                comm.recv(other, peer)
+                comm.recv(peer, like=other)
                 comm.send(array, peer)
         return (time.perf_counter() - start) / num_messages
 
@@ -109,9 +109,9 @@ def _kalman(nbytes: int, *, is_ordered: bool) -> Call:
             mean = call(work, 2 / 3, a, b)
             for tag, array in enumerate((given, b, given, a), 1):
                 send(array, 1, tag)
-            return mean, recv(None, 1, 5)
+            return mean, recv(1, 5)
         if synk.comm.rank == 1:
-            h, b, sigma, a = (recv(None, 0, tag) for tag in (1, 2, 3, 4))
+            h, b, sigma, a = (recv(0, tag) for tag in (1, 2, 3, 4))
             solved = call(work, 8 / 3, b, h)
             product = call(work, 2, a, solved)
             send(call(work, 2, product, sigma), 0, 5)
@@ -137,7 +137,7 @@ def _kalman(nbytes: int, *, is_ordered: bool) -> Call:
 def _deadlock() -> Call:
     """Have all ranks wait for each other; return the seconds until the master has the error."""
     size = WORLD_SIZE
-    function = synk.function(lambda x: synk.comm.recv(None, (synk.comm.rank + 1) % size), outputs=None)
+    function = synk.function(lambda x: synk.comm.recv((synk.comm.rank + 1) % size), outputs=None)
     rows = np.zeros(size)
 
     def call(number: int) -> float:

@@ -22,9 +22,9 @@ def prepare(job: str, is_parallel: bool = False) -> Call:
     model, optimizer, x, y = _models.make("empty" if job in ("nothing", "plain", "own") else job)
     run: Any
     if job == "plain":
-        run = synk.function(lambda x, y: x.sum(), framework="torch")
+        run = synk.function(lambda x, y: x.sum(), framework="torch", outputs="avg")
     elif job == "nothing":
-        run = synk.torch.replicate(torch.nn.Module()).function(lambda model, x, y: x.sum())
+        run = synk.torch.replicate(torch.nn.Module()).function(lambda model, x, y: x.sum(), outputs="avg")
     elif job == "own":
         run = synk.function(_models.own_step, framework="torch")
     elif is_parallel:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, overload
 
 from synk._api.function import Function, P
 from synk._master.session import Session
+from synk._pure.ops import DEFAULT_OP
 
 
 class Decorator(Protocol):
@@ -31,7 +32,7 @@ def function(
     fn: Callable[P, Any],
     *,
     bcast_inputs: str | Sequence[str] = (),
-    outputs: Any = "avg",
+    outputs: Any = DEFAULT_OP,
     updates: Any = (),
     changes: Any = (),
     framework: str | None = None,
@@ -46,7 +47,7 @@ def function(
     fn: None = None,
     *,
     bcast_inputs: str | Sequence[str] = (),
-    outputs: Any = "avg",
+    outputs: Any = DEFAULT_OP,
     updates: Any = (),
     changes: Any = (),
     framework: str | None = None,
@@ -60,7 +61,7 @@ def function(
     fn: Callable[..., Any] | None = None,
     *,
     bcast_inputs: str | Sequence[str] = (),
-    outputs: Any = "avg",
+    outputs: Any = DEFAULT_OP,
     updates: Any = (),
     changes: Any = (),
     framework: str | None = None,
@@ -80,7 +81,8 @@ def function(
     outputs : op, or nesting of ops
         ``"avg"`` (weighted by rows), ``"sum"``, ``"prod"``, ``"min"``, ``"max"``, ``"gather"``, ``"first"``, None (a
         list with one entry per rank) or a callable ``op(a, b)``. One for all outputs, or a
-        structure like that of the result.
+        structure like that of the result. A Series or a DataFrame is one output: joined with its index under
+        ``"gather"``, and reduced only where its labels are equal on all ranks.
     updates : sequence of Shared, or of (Shared, op)
         Variables that the function updates; it then returns ``(outputs, new_values)``.
     changes : Resident or sequence of Resident
@@ -114,12 +116,13 @@ def function(
 
     Warns
     -----
+    OpMismatch
+        At the first call in which a rank has four rows, once, if ``outputs`` was not named and an output is no average
+        over rows. One rank runs a copy of the function on parts of its rows to find out (see the design page). Where
+        that says nothing (random draws, effects, ``synk.comm``, ``per_rank``, JAX and Numba, functions of more than a
+        second or 64 MB) nothing is said: ask :meth:`Function.verify`.
     RowShapedOutput
-        At a call, once: an output under ``"avg"``, ``"sum"``, ``"prod"``, ``"min"`` or ``"max"`` has one row for each
-        row of its rank, and wants ``"gather"``. It was seen to follow the rows, from one call to the next or because
-        one rank ran a copy of the function again without its last row (see the design page). Where neither happened
-        (submitted calls, single rows, functions of more than a second or 64 MB, all with the same rows each time)
-        nothing is said: ask :meth:`Function.verify`.
+        The same for an output that has one row for each row of its rank, and wants ``"gather"``.
 
     Notes
     -----

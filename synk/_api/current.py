@@ -8,7 +8,7 @@ from typing import Any
 
 from synk._api.notebook import notebook_cell
 from synk._api.runtime import Runtime
-from synk._master.output import report
+from synk._master.processes.output import report
 from synk._master.session import current_session
 from synk._pure.interrupts import deferred
 from synk._wire.cell import cell, refuse_inside_worker

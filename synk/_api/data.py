@@ -20,6 +20,7 @@ from synk._master.contents import Contents, DataHandle
 from synk._master.session import Session
 from synk._pure.arrays import as_plain_array, check_shareable
 from synk._pure.interrupts import deferred
+from synk._pure.nested import check_no_list
 from synk._pure.show import table
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.memory import Segment
@@ -77,6 +78,7 @@ class Data(DataHandle, ArrayLike):
         label = self._label
         shape = (int(shape),) if isinstance(shape, (int, np.integer)) else None if shape is None else tuple(shape)
         if value is not None:
+            check_no_list(value, "make", label)
             array = as_plain_array(value, label)
             self._dtype = check_shareable(np.dtype(dtype) if dtype is not None else array.dtype, label)
             if shape is not None and shape != array.shape:
@@ -194,6 +196,7 @@ class Data(DataHandle, ArrayLike):
             If the memory does not suffice; the old contents stay.
         """
         self._session.check_open(f"set {self._label}")
+        check_no_list(value, "set", self._label)
         array = as_plain_array(value, self._label)
         if array.ndim != self._ndim:
             raise ValueError(f"cannot set {self._label}: got {array.ndim} axes, expected {self._ndim}.")

@@ -23,20 +23,19 @@ from synk._api.options import (
     partial_name,
 )
 from synk._api.plain import PlainCall
-from synk._api.progress import with_progress
-from synk._api.stream import arguments, blocks, check_batch_size, stream
-from synk._api.verify import Report, Tolerance, verify
-from synk._master.call import CallOptions
-from synk._master.callee import Callee, FunctionHandle
-from synk._master.ordinary import run_call
-from synk._master.pending import PendingCall
-from synk._master.quiet import NOT_QUIET
+from synk._api.stream import arguments, blocks, check_batch_size, stream, with_progress
+from synk._api.verify import Report, verify
+from synk._master.calls.call import UNFIT, CallOptions, call_again, run_call
+from synk._master.calls.callee import Callee, FunctionHandle
+from synk._master.flight.pending import PendingCall
 from synk._master.session import Session, current_session
+from synk._pure.comparison import Tolerance
 from synk._pure.limits import check_timeout
-from synk._pure.ops import check_outputs
+from synk._pure.ops import DEFAULT_OP, check_outputs
 from synk._pure.show import table
 from synk._pure.tracebacks import outline
 from synk._wire.cell import refuse_inside_worker
+from synk._wire.control import Traits
 from synk.errors import WorkerDied
 
 P = ParamSpec("P")
@@ -87,12 +86,14 @@ class Function(FunctionHandle, Generic[P]):
     where they were changed in place, except for what only the rank has changed.
     """
 
+    _known = Traits(0)  # what it does that means the same in a serial call
+
     def __init__(
         self,
         fn: Callable[P, Any],
         *,
         bcast_inputs: str | Sequence[str] = (),
-        outputs: Any = "avg",
+        outputs: Any = DEFAULT_OP,
         updates: Any = (),
         changes: Any = (),
         framework: str | None = None,
@@ -169,10 +170,10 @@ class Function(FunctionHandle, Generic[P]):
         try:
             if output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
                 callee = self._callee
-                quiet, capture = callee.plans.quiet[0], callee.capture
-                if quiet is not None and capture is not None and capture.is_current() and not self._retry:
-                    result = quiet.run(callee.session, callee, args, kwargs, batch, shard_batch)
-                    if result is not NOT_QUIET:
+                compiled, capture, session = callee.plans.compiled[0], callee.capture, callee.session
+                if compiled is not None and session and capture and capture.is_current() and not self._retry:
+                    result = call_again(session, callee, compiled, args, kwargs, batch, shard_batch)
+                    if result is not UNFIT:
                         return result
                     has_looked = True
             options = CallOptions(
@@ -300,6 +301,7 @@ class Function(FunctionHandle, Generic[P]):
         function = self._renewed()
         callee = function._callee
         options = CallOptions(batch, None, check_slices(num_slices), None, check_timeout(timeout), is_trial=True)
+        without_draws = self._without_draws()
         return verify(
             self.name,
             self.outputs,
@@ -310,7 +312,13 @@ class Function(FunctionHandle, Generic[P]):
             is_per_rank=callee.per_rank,
             stale=stale,
             unknown=callee.uncompared,
+            known=self._known,
+            without_draws=None if without_draws is None else lambda changed: without_draws._run(args, kwargs, changed),
         )
+
+    def _without_draws(self) -> Function[...] | None:
+        """Return what to compare instead of a function that draws random numbers, where there is such a thing."""
+        return None
 
     def submit(
         self,
@@ -364,7 +372,7 @@ class Function(FunctionHandle, Generic[P]):
             session, capture = callee.session, callee.capture
             if session is not None and capture is not None and capture.is_current():
                 has_looked = True
-                pending: PendingCall | None = session.queue.submit_quietly(callee, args, kwargs, batch, shard_batch)
+                pending: PendingCall | None = session.queue.submit_again(callee, args, kwargs, batch, shard_batch)
                 if pending is not None:
                     return pending
         function = self if has_looked else self._renewed()
@@ -442,7 +450,7 @@ class Function(FunctionHandle, Generic[P]):
     def _run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, has_looked: bool = False
     ) -> Any:
-        """Run a call the ordinary way; ``has_looked``: what the function captured has just been compared."""
+        """Run a call that fits no compiled one; ``has_looked``: what the function captured has just been compared."""
         function = self if has_looked else self._renewed()
         if function is not self:
             return function._run(args, kwargs, options)

@@ -1,7 +1,7 @@
 """A rank inside the master's process, for a debugger: the same messages and answers, handled by direct calls.
 
-It stands behind the protocol of :class:`synk._master.process.Process`. A message is handled at once, as it is sent, in
-the thread that sends it; the answer lies in a pipe, and is waited for like that of any rank.
+It stands behind the protocol of :class:`synk._master.processes.process.Process`. A message is handled at once, as it is
+sent, in the thread that sends it; the answer lies in a pipe, and is waited for like that of any rank.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from synk._master.starting import own_versions
+from synk._master.workers.starting import own_versions
 from synk._pure.interrupts import deferred
 from synk._wire.cell import cell
 from synk._wire.channel import Channel
@@ -19,8 +19,8 @@ from synk._wire.descriptors import NONE, Descriptor, pipe
 from synk._wire.memory import Segment
 from synk._wire.messages import DOORBELL, HAS_BODY, Body, Kind, Status
 from synk._worker import failpoints as _failpoints
-from synk._worker.dispatch import handle
-from synk._worker.quiet import REPLIED, prepare
+from synk._worker.loop.dispatch import handle
+from synk._worker.loop.quiet import REPLIED, prepare
 from synk._worker.rank import Worker
 from synk.errors import SharedMemoryError
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from synk._api.options import partial_name
-from synk._api.progress import with_progress
-from synk._master.callee import Callee, FunctionHandle
-from synk._master.chunks import check_mapped
-from synk._master.item_map import ItemMap
+from synk._api.stream import with_progress
+from synk._master.calls.callee import Callee, FunctionHandle
+from synk._master.flight.chunks import check_mapped
+from synk._master.flight.item_map import ItemMap
 from synk._master.session import Session
 from synk._pure.interrupts import is_from_handler
 from synk._wire.cell import refuse_inside_worker

@@ -28,4 +28,4 @@ from synk._api.verbs import set_value as set_value
 from synk._api.verbs import shared as shared
 from synk._api.wrap import wrap as wrap
 from synk._api.wrapper import FunctionWrapper as FunctionWrapper
-from synk._master.pending import PendingCall as PendingCall
+from synk._master.flight.pending import PendingCall as PendingCall

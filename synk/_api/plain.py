@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 from synk._api.plain_arguments import plain_arguments
 from synk._api.plain_copy import RESIDENT, SHARED, Copy, NotComparable, copied
-from synk._master.callee import Callee
+from synk._master.calls.callee import Callee
 from synk._pure.generators import generator_states, restore_generators
 from synk._pure.interrupts import is_from_handler
 from synk._pure.tensors import array_of, is_plain, is_tensor
+from synk._wire.settings import kept
 from synk.backends._frameworks import Converter, host_converters
 from synk.errors import ReentrancyError
 
@@ -129,10 +130,10 @@ class PlainCall:
 
 @contextlib.contextmanager
 def _unseen() -> Iterator[None]:
-    """Drop what is printed and warned of, and put the generators of random numbers back."""
+    """Drop what is printed and warned of, and put settings and generators of random numbers back."""
     states, sink = generator_states(), io.StringIO()
     try:
-        with contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink), warnings.catch_warnings():
+        with contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink), kept():
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -1,7 +1,7 @@
 """The arguments of the plain function for those of a call.
 
 They are what was passed, and nothing that a call makes of it, for that may be the mistake: a column of a table stays
-one, and so does a list of arrays. Only what must have another form gets it: ``Data`` and rows of numbers in lists are
+one. Only what must have another form gets it: ``Data`` and rows of numbers in lists are
 arrays, ``batch`` picks rows, and a function with a framework gets tensors.
 """
 
@@ -14,11 +14,12 @@ import numpy as np
 
 from synk._api.data import Data
 from synk._api.plain_copy import NotComparable, why_no_handle
-from synk._master.arguments import Rows, select
-from synk._master.callee import Callee
-from synk._master.handles import Handle
+from synk._master.calls.arguments import Rows, select
+from synk._master.calls.callee import Callee
+from synk._master.code.handles import Handle
 from synk._pure.nested import SINGLE_VALUES, build, take_apart
 from synk._pure.sparse import is_csr
+from synk._pure.tables import is_table, taken_rows
 from synk._pure.tensors import is_tensor
 from synk._pure.trees import flatten, unflatten
 from synk.backends._frameworks import Converter, host_converters
@@ -78,6 +79,8 @@ class _PickedRows:
             return value[: self._selection.count]
         if isinstance(value, np.ndarray) or is_tensor(value) or is_csr(value):
             return value[self._selection.positions()]
+        if is_table(value):
+            return taken_rows(value, self._selection.positions())
         raise NotComparable(f"batch= picks rows of a {type(value).__name__} on the workers only")
 
 

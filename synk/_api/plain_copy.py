@@ -11,13 +11,13 @@ from typing import Any
 
 from cloudpickle.cloudpickle import _make_skeleton_class, _make_skeleton_enum
 
-from synk._master.arguments import ObjectPickler
+from synk._master.calls.arguments import ObjectPickler
+from synk._master.code.handles import Handle, HandlePickler
 from synk._master.code.modules import is_users_module
-from synk._master.handles import Handle, HandlePickler
-from synk._master.variable import VariableHandle
+from synk._master.state.variable import VariableHandle
 from synk._pure.interrupts import is_from_handler
 from synk._wire.memory import available_nbytes
-from synk._wire.pickling import Pickler
+from synk._wire.parcels import Pickler
 
 SHARED = "it uses shared variables, whose values are on the workers"
 RESIDENT = "it uses objects that live on the workers"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from synk._master.resident import ResidentHandle, ResidentObject
 from synk._master.session import Session
+from synk._master.state.resident import ResidentHandle, ResidentObject
 from synk._pure.interrupts import deferred
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.residents import resolve_resident

@@ -19,17 +19,17 @@ from synk._api.options import check_on_restart, entropy_of
 from synk._api.resident import Resident, make_resident
 from synk._api.shared import Shared
 from synk._master import collectives
-from synk._master.callee import Callee, distribute
-from synk._master.ends import watch_over
-from synk._master.placement import place
-from synk._master.profile import Profile
-from synk._master.program import check_program
-from synk._master.queue import Queue
-from synk._master.reports import where
+from synk._master.calls.callee import Callee, distribute
+from synk._master.calls.ends import watch_over
+from synk._master.flight.queue import Queue
+from synk._master.flight.tasks import Tasks
+from synk._master.processes.placement import place
+from synk._master.processes.program import check_program
+from synk._master.processes.reports import where
+from synk._master.processes.worker_process import WorkerProcess
 from synk._master.session import Session
-from synk._master.tasks import Tasks
-from synk._master.variable import Variable, check_owner
-from synk._master.worker_process import WorkerProcess
+from synk._master.state.profile import Profile
+from synk._master.state.variable import Variable, check_owner
 from synk._pure.limits import check_timeout
 from synk._pure.show import Text, table
 from synk._pure.tensors import num_torch_threads

@@ -8,7 +8,7 @@ import numpy as np
 
 from synk._master import collectives
 from synk._master.session import Session
-from synk._master.variable import Variable, VariableHandle
+from synk._master.state.variable import Variable, VariableHandle
 from synk._pure.read_only import read_only
 from synk._pure.show import table
 from synk._wire.variables import resolve_variable, value_as_array

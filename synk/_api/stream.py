@@ -10,8 +10,9 @@ import numpy as np
 
 from synk._api.data import Data
 from synk._api.shared import Shared
-from synk._pure.interrupts import is_from_handler
-from synk._pure.nested import SINGLE_VALUES, build, is_nested, paths, take_apart
+from synk._pure.interrupts import deferred, is_from_handler
+from synk._pure.nested import SINGLE_VALUES, build, check_no_list, is_nested, paths, take_apart
+from synk._pure.tables import is_table, taken_rows
 from synk._wire.control import NUM_LANES
 from synk.errors import add_note
 
@@ -108,6 +109,8 @@ def blocks(bound: BoundArguments, batch_size: int, name: str) -> tuple[int, Iter
         if not is_broadcast
         for path, leaf in _leaves(value)
     ]
+    for label, leaf in leaves:
+        check_no_list(leaf, "go through the rows of", f"{label} of {name!r}", label)
     lengths = {label: _num_rows(leaf, label, name) for label, leaf in leaves}
     if len(set(lengths.values())) != 1:
         got = ", ".join(f"{label} with {length} rows" for label, length in lengths.items()) or "no scattered argument"
@@ -157,5 +160,27 @@ def _num_rows(value: Any, label: str, name: str) -> int:
 def _cut(value: Any, rows: slice) -> Any:
     if is_nested(value):
         leaves, structure = take_apart(value)
-        return build(structure, iter([leaf if isinstance(leaf, SINGLE_VALUES) else leaf[rows] for leaf in leaves]))
-    return value[rows]
+        return build(
+            structure, iter([leaf if isinstance(leaf, SINGLE_VALUES) else _cut(leaf, rows) for leaf in leaves])
+        )
+    return taken_rows(value, rows) if is_table(value) else value[rows]
+
+
+def with_progress(results: Iterator[Any], name: str, length: int) -> Iterator[Any]:
+    """Return an iterator over the same results that shows how many there were; ``length`` 0: of an unknown number.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        Where tqdm is not installed.
+    """
+    try:
+        with deferred():  # an import that is broken off leaves half a module
+            from tqdm.auto import tqdm
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"cannot show the progress of {name!r}: got no module {error.name!r}, expected tqdm. Install it by "
+            'pip install "synkhronos[progress]", or pass progress=False.',
+            name=error.name,
+        ) from None
+    return iter(tqdm(results, desc=name, total=length or None))

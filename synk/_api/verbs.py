@@ -14,13 +14,13 @@ from synk._api.current import current
 from synk._api.data import Data
 from synk._api.resident import Resident
 from synk._api.shared import Shared
-from synk._master.profile import Profile
+from synk._master.state.profile import Profile
 from synk._pure.cores import num_cores
 from synk._pure.show import Text
 from synk._version import __version__
 from synk._wire.cell import cell
-from synk.backends._cupy import has_cupy
-from synk.backends._report import gpu_lines
+from synk.cuda._cupy import has_cupy
+from synk.cuda._report import gpu_lines
 
 
 def data(

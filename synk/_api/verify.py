@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from synk._api.plain import PlainCall, PlainOutputs
-from synk._master.call import CallOptions
-from synk._master.launched import Tried
-from synk._pure.dtypes import as_numbers, is_bfloat16
+from synk._master.calls.call import CallOptions
+from synk._master.calls.launched import Tried
+from synk._pure.comparison import MISSING, Tolerance, difference, fitting_ops, is_same
 from synk._pure.interrupts import is_from_handler
-from synk._pure.ops import REDUCE_OPS, Op, check_op, match_ops
-from synk._pure.partials import concatenate, join, reduce_into
+from synk._pure.ops import Op, match_ops
+from synk._pure.partials import concatenate
 from synk._pure.show import Text
 from synk._pure.trees import paths
 from synk._wire.control import Traits
 
 if TYPE_CHECKING:
-    from synk._master.variable import Variable
+    from synk._master.state.variable import Variable
 
 
 Try = Callable[[CallOptions], Tried]
@@ -107,32 +107,6 @@ class Report:
         return "\n".join([f"{self.function!r} against {others}:", *lines, *self.notes])
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """How far from the serial value is equal, as in ``numpy.allclose``; None for what rounding alone can do.
-
-    By default ``rtol`` is the square root of the dtype's precision (1.5e-8 for float64), and ``atol`` is that part of
-    the largest serial value, so that sums of numbers that cancel out are judged by the size of the whole output.
-    """
-
-    rtol: float | None
-    atol: float | None
-
-    def allows(self, value: np.ndarray, serial: np.ndarray) -> bool:
-        """Whether two arrays of numbers are equal but for rounding."""
-        dtypes = [array.dtype for array in (value, serial) if array.dtype.kind in "fc" or is_bfloat16(array.dtype)]
-        eps = max([_precision(dtype) for dtype in dtypes], default=0.0)
-        value, serial = as_numbers(value), as_numbers(serial)
-        rtol = eps**0.5 if self.rtol is None else self.rtol
-        finite = np.abs(serial)[np.isfinite(serial)]
-        atol = eps + eps**0.5 * float(finite.max(initial=0)) if self.atol is None else self.atol
-        return bool(np.allclose(value, serial, rtol=rtol, atol=atol, equal_nan=True))
-
-
-def _precision(dtype: np.dtype) -> float:
-    return 2.0**-7 if is_bfloat16(dtype) else float(np.finfo(dtype).eps)
-
-
 def verify(
     name: str,
     outputs: Any,
@@ -144,6 +118,8 @@ def verify(
     is_per_rank: bool,
     stale: Sequence[str] = (),
     unknown: Callable[[], Sequence[str]] = tuple,
+    known: Traits | None = None,
+    without_draws: Try | None = None,
 ) -> Report:
     """Run a call on trial, in parallel and serially, and the plain function in the program, and compare.
 
@@ -163,10 +139,19 @@ def verify(
         What the workers hold of the function that is out of date, each a sentence.
     unknown : callable
         Returns, after the calls, sentences on what nobody can tell.
+    known : Traits, optional
+        What the function does that means the same in parallel and serially.
+    without_draws : callable, optional
+        What to run instead of a function that draws random numbers.
     """
     serial_options = replace(options, num_slices=1, is_serial=True, is_apart=True)
     serial, started = run(serial_options), time.monotonic()
     again = run(serial_options)
+    switched = ""
+    if without_draws is not None and (serial.traits & Traits.DRAWS or _are_different(serial, again)):
+        switched = "Compared with all modules but batch norms in eval(), for it draws random numbers (as dropout does)."
+        run = without_draws
+        serial, again = run(serial_options), run(serial_options)
     serial_s = time.monotonic() - started
     apart = run(replace(options, num_slices=1, is_apart=True))  # what the function itself raises comes from here
     problem: Exception | None = None
@@ -177,31 +162,33 @@ def verify(
             raise
         combined, problem = None, error
     expected = [parts[0] for parts in serial.leaves]
-    is_random = not all(
-        is_same(parts[0], other[0], Tolerance(0, 0)) for parts, other in zip(serial.leaves, again.leaves)
+    is_random = _are_different(serial, again)
+    traits = (serial.traits | apart.traits | (combined.traits if combined is not None else Traits(0))) & ~(
+        known or Traits(0)
     )
-    traits = serial.traits | apart.traits | (combined.traits if combined is not None else Traits(0))
     reason = _reason(is_random, traits, is_per_rank)
     ops = match_ops(outputs, serial.skeleton, len(expected), repr(name))
     called = _call_plain(plain, serial.skeleton, ops, reason, serial_s)
-    plain_values = called.leaves if called.leaves is not None else [_MISSING] * len(expected)
+    plain_values = called.leaves if called.leaves is not None else [MISSING] * len(expected)
     results = []
     parts_at = dict(zip(paths(apart.skeleton), apart.leaves))
     values_at = dict(zip(paths(combined.skeleton), combined.leaves)) if combined is not None else {}
     for path, op, serial_value, plain_value in zip(paths(serial.skeleton), ops, expected, plain_values):
         parts = [parts_at[path][rank] for rank in apart.ranks] if path in parts_at else []
-        value = values_at.get(path, _MISSING)
+        value = values_at.get(path, MISSING)
         output = _compare(path, op, value, serial_value, parts, apart.rows, tolerance, reason)
         results.append(_beside_plain(output, serial_value, plain_value, tolerance) if called.is_run else output)
     if combined is not None:
         results += _compare_variables(combined.assigned, serial.assigned, tolerance, reason)
-    notes = [*_notes(is_random, traits, is_per_rank), called.note, *stale, *unknown()]
+    notes = [*_notes(is_random, traits, is_per_rank), switched, called.note, *stale, *unknown()]
     if problem is not None:
         notes.append(f"The call raised {type(problem).__name__}: {problem}")
     return Report(name, tuple(results), tuple(filter(None, notes)), tuple(stale))
 
 
-_MISSING = object()
+def _are_different(serial: Tried, again: Tried) -> bool:
+    exactly = Tolerance(0, 0)
+    return not all(is_same(parts[0], other[0], exactly) for parts, other in zip(serial.leaves, again.leaves))
 
 
 def _reason(is_random: bool, traits: Traits, is_per_rank: bool) -> str:
@@ -255,13 +242,9 @@ def _compare(
 ) -> VerifiedOutput:
     if op is None:
         return VerifiedOutput(path, op, "one per rank")
-    if value is not _MISSING and is_same(value, serial, tolerance):
+    if value is not MISSING and is_same(value, serial, tolerance):
         return VerifiedOutput(path, op, "equal", difference(value, serial))
-    matching = tuple(
-        word
-        for word in (*REDUCE_OPS, "gather", "first")
-        if word != op and is_same(combine(word, parts, rows), serial, tolerance)
-    )
+    matching = tuple(word for word in fitting_ops(parts, rows, serial, tolerance) if word != op)
     return VerifiedOutput(path, op, reason, difference(value, serial), matching)
 
 
@@ -295,67 +278,3 @@ def _compare_variables(
         kind = "shard" if variable.is_sharded else "replica"
         results.append(VerifiedOutput(f"variable {variable.name!r}", kind, "equal" if is_equal else reason, largest))
     return results
-
-
-# -- values -----------------------------------------------------------------------------------------------------------
-
-
-def _is_number(value: Any) -> bool:
-    array = np.asarray(value) if isinstance(value, (np.ndarray, np.generic, int, float, complex)) else None
-    return array is not None and (array.dtype.kind in "biufc" or is_bfloat16(array.dtype))
-
-
-def is_same(value: Any, serial: Any, tolerance: Tolerance) -> bool:
-    """Whether two outputs are equal: numbers but for rounding, everything else by its own ``==``."""
-    if value is _MISSING:
-        return False
-    if type(value) is list and type(serial) is list:  # the objects of rows
-        return len(value) == len(serial) and all(map(lambda a, b: is_same(a, b, tolerance), value, serial))
-    if _is_number(value) and _is_number(serial):
-        a, b = np.asarray(value), np.asarray(serial)
-        return a.shape == b.shape and tolerance.allows(a, b)
-    if isinstance(value, np.ndarray) or isinstance(serial, np.ndarray):
-        return np.shape(value) == np.shape(serial) and bool(np.all(np.asarray(value) == np.asarray(serial)))
-    try:
-        return bool(value == serial)
-    except Exception as error:  # a comparison is the user's code, and may say anything
-        if is_from_handler(error):
-            raise
-        return False
-
-
-def difference(value: Any, serial: Any) -> float:
-    """Return the largest absolute difference of two outputs; NaN where there is none to speak of."""
-    if value is _MISSING or not (_is_number(value) and _is_number(serial)) or np.shape(value) != np.shape(serial):
-        return float("nan")
-    a, b = as_numbers(np.asarray(value)), as_numbers(np.asarray(serial))
-    wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
-    with np.errstate(all="ignore"):
-        distance = np.abs(a.astype(wide) - b.astype(wide))
-    return float(distance[~np.isnan(distance)].max(initial=0.0))
-
-
-def combine(op: str, parts: Sequence[Any], rows: Sequence[int]) -> Any:
-    """Return the values of all ranks combined by ``op``, or nothing that equals anything where that has no meaning."""
-    if op == "first":
-        return parts[0] if parts else _MISSING
-    if op == "gather" and parts and all(type(part) is list for part in parts):
-        return join(parts, None)
-    if not parts or not all(isinstance(part, (np.ndarray, np.generic, int, float, complex)) for part in parts):
-        return _MISSING
-    arrays = [np.ascontiguousarray(part) if np.ndim(part) else np.asarray(part) for part in parts]
-    alike = len({(array.dtype, array.shape[1:] if op == "gather" else array.shape) for array in arrays}) == 1
-    if not alike or (op == "gather" and arrays[0].ndim == 0):
-        return _MISSING
-    if op == "gather":
-        return concatenate(arrays)
-    try:
-        check_op(op, arrays[0].dtype, "")
-    except TypeError as error:
-        if is_from_handler(error):
-            raise
-        return _MISSING
-    out = np.empty_like(arrays[0])
-    with np.errstate(all="ignore"):
-        reduce_into(op, arrays, rows, out)
-    return out

@@ -9,6 +9,7 @@ from synk._api.build import Decorator
 from synk._api.current import fork
 from synk._api.function import Function, P
 from synk._master.session import Session
+from synk._pure.ops import DEFAULT_OP
 from synk._wire.cell import cell, refuse_inside_worker
 
 
@@ -17,7 +18,7 @@ def wrap(
     fn: Callable[P, Any],
     *,
     bcast_inputs: str | Sequence[str] = (),
-    outputs: Any = "avg",
+    outputs: Any = DEFAULT_OP,
     updates: Any = (),
     changes: Any = (),
     framework: str | None = None,
@@ -32,7 +33,7 @@ def wrap(
     fn: None = None,
     *,
     bcast_inputs: str | Sequence[str] = (),
-    outputs: Any = "avg",
+    outputs: Any = DEFAULT_OP,
     updates: Any = (),
     changes: Any = (),
     framework: str | None = None,
@@ -46,7 +47,7 @@ def wrap(
     fn: Callable[..., Any] | None = None,
     *,
     bcast_inputs: str | Sequence[str] = (),
-    outputs: Any = "avg",
+    outputs: Any = DEFAULT_OP,
     updates: Any = (),
     changes: Any = (),
     framework: str | None = None,

@@ -8,7 +8,7 @@ from typing import Any
 from synk._api.data import Data
 from synk._api.function import Function
 from synk._api.verify import Report
-from synk._master.pending import PendingCall
+from synk._master.flight.pending import PendingCall
 
 
 class WrappedCall:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from synk._master.contents import DataHandle
-from synk._master.failures import raise_failures
 from synk._master.session import Session
-from synk._master.variable import Variable
+from synk._master.state.variable import Variable
+from synk._master.workers.failures import raise_failures
 from synk._pure.arrays import copy_into
 from synk._pure.ops import REDUCE_OPS, check_op
 from synk._pure.ranges import chunk_bounds

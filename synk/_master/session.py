@@ -19,19 +19,19 @@ from typing import Any
 
 import optree  # noqa: F401  (used when a result is nested: by then a file of that name may lie in the current folder)
 
-from synk._master.device_values import DeviceValues
-from synk._master.functions import Functions
-from synk._master.known import KnownByRank
-from synk._master.lanes import Lane, Lanes
-from synk._master.memory import Memory
-from synk._master.nccl_group import Group
-from synk._master.placement import Placement
-from synk._master.profile import Profile
-from synk._master.resident import Residents
-from synk._master.under_way import UnderWay
-from synk._master.variable import Variables
-from synk._master.waiting import interrupted
-from synk._master.workers import Workers
+from synk._master.processes.known import KnownByRank, Told
+from synk._master.processes.placement import Placement
+from synk._master.state.device_values import DeviceValues
+from synk._master.state.functions import Functions
+from synk._master.state.lanes import Lane, Lanes
+from synk._master.state.memory import Memory
+from synk._master.state.nccl_group import Group
+from synk._master.state.profile import Profile
+from synk._master.state.resident import Residents
+from synk._master.state.under_way import UnderWay
+from synk._master.state.variable import Variables
+from synk._master.workers.waiting import interrupted
+from synk._master.workers.workers import Workers
 from synk._pure.interrupts import deferred, is_from_handler, num_cancels
 from synk._pure.limits import lock_s
 from synk._wire.cell import cell, refuse_inside_worker
@@ -251,12 +251,12 @@ class Session:
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def _pack(
-        self, known: KnownByRank, content: Any, needed: Sequence[Segment], lane: int
+        self, known: KnownByRank, content: Any, needed: Sequence[Segment], lane: int, settings: Told | None
     ) -> tuple[Body | None, list[Segment]]:
         """Return the body of a message: its content, and whatever the rank does not know yet."""
         news = self.variables.news_for(known)
         wanted = [*needed, *(segment for variable in news for segment in variable.segments(known.rank))]
-        return known.body(content, wanted, self.lanes[lane], news)
+        return known.body(content, wanted, self.lanes[lane], news, settings)
 
     def _abort_collectives(self) -> None:
         self.residents.note_unsettled()  # a call that is broken off may have come through on some ranks only
@@ -354,6 +354,7 @@ class Session:
 
     def abandon_memory(self) -> None:
         """Let go of all memory but what the user's arrays lie in."""
+        self.workers.requests.clear()
         for lane in self.lanes:
             lane.close()
         self.functions.close()

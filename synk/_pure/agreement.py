@@ -1,9 +1,9 @@
-"""One structure for the outputs of several ranks, where some have None in the place of others' values under op None."""
+"""One structure for the outputs of several ranks; under op None they may differ."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from synk._pure.ops import each_op
 from synk._pure.trees import flatten, unflatten
@@ -16,28 +16,49 @@ class _Different(Exception):
     """The structures differ in another way."""
 
 
-def agreed(skeletons: Sequence[Any], outputs: Any) -> tuple[Any, list[list[int]]] | None:
-    """Return a skeleton that stands for all, and where each of its leaves lies among those of each rank.
+class Agreement(NamedTuple):
+    """One structure for all ranks.
+
+    Attributes
+    ----------
+    skeleton
+        With the number of each leaf in its place.
+    positions : list of list of int
+        ``positions[k][leaf]`` is where the leaf lies among those of the k-th rank, or ``MISSING``.
+    apart : dict
+        Of a leaf that stands for the k-th rank alone, the k.
+    """
+
+    skeleton: Any
+    positions: list[list[int]]
+    apart: dict[int, int]
+
+
+def agreed(skeletons: Sequence[Any], outputs: Any, ranks: Sequence[int], world_size: int) -> Agreement | None:
+    """Return a structure that stands for all, or None where they do not agree.
+
+    Where an op None stands for structures that differ there is a list with that of each rank.
 
     Parameters
     ----------
     skeletons : sequence
         Of each rank, the nesting of its outputs with the position of each leaf in its place.
     outputs : op or nesting of ops
-
-    Returns
-    -------
-    skeleton, positions
-        ``positions[k][leaf]`` is the position on the k-th rank, or ``MISSING``. None where they do not agree.
+    ranks : sequence of int
+        Their numbers.
+    world_size : int
 
     Examples
     --------
-    >>> agreed([(0, None), (0, 1)], ("sum", None))
-    ((0, 1), [[0, -1], [0, 1]])
-    >>> agreed([0, None], "sum") is None
+    >>> agreed([(0, None), (0, 1)], ("sum", None), (0, 1), 2)
+    Agreement(skeleton=(0, 1), positions=[[0, -1], [0, 1]], apart={})
+    >>> agreed([[], [0]], None, (0, 2), 3)
+    Agreement(skeleton=[[], None, [0]], positions=[[-1], [0]], apart={0: 1})
+    >>> agreed([0, None], "sum", (0, 1), 2) is None
     True
     """
     found: list[list[int]] = []  # the positions of each leaf
+    owners: dict[int, int] = {}
 
     def merge(nodes: Sequence[Any], outputs: Any) -> Any:
         given = [node for node in nodes if node is not None]
@@ -46,26 +67,53 @@ def agreed(skeletons: Sequence[Any], outputs: Any) -> tuple[Any, list[list[int]]
         first = given[0]
         if len(given) < len(nodes) and any(op is not None for op in each_op(outputs)):
             raise _Different
-        if any(type(node) is not type(first) for node in given):
-            raise _Different
+        keys = _common_keys(given)
         if isinstance(first, int):
             found.append([MISSING if node is None else node for node in nodes])
             return len(found) - 1
-        keys = list(first) if isinstance(first, dict) else range(len(first))
-        if any(len(node) != len(first) or (isinstance(first, dict) and node.keys() != first.keys()) for node in given):
-            raise _Different
-        parts = [merge([None if node is None else node[key] for node in nodes], _op_of(outputs, key)) for key in keys]
+        below = merge if outputs is None else merge_or_list
+        parts = [below([None if node is None else node[key] for node in nodes], _op_of(outputs, key)) for key in keys]
         if isinstance(first, dict):
             return type(first)(zip(keys, parts))
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
 
+    def merge_or_list(nodes: Sequence[Any], outputs: Any) -> Any:
+        num_found = len(found)
+        try:
+            return merge(nodes, outputs)
+        except _Different:
+            if outputs is not None:
+                raise
+        del found[num_found:]
+        everyone: list[Any] = [None] * world_size
+        for k, node in enumerate(nodes):
+            positions, structure = flatten(node)
+            leaves = list(range(len(found), len(found) + len(positions)))
+            found.extend([position if voter == k else MISSING for voter in range(len(nodes))] for position in positions)
+            owners.update(dict.fromkeys(leaves, k))
+            everyone[ranks[k]] = unflatten(structure, leaves)
+        return everyone
+
     try:
-        merged = merge(skeletons, outputs)
+        merged = merge_or_list(skeletons, outputs)
     except _Different:
         return None
     order, structure = flatten(merged)
-    positions = [[found[leaf][rank] for leaf in order] for rank in range(len(skeletons))]
-    return unflatten(structure, list(range(len(order)))), positions
+    positions = [[found[leaf][voter] for leaf in order] for voter in range(len(skeletons))]
+    apart = {place: owners[leaf] for place, leaf in enumerate(order) if leaf in owners}
+    return Agreement(unflatten(structure, list(range(len(order)))), positions, apart)
+
+
+def _common_keys(nodes: Sequence[Any]) -> Sequence[Any]:
+    """Return the keys or positions of nodes of one kind: none of leaves."""
+    first = nodes[0]
+    if any(type(node) is not type(first) for node in nodes):
+        raise _Different
+    if isinstance(first, int):
+        return ()
+    if any(len(node) != len(first) or (isinstance(first, dict) and node.keys() != first.keys()) for node in nodes):
+        raise _Different
+    return list(first) if isinstance(first, dict) else range(len(first))
 
 
 def _op_of(outputs: Any, key: Any) -> Any:

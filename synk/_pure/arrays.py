@@ -11,11 +11,10 @@ import numpy as np
 from synk._pure.dtypes import foreign_name
 from synk._pure.interrupts import deferred, is_from_handler
 from synk._pure.read_only import ReadOnlyArray
+from synk._pure.tables import is_table, kind_of
 from synk._pure.tensors import check_tensor, is_tensor
 
 PARALLEL_NBYTES = 1 << 24
-
-_LIST_HINT = " A list is rows: pass arrays that are to be divided each on its own in a tuple or a dict."
 
 _OPERATORS = (
     "__array_ufunc__", "__array_function__", "__add__", "__sub__", "__mul__", "__truediv__", "__pow__", "__matmul__",
@@ -52,12 +51,18 @@ def as_plain_array(value: Any, what: str) -> np.ndarray:
     Raises
     ------
     TypeError
-        For masked arrays (the mask would be lost), generators, ragged lists and arrays of objects.
+        For masked arrays (the mask would be lost), tables (the labels would be), generators, ragged lists and arrays of
+        objects.
     """
     if type(value) is np.ndarray:
         array = value
     elif is_masked(value):
         raise TypeError(f"cannot share {what}: got a masked array, and its mask would be lost. Pass value.filled(...).")
+    elif is_table(value):
+        raise TypeError(
+            f"cannot share {what}: got a {kind_of(value)}, whose labels an array does not have. Pass value.to_numpy(). "
+            "Only a scattered argument of a call is divided as a table, and a broadcast one arrives as it is."
+        )
     elif _computes_otherwise(type(value)):
         raise TypeError(
             f"cannot share {what}: got {type(value).__name__}, which computes in a way of its own, expected an array. "
@@ -80,8 +85,7 @@ def as_plain_array(value: Any, what: str) -> np.ndarray:
                 got = "a list whose entries differ in length or shape, expected rows of one shape"
             else:
                 got = f"{type(value).__name__}, which NumPy cannot turn into an array ({error})"
-            hint = _LIST_HINT if isinstance(value, list) else ""
-            raise TypeError(f"cannot share {what}: got {got}.{hint}") from error
+            raise TypeError(f"cannot share {what}: got {got}.") from error
         if type(array) is not np.ndarray:
             array = array.view(np.ndarray)
     if array.dtype.hasobject:
@@ -97,6 +101,8 @@ def _why_not(value: Any, array: np.ndarray) -> str:
             f"got a sparse matrix{kind}, expected an array, or the CSR format as a scattered argument of a call. Pass "
             "its tocsr() there, or its toarray()."
         )
+    if hasattr(value, "collect"):
+        return f"got a table that is still to be computed{kind}, expected one with rows. Pass its collect()."
     if hasattr(value, "columns"):
         return (
             f"got a table with columns of several kinds{kind}, expected numbers, text or records. Pass its columns, as "

@@ -1,7 +1,10 @@
 """Nested arguments: dicts, tuples, named tuples and dataclasses of arrays, taken apart and built again.
 
+So are sparse matrices and tables, where rows of them are wanted: they are structure around arrays, too.
+
 What counts as structure and what as rows is decided here. A list is rows, as ``numpy.asarray`` takes it, and so is a
-tuple of numbers or texts; every other tuple is structure, so arrays of equal length are never stacked.
+tuple of numbers or texts; every other tuple is structure, so arrays of equal length are never stacked. A list of arrays
+could be either, and is refused where rows are divided.
 """
 
 from __future__ import annotations
@@ -18,9 +21,14 @@ import numpy as np
 
 from synk._pure.interrupts import is_from_handler
 from synk._pure.sparse import csr_parts, is_csr
+from synk._pure.tables import is_table, table_parts
+from synk._pure.tensors import is_tensor
 
 SINGLE_VALUES = (str, bytes, bool, int, float, complex, np.generic)
 """What has no rows to divide, beside None."""
+
+_PLAIN_TYPES = frozenset((str, bytes, bool, int, float, complex, type(None)))
+_SEQUENCES = (list, tuple, collections.deque)
 
 LEAF = "leaf"
 WHOLE = "whole"
@@ -32,7 +40,8 @@ class Node(NamedTuple):
 
     Attributes
     ----------
-    kind : {"mapping", "fields", "named", "tuple", "sparse"}
+    kind : {"mapping", "fields", "named", "tuple", "rows"}
+        ``"rows"`` is a sparse matrix or a table: each of its parts is an array.
     make : callable
         What the container is built with: its class, in most cases.
     keys : tuple
@@ -45,6 +54,24 @@ class Node(NamedTuple):
     make: Callable[..., Any]
     keys: tuple[Any, ...]
     parts: tuple[Any, ...]
+
+
+class Place(NamedTuple):
+    """What is known of a leaf.
+
+    Attributes
+    ----------
+    path : str
+        As one would write it behind the argument's name; for part of a sparse matrix or a table the place of this one.
+    is_whole : bool
+        Whether every rank needs the leaf whole.
+    made_by : callable or None
+        What builds the sparse matrix or the table that it is part of.
+    """
+
+    path: str
+    is_whole: bool
+    made_by: Any
 
 
 def is_nested(value: Any) -> bool:
@@ -65,15 +92,74 @@ def is_nested(value: Any) -> bool:
     return isinstance(value, Mapping) or (dataclasses.is_dataclass(cls) and not isinstance(value, type))
 
 
-def take_apart(value: Any, *, has_sparse: bool = False) -> tuple[list[Any], Any]:
-    """Return the leaves of a nested value, and its structure.
+def has_inner_rows(value: Any) -> bool:
+    """Whether a value that is no array can be built of arrays with its rows: a sparse matrix, or a table."""
+    return is_csr(value) or is_table(value)
 
-    With ``has_sparse`` a sparse matrix whose rows can be divided is no leaf, but has some.
+
+def held_array(value: Any) -> Any:
+    """Return an array or tensor with axes that a list or tuple holds, at any depth; None where there is none.
+
+    Examples
+    --------
+    >>> held_array([1, 2]), held_array([[1, 2], [3, 4]]), held_array([{"x": (np.ones(2), 1)}])
+    (None, None, array([1., 1.]))
+    """
+    pending: list[Any] = [value] if isinstance(value, _SEQUENCES) else []
+    seen: set[int] = set()
+    while pending:
+        part = pending.pop()
+        if isinstance(part, (*_SEQUENCES, Mapping)):
+            parts = part.values() if isinstance(part, Mapping) else part
+            if id(part) not in seen and not _PLAIN_TYPES.issuperset(map(type, parts)):
+                seen.add(id(part))
+                pending += parts
+        elif getattr(part, "ndim", hasattr(type(part), "__array__")):
+            return part
+    return None
+
+
+def check_no_list(value: Any, verb: str, what: str, label: str = "", caller: str = "") -> None:
+    """Refuse a list of arrays, where it could mean rows or structure.
+
+    Parameters
+    ----------
+    verb, what : str
+        What cannot be done, for the error.
+    label : str
+        How the program writes the value; empty: there is no structure where it goes.
+    caller : str
+        The name of the function whose only argument it may have become by mistake.
 
     Raises
     ------
     TypeError
-        If a dataclass cannot be built from its fields.
+    """
+    array = held_array(value)
+    if array is None:
+        return
+    kind, stack = ("tensors", "torch.stack") if is_tensor(array) else ("arrays", "np.stack")
+    steps = [f"{stack}({label or '...'}) if each of them is one row"]
+    if label:
+        steps.append(f"tuple({label}) to divide the rows of each")
+    if caller:
+        name = caller if caller.isidentifier() else "f"
+        steps.append(f"{name}(*{label}) if they are the arguments, as in the batch of a loader")
+    raise TypeError(
+        f"cannot {verb} {what}: got a {type(value).__name__} of {kind}, which can mean rows or structure, expected an "
+        f"array{', or a tuple or dict of arrays' if label else ''}. Pass {', or '.join(steps)}."
+    )
+
+
+def take_apart(value: Any, *, by_rows: bool = False) -> tuple[list[Any], Any]:
+    """Return the leaves of a nested value, and its structure.
+
+    With ``by_rows`` a sparse matrix or a table whose rows can be divided is no leaf, but has some.
+
+    Raises
+    ------
+    TypeError
+        If a dataclass cannot be built from its fields, or a table cannot be pickled.
     RecursionError
         If it holds itself.
 
@@ -86,21 +172,21 @@ def take_apart(value: Any, *, has_sparse: bool = False) -> tuple[list[Any], Any]
     {'x': 'a', 'y': ('b', None)}
     """
     leaves: list[Any] = []
-    return leaves, _structure(value, leaves, has_sparse)
+    return leaves, _structure(value, leaves, by_rows)
 
 
-def _structure(value: Any, leaves: list[Any], has_sparse: bool) -> Any:
+def _structure(value: Any, leaves: list[Any], by_rows: bool) -> Any:
     if value is None:
         return None
-    if has_sparse and is_csr(value):
-        maker, arrays = csr_parts(value)
-        leaves += arrays
-        return Node("sparse", maker, (), (WHOLE, WHOLE, LEAF, LEAF))
     if not is_nested(value):
+        if by_rows and type(value) is not np.ndarray and has_inner_rows(value):
+            maker, arrays = csr_parts(value) if is_csr(value) else table_parts(value)
+            leaves += [array for array, _ in arrays]
+            return Node("rows", maker, (), tuple([WHOLE if is_whole else LEAF for _, is_whole in arrays]))
         leaves.append(value)
         return LEAF
     kind, make, keys, parts = _opened(value)
-    return Node(kind, make, keys, tuple([_structure(part, leaves, has_sparse) for part in parts]))
+    return Node(kind, make, keys, tuple([_structure(part, leaves, by_rows) for part in parts]))
 
 
 def _opened(value: Any) -> tuple[str, Callable[..., Any], tuple[Any, ...], Any]:
@@ -186,27 +272,25 @@ def build(structure: Any, leaves: Iterator[Any]) -> Any:
         return items if make is dict else make(items)
     if kind == "fields":
         return make(**dict(zip(keys, built)))
-    return make(*built) if kind in ("named", "sparse") else make(built)
+    return make(*built) if kind in ("named", "rows") else make(built)
 
 
 def paths(structure: Any, path: str = "") -> list[str]:
     """Return the place of each leaf, as one would write it behind the argument's name."""
+    return [place.path for place in places(structure, path)]
+
+
+def places(structure: Any, path: str = "") -> list[Place]:
+    """Return the place of each leaf."""
     if structure is None:
         return []
     if structure in (LEAF, WHOLE):
-        return [path]
-    kind, _, keys, parts = structure
-    if kind == "sparse":
-        steps = [""] * len(parts)
-    elif kind == "tuple":
+        return [Place(path, False, None)]
+    kind, make, keys, parts = structure
+    if kind == "rows":
+        return [Place(path, part == WHOLE, make) for part in parts]
+    if kind == "tuple":
         steps = [f"[{position}]" for position in range(len(parts))]
     else:
         steps = [f"[{key!r}]" if kind == "mapping" else f".{key}" for key in keys]
-    return [place for step, part in zip(steps, parts) for place in paths(part, path + step)]
-
-
-def are_whole(structure: Any) -> list[bool]:
-    """Return for each leaf whether it is one that every rank needs whole."""
-    if structure is None or isinstance(structure, str):
-        return [] if structure is None else [structure == WHOLE]
-    return [is_whole for part in structure.parts for is_whole in are_whole(part)]
+    return [place for step, part in zip(steps, parts) for place in places(part, path + step)]

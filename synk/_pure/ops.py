@@ -17,6 +17,15 @@ Op = str | Callable[[Any, Any], Any] | None
 REDUCE_OPS = ("avg", "sum", "prod", "min", "max")
 OPS = (*REDUCE_OPS, "gather", "first")
 
+
+class DefaultOp(str):
+    """The op of a function whose ``outputs`` nobody has named: it is checked whether it fits."""
+
+    __slots__ = ()
+
+
+DEFAULT_OP: Op = DefaultOp("avg")
+
 _WORDS = {
     "sum": "sum", "prod": "prod", "mean": "avg", "average": "avg", "min": "min", "amin": "min", "max": "max",
     "amax": "max", "all": "min", "any": "max", "concatenate": "gather", "vstack": "gather", "hstack": "gather",

@@ -101,7 +101,7 @@ def equal_reduction(op: Op, values: Sequence[np.ndarray]) -> Reduction | None:
 
     Whoever reduces the same places again and again does no more than combine them, in order, and divide.
     """
-    if not is_reducible(op) or any(value.dtype != accumulator_dtype(value.dtype) for value in values):
+    if not (is_reducible(op) and values) or any(value.dtype != accumulator_dtype(value.dtype) for value in values):
         return None
     return _UFUNCS[str(op)], values, len(values) if op == "avg" else 1
 

@@ -17,18 +17,19 @@ def is_csr(value: Any) -> bool:
     return isinstance(value, kinds) and value.ndim == 2
 
 
-def csr_parts(value: Any) -> tuple[CsrRows, tuple[np.ndarray, ...]]:
+def csr_parts(value: Any) -> tuple[CsrRows, list[tuple[np.ndarray, bool]]]:
     """Return what builds rows of a CSR matrix, and what it builds them from.
 
     Returns
     -------
     make : CsrRows
-    parts : tuple of ndarray
+    parts : list of (ndarray, is_whole)
         The stored elements and their columns, of the whole matrix; and for each row where its elements start and stop.
         So the rows are divided like those of any array, and nobody reads the elements of others.
     """
     num_elements = value.indptr[-1]
-    parts = value.data[:num_elements], value.indices[:num_elements], value.indptr[:-1], value.indptr[1:]
+    whole = value.data[:num_elements], value.indices[:num_elements]
+    parts = [*((array, True) for array in whole), (value.indptr[:-1], False), (value.indptr[1:], False)]
     is_matrix = isinstance(value, sys.modules["scipy.sparse"].csr_matrix)
     return CsrRows("csr_matrix" if is_matrix else "csr_array", value.shape[1]), parts
 
@@ -40,14 +41,16 @@ class CsrRows:
     Examples
     --------
     >>> import scipy.sparse
-    >>> make, (data, columns, starts, stops) = csr_parts(scipy.sparse.csr_array([[0, 1], [2, 3], [4, 0]]))
-    >>> make(data, columns, starts[1:], stops[1:]).toarray()
+    >>> make, parts = csr_parts(scipy.sparse.csr_array([[0, 1], [2, 3], [4, 0]]))
+    >>> make(*[array if is_whole else array[1:] for array, is_whole in parts]).toarray()
     array([[2, 3],
            [4, 0]])
     """
 
     kind: str
     num_columns: int
+    what = "sparse matrix"
+    cure = ".toarray(), by blocks of rows if it is large"
 
     def __call__(self, data: np.ndarray, columns: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Any:
         bounds = np.zeros(len(starts) + 1, starts.dtype)

@@ -39,13 +39,12 @@ class Up(IntEnum):
     """
 
     FUNCTION_NS = 0  # time in the user's function
-    WORKER_NS = 1  # time from doorbell to reply
-    RSS = 2  # resident bytes when they were last measured
-    PHASE = 3  # what the worker is doing: a Phase
-    OUTPUT_NBYTES = 4  # bytes of outputs that it has published since it started
-    BROKEN = 5  # number of the last NCCL group that this rank has given up
-    PUBLISHED = 6  # number of the last call whose outputs lay in the slot and looked as before; negative: did not
-    TRAITS = 7  # of a call on trial: what the function did, as Traits
+    RSS = 1  # resident bytes when they were last measured
+    PHASE = 2  # what the worker is doing: a Phase
+    OUTPUT_NBYTES = 3  # bytes of outputs that it has published since it started
+    BROKEN = 4  # number of the last NCCL group that this rank has given up
+    PUBLISHED = 5  # number of the last call whose outputs lay in the slot and looked as before; negative: did not
+    TRAITS = 6  # of a call on trial: what the function did, as Traits
 
 
 class Traits(IntFlag):

@@ -6,7 +6,12 @@ import contextlib
 import fcntl
 import os
 import socket
+import weakref
+from collections import deque
 from collections.abc import Callable
+from typing import Any
+
+from synk._pure.interrupts import deferred
 
 NONE = -1
 """What stands in the place of a descriptor that was given up."""
@@ -65,3 +70,38 @@ def packet_pair() -> tuple[socket.socket, Descriptor]:
     with ours, theirs:
         other = Descriptor(theirs.detach())
         return socket.socket(fileno=above_streams(ours.detach())), other
+
+
+class Orphans:
+    """Knows the owner of each descriptor, and which are without one.
+
+    Attributes
+    ----------
+    ended : deque of weakref.ref
+        Of owners that are gone, with a descriptor still open. Filled by the references themselves, at any time and in
+        any thread, in C: nothing can come between.
+    """
+
+    def __init__(self) -> None:
+        self.ended: deque[weakref.ref[Any]] = deque()
+        self._owners: dict[int, weakref.ref[Any]] = {}
+
+    def watch(self, fd: int, owner: object) -> None:
+        """Note that ``owner`` closes ``fd``, with :meth:`close`."""
+        self._owners[fd] = weakref.ref(owner, self.ended.append)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor on behalf of its owner. A signal handler runs before or after it, not in between."""
+        del self._owners[fd]
+        os.close(fd)
+
+    def close_all(self) -> None:
+        """Close what owners that are gone have left open."""
+        with deferred():
+            while self.ended:
+                owner = self.ended.popleft()
+                for fd in [fd for fd, reference in list(self._owners.items()) if reference is owner]:
+                    self.close(fd)
+
+
+orphans = Orphans()

@@ -14,7 +14,7 @@ import os
 import numpy as np
 
 from synk._pure.interrupts import is_from_handler
-from synk._wire.orphans import orphans
+from synk._wire.descriptors import orphans
 
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.13; so on x86-64 and AArch64

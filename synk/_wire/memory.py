@@ -19,9 +19,8 @@ import numpy.typing as npt
 
 from synk._pure.interrupts import deferred, is_from_handler
 from synk._pure.ranges import round_up
-from synk._wire.descriptors import above_streams
+from synk._wire.descriptors import above_streams, orphans
 from synk._wire.mapping import MappedFile, punch
-from synk._wire.orphans import orphans
 from synk.errors import SharedMemoryError
 
 PAGE_NBYTES = mmap.PAGESIZE

@@ -55,6 +55,10 @@ LARGE_NBYTES = 1 << 18
 """Outputs from this size on are reduced by the workers, each its own chunk; smaller ones by the master."""
 
 
+MIN_CHECKED_ROWS = 4
+"""Rows of a rank from which on it is checked whether the default op fits a function."""
+
+
 class Kind(IntEnum):
     """Messages from the master to a worker."""
 
@@ -70,6 +74,7 @@ class Kind(IntEnum):
     RESIDENT = 11  # an operation on resident objects, see synk._wire.residents
     PREFETCH = 10  # value = plan: bring the inputs of the call that will follow in this lane; gets no answer
     ITEMS = 12  # run a function on each of some items, see synk._wire.items
+    CHECK = 13  # see on trial whether the default op fits the function of the last call
 
 
 class Status(IntEnum):
@@ -269,6 +274,8 @@ class Body(NamedTuple):
         Segment through which functions communicate, where it is new.
     declarations : list of Declaration
         Shared variables that are new or have changed from the master's side.
+    settings : Told or None
+        Settings of the program, where they are others than the rank was told; on the rank their pickle.
     """
 
     segments: Sequence[tuple[int, int, bool, bool, bool, bool]] = ()
@@ -282,6 +289,7 @@ class Body(NamedTuple):
     declarations: Sequence[Any] = ()
     dropped_variables: Sequence[int] = ()
     dropped_residents: Sequence[int] = ()
+    settings: Any = None
     content: Any = None
 
 

@@ -22,7 +22,7 @@ class Adopt(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Tell of objects ``(version, is_torn)``."""
+    """Tell of objects ``(version, is_torn, mark)``."""
 
     resident_ids: tuple[int, ...]
 

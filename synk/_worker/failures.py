@@ -67,7 +67,7 @@ def _format(error: BaseException, depth: int = 0) -> str:
     elif context is not None and depth < 5:
         text = _format(context, depth + 1) + "\nDuring handling of the above exception, another exception occurred:\n\n"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if os.path.dirname(frame.filename) != _WORKER_FOLDER]
+    own = [frame for frame in frames if not frame.filename.startswith(_WORKER_FOLDER + os.sep)]
     lines = traceback.StackSummary.from_list(own or frames).format()
     if len(lines) > 60:
         lines = [*lines[:30], f"  ... {len(lines) - 60} more frames ...\n", *lines[-30:]]
@@ -78,7 +78,7 @@ def _pickle(error: BaseException) -> tuple[bytes | None, str]:
     """Return the exception pickled, or None where it is not fit to be raised in the master, and why."""
     if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
         return None, ""
-    from synk._worker.pickling import HostPickler
+    from synk._worker.held.pickling import HostPickler
 
     file = _CappedFile()
     try:

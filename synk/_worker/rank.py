@@ -1,6 +1,6 @@
 """What a rank is: its lanes, what it holds, its variables, its peers, and how it ends what its functions may do.
 
-A worker learns everything from its messages (``synk._worker.dispatch``); it never asks.
+A worker learns everything from its messages (``synk._worker.loop.dispatch``); it never asks.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any, cast
 
 import numpy as np
 
-from synk._wire.control import NUM_LANES, Up
+from synk._wire.control import NUM_LANES, Phase, Up
 from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, IS_COLLATERAL, LANE_SHIFT, Kind, Status
 from synk._worker import failpoints as _failpoints
-from synk._worker.collectives import Collectives
-from synk._worker.execute import Executor
+from synk._worker.call.execute import Executor, WorkerLane
+from synk._worker.call.peers import Peers
+from synk._worker.comm.collectives import Collectives
 from synk._worker.failures import pack_failure
-from synk._worker.held import Held
-from synk._worker.lanes import WorkerLane
-from synk._worker.peers import Peers
-from synk._worker.plans import LoadedFunction, PreparedPlan
-from synk._worker.residents import Residents
-from synk._worker.variables import Replica, VariableStore
+from synk._worker.held.held import Held
+from synk._worker.held.plans import LoadedFunction, PreparedPlan
+from synk._worker.held.residents import Residents
+from synk._worker.held.settings import Settings
+from synk._worker.held.variables import Replica, VariableStore
 from synk.backends import Backend, DeviceBackend, backend_module
 from synk.errors import SynkError
 
@@ -36,6 +36,8 @@ Doorbell = tuple[int, int, int, int]
 
 
 RSS_INTERVAL_NS = 1_000_000_000
+
+_PHASE, _FUNCTION = int(Up.PHASE), int(Phase.FUNCTION)  # members of an enumeration are slow to look up
 
 
 class Interrupted(KeyboardInterrupt):
@@ -49,7 +51,7 @@ class DeviceLost(SynkError):
 def _replica_type(backend: Backend) -> type[Replica]:
     if not backend.is_device:
         return Replica
-    from synk._worker.device_variables import DeviceReplica
+    from synk._worker.comm.device_variables import DeviceReplica
 
     return DeviceReplica
 
@@ -74,9 +76,12 @@ class Worker:
     held : Held
     variables : VariableStore
     residents : Residents
+    settings : Settings
     peers : Peers
     mapped : LoadedFunction or None
         The function of a map, while this rank runs some of its items.
+    check : Halves or None
+        While the function of a call is checked on trial; see ``synk._worker.loop.halves``.
     sequence : int
         Of the message under way.
     is_interruptible : bool
@@ -104,9 +109,11 @@ class Worker:
         self.used_lanes: set[int] = set()  # in which something may be remembered of a call
         self.down, self.up = self.lane.down, self.lane.up
         self.own_down, self.own_up = memoryview(self.down[rank]), self.lane.own_up
+        self.own_up[Up.PHASE] = Phase.IDLE  # whatever the one was at in whose place this one was started
         self.held = Held(self.backend)
         self.variables = VariableStore(rank, self.held.segments, self.down, self.backend, _replica_type(self.backend))
         self.residents = Residents()
+        self.settings = Settings()
         self.peers = Peers(rank, world_size, self.backend, self.down, self.up, eventfds)
         self.failpoint: Callable[[str], None] = _failpoints.nothing
         self.peek: Callable[[], Doorbell | None] = _see_nothing
@@ -114,12 +121,14 @@ class Worker:
             for lane in self.lanes:
                 lane.executor.inputs.look_ahead = self._look_ahead
         self.mapped: LoadedFunction | None = None
+        self.check: Any = None
         self.seed: Sequence[int] = (0,)  # and the key of this rank's own stream
         self.sequence = -1
         self.is_interruptible = False
         self.num_deferred = 0  # interrupts that came while they could not be raised
         self.is_held = False
         self.num_held = 0
+        self.num_collectives = 0  # that functions have begun
         self.rss_measured = 0
 
     def close(self) -> None:
@@ -136,6 +145,13 @@ class Worker:
         return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=tuple(key)))
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those among which a function counts: of the call under way; all outside of one, and in an item of a map."""
+        if self.mapped is None and self.own_up[_PHASE] == _FUNCTION:
+            return self.lane.ranks
+        return tuple(range(self.world_size))
+
+    @property
     def executor(self) -> Executor:
         return self.lane.executor
 
@@ -148,7 +164,10 @@ class Worker:
 
     def collectives(self) -> Collectives:
         """Return the collectives of the call under way, for ``synk.comm``."""
+        self.num_collectives += 1
         self.check_called()
+        if self.check is not None:
+            raise self.check.refused()
         if self.variables.is_sliced:
             raise ValueError(
                 f"cannot communicate in {self.function_name!r}: the call has num_slices above 1, so each rank runs the "
@@ -177,7 +196,7 @@ class Worker:
             others = self.used_lanes - {lane}
             if is_alone:
                 self.forget_lanes(others)
-            elif kind == Kind.CALL:
+            elif kind in (Kind.CALL, Kind.CHECK):
                 self._detach_outputs(others)
             self.used_lanes.add(lane)
 

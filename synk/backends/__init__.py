@@ -12,7 +12,7 @@ import numpy as np
 from synk._wire.memory import Segment
 from synk.backends._places import Places
 
-_MODULES = {"numpy": "synk.backends._numpy", "cupy": "synk.backends._cupy"}
+_MODULES = {"numpy": "synk.backends._numpy", "cupy": "synk.cuda._cupy"}
 BACKENDS = tuple(_MODULES)
 
 

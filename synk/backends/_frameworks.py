@@ -19,7 +19,7 @@ def host_converters(framework: str) -> tuple[Converter, Converter]:
 
     Arrays that the library has no dtype for (text, dates) stay what they are. The tensors are views. torch has none
     that are read-only: a function that writes into its input in place (``x += 1``, ``x.relu_()``) changes pages of this
-    process's own, which ``synk._worker.loans`` drops after the call.
+    process's own, which ``synk._worker.held.loans`` drops after the call.
 
     Raises
     ------

@@ -5,9 +5,12 @@ Pure functions of names and counts.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from synk._pure.ops import REDUCE_OPS
+from synk._pure.texts import short_repr
 from synk.communicators import Buffer
 from synk.errors import UnsupportedError
 
@@ -62,3 +65,25 @@ def check_rank(action: str, name: str, rank: int, world_size: int) -> None:
     """Raise ValueError unless ``rank`` lies in ``[0, world_size)``."""
     if not 0 <= rank < world_size:
         raise ValueError(f"cannot {action}: got {name}={rank}, expected a rank from 0 to {world_size - 1}.")
+
+
+def check_place(action: str, name: str, place: Any, num_ranks: int) -> None:
+    """Raise unless ``place`` is one of a call's ranks, as functions count them.
+
+    Raises
+    ------
+    TypeError
+        Where it is no int, as an array is.
+    ValueError
+        Where there is no such rank.
+    """
+    is_int = isinstance(place, (int, np.integer)) and not isinstance(place, bool)
+    if is_int and 0 <= place < num_ranks:
+        return
+    got = place if is_int else f"{type(place).__name__} {short_repr(place)}"
+    hint = ""
+    if action == "recv":
+        hint = " Write recv(peer, tag), with out=array where the message is to fill an array."
+    raise (ValueError if is_int else TypeError)(
+        f"cannot {action}: got {name}={got}, expected a rank of this call, an int from 0 to {num_ranks - 1}.{hint}"
+    )

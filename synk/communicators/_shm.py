@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from synk._pure.dtypes import dtype_name
 from synk._pure.ops import REDUCE_OPS
 from synk._wire.channel import Patience
 from synk._wire.memory import Segment
 from synk.communicators import Buffer, Capabilities
-from synk.communicators._buffers import DTYPE_NAMES, as_array
+from synk.communicators._buffers import DTYPE_NAMES, as_array, named_dtype
 from synk.communicators._layout import Layout, required_nbytes
 from synk.communicators._mailbox import Mailbox
 from synk.communicators._messages import Incoming
@@ -265,14 +266,14 @@ class ShmCommunicator(ShmCollectives):
 
     def send_array(self, array: np.ndarray, peer: int, tag: int) -> None:
         """Send a C-contiguous array, as ``send``."""
-        self._check_message("send", peer)
+        self._check_message("send", peer, array)
         self._rendezvous.is_unfinished = True
         self._mailbox.send(array, peer, tag)
         self._rendezvous.is_unfinished = False
 
     def isend_array(self, array: np.ndarray, peer: int, tag: int) -> None:
         """Send a C-contiguous array, which may be changed when this returns, without waiting for the receiver."""
-        self._check_message("send", peer)
+        self._check_message("send", peer, array)
         self._rendezvous.is_unfinished = True
         try:
             self._mailbox.isend(array, peer, tag)
@@ -287,7 +288,7 @@ class ShmCommunicator(ShmCollectives):
 
     def irecv_array(self, like: np.ndarray | None, peer: int, tag: int) -> Incoming:
         """Ask for the next message that was not asked for, to be received as by ``recv_array``."""
-        self._check_message("recv", peer)
+        self._check_message("recv", peer, like)
         return self._mailbox.irecv(like, peer, tag)
 
     def finish_message(self, message: Incoming) -> np.ndarray:
@@ -317,6 +318,8 @@ class ShmCommunicator(ShmCollectives):
                 "may no longer agree. Let its exception leave the function."
             )
 
-    def _check_message(self, kind: str, peer: int) -> None:
+    def _check_message(self, kind: str, peer: int, array: np.ndarray | None) -> None:
         self.check_member(kind, "peer", peer)
+        if array is not None:
+            named_dtype(dtype_name(array.dtype))  # refuses what the other side could not read
         self._check_whole()

@@ -18,7 +18,7 @@ from synk._pure.partials import reduce_into
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk.communicators import Buffer
 from synk.communicators._buffers import as_array, named_dtype
-from synk.communicators._checks import check_buffers, check_reduction
+from synk.communicators._checks import check_buffers, check_place, check_reduction
 from synk.communicators._rendezvous import Rendezvous, Request
 from synk.communicators._schedule import Steps
 from synk.errors import SynkError
@@ -83,9 +83,7 @@ class ShmCollectives:
 
     def all_reduce_arrays(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
         """Take the steps of ``all_reduce`` from one flat array into another, or the same one, as checked before."""
-        dtype = dtype_name(source.dtype)
-        named_dtype(dtype)  # refuses what the others could not read
-        yield from self._start("all_reduce", dtype, source.size, op, weight=weight)
+        yield from self._start("all_reduce", dtype_name(source.dtype), source.size, op, weight=weight)
         yield from self._reduce(source, target, op, is_receiver=True)
 
     def reduce_steps(
@@ -203,6 +201,8 @@ class ShmCollectives:
     ) -> Steps:
         """Show the others what this rank is about to do."""
         self._check_active(kind)
+        if dtype:
+            named_dtype(dtype)  # refuses what the others could not read
         yield
         self._has_agreed = False
         self._is_weighted = weight is not None
@@ -238,6 +238,18 @@ class ShmCollectives:
                 f"cannot run {kind} on rank {self.rank}: no call is running here. "
                 "Use collectives inside a function that the runtime called."
             )
+
+    def member(self, kind: str, role: str, place: Any) -> int:
+        """Return the number of the rank that functions know by its place among those of the call.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If there is none.
+        """
+        self._check_active(kind)
+        check_place(kind, role, place, len(self.ranks))
+        return self.ranks[place]
 
     def check_member(self, kind: str, role: str, rank: int) -> None:
         """Raise ValueError unless ``rank`` takes part in the call."""

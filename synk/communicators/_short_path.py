@@ -42,9 +42,13 @@ class ShortPath:
         self._capacity = mailbox.capacity
         self._written, self._read = rendezvous.written[self._rank], rendezvous.read[self._rank]
 
-    def _is_free(self, peer: int) -> bool:
+    def _free_rank(self, peer: object) -> int | None:
+        """Return the number of a rank, which functions know by its place in the call, if its messages may go here."""
         rendezvous = self._rendezvous
-        return peer in rendezvous.begun and not rendezvous.is_unfinished and self._mailbox.is_idle()
+        if type(peer) is not int or not 0 <= peer < len(rendezvous.ranks):
+            return None
+        rank = rendezvous.ranks[peer]
+        return rank if rank in rendezvous.begun and not rendezvous.is_unfinished and self._mailbox.is_idle() else None
 
     def send_now(self, array: object, peer: int, tag: int) -> bool:
         """Send a plain array if the ring takes all of it in one piece; return whether it was sent.
@@ -52,7 +56,7 @@ class ShortPath:
         The steps of ``_write``, for a rank that is awake and a peer that has begun, with nothing in between.
         """
         rendezvous = self._rendezvous
-        if type(array) is not np.ndarray or not self._is_free(peer):
+        if type(array) is not np.ndarray or (receiver := self._free_rank(peer)) is None:
             return False
         number, nbytes, num_axes = NUMBERS.get(array.dtype), array.nbytes, array.ndim
         if number is None or num_axes > MAX_INLINE_AXES or type(tag) is not int or tag < 0:
@@ -61,10 +65,10 @@ class ShortPath:
         total = (
             LINE_NBYTES if num_more <= 0 else LINE_NBYTES + (num_more + LINE_NBYTES - 1) // LINE_NBYTES * LINE_NBYTES
         )
-        written, ring = self._written, self._mailbox.to_peers[peer]
-        end = written[peer]
+        written, ring = self._written, self._mailbox.to_peers[receiver]
+        end = written[receiver]
         start = end % self._capacity
-        if start + total > self._capacity or total > self._capacity - end + rendezvous.read[peer][self._rank]:
+        if start + total > self._capacity or total > self._capacity - end + rendezvous.read[receiver][self._rank]:
             return False
         self._mailbox.is_used = True
         if nbytes <= INLINE_NBYTES and num_axes <= 1:
@@ -77,17 +81,17 @@ class ShortPath:
                 place += 8 * num_axes
             np.ndarray(array.shape, array.dtype, ring, place)[...] = array
         rendezvous.fence()
-        written[peer] = end + total
-        rendezvous.wake(peer)
+        written[receiver] = end + total
+        rendezvous.wake(receiver)
         return True
 
-    def recv_now(self, like: object, sender: int, tag: int) -> np.ndarray | None:
+    def recv_now(self, peer: int, tag: int, like: object) -> np.ndarray | None:
         """Return the next message if it is this one and in the ring, or soon is, in one piece; else None.
 
         The steps of ``_take_in``, for a rank that is awake and has nothing else under way.
         """
         rendezvous = self._rendezvous
-        if not self._is_free(sender):
+        if (sender := self._free_rank(peer)) is None:
             return None
         wanted = like if type(like) is np.ndarray else None
         if wanted is not like or (wanted is not None and wanted.dtype not in NUMBERS):

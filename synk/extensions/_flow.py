@@ -112,9 +112,9 @@ class Flow:
     >>> from synk.extensions.dataflow import flow
     >>> @flow
     ... def step(x):
-    ...     other = 1 - synk.comm.rank
+    ...     other = (synk.comm.rank + 1) % synk.comm.world_size
     ...     double = 2 * x
-    ...     theirs = flow.recv(None, other)
+    ...     theirs = flow.recv(other)
     ...     total = double.sum() + theirs.sum()
     ...     flow.send(x, other)
     ...     return total
@@ -140,11 +140,11 @@ class Flow:
         recording.message("send", name, lambda value: synk.comm.isend(value, peer, tag), array, peer, tag)
 
     @staticmethod
-    def recv(like: Any, peer: int, tag: int = 0) -> Deferred:
+    def recv(peer: int, tag: int = 0, *, like: Any = None) -> Deferred:
         """Return what rank ``peer`` sends, as ``synk.comm.recv`` does; it is waited for as late as possible."""
         recording = _recording("receive")
         name, peer, tag = _message("recv from", peer, tag)
-        return recording.message("recv", name, lambda value: synk.comm.irecv(value, peer, tag), like, peer, tag)
+        return recording.message("recv", name, lambda value: synk.comm.irecv(peer, tag, like=value), like, peer, tag)
 
     @staticmethod
     def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Deferred:

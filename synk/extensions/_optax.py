@@ -87,9 +87,7 @@ class OptaxRule:
         self._advance: Callable[..., Any] = jax.jit(advance)
 
     def __reduce__(self) -> Any:
-        import jax
-
-        return _arrived, (self._transformation, _has_64_bits(jax.config))
+        return OptaxRule, (self._transformation,)
 
     def __repr__(self) -> str:
         return f"from_optax({self._transformation!r})"
@@ -148,14 +146,6 @@ class OptaxRule:
         leaves_like(_NAME, spec, leaves, grads, "grads")
         params, own = self._advance(params, grads, state["optax"])
         return params, {"step": state["step"] + 1, "optax": own}
-
-
-def _arrived(transformation: Any, has_64_bits: bool) -> OptaxRule:
-    """Return a rule in the process that it was sent to; without the setting JAX would cut float64 there silently."""
-    import jax
-
-    jax.config.update("jax_enable_x64", has_64_bits)
-    return OptaxRule(transformation)
 
 
 def _as_numpy(leaf: Array) -> np.ndarray:

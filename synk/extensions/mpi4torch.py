@@ -3,7 +3,7 @@
 A program for it runs after ``import synk.extensions.mpi4torch as mpi4torch``; where modules of others import it by its
 name, after ``sys.modules["mpi4torch"] = synk.extensions.mpi4torch``. What differs:
 
-- Ranks are the places of those that run the call, and the communicator means something only in a function.
+- Ranks are those that run the call, and the communicator means something only in a function.
 - The in-place operations bring the values into their argument, but return another tensor, which has the gradient.
 - ``Recv`` and ``Irecv`` return what was received, and leave the tensor that says its shape as it is.
 - Messages can be differentiated once. Tags are below 2**20.
@@ -64,12 +64,12 @@ class _Communicator:
     @property
     def rank(self) -> int:
         """This rank's place among those of the call."""
-        return 0 if self._is_alone else comm.ranks.index(comm.rank)
+        return 0 if self._is_alone else comm.rank
 
     @property
     def size(self) -> int:
         """How many ranks there are."""
-        return 1 if self._is_alone else len(comm.ranks)
+        return 1 if self._is_alone else comm.world_size
 
     def Bcast_(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
         """Bring the values of ``root`` into the tensors of all, and return them: see :func:`synk.torch.broadcast`."""
@@ -120,7 +120,7 @@ class _Communicator:
 
     def Irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Handle:
         """Start to receive: see :func:`synk.torch.irecv`."""
-        return irecv(tensor, self._rank_of(source), tag)
+        return irecv(self._rank_of(source), tag, like=tensor)
 
     def Wait(self, waithandle: Handle) -> torch.Tensor:
         """Return what was received; of what was sent a tensor for ``JoinDummies``: see :func:`synk.torch.wait`."""
@@ -132,12 +132,12 @@ class _Communicator:
 
     def Recv(self, tensor: torch.Tensor, source: int, tag: int) -> torch.Tensor:
         """Return what was received: see :func:`synk.torch.recv`."""
-        return recv(tensor, self._rank_of(source), tag)
+        return recv(self._rank_of(source), tag, like=tensor)
 
     def _rank_of(self, place: int) -> int:
         if not 0 <= place < self.size:
             raise ValueError(f"cannot communicate with rank {place}: got a communicator of {self.size}.")
-        return comm.rank if self._is_alone else comm.ranks[place]
+        return comm.rank if self._is_alone else place
 
 
 class MPI_Communicator(_Communicator):

@@ -108,7 +108,7 @@ class _Recv(_Message):
         return Apply(self, [], [generic()])
 
     def perform(self, node: Apply, inputs: Sequence[Any], outputs: Any) -> None:
-        outputs[0][0] = synk.comm.irecv(None, self.peer, self.tag, out=np.empty(self.shape, self.dtype))
+        outputs[0][0] = synk.comm.irecv(self.peer, self.tag, out=np.empty(self.shape, self.dtype))
 
     def __str__(self) -> str:
         return f"{self.label}{{source: {self.peer}, tag: {self.tag}, shape: {self.shape}, dtype: {self.dtype}}}"

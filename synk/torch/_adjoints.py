@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from synk._worker.comm import comm
+from synk._worker.comm.comm import comm
 
 
 class Losses:
@@ -187,7 +187,7 @@ def _share(op: str) -> float | None:
     """Return what this rank counts in an average, as in those of ``synk.comm``; None for other ops."""
     if op != "avg":
         return None
-    return comm.rows / comm.total_rows if comm.total_rows else 1 / len(comm.ranks)
+    return comm.rows / comm.total_rows if comm.total_rows else 1 / comm.world_size
 
 
 def _shared(total: torch.Tensor, share: float | None) -> torch.Tensor:

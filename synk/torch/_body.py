@@ -29,8 +29,10 @@ def on_rank(resident_id: int) -> OnRank:
     return OnRank(resolve_resident(resident_id))
 
 
-def body_of(fn: Callable[..., Any], resident: Any, objects: Sequence[Any], trains: bool) -> Callable[..., Any]:
-    """Return what the workers run: ``fn`` on their own objects.
+def body_of(
+    fn: Callable[..., Any], resident: Any, objects: Sequence[Any], trains: bool, *, draws: bool = True
+) -> Callable[..., Any]:
+    """Return what the workers run: ``fn`` on their own objects; without ``draws``, on trial only, with no dropout.
 
     Raises
     ------
@@ -39,7 +41,8 @@ def body_of(fn: Callable[..., Any], resident: Any, objects: Sequence[Any], train
     """
 
     def body(*args: Any, **kwargs: Any) -> Any:
-        return resident.value.run(fn, trains, args, kwargs)
+        replica = resident.value
+        return (replica.run if draws else replica.run_without_draws)(fn, trains, args, kwargs)
 
     body.__name__ = getattr(fn, "__name__", type(fn).__name__)
     try:

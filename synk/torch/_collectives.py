@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from synk._worker.comm import comm
+from synk._worker.comm.comm import comm
 from synk.torch._adjoints import (
     AllGather,
     AllReduce,
@@ -195,7 +195,7 @@ def reduce_scatter(
     """
     rows = _rows("reduce_scatter", x, dim)
     lengths = _checked_sizes("reduce_scatter", len(rows), dim, sizes)
-    return apply(ReduceScatter, _stacked(rows, lengths), op)[: lengths[_position()]].movedim(0, dim)
+    return apply(ReduceScatter, _stacked(rows, lengths), op)[: lengths[comm.rank]].movedim(0, dim)
 
 
 def all_to_all(
@@ -249,7 +249,7 @@ def _rows(verb: str, x: Any, dim: int) -> torch.Tensor:
 
 
 def _checked_sizes(verb: str, length: int, dim: int, sizes: Sequence[int] | None) -> list[int]:
-    num_ranks = len(comm.ranks)
+    num_ranks = comm.world_size
     if sizes is None:
         if length % num_ranks:
             raise ValueError(
@@ -264,10 +264,6 @@ def _checked_sizes(verb: str, length: int, dim: int, sizes: Sequence[int] | None
             f"{num_ranks} ranks of the call, and as much in all."
         )
     return found
-
-
-def _position() -> int:
-    return comm.ranks.index(comm.rank)
 
 
 def _of_all_ranks(x: torch.Tensor, numbers: Sequence[int]) -> list[list[int]]:
@@ -301,11 +297,11 @@ def _incoming_shapes(x: torch.Tensor, split_dim: int, cat_dim: int, lengths: lis
     found = []
     for row in _of_all_ranks(x, [*x.shape, *lengths]):
         shape = row[: x.ndim]
-        shape[split_dim] = row[x.ndim + _position()]
+        shape[split_dim] = row[x.ndim + comm.rank]
         found.append(shape)
     if len({tuple(shape[:cat_dim] + shape[cat_dim + 1 :]) for shape in found}) > 1:
         raise ValueError(
             f"cannot all_to_all: got blocks of shapes {', '.join(str(tuple(shape)) for shape in found)} for rank "
-            f"{comm.rank}, expected them to differ in length along axis {cat_dim} only."
+            f"{comm.ranks[comm.rank]}, expected them to differ in length along axis {cat_dim} only."
         )
     return [[shape.pop(split_dim), *shape] for shape in found]

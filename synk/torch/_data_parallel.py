@@ -14,6 +14,7 @@ import torch
 
 from synk._api.current import current
 from synk._api.runtime import Runtime
+from synk._pure.nested import LEAF, check_no_list, is_nested, paths, take_apart
 from synk.torch._nesting import take
 from synk.torch._placed import Placed
 
@@ -162,6 +163,12 @@ class _Passes:
             with placed.lock:
                 return placed.forward(nesting, rows, whole, next(self._numbers))
 
+    def _check_lists(self, label: str, value: Any) -> None:
+        leaves, structure = take_apart(value) if is_nested(value) else ([value], LEAF)
+        for leaf, path in zip(leaves, paths(structure)):
+            where = f"{label}{path}"
+            check_no_list(leaf, "scatter", f"{where} of {self._name!r}", where, "" if path else "model")
+
     def _taken(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: list[torch.Tensor], whole: list[torch.Tensor]
     ) -> Any:
@@ -173,6 +180,10 @@ class _Passes:
             except TypeError as error:
                 raise TypeError(f"cannot call {self._name!r}: {error}.") from None
         own = self._bcast_inputs
+        labels = [names[position] if position < len(names) else f"args[{position}]" for position in range(len(args))]
+        for label, value in (*zip(labels, args), *kwargs.items()):
+            if label not in own:
+                self._check_lists(label, value)
         positional = [
             take(value, rows, whole, position < len(names) and names[position] in own)
             for position, value in enumerate(args)

@@ -37,7 +37,7 @@ def other_attributes(optimizer: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in optimizer.__dict__.items()
-        if name not in ("defaults", "state", "param_groups")
+        if name not in ("defaults", "state", "param_groups", "_opt_called")  # the last one is set before each call
         and not callable(value)
         and (value or not name.endswith("_hooks"))
     }

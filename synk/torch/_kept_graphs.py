@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from synk._worker.comm import comm
-from synk._worker.pickling import dumps
+from synk._worker.comm.comm import comm
+from synk._worker.held.pickling import dumps
 from synk.torch._nesting import put, take
 from synk.torch._rank import _seed as seed_generators
 
@@ -78,7 +78,6 @@ class Forward(NamedTuple):
     whole_with_grad: tuple[int, ...]
     seed: tuple[int, int]
     autocast: torch.dtype | None
-    default_dtype: torch.dtype
 
 
 class Backward(NamedTuple):
@@ -184,7 +183,7 @@ class RankModule:
         order: Forward = pickle.loads(message)
         self._prepare(memory, order.common)
         self._set_flags(order.training, order.requires_grad)
-        seed_generators(*order.seed, comm.rank)
+        seed_generators(*order.seed, comm.ranks[comm.rank])
         num_rows = len(rows[0])
         # The rows lie where the master writes those of its next call; a graph keeps its inputs.
         tensors = [row.clone() for row in rows] if order.is_kept else list(rows)
@@ -196,7 +195,7 @@ class RankModule:
         nested_args, nested_kwargs = pickle.loads(order.arguments)
         args = [put(value, tensors, others) for value in nested_args]
         kwargs = {name: put(value, tensors, others) for name, value in nested_kwargs.items()}
-        is_first = comm.rank == comm.ranks[0]
+        is_first = comm.rank == 0
         before = memory[self._buffers_at :].clone() if is_first and self._buffers else None
         with _surroundings(order):
             result = self._module.forward(*args, **kwargs)
@@ -270,7 +269,7 @@ class RankModule:
         number = order.common.graph
         graph = self._graphs.get(number) if order.is_kept else self._graphs.pop(number, None)
         if graph is None:
-            raise GraphLost(comm.rank)
+            raise GraphLost(comm.ranks[comm.rank])
         for leaf in graph.summed:
             leaf.requires_grad_()  # it may have been frozen since: the graph reaches it all the same
         leaves = [*graph.summed, *graph.rows]
@@ -337,16 +336,11 @@ def _check_rows(output: torch.Tensor, num_rows: int) -> None:
 @contextlib.contextmanager
 def _surroundings(order: Forward) -> Iterator[None]:
     """Have the body see the modes that the master's caller is in."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(order.default_dtype)
-    try:
-        with (
-            torch.set_grad_enabled(order.is_kept),
-            torch.autocast("cpu", order.autocast, enabled=order.autocast is not None),
-        ):
-            yield
-    finally:
-        torch.set_default_dtype(default)
+    with (
+        torch.set_grad_enabled(order.is_kept),
+        torch.autocast("cpu", order.autocast, enabled=order.autocast is not None),
+    ):
+        yield
 
 
 def functions_of(resident: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:

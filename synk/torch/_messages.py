@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from synk._wire.cell import cell
-from synk._worker.comm import comm
-from synk._worker.messages import Messages
-from synk._worker.requests import Request
-from synk.torch._adjoints import apply, as_tensor, check_tensor
+from synk._worker.comm.comm import comm
+from synk._worker.comm.messages import Messages
+from synk._worker.comm.requests import Request
+from synk.torch._adjoints import apply, as_tensor, check_tensor, losses
 
 GRADIENT_TAGS = 1 << 20
 """Tags of messages are below; the gradient of the k-th one of a tag has ``tag + k * GRADIENT_TAGS``, from k = 1 on."""
@@ -43,6 +43,7 @@ class Handle:
     _request: Request
     _back: tuple[int, int] | None
     """To whom the gradient of what is received goes, and its tag; None for what is sent."""
+    _out: torch.Tensor | None = None
 
 
 Joined = TypeVar("Joined", torch.Tensor, Handle)
@@ -52,8 +53,8 @@ def isend(x: torch.Tensor, peer: int, tag: int = 0) -> Handle:
     """Send ``x`` to rank ``peer`` without waiting for it.
 
     The gradient comes in the backward pass, from the receiver, if the loss depends on the handle's dummy or on what
-    :func:`wait` returns: see :func:`join_dummies`. The receiver receives by ``synk.torch`` as well, into a tensor that
-    requires grad if ``x`` does. Messages can be differentiated once.
+    :func:`wait` returns: see :func:`join_dummies`. The receiver receives by ``synk.torch`` as well, and what it gets
+    requires grad if ``x`` does: see :func:`irecv`. Messages can be differentiated once.
 
     Parameters
     ----------
@@ -74,29 +75,52 @@ def isend(x: torch.Tensor, peer: int, tag: int = 0) -> Handle:
     RuntimeError
         In the second derivative.
     """
-    _check("isend", x, tag)
+    check_tensor("isend", x)
+    _check_tag("isend", tag)
     request = comm.isend(x.detach(), peer, tag)
     return Handle(_sent(x, peer, tag), request, None)
 
 
-def irecv(like: torch.Tensor, peer: int, tag: int = 0) -> Handle:
+def irecv(peer: int, tag: int = 0, *, like: torch.Tensor | None = None, out: torch.Tensor | None = None) -> Handle:
     """Ask for a message of rank ``peer``, and return at once; :func:`wait` returns it.
+
+    What is received requires grad, and its gradient is sent back, so what is sent must require grad as well. Pass a
+    ``like`` that does not require grad for a message of which the sender expects no gradient.
 
     Parameters
     ----------
-    like : tensor
-        Of the dtype and shape of the message. If it requires grad, so does what is received, and its gradient is sent
-        back; that must be so if it is for the sender. ``like`` itself gets zeros.
     peer, tag : int
         As for :func:`isend`.
+    like : tensor, optional
+        Of the dtype and number of elements of the message; the result has its shape. If it requires grad, so does what
+        is received, and else not; ``like`` itself gets zeros. By default the result has the message's own shape and
+        dtype, and requires grad if that is one of floats.
+    out : tensor, optional
+        Is filled and returned: of the dtype and number of elements of the message.
 
     Returns
     -------
     Handle
+
+    Raises
+    ------
+    TypeError, ValueError
+        If ``peer`` is no rank of the call, as a tensor is none that is to be filled: pass it as ``out=``.
     """
-    _check("irecv", like, tag)
-    request = comm.irecv(like.detach(), peer, tag)
-    return Handle(join_dummies(like.new_zeros(()), [like]), request, (peer, _gradient_tag("recv", peer, tag)))
+    for tensor in (like, out):
+        if tensor is not None:
+            check_tensor("irecv", tensor)
+    _check_tag("irecv", tag)
+    if like is not None and out is not None and (like.shape, like.dtype) != (out.shape, out.dtype):
+        raise ValueError(
+            f"cannot write to out: got {out.dtype} of shape {tuple(out.shape)}, expected {like.dtype} of shape "
+            f"{tuple(like.shape)} as of like. Pass one of them."
+        )
+    looks = out if like is None else like
+    request = comm.irecv(peer, tag, like=None if looks is None else looks.detach())
+    anchor = torch.zeros((), requires_grad=True)  # a gradient goes back, whatever the message is
+    dummy = anchor if like is None else join_dummies(like.new_zeros(()), [like])
+    return Handle(dummy, request, (peer, _gradient_tag("recv", peer, tag)), out)
 
 
 def wait(handle: Handle) -> torch.Tensor:
@@ -105,7 +129,7 @@ def wait(handle: Handle) -> torch.Tensor:
     Returns
     -------
     tensor
-        What was received, new, of the shape of ``like``; of what was sent the dummy, of shape ().
+        What was received: ``out`` where given, else new; of what was sent the dummy, of shape ().
 
     Raises
     ------
@@ -116,7 +140,8 @@ def wait(handle: Handle) -> torch.Tensor:
     if handle._back is None:
         handle._request.wait()
         return handle.dummy
-    return apply(_Received, handle.dummy, handle._request, *handle._back)
+    received: torch.Tensor = _Received.apply(handle._out, handle.dummy, handle._request, *handle._back)
+    return received
 
 
 def send(x: torch.Tensor, peer: int, tag: int = 0) -> torch.Tensor:
@@ -127,30 +152,31 @@ def send(x: torch.Tensor, peer: int, tag: int = 0) -> torch.Tensor:
     tensor, shape ()
         The dummy.
     """
-    _check("send", x, tag)
+    check_tensor("send", x)
+    _check_tag("send", tag)
     comm.send(x.detach(), peer, tag)
     return _sent(x, peer, tag)
 
 
-def recv(like: torch.Tensor, peer: int, tag: int = 0) -> torch.Tensor:
+def recv(peer: int, tag: int = 0, *, like: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return what rank ``peer`` has sent. As :func:`irecv`.
 
     Examples
     --------
     >>> import torch, synk
     >>> def slope(x):
-    ...     weight = x.sum().requires_grad_()
-    ...     if synk.comm.rank == 0:
-    ...         loss = synk.torch.send(weight**2, 1)  # the loss is all on rank 1; here it depends on the message
-    ...     else:
-    ...         loss = weight * synk.torch.recv(torch.empty((), dtype=x.dtype, requires_grad=True), 0)
-    ...     loss.backward()
+    ...     comm, weight = synk.comm, x.sum().requires_grad_()
+    ...     dummy = synk.torch.send(weight**2, (comm.rank + 1) % comm.world_size)
+    ...     loss = weight * synk.torch.recv((comm.rank - 1) % comm.world_size)
+    ...     synk.torch.join_dummies(loss, [dummy]).backward()
     ...     return weight.grad
+    >>> a, b = (torch.tensor(value, requires_grad=True) for value in (3.0, 5.0))
+    >>> (a * b**2 + b * a**2).backward()
     >>> with synk.fork(2):
-    ...     synk.function(slope, outputs=None, framework="torch")(torch.tensor([3.0, 5.0]))
-    [tensor(30.), tensor(9.)]
+    ...     synk.function(slope, outputs=None, framework="torch")(torch.tensor([3.0, 5.0])), [a.grad, b.grad]
+    ([tensor(55.), tensor(39.)], [tensor(55.), tensor(39.)])
     """
-    return wait(irecv(like, peer, tag))
+    return wait(irecv(peer, tag, like=like, out=out))
 
 
 def join_dummies(x: Joined, dummies: Sequence[torch.Tensor]) -> Joined:
@@ -206,22 +232,30 @@ class _Sent(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
-        gradient = as_tensor(comm.recv(None, ctx.peer, ctx.back)).reshape(ctx.shape)
+        gradient = as_tensor(comm.recv(ctx.peer, ctx.back)).reshape(ctx.shape)
         return _Last.apply(gradient, *ctx.saved_tensors), None, None, None
 
 
 class _Received(torch.autograd.Function):
-    """The dummy of what is received -> what was."""
+    """A tensor to be filled, and the dummy of what is received -> what was."""
 
     @staticmethod
-    def forward(ctx: Any, dummy: torch.Tensor, request: Request, peer: int, back: int) -> torch.Tensor:
-        ctx.peer, ctx.back = peer, back
-        return as_tensor(request.wait()).detach()  # another one each time
+    def forward(
+        ctx: Any, out: torch.Tensor | None, dummy: torch.Tensor, request: Request, peer: int, back: int
+    ) -> torch.Tensor:
+        ctx.peer, ctx.back, ctx.zero, ctx.weight = peer, back, dummy.new_zeros(()), losses.weight
+        received = as_tensor(request.wait()).detach()  # another one each time
+        if out is None:
+            return received
+        ctx.mark_dirty(out)
+        return out.copy_(received)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        comm.isend(gradient.detach(), ctx.peer, ctx.back)
-        return gradient.new_zeros(()), None, None, None
+        # In a step of ``replicate`` it arrives with the sender's weight in the place of the own: see ``apply``.
+        gradient = gradient.detach() if ctx.weight is None else gradient.detach() * ctx.weight
+        comm.isend(gradient, ctx.peer, ctx.back)
+        return None, ctx.zero, None, None, None
 
 
 class _Last(torch.autograd.Function):
@@ -239,8 +273,7 @@ class _Last(torch.autograd.Function):
         )
 
 
-def _check(verb: str, x: Any, tag: int) -> None:
-    check_tensor(verb, x)
+def _check_tag(verb: str, tag: int) -> None:
     if not isinstance(tag, (int, np.integer)) or not 0 <= tag < GRADIENT_TAGS:
         raise ValueError(
             f"cannot {verb} a message that is differentiated: got tag={tag!r}, expected an int from 0 to "

@@ -30,6 +30,7 @@ from synk.errors import ClosedError, SerializationError, WorkerDied
 from synk.torch import _kept_graphs as ranks
 from synk.torch import _module_parts as parts
 from synk.torch._nesting import put
+from synk.torch._state import mark, mutable_attributes
 
 _AGAIN = "Run the forward pass of this batch again; parameters and optimizer are as they were."
 
@@ -65,7 +66,7 @@ class Placed:
                 moved.copy_(tensor.detach())
             tensor.data = moved
         self._parts = list(parts.parts_of(self._modules))
-        self._looks = [parts.look(tensor) for tensor in self._tensors]
+        self._looks = self._look()
         self._versions = [parameter._version for parameter in self._parameters]
         self.freed: deque[int] = deque()  # graphs; filled by finalizers
         self.lock = threading.RLock()
@@ -87,7 +88,6 @@ class Placed:
                 name=f"{self._name}.{fn.__name__}",
                 session=self._runtime._session,
             )
-            function._callee.row_shapes.is_open = False  # sums are of gradients, whatever their length
             made.append(function)
         return made
 
@@ -95,9 +95,11 @@ class Placed:
         """Return this, or what takes its place because the module is another one now."""
         now = list(parts.parts_of(self._modules))
         is_same = len(now) == len(self._parts) and all(map(operator.is_, now, self._parts))
-        if is_same and self._looks == [parts.look(tensor) for tensor in self._tensors]:
-            return self
-        return Placed(self._module, self._runtime)
+        return self if is_same and self._looks == self._look() else Placed(self._module, self._runtime)
+
+    def _look(self) -> list[Any]:
+        """Return what is another one after a tensor was moved, or an attribute was changed in place."""
+        return [*(parts.look(tensor) for tensor in self._tensors), mark(mutable_attributes(self._modules))._what]
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -117,10 +119,9 @@ class Placed:
             tuple(k for k, each in enumerate(whole) if is_kept and each.requires_grad),
             (torch.initial_seed(), seed),
             torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
-            torch.get_default_dtype(),
         )
         others = tuple(each.detach() for each in whole) or None
-        with call:
+        with call, torch.enable_grad():
             outputs, changed, notes = self._run_forward(
                 tuple(row.detach() for row in rows), self._memory, pickle.dumps(order), others
             )
@@ -144,7 +145,7 @@ class Placed:
             order = ranks.Backward(call.common, tuple(given), is_kept)
             rows = tuple(gradients[k] for k in given)
             try:
-                with call:
+                with call, torch.enable_grad():
                     flats, own, used = self._run_backward(rows, self._memory, pickle.dumps(order))
             except ranks.GraphLost as error:
                 raise WorkerDied(
@@ -209,7 +210,7 @@ class Placed:
     def after_fork(self, *, is_child: bool) -> None:
         if is_child:
             for tensor, look, copied in zip(self._tensors, self._looks, self.at_fork):
-                if parts.look(tensor) == look:
+                if parts.look(tensor) == look:  # the last one is of attributes
                     tensor.data = copied
         self.at_fork = []
 

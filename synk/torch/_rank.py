@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import pickle
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,12 +12,16 @@ import numpy as np
 import torch
 
 from synk._wire.cell import cell
-from synk._worker.comm import comm
+from synk._wire.control import Down
+from synk._worker.comm.comm import comm
 from synk.torch import _state as states
+from synk.torch import _state_bytes
+from synk.torch import _trials as trials
 from synk.torch._adjoints import losses
 from synk.torch._batchnorm import synchronize
 from synk.torch._hooks import gradient_hooks, hook_gradients, other_attributes
-from synk.torch._reduction import Options, Reduction
+from synk.torch._reduction import LOST, Options, Reduction
+from synk.torch._undo import Undo
 
 _MASK = (1 << 64) - 1
 
@@ -45,15 +49,19 @@ class RankReplica:
         return {**state, "others": others}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for index, attributes in state.pop("others").items():
+        for index, attributes in state["others"].items():
             state["objects"][index].__dict__.update(attributes)
         self.__dict__.update(state)
+        if state["others"]:
+            with cell.uninterrupted():  # imported at an optimizer's first use; once broken off, it stays broken
+                importlib.import_module("torch._dynamo")
         _bring_to_device(self.objects)
         hook_gradients(states.parameters_of(self.objects), self._hooks)
         self._reduction = Reduction(self.objects, self.options)
+        self._undo = Undo(self.objects, self._reduction)
         for obj in self.objects:
             if states.is_optimizer(obj):
-                _guard_step(obj)
+                _guard_step(obj, self._undo)
         if self.options.sync_batchnorm:
             for obj in self.objects:
                 if states.is_module(obj):
@@ -61,26 +69,43 @@ class RankReplica:
 
     def run(self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the user's function on the objects and this rank's rows."""
+        worker = cell.worker
+        if worker.check is not None:
+            with trials.checked(worker.check, self.objects):
+                return self._run(fn, trains, args, kwargs)
         if trains and self.num_steps and not self.num_steps & (self.num_steps - 1):
             self._check_alike()
-        _seed(self.options.seed, self.num_steps if trains else -1 - self.num_steps, comm.rank)
-        before, own = torch.get_default_dtype(), self.options.default_dtype
-        if before is not own:
-            torch.set_default_dtype(own)
+        if not worker.lane.called.plan.is_trial:  # there a seed would look like a draw of the function's own
+            _seed(self.options.seed, self.num_steps if trains else -1 - self.num_steps, worker.rank)
+        return self._run(fn, trains, args, kwargs)
+
+    def run_without_draws(
+        self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Do as ``run`` on trial, with all modules but batch norms in ``eval()``, whatever the function does."""
+        trials.switch_off(self.objects, trials.stay_off, has_norms=False)
+        return self.run(fn, trains, args, kwargs)
+
+    def _run(self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             if not trains:
                 with torch.no_grad():
                     return _detached(fn(*self.objects, *args, **kwargs))
+            # An interrupt may have broken off a no_grad() of the call before.
+            torch.set_grad_enabled(cell.worker.settings.told("grad mode", torch.is_grad_enabled()))
             self._reduction.begin()
-            losses.weight = comm.rows
+            losses.weight = int(cell.worker.lane.down[cell.worker.rank, Down.ROWS])
             result = fn(*self.objects, *args, **kwargs)
         finally:
             losses.weight = None
             self._reduction.end()
-            if before is not own:
-                torch.set_default_dtype(before)
         self.num_steps += 1
+        self._undo.notice_end()
         return _detached(result)
+
+    def __synk_keep__(self) -> Callable[[], bytes | None]:
+        """Return what undoes the step that is about to begin."""
+        return self._undo.keep(self)
 
     def _check_alike(self) -> None:
         """Compare the parameters of all ranks, which have taken the same steps.
@@ -93,7 +118,7 @@ class RankReplica:
         ValueError
             If a parameter differs.
         """
-        if len(comm.ranks) == 1:
+        if comm.world_size == 1:
             return
         modules = [obj for obj in self.objects if states.is_module(obj)]
         named = [(module, *pair) for module in modules for pair in torch.nn.Module.named_parameters(module)]
@@ -124,19 +149,16 @@ def _is_apart(parameter: torch.Tensor, num_steps: int) -> bool:
 
 def dump(replica: RankReplica) -> dict[str, Any]:
     """Return the state of all objects."""
-    return {
-        "num_steps": replica.num_steps,
-        "share": replica._reduction.share,
-        "objects": dict(enumerate(states.dump(obj) for obj in replica.objects)),
-    }
+    share = replica._reduction.share
+    return {"num_steps": replica.num_steps, "share": share, "objects": _state_bytes.dump_all(replica.objects)}
 
 
 def load(replica: RankReplica, state: dict[str, Any]) -> None:
     """Bring the objects into a state, or those of which one is given."""
     replica.num_steps = state.get("num_steps", replica.num_steps)
-    replica._reduction.share = state.get("share", replica._reduction.share)
-    for index, own in state["objects"].items():
-        states.load(replica.objects[index], own)
+    if "share" in state:  # gradients that were kept back are a rank's own, and these are another one's
+        replica._reduction.share = None if state["share"] is None else LOST
+    _state_bytes.load_all(replica.objects, state["objects"])
     _wait_for_device()
 
 
@@ -181,16 +203,17 @@ def _detached(value: Any) -> Any:
     return value
 
 
-def _guard_step(optimizer: Any) -> None:
+def _guard_step(optimizer: Any, undo: Undo) -> None:
     """Have an optimizer's step run whole, and its closure return the loss over all rows, the same on all ranks."""
     step = optimizer.step
 
     @functools.wraps(step)
     def guarded(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         optimizer._opt_called = True  # what a scheduler looks at
+        undo.notice_step()
         if closure is not None:
             return step(_over_all_rows(closure), *args, **kwargs)
-        with comm.shielded():
+        with cell.worker.uninterrupted():
             return step(*args, **kwargs)
 
     guarded._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -208,14 +231,12 @@ def _over_all_rows(closure: Callable[[], Any]) -> Callable[[], Any]:
 
 def all_rows_mean(value: torch.Tensor) -> torch.Tensor:
     """Return the mean of the ranks' means, weighted by their rows."""
-    if len(comm.ranks) == 1:
+    if cell.worker.check is not None:
+        own = value.to("cpu", torch.float64).reshape(-1).numpy()
+        return torch.from_numpy(cell.worker.check.exchange(own)).to(value).reshape(value.shape)
+    if comm.world_size == 1:
         return value
     return torch.as_tensor(comm.all_reduce(value, "avg")).reshape(value.shape)
-
-
-def as_bytes(state: dict[str, Any]) -> bytes:
-    """Return a state as ``load`` gets it on the ranks."""
-    return pickle.dumps(state, protocol=5)
 
 
 def mean(total: torch.Tensor, count: Any) -> torch.Tensor:
@@ -237,7 +258,7 @@ def mean(total: torch.Tensor, count: Any) -> torch.Tensor:
         ``total * all_rows / (rows * all_counts)``.
     """
     own = torch.as_tensor(count, dtype=torch.float64)
-    everything = own if len(comm.ranks) == 1 else comm.all_reduce(own.reshape(1), "sum")[0]
+    everything = own if comm.world_size == 1 else comm.all_reduce(own.reshape(1), "sum")[0]
     return total * (comm.total_rows / comm.rows / float(everything))
 
 

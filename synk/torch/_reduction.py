@@ -13,22 +13,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from synk._wire.cell import cell
-from synk._worker.comm import comm
+from synk._worker.comm.comm import comm
 from synk.torch import _state as states
+
+LOST = -1.0
+"""The share of a rank whose gradients were kept back and are lost."""
 
 
 @dataclass(frozen=True)
 class Options:
     """Those of :func:`synk.torch.replicate` that ranks need."""
 
-    default_dtype: torch.dtype
     seed: int
     sync_batchnorm: bool
     bucket_nbytes: int
@@ -69,19 +72,51 @@ class Reduction:
         self._bucket_of: dict[int, int] = {}
         self._num_started = 0
         self.share: float | None = None
+        self.notice_reduction: Callable[[], None] = lambda: None
+        self._found: list[Any] = []  # the gradients that the call has found, as weak references with versions
+        self._kept: dict[int, tuple[torch.Tensor | None, bool]] = {}  # those that it adds to, and whether as found
+
+    def keep(self) -> None:
+        """Note which gradients there are: a call that does not count puts back those that it has added to."""
+        found = [parameter.grad for parameter in self._parameters]
+        self._found = [None if each is None else (weakref.ref(each), each._version) for each in found]
+        self._kept.clear()
+
+    def put_back(self) -> bytes:
+        """Put gradients back, but for those that were dropped; return which are not as they were found, if any."""
+        for index, (gradient, _) in self._kept.items():
+            self._parameters[index].grad = gradient
+        as_found = [self._kept[k][1] if k in self._kept else self._is_as_found(k) for k in range(len(self._parameters))]
+        return b"" if all(as_found) else bytes(as_found)
+
+    def _keep(self, index: int, *_: Any) -> None:
+        """A gradient is about to be added to."""
+        if self._is_running and index not in self._kept:
+            if self.share == LOST and all(parameter.grad is None for parameter in self._parameters):
+                self.share = None  # all ranks begin anew
+            gradient = self._parameters[index].grad
+            self._kept[index] = None if gradient is None else gradient.clone(), self._is_as_found(index)
+
+    def _is_as_found(self, index: int) -> bool:
+        gradient, found = self._parameters[index].grad, self._found[index]
+        if gradient is None or found is None:
+            return gradient is found
+        return bool(found[0]() is gradient and found[1] == gradient._version)
 
     def begin(self) -> None:
         """A call begins: hear of gradients from now on."""
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad and index not in self._hooked:
+                parameter.register_hook(functools.partial(self._keep, index))
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._note, index))
                 self._hooked.add(index)
         self._is_running, self._is_postponed, self._pass = True, False, -1
         self._fired.clear()
-        rows = cell.worker.lane.rows()
+        worker = cell.worker
+        rows = worker.lane.rows() if worker.check is None else {worker.rank: 1}
         total = sum(rows.values())
         self._num_ranks = len(rows)
-        self._call_share = rows[cell.worker.rank] / total if total else 1.0 / len(rows)
+        self._call_share = rows[worker.rank] / total if total else 1.0 / len(rows)
         self._is_overlapping = self._num_ranks > 1 and self._options.is_overlapping()
         if self._is_overlapping:
             self._make_buckets()
@@ -156,6 +191,11 @@ class Reduction:
             If it is another one.
         """
         share = self._call_share
+        if self.share == LOST:
+            raise ValueError(
+                "cannot reduce gradients that were kept back by no_sync(): those of this rank have ended with a worker "
+                "that died, or the rank had no rows. Call zero_grad() and begin with the first of these batches again."
+            )
         if self.share is not None and self.share != share:
             raise ValueError(
                 f"cannot reduce gradients that were kept back by no_sync(): this rank had {self.share:.4g} of the rows "
@@ -164,6 +204,18 @@ class Reduction:
             )
         return share
 
+    def _exchange(self, check: Any) -> None:
+        """On trial, without the other ranks: tell of this rank's gradients, and go on with what it is told."""
+        used = [self._parameters[index] for index in sorted(self._hooked)]
+        own = [torch.zeros_like(each) if each.grad is None else each.grad for each in used]
+        parts = [torch.view_as_real(each) if each.is_complex() else each for each in own]
+        flat = torch.cat([each.detach().reshape(-1).to("cpu", torch.float64) for each in parts])
+        sums = torch.from_numpy(check.exchange(flat.numpy())).split([each.numel() for each in parts])
+        for parameter, part, summed in zip(used, parts, sums):
+            if parameter.grad is not None:
+                part.copy_(summed.view(part.shape))
+        self._fired.clear()
+
     def _reduce(self) -> None:
         self._pass = -1
         share = self._own_share()
@@ -171,7 +223,13 @@ class Reduction:
             self.share = share
             return
         self.share = None
+        if cell.worker.check is not None:
+            self._exchange(cell.worker.check)
+            return
         cell.worker.hold_back(False)
+        self.notice_reduction()
+        for index in range(len(self._parameters)):
+            self._keep(index)  # those of which only other ranks have one
         if self._is_overlapping:
             for bucket in self._buckets[self._num_started :]:
                 bucket.start(share, self._fired)

@@ -1,9 +1,13 @@
-"""``replicate``: a model, its optimizer and whatever goes with them on every rank, trained as one on whole batches."""
+"""``replicate``: a model, its optimizer and whatever goes with them on every rank, trained as one on whole batches.
+
+In one file because a replica and its steps are one thing: each of them asks the other before a call and after it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import pickle
 import threading
 import warnings
 import weakref
@@ -15,11 +19,13 @@ import torch
 from synk._api.current import current
 from synk._api.function import Function
 from synk._api.runtime import Runtime
-from synk._master.handles import Handle
+from synk._master.code.handles import Handle
 from synk._pure.interrupts import is_from_handler
+from synk._pure.ops import DEFAULT_OP, DefaultOp
 from synk._pure.tensors import num_torch_threads
+from synk._wire.control import Traits
 from synk.errors import ReentrancyError
-from synk.torch import _rank, _state
+from synk.torch import _rank, _state, _state_bytes
 from synk.torch._body import body_of, on_rank
 from synk.torch._links import link, unlink
 from synk.torch._reduction import Options
@@ -106,7 +112,7 @@ def replicate(
         raise ValueError(f"cannot replicate: got bucket_mb={bucket_mb!r}, expected a positive number.")
     if not (isinstance(overlap, bool) or overlap == "auto"):
         raise ValueError(f"cannot replicate: got overlap={overlap!r}, expected 'auto', True or False.")
-    options = Options(torch.get_default_dtype(), int(seed), bool(sync_batchnorm), int(bucket_mb * 1e6), overlap)
+    options = Options(int(seed), bool(sync_batchnorm), int(bucket_mb * 1e6), overlap)
     return Replicated(objects, options, current() if runtime is None else runtime)
 
 
@@ -139,8 +145,8 @@ class Replicated(Handle):
     """
 
     __slots__ = (
-        "__weakref__", "_fingerprints", "_glances", "_is_behind", "_is_busy", "_is_touched", "_linked", "_lock",
-        "_objects", "_options", "_resident", "_runtime", "_threads",
+        "__weakref__", "_fingerprints", "_glances", "_is_behind", "_is_busy", "_is_touched", "_left_out", "_linked",
+        "_lock", "_objects", "_options", "_resident", "_runtime", "_threads",
     )  # fmt: skip
 
     def __init__(self, objects: Sequence[Any], options: Options, runtime: Runtime) -> None:
@@ -151,6 +157,7 @@ class Replicated(Handle):
         has_cpu_workers = runtime.backend == "numpy" and not runtime._session.workers.is_inline
         self._threads = BusyThreads(num_torch_threads() if has_cpu_workers else 1)
         self._is_behind = self._is_busy = self._is_touched = False
+        self._left_out: set[str] = set()  # attributes of which the user was told
         name = ", ".join(type(obj).__name__ for obj in objects)
         self._resident = runtime.resident(
             _rank.RankReplica(objects, options), name=name, dump=_rank.dump, load=_rank.load
@@ -166,7 +173,7 @@ class Replicated(Handle):
         self,
         fn: Callable[..., Any] | None = None,
         *,
-        outputs: Any = "avg",
+        outputs: Any = DEFAULT_OP,
         bcast_inputs: str | Sequence[str] = (),
         trains: bool = True,
         name: str | None = None,
@@ -194,10 +201,9 @@ class Replicated(Handle):
             )
         if not callable(fn):
             raise TypeError(f"cannot build a function: got {type(fn).__name__}, expected a callable.")
-        body = body_of(fn, self._resident, self._objects, trains)
-        return StepFunction(
-            self, body, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains, name=name or body.__name__
-        )
+        bodies = [body_of(fn, self._resident, self._objects, trains, draws=draws) for draws in (True, False)]
+        name = name or bodies[0].__name__
+        return StepFunction(self, bodies, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains, name=name)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Inside the body: a context whose backward passes leave each rank's gradients its own.
@@ -223,11 +229,18 @@ class Replicated(Handle):
             If they were changed here meanwhile, by way of tensors taken from them before.
         """
         with self._lock, self._busy():
-            self._check_unchanged()
-            state = self._state("pull")
-            for index, own in state["objects"].items():
-                _state.load(self._objects[index], own)
-            self._note_equal()
+            if self._is_behind:  # otherwise what the program has is newer
+                self._check_unchanged()
+                left_out = set(_state_bytes.load_all(self._objects, self._state("pull")["objects"])) - self._left_out
+                self._note_equal()
+                if left_out:
+                    self._left_out |= left_out
+                    warnings.warn(
+                        f"{', '.join(sorted(left_out))} stays each worker's own, because it cannot be pickled: it does "
+                        "not come back, and a worker that takes the place of another one begins without it.",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
             self._is_touched = (
                 True  # whoever looks may write into a tensor, which need not leave a trace but its values
             )
@@ -323,7 +336,7 @@ class Replicated(Handle):
         with session.entered("push"):
             session.begin("push")
             resident.check("push")
-            state = _rank.as_bytes({"objects": changed})
+            state = pickle.dumps({"objects": _state_bytes.as_bytes(self._objects, changed)}, protocol=5)
             session.residents.restore(resident, state, next(session.numbers), session.deadline(None))
         self._note_seen(now)
 
@@ -358,11 +371,16 @@ def _leave(replicated: weakref.ref[Replicated]) -> None:
 class StepFunction(Function[...]):
     """A :class:`synk.Function` over replicated objects; made by :meth:`Replicated.function`."""
 
-    def __init__(self, replicated: Replicated, body: Callable[..., Any], *, trains: bool, **options: Any) -> None:
+    _known = Traits.COMMUNICATES | Traits.CHANGES  # gradients are reduced, and the rank's own objects learn
+
+    def __init__(self, replicated: Replicated, bodies: Sequence[Any], *, trains: bool, **options: Any) -> None:
         self._replicated = replicated
         self._trains = trains
         changes = [replicated._resident] if trains else []
-        super().__init__(body, framework="torch", changes=changes, session=replicated._runtime._session, **options)
+        self._options = {"framework": "torch", "changes": changes, "session": replicated._runtime._session, **options}
+        body, self._quiet_body = bodies
+        super().__init__(body, **self._options)
+        self._callee.is_unchecked = isinstance(options["outputs"], DefaultOp)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         self._replicated._before_call(trains=self._trains)
@@ -383,6 +401,12 @@ class StepFunction(Function[...]):
         return super().submit(*args, **kwargs)
 
     def verify(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Compare the step with the serial one; nothing of it is kept."""
+        """Compare the step with the serial one; nothing of it is kept.
+
+        Where it draws random numbers, as dropout does, both run with all modules but batch norms in ``eval()``.
+        """
         self._replicated._before_call(trains=False)
         return super().verify(*args, **kwargs)
+
+    def _without_draws(self) -> Function[...]:
+        return Function(self._quiet_body, **self._options)

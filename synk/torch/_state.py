@@ -1,4 +1,4 @@
-"""The state of replicated objects: as bytes that another process can load, and as what shows that it was changed.
+"""The state of replicated objects: what belongs to it, how it is taken over, and what shows that it was changed.
 
 Works on modules, optimizers, schedulers and whatever has a ``state_dict`` or can be pickled; in the master and on the
 ranks alike. Tensors are copied element by element, so a state is the same bit for bit wherever it is loaded.
@@ -6,64 +6,28 @@ ranks alike. Tensors are copied element by element, so a state is the same bit f
 
 from __future__ import annotations
 
-import functools
+import copy
 import pickle
+import types
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from operator import is_
 from typing import Any
 
 import numpy as np
 import torch
 
+from synk.torch._hooks import other_attributes
+from synk.torch._take_over import CODE, PLAIN, updated
+
 State = dict[str, Any]
 
-_PLAIN = (int, float, bool, str, type(None))
-
-_TABLES = frozenset(vars(torch.nn.Module())) - {"training"}
+TABLES = frozenset(vars(torch.nn.Module())) - {"training"}
 """Attributes of every module; those beside them are the user's."""
 
-
-class Packed:
-    """A tensor in a pickle: its bytes, with what is needed to make it again; a sparse one as torch pickles it."""
-
-    __slots__ = ("_array", "_dtype", "_shape", "_sparse")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        plain = tensor.detach().cpu()
-        self._sparse = None if plain.layout is torch.strided else plain
-        plain = torch.empty(0) if self._sparse is not None else plain.contiguous()
-        self._dtype, self._shape = plain.dtype, tuple(plain.shape)
-        self._array = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else np.empty(0, np.uint8)
-
-    def unpacked(self) -> torch.Tensor:
-        """Return the tensor, on the CPU."""
-        if self._sparse is not None:
-            return self._sparse
-        if not self._array.size:
-            return torch.empty(self._shape, dtype=self._dtype)
-        return torch.from_numpy(self._array.copy()).view(self._dtype).reshape(self._shape)
-
-
-def _mapped(value: Any, kind: type, act: Callable[[Any], Any]) -> Any:
-    """Return a nesting with all that is of a kind replaced."""
-    if isinstance(value, kind):
-        return act(value)
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(item, kind, act) for item in value)
-    if isinstance(value, dict):
-        return {key: _mapped(item, kind, act) for key, item in value.items()}
-    return value
-
-
-def packed(value: Any) -> Any:
-    """Return a nesting whose tensors are packed."""
-    return _mapped(value, torch.Tensor, Packed)
-
-
-def unpacked(value: Any) -> Any:
-    """Undo :func:`packed`."""
-    return _mapped(value, Packed, Packed.unpacked)
+MAX_ELEMENTS = 1000
+"""Of how many elements a container may be for all of them to be looked at before each call."""
 
 
 def is_module(obj: Any) -> bool:
@@ -80,7 +44,7 @@ def tensors_of(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield from torch.nn.Module.named_buffers(module)
 
 
-def _submodules(module: Any) -> list[torch.nn.Module]:
+def submodules(module: Any) -> list[torch.nn.Module]:
     return list(torch.nn.Module.modules(module))
 
 
@@ -92,35 +56,43 @@ def _has_state_dict(obj: Any) -> bool:
 
 
 def dump(obj: Any) -> State:
-    """Return the whole state of an object."""
+    """Return the whole state of an object: what it holds, and not copies."""
     if is_module(obj):
         state = dump_module(obj, [name for name, _ in tensors_of(obj)], has_gradients=True)
-        state["attributes"] = {index: _numbers(each) for index, each in enumerate(_submodules(obj))}
+        state["attributes"] = {index: attributes_of(each) for index, each in enumerate(submodules(obj))}
         return state
     if is_optimizer(obj):
-        return {"groups": groups_of(obj), "state": packed(_slots_of(obj))}
+        slots = list(obj.__dict__["state"].items())
+        return {"groups": obj.__dict__["param_groups"], "state": slots, "attributes": other_attributes(obj)}
     if _has_state_dict(obj):
-        return {"state_dict": packed(obj.state_dict())}
-    return {"whole": obj}
+        return {"state_dict": obj.state_dict()}
+    return {"whole": copy.copy(obj)}
 
 
-def _attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """Return what a module was given besides parameters, buffers, parts and hooks."""
-    return {name: value for name, value in vars(module).items() if name not in _TABLES and name != "training"}
+def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Return what a module was given besides parameters, buffers, parts and hooks, as far as its pickle carries it."""
+    own = vars(module)
+    getstate: Any = getattr(type(module), "__getstate__", None)
+    if getstate is not getattr(torch.nn.Module, "__getstate__", None):
+        carried = getstate(module)
+        own = {name: own[name] for name in carried if name in own} if isinstance(carried, dict) else own
+    return {
+        name: value for name, value in own.items() if name not in TABLES and name != "training" and not _is_ours(value)
+    }
 
 
-def _numbers(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the attributes that are numbers or texts: others may be a rank's own, or no other process's to have."""
-    return {name: value for name, value in _attributes(module).items() if isinstance(value, _PLAIN)}
+def _is_ours(value: Any) -> bool:
+    """Whether it is a method that synk has given a module on the ranks."""
+    return isinstance(value, types.MethodType) and str(value.__func__.__module__).startswith("synk.")
 
 
 def _changed_attributes(module: Any, before: list[Any], now: list[Any]) -> dict[int, dict[str, Any]]:
     """Return, by the position of the part, the attributes that are other ones now."""
     changed = {}
-    for index, (part, new, was) in enumerate(zip(_submodules(module), now, before)):
+    for index, (part, new, was) in enumerate(zip(submodules(module), now, before)):
         names = [name for name, mark in new if (name, mark) not in was]
         if names:
-            changed[index] = {name: packed(vars(part)[name]) for name in names}
+            changed[index] = {name: vars(part)[name] for name in names}
     return changed
 
 
@@ -128,32 +100,19 @@ def dump_module(module: Any, names: Sequence[str], *, has_gradients: bool) -> St
     """Return the state of a module: its flags, the tensors ``names``, and gradients where there are any."""
     wanted = set(names)
     state: State = {
-        "training": [each.training for each in _submodules(module)],
+        "training": [each.training for each in submodules(module)],
         "requires_grad": {name: each.requires_grad for name, each in torch.nn.Module.named_parameters(module)},
-        "tensors": {name: Packed(tensor) for name, tensor in tensors_of(module) if name in wanted},
+        "tensors": {name: tensor.detach() for name, tensor in tensors_of(module) if name in wanted},
     }
     if has_gradients:
-        parameters = torch.nn.Module.named_parameters(module)
-        state["gradients"] = {name: None if each.grad is None else Packed(each.grad) for name, each in parameters}
+        state["gradients"] = {name: each.grad for name, each in torch.nn.Module.named_parameters(module)}
     return state
-
-
-def groups_of(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the numbers of an optimizer's parameter groups."""
-    groups = optimizer.__dict__["param_groups"]
-    return [{key: packed(value) for key, value in group.items() if key != "params"} for group in groups]
 
 
 def parameters_of(objects: Sequence[Any]) -> list[torch.Tensor]:
     """Return the parameters of all modules, each once."""
     found = [p for obj in objects if is_module(obj) for p in torch.nn.Module.parameters(obj)]
     return list({id(parameter): parameter for parameter in found}.values())
-
-
-def _slots_of(optimizer: Any) -> list[Any]:
-    """Return an optimizer's state of each parameter, in the order of its groups; None where it has none."""
-    state = optimizer.__dict__["state"]
-    return [state.get(parameter) for group in optimizer.__dict__["param_groups"] for parameter in group["params"]]
 
 
 def load(obj: Any, state: State) -> None:
@@ -163,27 +122,31 @@ def load(obj: Any, state: State) -> None:
     elif is_optimizer(obj):
         _load_optimizer(obj, state)
     elif "state_dict" in state:
-        obj.load_state_dict(unpacked(state["state_dict"]))
-    elif "whole" in state:
-        _become(obj, state["whole"])
+        obj.load_state_dict(state["state_dict"])
+    elif "whole" in state and updated(obj, state["whole"]) is not obj and hasattr(obj, "__dict__"):
+        obj.__dict__.clear()
+        obj.__dict__.update(state["whole"].__dict__)
 
 
 def _load_module(module: Any, state: State) -> None:
-    for each, flag in zip(_submodules(module), state.get("training", ())):
+    for each, flag in zip(submodules(module), state.get("training", ())):
         each.training = flag
+    seen: dict[int, Any] = {}
+    parts = submodules(module)
     for index, attributes in state.get("attributes", {}).items():
-        vars(_submodules(module)[index]).update(unpacked(attributes))
+        own = vars(parts[index])
+        own.update({name: updated(own.get(name), value, seen) for name, value in attributes.items()})
     parameters = dict(torch.nn.Module.named_parameters(module))
     tensors = dict(tensors_of(module))
     with torch.no_grad():
         for name, value in state.get("tensors", {}).items():
-            _assign(tensors[name], value.unpacked())
+            _assign(tensors[name], value)
     for name, flag in state.get("requires_grad", {}).items():
         if parameters[name].requires_grad != flag:
             parameters[name].requires_grad_(flag)
     for name, gradient in state.get("gradients", {}).items():
         own = parameters[name]
-        own.grad = None if gradient is None else gradient.unpacked().to(own.device)
+        own.grad = None if gradient is None else gradient.to(own.device)
 
 
 def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -195,47 +158,23 @@ def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 def _load_optimizer(optimizer: Any, state: State) -> None:
     groups = optimizer.__dict__["param_groups"]
-    for group, numbers in zip(groups, state.get("groups", ())):
-        group.update({key: _like(group.get(key), unpacked(value)) for key, value in numbers.items()})
-    if "state" not in state:
-        return
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    own = optimizer.__dict__["state"]
-    for parameter, slots in zip(parameters, state["state"]):
-        if slots is None:
-            own.pop(parameter, None)
-        else:
-            own[parameter] = _mapped(slots, Packed, functools.partial(_placed, device=parameter.device))
+    if "groups" in state:
+        updated(groups, state["groups"])
+    optimizer.__dict__.update(state.get("attributes", {}))
+    if "state" in state:
+        slots = {parameter: _beside(parameter, values) for parameter, values in state["state"]}
+        own = optimizer.__dict__["state"]
+        own.clear()
+        own.update(slots)
 
 
-def _placed(value: Packed, device: torch.device) -> torch.Tensor:
-    """Return an optimizer's tensor beside its parameter; counters of one element stay on the CPU, as torch has them."""
-    tensor = value.unpacked()
-    return tensor if tensor.ndim == 0 else tensor.to(device)
-
-
-def _like(old: Any, new: Any) -> Any:
-    """Return ``new``; in the tensor that was there before, where a learning rate is one that others refer to."""
-    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and old.shape == new.shape:
-        with torch.no_grad():
-            old.copy_(new)
-        return old
-    return new
-
-
-def _become(obj: Any, other: Any) -> None:
-    """Give an object the contents of another one of its class."""
-    if isinstance(obj, dict):
-        obj.clear()
-        obj.update(other)
-    elif isinstance(obj, (list, bytearray)):
-        obj[:] = other
-    elif isinstance(obj, set):
-        obj.clear()
-        obj |= other
-    elif hasattr(obj, "__dict__"):
-        obj.__dict__.clear()
-        obj.__dict__.update(other.__dict__)
+def _beside(parameter: torch.Tensor, value: Any) -> Any:
+    """Return an optimizer's state beside its parameter; counters of one element stay on the CPU, as torch has them."""
+    if isinstance(value, torch.Tensor):
+        return value if value.ndim == 0 else value.to(parameter.device)
+    if type(value) in (list, tuple):
+        return type(value)(_beside(parameter, item) for item in value)
+    return {key: _beside(parameter, item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 # -- what shows a change ----------------------------------------------------------------------------------------------
@@ -247,15 +186,18 @@ def fingerprint(obj: Any, before: dict[str, Any] | None = None) -> dict[str, Any
     The contents of tensors are read, because what is written through ``tensor.data`` leaves no other trace. They are
     taken from ``before`` where it is given: nobody can have looked at the object since.
     """
+    seen: dict[int, Any] = {}
     if is_module(obj):
         tensors = [tensor for _, tensor in tensors_of(obj)]
         return {
             "shape": [_Seen(tensor, (tensor.dtype, _address(tensor))) for tensor in tensors],
             "tensors": [tensor._version for tensor in tensors],
             "contents": [digest(tensor) for tensor in tensors] if before is None else before["contents"],
-            "attributes": [[(k, _mark(v)) for k, v in _attributes(each).items()] for each in _submodules(obj)],
-            "gradients": [_mark(each.grad) for each in torch.nn.Module.parameters(obj)],
-            "flags": [each.training for each in _submodules(obj)]
+            "attributes": [
+                [(name, mark(value, seen)) for name, value in attributes_of(each).items()] for each in submodules(obj)
+            ],
+            "gradients": [mark(each.grad) for each in torch.nn.Module.parameters(obj)],
+            "flags": [each.training for each in submodules(obj)]
             + [each.requires_grad for each in torch.nn.Module.parameters(obj)],
         }
     if is_optimizer(obj):
@@ -263,8 +205,9 @@ def fingerprint(obj: Any, before: dict[str, Any] | None = None) -> dict[str, Any
         groups = obj.__dict__["param_groups"]
         return {
             "shape": [[_Seen(parameter) for parameter in group["params"]] for group in groups],
-            "groups": [[(key, _mark(value)) for key, value in group.items() if key != "params"] for group in groups],
-            "state": [[_mark(value) for value in slots.values()] for slots in state.values()],
+            "groups": [[(key, mark(value)) for key, value in group.items() if key != "params"] for group in groups],
+            "state": [[mark(value) for value in slots.values()] for slots in state.values()],
+            "attributes": mark(other_attributes(obj))._what,
         }
     if _has_state_dict(obj):
         return {"state_dict": _marks(obj.state_dict())}
@@ -280,13 +223,14 @@ class Glance:
 
     def __init__(self, obj: Any) -> None:
         self._is_module = is_module(obj)
-        self._own = [each.__dict__ for each in _submodules(obj)] if self._is_module else [obj.__dict__]
-        self._names = [[name for name in own if name not in _TABLES] for own in self._own] if self._is_module else []
+        self._own = [each.__dict__ for each in submodules(obj)] if self._is_module else [obj.__dict__]
+        self._names = [[name for name in own if name not in TABLES] for own in self._own] if self._is_module else []
         self._parameters = list(torch.nn.Module.parameters(obj)) if self._is_module else []
         self._found = self._find()
         found = [each for _, each in tensors_of(obj)] if self._is_module else self._slots()
         self._tensors = [each for each in found if isinstance(each, torch.Tensor)]
         self._gradients = [each for each in self._find_gradients() if each is not None]
+        self._mutable = mutable_attributes(submodules(obj)) if self._is_module else []
         self._marks = self._read()
 
     @staticmethod
@@ -329,6 +273,8 @@ class Glance:
         if not self._is_module:
             return [each._version for each in self._tensors]
         marks: list[Any] = [each._version for each in self._gradients]
+        if self._mutable:
+            marks.append(mark(self._mutable))
         marks += [(each._version, _address(each), each.dtype, each.requires_grad) for each in self._tensors]
         return marks
 
@@ -359,10 +305,36 @@ class _Seen:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _mark(value: Any) -> Any:
+def mark(value: Any, seen: dict[int, Any] | None = None) -> Any:
+    """Return what is another one after an object was replaced or, tensors and containers, changed in place.
+
+    Of containers with more than 1000 elements, the length. ``seen``: the marks of those that were met, by address.
+    """
+    if isinstance(value, PLAIN):
+        return value
+    seen = {} if seen is None else seen
+    if id(value) not in seen:
+        seen[id(value)] = _Seen(value)
+        seen[id(value)] = _Seen(value, _inside(value, seen))
+    return seen[id(value)]
+
+
+def _inside(value: Any, seen: dict[int, Any]) -> Any:
     if isinstance(value, torch.Tensor):
-        return _Seen(value, value._version)
-    return value if isinstance(value, (*_PLAIN, tuple)) else _Seen(value)
+        return value._version
+    if isinstance(value, np.ndarray):
+        return None if value.dtype.hasobject else zlib.crc32(np.ascontiguousarray(value).view(np.uint8).data)
+    if isinstance(value, (torch.nn.Module, *CODE)):
+        return None
+    if isinstance(value, (list, tuple, dict, set, deque)):
+        if len(value) > MAX_ELEMENTS:
+            return len(value)
+        if isinstance(value, dict):
+            return [(key, mark(item, seen)) for key, item in value.items()]
+        return set(value) if isinstance(value, set) else [mark(item, seen) for item in value]
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    return _inside(vars(value), seen) if hasattr(value, "__dict__") else None
 
 
 def _marks(value: Any) -> Any:
@@ -370,7 +342,16 @@ def _marks(value: Any) -> Any:
         return {key: _marks(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_marks(item) for item in value]
-    return _mark(value) if isinstance(value, (torch.Tensor, *_PLAIN)) else repr(value)
+    if isinstance(value, torch.Tensor):
+        return _Seen(value, value._version)
+    return value if isinstance(value, PLAIN) else repr(value)
+
+
+def mutable_attributes(modules: Sequence[torch.nn.Module]) -> list[Any]:
+    """Return the attributes of modules that can be changed in place."""
+    found = [value for part in modules for name, value in vars(part).items() if name not in TABLES]
+    kept = (*PLAIN, *CODE, torch.nn.Module)
+    return [value for value in {id(each): each for each in found}.values() if not isinstance(value, kept)]
 
 
 def changes(obj: Any, before: dict[str, Any], now: dict[str, Any]) -> State:
@@ -387,8 +368,5 @@ def changes(obj: Any, before: dict[str, Any], now: dict[str, Any]) -> State:
             partial["attributes"] = _changed_attributes(obj, before["attributes"], now["attributes"])
         return partial
     if is_optimizer(obj):
-        state: State = {"groups": groups_of(obj)}
-        if "state" in parts:
-            state["state"] = packed(_slots_of(obj))
-        return state
+        return {part: value for part, value in dump(obj).items() if part == "groups" or part in parts}
     return dump(obj)

@@ -263,7 +263,7 @@ def test_parameters_of_a_torch_module(shared_runtimes: Any) -> None:
     own = SimpleNamespace(net=model)
 
     def f(x: np.ndarray) -> np.ndarray:
-        return own.net(torch.from_numpy(x).float()[:, None]).detach().numpy()
+        return own.net(torch.tensor(x).float()[:, None]).detach().numpy()
 
     parallel = shared_runtimes[2].function(f, outputs="gather")
 
@@ -624,9 +624,9 @@ def test_restart_brings_everything_up_to_date(
     table[0] = 5.0
     monkeypatch.setenv("SYNK_TEST_CAPTURED", "yes")
     monkeypatch.chdir(tmp_path)
+    rt.restart()
     with np.errstate(divide="raise"):
-        rt.restart()
-    got = look(data, parts)
+        got = look(data, parts)
     assert [tuple(values) for values in got[:5]] == [
         (5.0,) * 2,
         ("yes",) * 2,

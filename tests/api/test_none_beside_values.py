@@ -1,4 +1,4 @@
-"""Under op None a rank may return None where others return a value: the list has None there."""
+"""Under op None a rank may return None where others return a value, or another structure."""
 
 from __future__ import annotations
 
@@ -108,11 +108,79 @@ def test_verify_pairs_outputs_by_their_place(shared_runtimes: Any) -> None:
         (lambda x: only(0, lambda: x.sum()), "sum"),
         (lambda x: (x, only(0, lambda: x)), "gather"),
         (lambda x: (only(0, lambda: (1, x.sum())), 1.0), ((None, "sum"), "sum")),
-        (lambda x: only(0, lambda: 1) or "a" if synk.comm.rank else {"a": 1}, None),
-        (lambda x: {"a": 1} if synk.comm.rank else {"b": None}, None),
-        (lambda x: [1] * synk.comm.rank, None),
+        (lambda x: ([1] * synk.comm.rank, x.sum()), ("sum", None)),
+        (lambda x: ((1, 2) if synk.comm.rank else 3, x.sum()), ("first", "sum")),
     ],
 )
 def test_other_differences_are_refused(shared_runtimes: Any, fn: Any, outputs: Any) -> None:
     with pytest.raises(CollectiveMismatch, match="expected one structure on all ranks"):
         shared_runtimes[2].function(fn, outputs=outputs)(np.arange(4.0))
+
+
+def tensor(x: Any) -> Any:
+    import torch
+
+    return torch.from_numpy(x.copy())
+
+
+DIFFERENT: dict[str, Callable[[int, np.ndarray], Any]] = {
+    "kinds": lambda rank, x: [7, {"a": 1}, "text"][rank],
+    "lengths": lambda rank, x: [float(value) for value in x[: rank + 1]],
+    "nothing": lambda rank, x: [[], (), {}][rank],
+    "keys": lambda rank, x: {"abc"[rank]: x, "z": None},
+    "deep": lambda rank, x: (x, {"k": [x[: rank + 1], "s"] if rank else rank}),
+    "deep in some": lambda rank, x: (x, None if rank == 1 else {"k": [1] * rank}),
+    "none and others": lambda rank, x: [None, (1, 2), 3][rank],
+    "classes": lambda rank, x: [Pair(1, x), (1, x), [1, x]][rank],
+    "tensors": lambda rank, x: [tensor(x), (tensor(x), x), {"t": tensor(x)}][rank],
+    "large": lambda rank, x: [np.tile(x, BIG), (np.tile(x, BIG), 1), [np.tile(x, 2 * BIG)]][rank],
+    "objects": lambda rank, x: [{1, 2}, ({3}, {"a": {4}}), [{5}, x]][rank],
+}
+
+
+def assert_alike(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        found, expected = list(found.values()), list(expected.values())
+    if isinstance(expected, (tuple, list)):
+        assert len(found) == len(expected)
+        for pair in zip(found, expected):
+            assert_alike(*pair)
+    else:
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_each_rank_returns_what_it_likes(shared_runtimes: Any, case: str) -> None:
+    """The plain function, called for each rank's rows, is the oracle."""
+    if case == "tensors":
+        pytest.importorskip("torch")
+    rt, fn = shared_runtimes[3], DIFFERENT[case]
+    f = rt.function(lambda x: fn(synk.comm.rank, x), outputs=None)
+    g = rt.function(lambda x: (x.sum(), fn(synk.comm.rank, x), len(x)), outputs=("sum", None, "sum"))
+    x = np.arange(9.0)
+    alike = ("lengths", "deep in some", "none and others")  # on two ranks: taken apart, as in the tests above
+    for rows in (9, 9, 9, 7, 5 if case in alike else 2, 9):
+        parts = [part for part in np.array_split(x[:rows], 3) if len(part)]
+        expected = [fn(rank, part) for rank, part in enumerate(parts)] + [None] * (3 - len(parts))
+        for result in (f(x[:rows]), f.submit(x[:rows]).result()):
+            assert_alike(result, expected)
+        total, result, length = g(x[:rows])
+        assert_alike(result, expected)
+        assert (total, length) == (x[:rows].sum(), rows)
+
+
+def test_structures_may_differ_in_one_call_and_not_in_the_next(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    f = rt.function(lambda x, same: [0.5] * (1 if same else 1 + synk.comm.rank), bcast_inputs="same", outputs=None)
+    for same in (True, False, False, True, True, False):
+        assert f(np.zeros(2), same) == ([[0.5, 0.5]] if same else [[0.5], [0.5, 0.5]])
+
+
+def test_a_choice_of_outputs_needs_one_structure(shared_runtimes: Any) -> None:
+    f = shared_runtimes[2].function(lambda x: (1, [2] * synk.comm.rank), outputs=None)
+    with pytest.raises(CollectiveMismatch, match="expected one structure on all ranks"):
+        f(np.zeros(2), output_subset=[0])
+    g = shared_runtimes[2].function(lambda x: (1, [2] * synk.comm.rank), outputs=(None, None))
+    assert g(np.zeros(2), output_subset=[1]) == ([[], [2]],)

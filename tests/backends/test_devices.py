@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from synk.backends import _nvml
-from synk.backends._devices import (
+from synk.cuda import _nvml
+from synk.cuda._devices import (
     Device,
     choose_devices,
     cpu_mask,
@@ -25,7 +25,7 @@ from synk.backends._devices import (
     visible_devices,
     worker_environment,
 )
-from synk.backends._nvml import NO_DRIVER, NO_PACKAGE, Gpu, MigInstance, NvmlSnapshot, discover, read_snapshot
+from synk.cuda._nvml import NO_DRIVER, NO_PACKAGE, Gpu, MigInstance, NvmlSnapshot, discover, read_snapshot
 
 H200_NBYTES = 150_754_820_096
 H200_BUSES = ("0F", "2D", "44", "5B", "89", "A8", "C0", "D8")
@@ -386,7 +386,7 @@ def test_this_machine_answers_without_an_exception() -> None:
 def test_importing_asks_nothing() -> None:
     program = (
         "import sys\n"
-        "import synk.backends._devices\n"
+        "import synk.cuda._devices\n"
         "print(sorted({'pynvml', 'cupy', 'cuda', 'numba'} & {name.partition('.')[0] for name in sys.modules}))\n"
     )
     environ = {"PYTHONPATH": str(Path(_nvml.__file__).parents[2]), "PATH": os.environ["PATH"]}

@@ -9,8 +9,8 @@ import uuid
 
 import pytest
 
-from synk.backends._devices import explain_absence, visible_devices, worker_environment
-from synk.backends._nvml import discover
+from synk.cuda._devices import explain_absence, visible_devices, worker_environment
+from synk.cuda._nvml import discover
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from synk._wire.memory import PAGE_NBYTES, Segment
-from synk.backends import _pinned
-from synk.backends._pinned import PinnedRing, PinnedSegments, address
+from synk.cuda import _pinned
+from synk.cuda._pinned import PinnedRing, PinnedSegments, address
 
 
 @pytest.fixture

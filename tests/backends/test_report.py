@@ -6,8 +6,8 @@ import fake_gpus
 import pytest
 
 import synk
-from synk.backends import _nvml, _report
-from synk.backends._nvml import NO_DRIVER, NvmlSnapshot
+from synk.cuda import _nvml, _report
+from synk.cuda._nvml import NO_DRIVER, NvmlSnapshot
 
 
 def lines(monkeypatch: pytest.MonkeyPatch, snapshot: NvmlSnapshot, **options: bool) -> list[str]:

@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ import harness
 import numpy as np
 import pytest
 from contents import text
+
+import synk
 
 X = np.arange(4.0)
 WORKERS = (2, 1, 3, "inline")
@@ -254,21 +257,21 @@ class Program:
         self._number = next(self._serial)
         self.names: dict[str, Any] = {"__name__": "__main__", "np": np, "text": text}
         for name, contents in files.items():
-            path = folder / f"{self._own(name)}.py"
+            path = folder / f"{self.own(name)}.py"
             path.parent.mkdir(exist_ok=True)
-            path.write_text(self._own(contents))
+            path.write_text(self.own(contents))
         importlib.invalidate_caches()
         self.run(source)
 
     def run(self, line: str) -> None:
-        exec(self._own(line), self.names)
+        exec(self.own(line), self.names)
 
     def forget(self) -> None:
         """Take the modules out of this process."""
         for name in [name for name in sys.modules if name.startswith(f"users{self._number}_")]:
             del sys.modules[name]
 
-    def _own(self, source: str) -> str:
+    def own(self, source: str) -> str:
         return re.sub(r"\busers_", f"users{self._number}_", source)
 
 
@@ -411,3 +414,61 @@ def test_a_module_that_makes_something_of_each_process(shared_runtimes: Any, pro
         pids, seen = f(X)
         assert len({*pids, os.getpid()}) == 3
         assert seen == [k, k]
+
+
+class OnlyHere:
+    """Can be pickled, and loaded in the process that made it alone."""
+
+    def __reduce__(self) -> Any:
+        return load_only_in, (os.getpid(),)
+
+
+def load_only_in(pid: int) -> Any:
+    if os.getpid() != pid:
+        raise ValueError("made for another process")
+    return OnlyHere()
+
+
+def test_what_workers_cannot_load_into_a_module_is_told(
+    shared_runtimes: Any, program: Callable[..., Program], caplog: pytest.LogCaptureFixture
+) -> None:
+    main = program({"users_m": "k, thing = 1, None\n"}, "import users_m\ndef f(x): return users_m.k, users_m.thing")
+    main.names["here"] = OnlyHere()
+    main.run("users_m.thing, users_m.k = here, 2")
+    f = shared_runtimes[2].function(main.names["f"], outputs="first")
+    assert f(X) == (2, None)
+    assert "made for another process" in caplog.text
+    assert "keeps what its own import of a module has made" in caplog.text
+
+
+def test_a_submodule_that_only_workers_have_imported_stays(
+    shared_runtimes: Any, program: Callable[..., Program]
+) -> None:
+    """What the program has removed from a package goes; what only the worker has imported into it does not."""
+    source = "import users_p\ndef f(x):\n    import users_p.sub\n    return users_p.sub.k, hasattr(users_p, 'extra')"
+    main = program({"users_p/__init__": "extra = 1\n", "users_p/sub": "k = 7\n"}, source)
+    f = shared_runtimes[2].function(main.names["f"], outputs="first")
+    assert f(X) == (7, True)
+    main.run("del users_p.extra")
+    assert f(X) == (7, False)
+
+
+@pytest.mark.parametrize("num_workers", [2, 1])
+def test_a_reload_that_did_not_arrive_is_sent_again(
+    shared_runtimes: Any, program: Callable[..., Program], num_workers: int
+) -> None:
+    """The call that would bring it fails over something else that it captured."""
+    main = program(
+        {"users_m": "def step(): return 1\n"},
+        "import users_m\nheld = []\ndef f(x): return [users_m.step() + len(held)] * len(x)",
+    )
+    f = shared_runtimes[num_workers].function(main.names["f"], outputs="gather")
+    assert f(X) == [1] * 4
+    path = Path(sys.modules[main.own("users_m")].__file__ or "")
+    path.write_text("def step(): return 100\n")
+    importlib.reload(sys.modules[main.own("users_m")])
+    main.names["held"].append(threading.Lock())
+    with pytest.raises(synk.errors.SerializationError):
+        f(X)
+    main.names["held"][:] = [5]
+    assert f(X) == [101] * 4

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 from contents import text
 
-from synk._master.code import packing
-from synk._worker import received
+from synk._master.code import facets, packing
+from synk._worker.held import received
 
 X = np.arange(4.0)
 MB = 1024 * 1024
@@ -425,23 +425,48 @@ def test_an_element_beyond_a_list_that_the_rank_has_shortened_is_not_lost(shared
 
 
 class Ruled:
-    """An object whose pickling rule lies in ``copyreg``."""
+    """An object whose pickling rule lies in ``copyreg``: a state that is slow to compare."""
 
-    def __init__(self, state: dict[str, Any]) -> None:
-        self.state = state
+    def __init__(self, state: dict[str, Any] | None = None) -> None:
+        self.state = state or {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.state = dict(state)
 
 
-def test_a_rule_of_copyreg_is_the_ranks_too(shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_rule_of_copyreg_is_the_ranks_too(
+    shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch, is_slow: bool
+) -> None:
     """Also where the object is slow to compare, so that the rank is asked whether it has changed its own."""
     import copyreg
 
-    monkeypatch.setitem(copyreg.dispatch_table, Ruled, lambda obj: (Ruled, (dict(obj.state),)))
+    orders: list[str] = []
+    tell = facets.State.tell
+
+    def noting(self: Any, change: Any) -> None:
+        orders.append(change.kind)
+        tell(self, change)
+
+    monkeypatch.setattr(facets, "EACH_CALL_NS", -1 if is_slow else 10**12)
+    monkeypatch.setattr(facets.State, "tell", noting)
+
+    def rule(obj: Ruled) -> Any:
+        return Ruled, (), dict(obj.state)
+
+    def read(x: Any) -> list[int]:
+        copyreg.pickle(Ruled, rule)  # type: ignore[arg-type]  # a rank has the rules of what it imports
+        return [ruled.state["k"]] * len(x)
+
+    monkeypatch.setitem(copyreg.dispatch_table, Ruled, rule)
     ruled = Ruled({"k": 1})
-    assert received._recipe(ruled) == (Ruled, ({"k": 1},), None)
-    f = shared_runtimes[2].function(lambda x: [ruled.state["k"]] * len(x), outputs="gather")
+    assert received._recipe(ruled) == (Ruled, (), {"k": 1})
+    f = shared_runtimes[1].function(read, outputs="gather")
     for number in range(3):
         ruled.state["k"] = number
+        f.refresh()
         assert f(np.arange(2)) == [number] * 2
+    assert set(orders) == {"restate" if is_slow else "state"}
 
 
 def test_large_arrays_lie_where_the_ranks_look_for_them(runtime: Callable[..., Any], monkeypatch: Any) -> None:

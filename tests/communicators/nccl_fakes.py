@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from synk.communicators import Buffer, _nccl_bindings, _nccl_library
-from synk.communicators._nccl import DeviceHooks, NcclCommunicator
-from synk.communicators._nccl_bindings import Binding, UniqueId
+from synk.communicators import Buffer
+from synk.cuda import _nccl_bindings, _nccl_library
+from synk.cuda._nccl import DeviceHooks, NcclCommunicator
+from synk.cuda._nccl_bindings import Binding, UniqueId
 
 STUB_SOURCE = Path(__file__).with_name("stub_nccl.c")
 

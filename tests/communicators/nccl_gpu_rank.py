@@ -16,8 +16,8 @@ import cloudpickle
 import numpy as np
 
 from synk.communicators import Buffer
-from synk.communicators._nccl import DeviceHooks, NcclCommunicator
-from synk.communicators._nccl_bindings import load_binding
+from synk.cuda._nccl import DeviceHooks, NcclCommunicator
+from synk.cuda._nccl_bindings import load_binding
 
 # The first NCCL that allows two ranks on one GPU by NCCL_MULTI_RANK_GPU_ENABLE.
 SHARED_GPU_VERSION = 23003

@@ -27,9 +27,9 @@ from nccl_fakes import (
 
 from synk._pure.ops import REDUCE_OPS
 from synk.communicators import Buffer, Communicator
-from synk.communicators._nccl import NcclCommunicator, pack_scalar, split_count
-from synk.communicators._nccl_bindings import Binding, load_binding
-from synk.communicators._nccl_library import NcclError
+from synk.cuda._nccl import NcclCommunicator, pack_scalar, split_count
+from synk.cuda._nccl_bindings import Binding, load_binding
+from synk.cuda._nccl_library import NcclError
 from synk.errors import ClosedError, UnsupportedError
 
 BINDINGS = ["fake pynccl", "fake cupy"] + (["pynccl"] if importlib.util.find_spec("pynccl") else [])
@@ -644,5 +644,4 @@ def test_capabilities_name_the_library(binding: Binding, stub: Stub) -> None:
     assert capabilities.library_path == str(stub.path)
     assert capabilities.ops == REDUCE_OPS
     assert {"bool", "bfloat16", "complex64"} <= set(capabilities.dtypes) and "int16" not in capabilities.dtypes
-    assert not capabilities.accumulates_in_float32
     assert capabilities.has_weighted_avg

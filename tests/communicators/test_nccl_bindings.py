@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from nccl_fakes import Stub, build_stub, fake_cupy, fake_pynccl, forget_mapped_libraries, install
 
-from synk.communicators import _nccl_library
-from synk.communicators._nccl_bindings import Binding, PyncclBinding, load_binding
-from synk.communicators._nccl_library import NcclError, find_library, nccl_environment, version_text
+from synk.cuda import _nccl_library
+from synk.cuda._nccl_bindings import Binding, PyncclBinding, load_binding
+from synk.cuda._nccl_library import NcclError, find_library, nccl_environment, version_text
 from synk.errors import SynkError, UnsupportedError
 
 HAS_PYNCCL = importlib.util.find_spec("pynccl") is not None
@@ -135,7 +135,7 @@ def test_pynccls_own_methods_are_mended_too(stub: Stub) -> None:
         "import os, sys\n"
         "from nccl_fakes import Stub\n"
         "from pathlib import Path\n"
-        "from synk.communicators._nccl_bindings import load_binding\n"
+        "from synk.cuda._nccl_bindings import load_binding\n"
         "binding = load_binding()\n"
         "_, comm = binding.init(2, binding.new_unique_id(), 0)\n"
         "from pynccl.binding import libnccl\n"
@@ -224,7 +224,7 @@ def test_pynccls_deprecation_warning_is_silenced(stub: Stub, tmp_path: Path, mon
     )
     program = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from synk.communicators._nccl_bindings import load_binding\n"
+        "from synk.cuda._nccl_bindings import load_binding\n"
         "print(load_binding().name)\n"
     )
     assert run_python(program, SYNK_NCCL_LIB=str(stub.path)) == "pynccl"
@@ -247,7 +247,7 @@ def test_pynccl_that_loads_another_file_is_refused(stub: Stub, tmp_path: Path, m
 def test_importing_the_communicator_loads_no_gpu_package() -> None:
     program = (
         "import sys\n"
-        "import synk.communicators._nccl\n"
+        "import synk.cuda._nccl\n"
         "heavy = {'pynccl', 'numba', 'cupy', 'cuda', 'torch'}\n"
         "print(sorted(heavy & {name.partition('.')[0] for name in sys.modules}))\n"
     )
@@ -305,7 +305,7 @@ def test_a_mapped_library_is_found(library: Stub, tmp_path: Path) -> None:
         (folder / name).write_bytes(library.path.read_bytes())
     program = (
         "import ctypes\n"
-        "from synk.communicators._nccl_library import find_library, mapped_library\n"
+        "from synk.cuda._nccl_library import find_library, mapped_library\n"
         f"ctypes.CDLL({str(folder / 'libnccl-net.so')!r})\n"
         "print(repr(mapped_library()))\n"
         f"ctypes.CDLL({str(folder / 'libnccl.so.2')!r})\n"

@@ -30,9 +30,9 @@ import pytest
 from nccl_gpu_rank import Rank
 
 from synk._pure.ops import REDUCE_OPS
-from synk.backends._devices import choose_devices, ranks_per_device, visible_devices, worker_environment
-from synk.backends._nvml import discover
-from synk.communicators._nccl_library import NcclError, nccl_environment
+from synk.cuda._devices import choose_devices, ranks_per_device, visible_devices, worker_environment
+from synk.cuda._nccl_library import NcclError, nccl_environment
+from synk.cuda._nvml import discover
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

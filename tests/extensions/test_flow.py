@@ -76,7 +76,7 @@ def act(event: Event, values: dict[str, Any], send: Any, recv: Any, rng: np.rand
         case ("send", a, peer, tag):
             send(values[a], peer, tag)
         case ("recv", name, peer, tag):
-            values[name] = recv(None, peer, tag)
+            values[name] = recv(peer, tag)
         case ("force", name, a, b, which):
             values[name] = values[a] if float(values[b].sum()) > which else values[b] * 2
         case ("draw", name, a, _, _):
@@ -103,7 +103,7 @@ def plain(events: list[tuple[int, Event]], size: int) -> list[dict[str, np.ndarr
         def send(array: np.ndarray, peer: int, tag: int, rank: int = rank) -> None:
             boxes[rank, peer, tag].append(array.copy())
 
-        def recv(like: None, peer: int, tag: int, rank: int = rank) -> np.ndarray:
+        def recv(peer: int, tag: int, rank: int = rank) -> np.ndarray:
             return boxes[peer, rank, tag].popleft()
 
         act(event, values[rank], send, recv, rngs[rank])
@@ -147,12 +147,12 @@ def kalman_0(mu: Any, sigma: Any, h: Any, r: Any, data: Any) -> Any:
     new_mu = mu + a @ np.linalg.solve(b, h @ mu - data)
     for tag, array in enumerate((h, b, sigma, a), 1):
         flow.send(array, 1, tag)
-    return new_mu, flow.recv(None, 1, 5)
+    return new_mu, flow.recv(1, 5)
 
 
 @flow
 def kalman_1() -> None:
-    h, b, sigma, a = (flow.recv(None, 0, tag) for tag in (1, 2, 3, 4))
+    h, b, sigma, a = (flow.recv(0, tag) for tag in (1, 2, 3, 4))
     flow.send(sigma - a @ np.linalg.solve(b, h) @ sigma, 0, 5)
 
 
@@ -204,14 +204,14 @@ def test_a_reply_is_waited_for_after_the_question(shared_runtimes: Any) -> None:
 
     @flow
     def asks(x: Any) -> Any:
-        first = flow.recv(None, 1, 2)
+        first = flow.recv(1, 2)
         flow.send(first + 1, 1, 0)
-        return flow.recv(None, 1, 1) * 2
+        return flow.recv(1, 1) * 2
 
     @flow
     def answers(x: Any) -> None:
         flow.send(x, 0, 2)
-        question = flow.recv(None, 0, 0)
+        question = flow.recv(0, 0)
         flow.send(question * 10, 0, 1)
 
     f = shared_runtimes[2].function(lambda x: (answers if synk.comm.rank else asks)(x), outputs=None)
@@ -305,11 +305,11 @@ def test_messages_outside_of_a_flow_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"cannot send: got a call outside of a flow, .* Elsewhere use synk.comm"):
         flow.send(np.zeros(2), 1)
     with pytest.raises(RuntimeError, match="cannot receive: got a call outside of a flow"):
-        flow.recv(None, 1)
+        flow.recv(1)
     with pytest.raises(ValueError, match="cannot send in a flow: got tag=-1, expected an int from 0 on"):
         flow(lambda x: flow.send(x, 0, -1))(np.zeros(1))
     with pytest.raises(ValueError, match="cannot recv in a flow: got peer='a', expected an int from 0 on"):
-        flow(lambda x: flow.recv(x, "a"))(np.zeros(1))
+        flow(lambda x: flow.recv("a", like=x))(np.zeros(1))
     with pytest.raises(RuntimeError, match=r"cannot send to 1: got it in a function that the flow 'step' calls itself"):
 
         @flow
@@ -389,11 +389,11 @@ def test_an_error_names_the_line_of_the_program(shared_runtimes: Any) -> None:
 def test_a_deadlock_names_the_line_too(shared_runtimes: Any) -> None:
     @flow
     def step(x: Any) -> Any:
-        return flow.recv(None, 1 - synk.comm.rank, 3) + x
+        return flow.recv(1 - synk.comm.rank, 3) + x
 
     with pytest.raises(CollectiveMismatch, match="every rank waits for another one") as caught:
         shared_runtimes[2].function(step, outputs=None)(np.zeros(2))
-    assert any("'wait recv from " in note and "flow.recv(None, 1 - synk.comm.rank, 3)" in note
+    assert any("'wait recv from " in note and "flow.recv(1 - synk.comm.rank, 3)" in note
                for note in caught.value.__notes__)  # fmt: skip
 
 
@@ -415,7 +415,7 @@ def test_a_step_that_is_ended_leaves_nothing(reused: Any, how: str) -> None:
         if ends and synk.comm.rank:
             x = flow.call(end, x)
         flow.send(x, other)
-        return flow.recv(None, other) + flow.recv(None, other, 7)[0]
+        return flow.recv(other) + flow.recv(other, 7)[0]
 
     f = rt.function(lambda x, ends: step(x, ends), bcast_inputs="ends", outputs="gather")
     for _ in range(2):

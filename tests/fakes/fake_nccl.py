@@ -166,6 +166,6 @@ class FakeBinding:
 
 def install() -> None:
     """Have workers of this process load the stand-in."""
-    from synk._worker import nccl_group as _group
+    from synk._worker.comm import nccl_group as _group
 
     _group.load_binding = FakeBinding  # type: ignore[assignment, misc]

@@ -38,7 +38,7 @@ from harness import (
 )
 
 import synk
-from synk._master.output import Output
+from synk._master.processes.output import Output
 from synk._wire.descriptors import Descriptor
 from synk.errors import CallTimeout, ClosedError, StartupError, WorkerDied
 
@@ -140,7 +140,7 @@ COLLECTIVES: dict[str, Callable[[np.ndarray], object]] = {
     "broadcast": lambda x: synk.comm.broadcast(x, root=1),
     "all_gather": lambda x: synk.comm.all_gather(x),
     "barrier": lambda x: synk.comm.barrier(),
-    "recv": lambda x: synk.comm.recv(x, peer=1),
+    "recv": lambda x: synk.comm.recv(peer=1, like=x),
 }
 
 

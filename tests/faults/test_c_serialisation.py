@@ -220,8 +220,8 @@ def test_C8_other_versions_in_the_worker(runtime: Fork, library: str, tmp_path: 
         if {library!r} == "numpy":
             np.__version__ = "0.0.1"
         elif {library!r} == "synk":
-            import synk._master.starting
-            synk._master.starting.__version__ = "0.0.1"
+            import synk._master.workers.starting
+            synk._master.workers.starting.__version__ = "0.0.1"
         else:
             sys.version_info = (3, 0, 0, "final", 0)
             platform.python_version = lambda: "3.0.0"

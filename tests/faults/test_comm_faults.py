@@ -58,7 +58,7 @@ def exchange(step: str, act: Callable[[], None]) -> float:
         if comm.rank == 0:
             comm.isend(np.arange(float(COUNT)), 1)
             return 0.0
-        return float(comm.recv(None, 0).sum())
+        return float(comm.recv(0).sum())
 
 
 def nothing() -> None:
@@ -131,7 +131,7 @@ def test_memory_of_large_messages_is_given_back(shared_runtimes: Any) -> None:
     def body(x: np.ndarray) -> int:
         comm = synk.comm
         for turn in range(3):
-            request = comm.irecv(None, 1 - comm.rank)
+            request = comm.irecv(1 - comm.rank)
             comm.isend(np.full(nbytes, turn, np.uint8), 1 - comm.rank)
             assert (request.wait() == turn).all()
         comm.barrier()
@@ -157,7 +157,7 @@ def test_exchanges_of_64_mb_do_not_grow(shared_runtimes: Any, num_calls: int, co
     def body(x: np.ndarray, count: int) -> int:
         comm, peer = synk.comm, 1 - synk.comm.rank
         for number in range(count):
-            request = comm.irecv(None, peer)
+            request = comm.irecv(peer)
             comm.isend(np.full(nbytes, number % 256, np.uint8), peer)
             assert (request.wait() == number % 256).all()
         comm.barrier()

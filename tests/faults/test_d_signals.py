@@ -166,7 +166,7 @@ def test_D3_second_ctrl_c_while_the_first_is_handled() -> None:
         INTERRUPT
         + """
     import saboteurs
-    from synk._master.recovery import Recovery
+    from synk._master.workers.recovery import Recovery
     rt = synk.fork(2, backend="numpy")
     path = __file__ + ".stuck"
     stuck = rt.function(lambda row: (open(path, "w").close(), saboteurs.loop_in_c()), outputs=None)

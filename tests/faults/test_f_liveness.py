@@ -142,7 +142,7 @@ def test_F4_workers_flood_their_output(kind: str, target: str) -> None:
 
 def test_F4_a_stream_that_is_full_holds_whole_lines() -> None:
     """What does not fit is written later, and the lines of another rank may come before it."""
-    from synk._master.output import _write_some
+    from synk._master.processes.output import _write_some
 
     text = f"[rank 0] {'x' * 99}\n" * 2000
     read_fd, write_fd = os.pipe()

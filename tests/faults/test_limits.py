@@ -72,7 +72,7 @@ TIMED_OUT = """
     import saboteurs
     import warnings
     from harness import assert_right, pids, wait_for
-    from synk._master.recovery import Recovery
+    from synk._master.workers.recovery import Recovery
 
     warnings.simplefilter("ignore", RuntimeWarning)
     rt = synk.fork(2, backend="numpy")

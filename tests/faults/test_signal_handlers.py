@@ -18,8 +18,8 @@ from harness import Scenario, same_workers, script
 
 from synk._master.code import book
 from synk._pure.interrupts import deferred, is_from_handler
+from synk._wire.descriptors import orphans
 from synk._wire.memory import Segment
-from synk._wire.orphans import orphans
 from synk.errors import CallCancelled
 
 Fork = Callable[..., Any]

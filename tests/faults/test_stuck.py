@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import synk
-from synk._master import reports as _reports
+from synk._master.processes import reports as _reports
 from synk._pure import environment as _environment
 from synk.errors import ClosedError, WorkerDied
 

@@ -39,7 +39,7 @@ from harness import (
 )
 
 import synk
-from synk._master.queue import Queue
+from synk._master.flight.queue import Queue
 from synk.errors import CallCancelled, CallTimeout, ReentrancyError, SharedMemoryError, WorkerDied
 
 Fork = Callable[..., Any]
@@ -620,7 +620,7 @@ def test_D_inline_ctrl_c_between_running_and_collecting(runtime: Fork) -> None:
     rt = runtime(None, inline=True)
     total = rt.function(lambda x: x.sum(), outputs="sum")
     total(np.ones(4))
-    sys.settrace(interrupted_at(Queue.submit.__code__, "if session.workers.is_inline"))
+    sys.settrace(interrupted_at(Queue._append.__code__, "if self._session.workers.is_inline"))
     try:
         with pytest.raises(KeyboardInterrupt):
             total.submit(np.ones(4))

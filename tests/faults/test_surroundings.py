@@ -12,7 +12,7 @@ import pytest
 from harness import PACKAGE_FOLDER, TESTS_FOLDER, census, script
 
 import synk
-from synk._master import program as _program
+from synk._master.processes import program as _program
 from synk.errors import StartupError
 
 WORKS = """
@@ -174,7 +174,7 @@ if {is_started}:
         rt.function(work, outputs=None).submit(np.arange(4.0)).result()
 else:
     with synk.fork(backend="numpy", inline=True) as rt:
-        print(rt.function(lambda x: x.sum())(np.arange(4.0)))
+        print(rt.function(lambda x: x.sum(), outputs="sum")(np.arange(4.0)))
     try:
         synk.fork(2, backend="numpy")
     except synk.errors.StartupError as error:

@@ -48,8 +48,8 @@ from test_gpu_submitted import (  # noqa: F401
 )
 
 import synk
-from synk.backends._devices import visible_devices
-from synk.backends._nvml import discover
+from synk.cuda._devices import visible_devices
+from synk.cuda._nvml import discover
 
 pytestmark = pytest.mark.gpu
 

@@ -20,7 +20,7 @@ import saboteurs
 from harness import Child, assert_right, failpoint, mapped_memfds, replaced_workers, same_workers
 
 import synk
-from synk._master.plans import PlanCache
+from synk._master.calls.plans import PlanCache
 from synk.errors import CollectiveMismatch, WorkerDied
 
 Fork = Callable[..., Any]

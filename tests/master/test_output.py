@@ -14,7 +14,7 @@ import harness
 import numpy as np
 import pytest
 
-from synk._master.output import Output
+from synk._master.processes.output import Output
 from synk._wire.cell import cell
 from synk._wire.descriptors import pipe
 

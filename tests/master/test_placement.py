@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from synk._master.placement import Placement
-from synk._master.program import setup_message
+from synk._master.processes.placement import Placement
+from synk._master.processes.program import setup_message
 
 VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -68,7 +68,7 @@ def test_a_limit_of_the_user_stays(monkeypatch: pytest.MonkeyPatch, variable: st
 def test_workers_are_told_ranks_that_count_those_of_other_machines() -> None:
     here = Placement("numpy", ("cpu:0", "cpu:1"))
     setups = [setup_message(here, rank, ()) for rank in range(2)]
-    assert [(setup["rank"], setup["world_size"], setup["node"]) for setup in setups] == [(0, 2, 0), (1, 2, 0)]
-    second = Placement("numpy", ("cpu:0", "cpu:1"), first_rank=4, ranks_elsewhere=6, node=1)
+    assert [(setup["rank"], setup["world_size"]) for setup in setups] == [(0, 2), (1, 2)]
+    second = Placement("numpy", ("cpu:0", "cpu:1"), first_rank=4, ranks_elsewhere=6)
     told = setup_message(second, 1, ())
-    assert (told["rank"], told["world_size"], told["node"], told["device"]) == (5, 8, 1, "cpu:1")
+    assert (told["rank"], told["world_size"], told["device"]) == (5, 8, "cpu:1")

@@ -678,23 +678,23 @@ class Look(torch.nn.Module):  # type: ignore[misc,name-defined]
 
         frame, is_quiet = sys._getframe(), 0.0
         while frame is not None:
-            is_quiet = max(is_quiet, float(frame.f_code.co_filename.endswith("_worker/quiet.py")))
+            is_quiet = max(is_quiet, float(frame.f_code.co_filename.endswith("_worker/loop/quiet.py")))
             frame = frame.f_back
         return self.inner(x), torch.full((len(x),), is_quiet)
 
 
 def test_repeated_passes_are_quiet_calls(shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On both sides, in both directions, and also where the program writes into the parameters in between."""
-    from synk._master import ordinary
+    from synk._master.calls import call as way
 
     begun: list[str] = []
-    launch = ordinary.launch
+    launch = way.launch
 
     def count(*args: Any, **options: Any) -> Any:
         begun.append(args[1].name)
         return launch(*args, **options)
 
-    monkeypatch.setattr(ordinary, "launch", count)
+    monkeypatch.setattr(way, "launch", count)
     module = Look()
     plain = copy.deepcopy(module)
     model = synk.torch.DataParallel(module, runtime=shared_runtimes[2])

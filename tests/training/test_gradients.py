@@ -29,7 +29,7 @@ def on_each(rt: Any, body: Callable[[int, int], Any]) -> list[Any]:
 
     def run(x: torch.Tensor) -> Any:
         torch.set_num_threads(1)
-        return body(synk.comm.rank, len(synk.comm.ranks))
+        return body(synk.comm.rank, synk.comm.world_size)
 
     return rt.function(run, outputs=None, framework="torch", name="body")(np.zeros(2 * rt.world_size - 1))
 
@@ -351,29 +351,34 @@ def test_what_has_no_meaning_is_refused(shared_runtimes: Any) -> None:
 def test_arrays_are_refused_and_told_how_they_become_tensors(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     for verb in COLLECTIVES + MESSAGES:
-        peer = (0,) if verb in MESSAGES else ()
         text = r"by synk\.torch: got a value of type ndarray, expected a tensor"
         with same_workers(rt), pytest.raises(TypeError, match=text):
-            rt.function(lambda x, verb=verb, peer=peer: getattr(synk.torch, verb)(x, *peer), outputs=None)(np.ones(4))  # type: ignore[misc]
+            rt.function(lambda x, verb=verb: with_tensor(synk.torch, verb, x), outputs=None)(np.ones(4))  # type: ignore[misc]
 
 
 def test_outside_of_a_function_they_have_no_meaning() -> None:
     for verb in COLLECTIVES + MESSAGES:
         with pytest.raises(ReentrancyError, match="only inside a function"):
-            getattr(synk.torch, verb)(torch.ones(2), *((0,) if verb in MESSAGES else ()))
+            with_tensor(synk.torch, verb, torch.ones(2))
 
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")
 MESSAGES = ("send", "isend", "recv", "irecv")
 
 
+def with_tensor(module: Any, verb: str, x: Any) -> Any:
+    """Call a collective, or a message with rank 0, with a tensor."""
+    if verb in ("recv", "irecv"):
+        return getattr(module, verb)(0, like=x)
+    return getattr(module, verb)(x, *((0,) if verb in MESSAGES else ()))
+
+
 @pytest.mark.parametrize("verb", COLLECTIVES + MESSAGES)
 def test_synk_comm_names_what_differentiates(shared_runtimes: Any, verb: str) -> None:
     rt = shared_runtimes[2]
     assert callable(getattr(synk.torch, verb))
-    peer = (0,) if verb in MESSAGES else ()
     with same_workers(rt), pytest.raises(TypeError, match=rf"Use synk\.torch\.{verb}, which autograd follows"):
-        on_each(rt, lambda rank, size: getattr(synk.comm, verb)(torch.ones(2, requires_grad=True), *peer))
+        on_each(rt, lambda rank, size: with_tensor(synk.comm, verb, torch.ones(2, requires_grad=True)))
 
 
 # ----- messages
@@ -423,7 +428,7 @@ def rank_program(rounds: list[list[Message]], x: torch.Tensor, rank: int, draw: 
             else:
                 number, each = receives.pop(0)
                 like = torch.empty_like(x, requires_grad=True)
-                handles.append((number, synk.torch.irecv(like, each.sender, each.tag)))
+                handles.append((number, synk.torch.irecv(each.sender, each.tag, like=like)))
         draw.shuffle(handles)
         for number, handle in handles:
             done = synk.torch.wait(handle)
@@ -465,7 +470,7 @@ def test_torch_checks_the_gradients_of_messages_by_differences(shared_runtimes: 
             own = synk.torch.broadcast(everything)[rank]
             dummy = synk.torch.send(own.sin(), (rank + 1) % size)
             like = synk.torch.join_dummies(torch.empty_like(own), [dummy])
-            y = own * synk.torch.recv(like, (rank - 1) % size)
+            y = own * synk.torch.recv((rank - 1) % size, like=like)
             return synk.torch.reduce(loss_of(y, rank), "sum")
 
         everything = torch.linspace(0, 1, 2 * size, dtype=torch.float64).reshape(size, 2).requires_grad_()
@@ -481,7 +486,7 @@ def test_messages_of_any_size_and_shape(shared_runtimes: Any, count: int) -> Non
     def body(rank: int, size: int) -> bool:
         x = torch.full((count, 1), rank + 1.0, requires_grad=True)
         dummy = synk.torch.send(x, 1 - rank)
-        y = synk.torch.recv(torch.empty(1, count, requires_grad=True), 1 - rank)
+        y = synk.torch.recv(1 - rank, like=torch.empty(1, count, requires_grad=True))
         synk.torch.join_dummies((y * (rank + 2)).sum(), [dummy]).backward()
         assert x.grad is not None and torch.equal(y.detach(), torch.full((1, count), 2.0 - rank))
         return torch.equal(x.grad, torch.full((count, 1), 3.0 - rank))
@@ -494,9 +499,9 @@ def test_messages_without_gradients_leave_none_behind(shared_runtimes: Any) -> N
         with torch.no_grad():
             weight = torch.ones(2, requires_grad=True)
             synk.torch.send(weight * (rank + 1), 1 - rank, 5)
-            y = synk.torch.recv(weight, 1 - rank, 5)
+            y = synk.torch.recv(1 - rank, 5, like=weight)
         synk.torch.send(torch.tensor([rank]), 1 - rank, 5)
-        z = synk.torch.recv(torch.tensor([0]), 1 - rank, 5)
+        z = synk.torch.recv(1 - rank, 5, like=torch.tensor([0]))
         return not y.requires_grad and y.tolist() == [2.0 - rank] * 2 and z.tolist() == [1 - rank]
 
     assert all(on_each(shared_runtimes[2], body))
@@ -511,7 +516,7 @@ def test_messages_are_differentiated_once(shared_runtimes: Any) -> None:
             loss = synk.torch.send(x**2, 1)
         else:
             like = synk.torch.join_dummies(torch.empty(()), [x])  # grad goes to what is asked for, and this is
-            loss = x * synk.torch.recv(like, 0) ** 2
+            loss = x * synk.torch.recv(0, like=like) ** 2
         (gradient,) = torch.autograd.grad(loss, [x], create_graph=True)
         if twice:
             torch.autograd.grad(gradient, [x])
@@ -530,7 +535,7 @@ def test_a_gradient_that_the_receiver_does_not_send_is_an_error(shared_runtimes:
         if rank == 0:
             synk.torch.send(x, 1, 3).backward()
         else:
-            synk.torch.recv(torch.empty(2), 0, 3)
+            synk.torch.recv(0, 3, like=torch.empty(2))
 
     with same_workers(rt), pytest.raises(CollectiveMismatch, match=r"cannot finish recv.*tag 1048579.*rank 1 left"):
         on_each(rt, body)
@@ -596,7 +601,7 @@ def test_messages_in_a_step_of_replicate(shared_runtimes: Any) -> None:
         for _ in range(len(comm.ranks) - 1):
             dummies.append(synk.torch.send(passing, (comm.rank + 1) % comm.world_size))
             like = torch.empty_like(total, requires_grad=True)
-            passing = synk.torch.recv(like, (comm.rank - 1) % comm.world_size)
+            passing = synk.torch.recv((comm.rank - 1) % comm.world_size, like=like)
             total = total + passing
         return synk.torch.join_dummies(total / comm.total_rows, dummies)
 

@@ -34,14 +34,16 @@ from weak_memory import (
     without,
 )
 
-from synk._master import call as _calls
-from synk._master import recovery, variable, worker_process
-from synk._master import workers as _workers
+from synk._master.calls import call as _calls
+from synk._master.processes import worker_process
+from synk._master.state import variable
+from synk._master.workers import recovery
+from synk._master.workers import workers as _workers
 from synk._wire import channel as _channel
 from synk._wire.control import Down, Up
-from synk._worker import calls as _worker_calls
-from synk._worker import peers
-from synk._worker import variables as _variables
+from synk._worker.call import peers
+from synk._worker.held import variables as _variables
+from synk._worker.loop import calls as _worker_calls
 from synk.communicators import _mailbox, _outbox, _rendezvous, _shm, _shm_collectives, _short_path
 
 PROTOCOLS = memory_model.protocols()

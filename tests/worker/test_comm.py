@@ -29,10 +29,10 @@ def test_an_array_in_the_other_byte_order_keeps_its_values(shared_runtimes: Any)
     rt = shared_runtimes[2]
 
     def reduce_and_send(x: np.ndarray) -> Any:
-        ranks, rank = synk.comm.ranks, synk.comm.rank
+        size, rank = synk.comm.world_size, synk.comm.rank
         total = synk.comm.all_reduce(np.arange(3).astype(">f8"), "sum")
-        synk.comm.send(np.arange(4).astype(">i4"), ranks[(rank + 1) % len(ranks)])
-        return total, synk.comm.recv(np.empty(4, ">i4"), ranks[rank - 1])
+        synk.comm.send(np.arange(4).astype(">i4"), (rank + 1) % size)
+        return total, synk.comm.recv((rank - 1) % size, like=np.empty(4, ">i4"))
 
     for total, received in zip(*rt.function(reduce_and_send, outputs=None)(np.ones(2))):
         assert total.tolist() == [0.0, 2.0, 4.0]
@@ -64,9 +64,10 @@ def test_a_function_knows_its_rank_its_peers_and_their_rows(shared_runtimes: Any
     for rows in (1, size, 2 * size + 1):
         lengths = [len(part) for part in np.array_split(np.zeros(rows), size)]
         ranks = tuple(rank for rank, length in enumerate(lengths) if length)
-        expected = [repr((rank, size, ranks, lengths[rank], rows, rt.devices[rank])) for rank in ranks]
+        num = len(ranks)
+        expected = [repr((rank, num, ranks, lengths[rank], rows, rt.devices[rank])) for rank in ranks]
         assert f(np.zeros(rows)) == expected + [None] * (size - len(ranks))
-    assert f.serial(np.zeros(9))[0] == repr((0, size, (0,), 9, 9, rt.devices[0]))
+    assert f.serial(np.zeros(9))[0] == repr((0, 1, (0,), 9, 9, rt.devices[0]))
     rowless = rt.function(lambda: (synk.comm.ranks, synk.comm.total_rows), outputs="first")
     assert rowless() == (tuple(range(size)), size)
 
@@ -214,11 +215,11 @@ def test_messages_go_round_a_ring_in_order_and_by_tag(shared_runtimes: Any, wher
         for turn in range(3):
             mine = np.full(count, 10.0 * rank + turn)
             if rank % 2:
-                got = comm.recv(like, left, tag=turn % 2)
+                got = comm.recv(left, like=like, tag=turn % 2)
                 comm.send(mine, right, tag=turn % 2)
             else:
                 comm.send(mine, right, tag=turn % 2)
-                got = comm.recv(like, left, tag=turn % 2)
+                got = comm.recv(left, like=like, tag=turn % 2)
             np.testing.assert_array_equal(got, np.full(count, 10.0 * left + turn))
         comm.barrier()
         return True
@@ -288,8 +289,9 @@ def test_only_the_ranks_with_rows_take_part(shared_runtimes: Any, where: Any) ->
 
     def body(x: np.ndarray) -> Any:
         comm = synk.comm
-        gathered = comm.all_gather(np.array([comm.rank]))
-        first, last = comm.broadcast(x[:1], comm.ranks[0]), comm.broadcast(x[:1], comm.ranks[-1])
+        assert comm.rank == comm.ranks.index(comm.ranks[comm.rank])
+        gathered = comm.all_gather(np.array([comm.ranks[comm.rank]]))
+        first, last = comm.broadcast(x[:1], 0), comm.broadcast(x[:1], comm.world_size - 1)
         return repr((gathered.tolist(), first.tolist(), last.tolist(), comm.all_reduce(np.ones(1), "sum").tolist()))
 
     f = rt.function(body, outputs=None)
@@ -299,8 +301,8 @@ def test_only_the_ranks_with_rows_take_part(shared_runtimes: Any, where: Any) ->
         expected = repr(([[rank] for rank in present], [2.0 * present[0]], [2.0 * present[-1]], [float(len(present))]))
         assert f(x, batch=batch) == [expected if rank in ranks else None for rank in range(size)]
     if size > 1:
-        with pytest.raises(ValueError, match=r"got root=0, expected a rank of this call"):
-            rt.function(lambda x: synk.comm.broadcast(x[:1], 0), outputs=None)(x, batch=[2 * size - 1])
+        with pytest.raises(ValueError, match=r"got root=1, expected a rank of this call, an int from 0 to 0\."):
+            rt.function(lambda x: synk.comm.broadcast(x[:1], 1), outputs=None)(x, batch=[2 * size - 1])
 
 
 def test_torch_tensors_stay_tensors(shared_runtimes: Any) -> None:
@@ -323,7 +325,7 @@ VERBS: dict[str, Any] = {
     "all_gather": lambda x: synk.comm.all_gather(x),
     "reduce_scatter": lambda x: synk.comm.reduce_scatter(x),
     "send": lambda x: synk.comm.send(x, 1 - synk.comm.rank),
-    "recv": lambda x: synk.comm.recv(x, 1 - synk.comm.rank),
+    "recv": lambda x: synk.comm.recv(1 - synk.comm.rank, like=x),
 }
 
 
@@ -367,7 +369,7 @@ def test_a_tensor_that_requires_grad_is_refused(shared_runtimes: Any, verb: str,
         (lambda comm: comm.reduce(np.ones(2), root=2), ValueError, "root=2"),
         (lambda comm: comm.broadcast(np.ones(2), root=-1), ValueError, "root=-1"),
         (lambda comm: comm.send(np.ones(2), 5), ValueError, "5"),
-        (lambda comm: comm.recv(np.ones(2), -1), ValueError, "-1"),
+        (lambda comm: comm.recv(-1, like=np.ones(2)), ValueError, "-1"),
     ],
 )
 def test_a_request_without_a_meaning_is_refused(
@@ -388,7 +390,7 @@ def test_a_request_without_a_meaning_is_refused(
         (lambda comm: comm.broadcast(np.ones(2), 0), lambda comm: comm.broadcast(np.ones(2), 1)),
         (lambda comm: comm.barrier(), lambda comm: None),
         (lambda comm: None, lambda comm: comm.all_reduce(np.ones(2))),
-        (lambda comm: comm.recv(np.ones(2), 1), lambda comm: None),
+        (lambda comm: comm.recv(1, like=np.ones(2)), lambda comm: None),
     ],
 )
 def test_ranks_that_disagree_are_told_and_nobody_hangs(shared_runtimes: Any, requests: Any) -> None:

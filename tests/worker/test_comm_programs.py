@@ -95,7 +95,7 @@ def run(events: list[Event], size: int, *, is_whole: bool) -> int:
             array[:] = -1
         elif event.kind == "irecv":
             like = np.empty(event.count) if number % 2 else None
-            requests[key] = comm.irecv(like, event.peer, event.tag)
+            requests[key] = comm.irecv(event.peer, event.tag, like=like)
         elif event.kind == "wait":
             got = requests["irecv", number].wait()
             if is_whole:

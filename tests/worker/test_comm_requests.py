@@ -89,7 +89,7 @@ def test_a_rank_that_waits_for_a_message_goes_on_with_what_it_has_started(shared
     def body(comm: Any) -> float:
         request = comm.iall_reduce(np.full(COUNTS[-1], comm.rank + 1.0), "sum")
         if comm.rank == 0:
-            assert comm.recv(None, 1).tolist() == [4.0, 5.0]
+            assert comm.recv(1).tolist() == [4.0, 5.0]
         else:
             assert request.wait()[-1] == 3.0
             comm.send(np.array([4.0, 5.0]), 0)
@@ -107,7 +107,7 @@ def test_test_never_waits_and_goes_on(shared_runtimes: Any) -> None:
             assert not request.test()
             comm.send(np.zeros(1), 1)
         else:
-            comm.recv(None, 0)
+            comm.recv(0)
             request = comm.iall_reduce(np.ones(4), "sum")
         while not request.test():
             pass
@@ -190,7 +190,7 @@ def test_comm_in_another_thread(shared_runtimes: Any) -> None:
         def run() -> None:
             found.append(comm.all_reduce(np.ones(1), "sum"))
             comm.send(np.ones(2), 1 - comm.rank)
-            found.append(comm.recv(None, 1 - comm.rank))
+            found.append(comm.recv(1 - comm.rank))
             found.append(request.wait())
 
         request = comm.iall_reduce(np.ones(2), "sum")
@@ -220,17 +220,17 @@ def test_a_message_brings_its_shape_and_dtype(shared_runtimes: Any, where: Any) 
         peer = (comm.rank + 1) % size
         for array in arrays:
             comm.send(array, peer, 7)
-            got = comm.recv(None, (comm.rank - 1) % size, 7)
+            got = comm.recv((comm.rank - 1) % size, 7)
             assert got.dtype == array.dtype.newbyteorder("=")
             assert got.flags.writeable
             assert got.shape == array.shape
             np.testing.assert_array_equal(got, array)
             comm.send(array, peer)
             like, out = np.zeros_like(got), np.zeros_like(got)
-            got = comm.recv(like, (comm.rank - 1) % size)
+            got = comm.recv((comm.rank - 1) % size, like=like)
             np.testing.assert_array_equal(got, array)
             comm.send(array, peer)
-            assert comm.recv(None, (comm.rank - 1) % size, out=out) is out
+            assert comm.recv((comm.rank - 1) % size, out=out) is out
             np.testing.assert_array_equal(out, array)
             assert not like.any()
         return True
@@ -251,10 +251,10 @@ def test_a_message_that_nobody_receives_is_an_error_at_any_size(shared_runtimes:
         if how == 1 and rank == 1:  # takes it in, and does not ask for it
             comm.send(np.ones(1), 0)
         if how == 1 and rank == 0:
-            comm.recv(None, 1)
+            comm.recv(1)
             comm.send(np.ones(1), 1, 5)
         if how == 1 and rank == 1:
-            comm.recv(None, 0, 5)
+            comm.recv(0, 5)
         if how == 2:
             comm.barrier()
         return 0.0
@@ -275,7 +275,7 @@ def test_a_message_to_oneself(shared_runtimes: Any, where: Any) -> None:
     def body(comm: Any) -> float:
         comm.send(np.arange(4.0), 0, 1)
         comm.send(np.arange(3.0), 0, 2)
-        return float(comm.recv(None, 0, 2).sum() + comm.recv(None, 0, 1).sum())
+        return float(comm.recv(0, 2).sum() + comm.recv(0, 1).sum())
 
     assert on_each(rt, body) == [9.0]
     with pytest.raises(CollectiveMismatch, match="rank 0 left the function without receiving"):
@@ -287,7 +287,7 @@ def test_ranks_that_all_receive_are_told_alike(shared_runtimes: Any) -> None:
     rt = shared_runtimes[3]
     for _ in range(5):
         with same_workers(rt), pytest.raises(CollectiveMismatch) as caught:
-            on_each(rt, lambda comm: comm.recv(None, (comm.rank + 1) % 3, comm.rank))
+            on_each(rt, lambda comm: comm.recv((comm.rank + 1) % 3, comm.rank))
         for rank in range(3):
             assert f"rank {rank}: recv(any array, from rank {(rank + 1) % 3}, tag {rank})" in str(caught.value)
 
@@ -302,7 +302,7 @@ def test_an_array_may_be_changed_after_isend_and_its_messages_come_in_order(shar
 
     def body(comm: Any) -> bool:
         after, before = (comm.rank + 1) % size, (comm.rank - 1) % size
-        requests = [comm.irecv(None, before, 3) for _ in counts]
+        requests = [comm.irecv(before, 3) for _ in counts]
         for number, count in enumerate(counts):
             array = np.full(count, number, np.uint8)
             assert comm.isend(array, after, 3).wait() is None
@@ -321,7 +321,7 @@ def test_messages_of_70_mb_in_both_directions_at_once(shared_runtimes: Any) -> N
     def body(comm: Any) -> bool:
         peer = 1 - comm.rank
         expected = [np.arange(float(count)) + 10 * peer + number for number in range(3)]
-        requests = [comm.irecv(None, peer, 1), comm.irecv(np.empty(count), peer, 2)]
+        requests = [comm.irecv(peer, 1), comm.irecv(peer, 2, like=np.empty(count))]
         array = np.arange(float(count)) + 10 * comm.rank
         comm.send(array, peer)
         for tag in (1, 2):
@@ -329,7 +329,7 @@ def test_messages_of_70_mb_in_both_directions_at_once(shared_runtimes: Any) -> N
             comm.isend(array, peer, tag)
         array[:] = -1
         last, first = requests[1].wait(), requests[0].wait()
-        got = [comm.recv(None, peer, out=array), first, last]
+        got = [comm.recv(peer, out=array), first, last]
         assert got[0] is array
         return all(np.array_equal(*pair) for pair in zip(got, expected))
 
@@ -346,12 +346,12 @@ def test_the_kth_irecv_gets_the_kth_message(shared_runtimes: Any) -> None:
                 comm.isend(np.full(3, float(number)), 1)
             comm.isend(np.zeros(1), 1, 9)
             return ""
-        first, second = comm.irecv(None, 0), comm.irecv(np.empty(3), 0)
-        third = comm.recv(None, 0)
-        comm.recv(None, 0, 9)  # with everything before it taken in
+        first, second = comm.irecv(0), comm.irecv(0, like=np.empty(3))
+        third = comm.recv(0)
+        comm.recv(0, 9)  # with everything before it taken in
         place = np.empty(3)
-        fourth, fifth = comm.irecv(None, 0, out=place), comm.irecv(None, 0)
-        sixth = comm.recv(None, 0)
+        fourth, fifth = comm.irecv(0, out=place), comm.irecv(0)
+        sixth = comm.recv(0)
         assert fourth.test() and fifth.test()
         found = [fifth.wait(), fourth.wait(), second.wait(), first.wait(), third, sixth]
         assert found[1] is place
@@ -372,9 +372,9 @@ def test_isend_does_not_wait_for_its_receiver(shared_runtimes: Any) -> None:
             comm.isend(np.ones(1), 1, 2)
             return bool(comm.all_reduce(np.ones(1), "sum")[0] == 2)
         comm.barrier()
-        assert comm.recv(None, 0, 2)[0] == 1
+        assert comm.recv(0, 2)[0] == 1
         assert comm.all_reduce(np.ones(1), "sum")[0] == 2
-        return bool((comm.recv(None, 0, 1) == np.arange(float(count))).all())
+        return bool((comm.recv(0, 1) == np.arange(float(count))).all())
 
     assert all(on_each(rt, body))
 
@@ -383,7 +383,7 @@ def test_what_was_asked_for_and_not_waited_for_is_brought_to_its_end(shared_runt
     rt = shared_runtimes[2]
 
     def body(comm: Any, how: int) -> bool:
-        request = comm.irecv(None, 1 - comm.rank)
+        request = comm.irecv(1 - comm.rank)
         if comm.rank or not how:
             comm.isend(np.ones(300_000), 1 - comm.rank)
         return request is not None
@@ -455,9 +455,9 @@ def test_gather_scatter_and_all_to_all_move_blocks_of_rows(shared_runtimes: Any,
         ([lambda comm: comm.all_to_all(np.ones(3), sizes=[4, -1])], ValueError, "each of the 2 ranks"),
         ([lambda comm: comm.all_to_all(np.ones(3), sizes=[3])], ValueError, "each of the 2 ranks"),
         ([lambda comm: comm.isend(np.ones(3), 1, -1)], ValueError, "tag=-1"),
-        ([lambda comm: comm.recv(None, 1, 0.5)], ValueError, "tag=0.5"),
-        ([lambda comm: comm.irecv(np.ones(3), 1, out=np.ones(4))], ValueError, "out"),
-        ([lambda comm: comm.irecv(None, 2)], ValueError, "peer=2"),
+        ([lambda comm: comm.recv(1, 0.5)], ValueError, "tag=0.5"),
+        ([lambda comm: comm.irecv(1, like=np.ones(3), out=np.ones(4))], ValueError, "out"),
+        ([lambda comm: comm.irecv(2)], ValueError, "peer=2"),
     ],
 )  # fmt: skip
 def test_what_has_no_meaning_is_refused(shared_runtimes: Any, bodies: Any, error: Any, words: str) -> None:

@@ -8,6 +8,7 @@ host. What a GPU does with it is in ``tests/gpu``.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -21,8 +22,11 @@ from typing import Any
 import fake_gpus
 import numpy as np
 import pytest
+from harness import start_polars
 
 import synk
+
+start_polars()
 
 LARGE = 70_000
 """Elements that are a large output in every dtype."""
@@ -222,6 +226,28 @@ def test_host_values_of_a_function_stay_on_the_host(gpu: Any, num_slices: int) -
     np.testing.assert_array_equal(sums, [1.0, 5.0] if num_slices == 1 else [0.0, 1.0, 2.0, 3.0])
 
 
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_tables_stay_on_the_host(gpu: Any, library: str) -> None:
+    """No rows of one go to a device; a broadcast one arrives as it is, and one that a function makes is combined."""
+    make = importlib.import_module(library).DataFrame
+    table, rt = make({"a": [1.0, 2.0, 3.0]}), gpu.reused(2)
+    for value, place in ((table, "x"), ({"t": table}, r"x\['t'\]")):
+        with pytest.raises(
+            TypeError,
+            match=rf"cannot scatter {place} of .*DataFrame of {library}, and its inputs are arrays on devices.*"
+            rf"{place}\.to_numpy\(\)",
+        ):
+            rt.function(lambda x: x, outputs="sum")(value)
+    f = rt.function(
+        lambda x, t: (type(x).__module__.partition(".")[0], t * int(x.sum())),
+        bcast_inputs="t",
+        outputs=("first", "sum"),
+    )
+    kind, total = f(np.arange(4.0), table)
+    assert kind == "cupy"
+    assert list(total["a"]) == [6.0, 12.0, 18.0]
+
+
 def test_a_train_function_without_a_framework(gpu: Any) -> None:
     from synk.extensions import updates
     from synk.extensions.train_function import make_train_function
@@ -368,7 +394,7 @@ def test_the_master_imports_no_cupy(gpu: Any) -> None:
 
 
 def test_without_cupy_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    from synk.backends import _nvml
+    from synk.cuda import _nvml
 
     monkeypatch.setattr(_nvml, "read_snapshot", lambda: fake_gpus.snapshot(2))
     with pytest.raises(synk.errors.UnsupportedError, match=r'pip install "synkhronos\[cuda13\]"'):
@@ -471,6 +497,33 @@ def test_a_rank_that_fails_before_a_reduction_frees_the_others(gpu: Any, monkeyp
 # -- comm ------------------------------------------------------------------------------------------------------------
 
 
+def test_ranks_count_within_the_call(gpus: Gpus) -> None:
+    """Whether NCCL joins them, where all take part, or not."""
+    rt = gpus.reused(3)
+
+    def body(x: Any) -> Any:
+        comm = synk.comm
+        rank, size, out = comm.rank, comm.world_size, x.copy()
+        request = comm.irecv((rank - 1) % size, 1, out=out)
+        comm.isend(x, (rank + 1) % size, 1)
+        last, reduced = comm.broadcast(x[:1], size - 1), comm.reduce(x.sum(axis=0), "sum", size - 1)
+        comm.send(x + 1, (rank + 1) % size)
+        received = comm.recv((rank - 1) % size)
+        assert request.wait() is out
+        assert (reduced is None) == (rank != size - 1)
+        return out, received, last + 0 * x, comm.all_reduce(x.sum(axis=0), "sum") + 0 * x
+
+    f = rt.function(body, outputs="gather")
+    for rows in (1, 2, 3, 6):
+        x = np.arange(2.0 * rows).reshape(rows, 2)
+        for call, size in ((f, min(rows, 3)), (f.serial, 1)):
+            before, more, last, total = call(x)
+            np.testing.assert_array_equal(before, np.roll(x, rows // size, axis=0))
+            np.testing.assert_array_equal(more, before + 1)
+            np.testing.assert_array_equal(last, np.broadcast_to(x[rows - rows // size], x.shape))
+            np.testing.assert_array_equal(total, np.broadcast_to(x.sum(axis=0), x.shape))
+
+
 def test_collectives_inside_functions(gpus: Gpus) -> None:
     rt = gpus.reused(3)
     x = np.arange(18.0).reshape(9, 2)
@@ -479,7 +532,7 @@ def test_collectives_inside_functions(gpus: Gpus) -> None:
         comm = synk.comm
         after, before = (comm.rank + 1) % 3, (comm.rank - 1) % 3
         comm.send(x, after)
-        received = comm.recv(x, before)
+        received = comm.recv(before, like=x)
         comm.barrier()
         return {
             "sum": comm.all_reduce(x.sum(axis=0), "sum"),
@@ -755,8 +808,10 @@ def test_nothing_of_a_call_on_trial_is_left_on_the_devices(gpu: Any) -> None:
 
     wrong = rt.function(step)
     with pytest.warns(synk.errors.RowShapedOutput):
-        rt.function(lambda x: 2 * x)(x)
+        rt.function(lambda x: 2 * x)(np.arange(24.0).reshape(8, 3))
+    with pytest.warns(synk.errors.OpMismatch, match="sum"):
+        rt.function(lambda x: x.sum())(np.arange(24.0))
     assert wrong.verify(x).outputs[0].matching == ("sum",)
     np.testing.assert_array_equal(w.value, np.zeros(3))
-    np.testing.assert_allclose(wrong(x), x.sum(axis=0) / 2)  # as long as the rows, by chance: tried, and acquitted
+    np.testing.assert_allclose(wrong(x), x.sum(axis=0) / 2)
     np.testing.assert_array_equal(w.value, np.ones(3))

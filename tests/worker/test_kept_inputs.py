@@ -203,7 +203,7 @@ def test_a_call_whose_function_keeps_nothing_maps_nothing(runtime: Any) -> None:
 
     def watch(x: Any) -> Any:
         from synk._wire.memory import Segment
-        from synk._worker import pages as _pages
+        from synk._worker.held import pages as _pages
 
         if not counts:
             counts.append(0)

@@ -153,7 +153,7 @@ def test_no_room_for_a_copy_is_an_error_of_the_call_before(reused: Any) -> None:
     rt = reused(1)
 
     def spoil(x: Any) -> None:
-        from synk._worker import large_outputs, outputs
+        from synk._worker.call import large_outputs, outputs
 
         def refuse(backend: Any, holder: Any, position: int) -> Any:
             raise MemoryError("no room")
@@ -175,7 +175,7 @@ def test_only_what_the_function_still_refers_to_is_copied(reused: Any, method: s
 
     def count(x: Any) -> int:
         """Replace the question whether a copy is needed by one that counts; return the number of copies so far."""
-        from synk._worker import ownership
+        from synk._worker.call import large_outputs as ownership
 
         if not hasattr(ownership, "copies"):
             ownership.copies = []

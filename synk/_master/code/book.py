@@ -32,10 +32,10 @@ from synk._master.code.facets import (
     attributes,
     contents,
 )
+from synk._master.code.handles import Handle
 from synk._master.code.modules import Located, inside, is_told_by_import, reached_from, source_of
 from synk._master.code.packing import Address, PartsPickler, Shared
 from synk._master.code.parcels import Host, Node, Parcel
-from synk._master.handles import Handle
 from synk._pure.interrupts import deferred, is_from_handler
 from synk._wire.memory import Segment
 from synk._wire.messages import Reload
@@ -371,7 +371,7 @@ class Book:
         with deferred():
             self._unsettled.clear()
             self._modules_before.clear()
-            self._collect()
+            self.collect()
 
     def roll_back(self) -> None:
         """What was packed has not arrived everywhere, as if it never had: it is sent again."""
@@ -388,11 +388,10 @@ class Book:
                         self._modules[name] = known
 
     def forget_function(self, function_id: int) -> None:
-        """Let go of what only this function needs."""
-        if self._entries.pop(function_id, None) is not None:
-            self._collect()
+        """Forget a function; what only this one needs goes with :meth:`collect`."""
+        self._entries.pop(function_id, None)
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
         """Let go of parcels that no function needs; modules stay, with what ranks keep in them."""
         needed = _reach([m.parcel for name, m in self._modules.items() if sys.modules.get(name) is m.module], set())
         for entry in self._entries.values():
@@ -501,10 +500,6 @@ class Book:
         """Return the modules that a function can reach, with the specs that a reload binds anew."""
         names = self._reached_from(_reach([self._entries[function_id].parcel], set()))
         return [(known.module, known.spec) for known in map(self._modules.get, names) if known is not None]
-
-    def nbytes_of(self, function_id: int) -> int:
-        """Return the size of all that was sent for a function."""
-        return sum(parcel.nbytes for parcel in self._needs(self._entries[function_id]))
 
 
 def _doubt_code(parcel: Parcel) -> None:

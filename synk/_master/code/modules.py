@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from synk._pure.interrupts import is_from_handler
-from synk._wire.pickling import CACHED, is_by_reference
+from synk._wire.parcels import CACHED, is_by_reference
 
 _WRAPPERS = (property, staticmethod, classmethod, functools.cached_property, functools.partialmethod)
 _DESCRIPTORS = (
@@ -78,6 +78,7 @@ def imports_in(code: types.CodeType) -> frozenset[str]:
     found = {each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME"}
     if not _IMPORTERS.isdisjoint(code.co_names):
         found |= {constant for constant in code.co_consts if type(constant) is str}
+    found |= {name[:end] for name in found for end, letter in enumerate(name) if letter == "."}  # packages first
     return frozenset(found.union(*map(imports_in, _codes_in(code))))
 
 

@@ -32,19 +32,19 @@ from synk._master.code.facets import (
     recipe_of,
     table_of,
 )
+from synk._master.code.handles import Handle, HandlePickler
 from synk._master.code.modules import globals_in, imports_in, is_users_module, travels_by_name
 from synk._master.code.parcels import Node, Parcel, Shelf
-from synk._master.handles import Handle, HandlePickler
 from synk._pure.alike import NUMBERS, kept
 from synk._pure.ranges import round_up
 from synk._wire.memory import PAGE_NBYTES
-from synk._wire.parcels import Mapped, fill_function, make_array, make_cell, make_tensor
-from synk._wire.pickling import is_by_reference
-from synk._wire.pickling import reduced as reduced_anew
+from synk._wire.parcels import Mapped, fill_function, is_by_reference, make_array, make_cell, make_tensor
+from synk._wire.parcels import reduced as reduced_anew
 
 _ATOMIC = (
     type(None), types.CodeType, types.BuiltinFunctionType, types.MethodType, types.MappingProxyType, np.dtype,
     np.generic, property, classmethod, staticmethod, typing.TypeVar, io.IOBase, Iterator, enum.Enum, Handle,
+    slice, range,
 )  # fmt: skip
 """Objects that cannot change, or of which only the identity counts; what they hold is met by itself."""
 
@@ -282,6 +282,8 @@ class PartsPickler(HandlePickler):
         told = kept(recipe_of(reduced), recipe_of(again), fresh.append)
         for part in (*fresh, reduced[2] if len(reduced) > 2 else None):
             self.leave_out(part)
+        if type(obj).__module__ == _MANAGERS:
+            self._leave_out_containers(reduced[1])
         facet = State(obj, reduced_anew, told)
         if facet.measure():
             self._meet(obj, functools.partial(_given, facet), _class_of)
@@ -301,6 +303,8 @@ _CONTAINERS = (list, deque, set)
 _LIGHT = (types.ModuleType, types.FunctionType, type, types.BuiltinFunctionType, *NUMBERS)
 """Globals that a function may need while what it belongs to is being loaded."""
 _OBJECT: Any = object
+_MANAGERS = "pandas.core.internals.managers"
+"""What holds the columns of a DataFrame. Its list of axes is its own, and must fit the columns that it is made with."""
 
 
 def _is_whole_table(obj: Any, state: Any, table: dict[str, Any] | None) -> bool:

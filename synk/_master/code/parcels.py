@@ -7,7 +7,7 @@ import weakref
 from typing import Any, Protocol
 
 from synk._master.code.facets import Change, Facet, Names
-from synk._master.handles import Handle
+from synk._master.code.handles import Handle
 from synk._wire.memory import Segment
 
 

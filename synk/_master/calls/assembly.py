@@ -1,0 +1,427 @@
+"""From the outputs of all ranks to the result of a call: agreement, small reductions, places of large outputs.
+
+In one file because all of it is one class: what was agreed decides where each output lies and how it is combined.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import math
+from collections.abc import Sequence
+from functools import reduce as fold
+from typing import Any
+
+import numpy as np
+
+from synk._pure.agreement import MISSING, Agreement, agreed
+from synk._pure.dtypes import describe_dtype
+from synk._pure.ops import Op, is_reducible, match_ops, wanted_leaves
+from synk._pure.partials import Reduction, concatenate, equal_reduction, finished, join, reduce_into
+from synk._pure.ranges import LINE_NBYTES, block_bounds, chunk_bounds, round_up
+from synk._pure.table_outputs import TableSlices, combined
+from synk._pure.tables import is_table
+from synk._pure.tensors import tensor_of
+from synk._pure.trees import flatten, output_name, unflatten
+from synk._wire.memory import Segment
+from synk._wire.messages import LARGE_NBYTES, Layout, Leaf, Move, is_reduced_on_devices, slot_offsets
+from synk.errors import CollectiveMismatch
+
+_ABSENT = Leaf((), None)
+"""In the place of a leaf that a rank does not have: it returned None there."""
+
+
+class Assembly:
+    """How the outputs of the ranks that ran become one result; good for every call with the same layouts.
+
+    Parameters
+    ----------
+    name : str
+        Of the function, for errors.
+    outputs : op or nesting of ops
+    subset : tuple or None
+        Positions or keys of the outputs wanted.
+    voters : list of int
+        The ranks that ran, ascending.
+    layouts : list of Layout
+        One per voter.
+    slots : Segment
+    slot_nbytes : int
+    world_size : int
+    number : int
+        By which the ranks know it.
+    has_group : bool
+        Whether the voters reduce large outputs by NCCL.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        outputs: Any,
+        subset: tuple[Any, ...] | None,
+        voters: list[int],
+        layouts: list[Layout],
+        slots: Segment,
+        slot_nbytes: int,
+        world_size: int,
+        number: int,
+        has_group: bool = False,
+    ) -> None:
+        self.name = name
+        self.number = number
+        self._has_group = has_group
+        self._slots_id = slots.id
+        self.voters = voters
+        self.has_assignments = any(layout.assigned for layout in layouts)
+        self._sent = layouts
+        self._world_size = world_size
+        self._subset = subset
+        self.skeleton, self._positions, self._apart = self._agreed(outputs)
+        leaves, self.structure = flatten(self.skeleton)
+        self._num_leaves = len(leaves)
+        self.layouts = [self._in_place(layout, own) for layout, own in zip(layouts, self._positions)]
+        self.ops = match_ops(outputs, self.skeleton, self._num_leaves, repr(name))
+        wanted = wanted_leaves(self.skeleton, subset, name)
+        self._wanted = range(self._num_leaves) if wanted is None else sorted(wanted)
+        # The sum of what ranks have of an average is divided once, at the end.
+        first = self.layouts[0].leaves
+        self._rank_ops: list[Op] = [
+            "sum" if op == "avg" and leaf.partial_of is not None else op for op, leaf in zip(self.ops, first)
+        ]
+        self._is_as_returned = not any(leaf.is_tensor or leaf.partial_of is not None for leaf in first)
+        self.has_averages = any(self.ops[leaf] == "avg" for leaf in self._wanted)
+        self._views: list[list[np.ndarray | None]] = []
+        for rank, layout, own in zip(voters, layouts, self._positions):
+            op_of = dict(zip(own, self.ops))
+            ops = [op_of[position] for position in range(len(layout.leaves))]
+            offsets, _ = slot_offsets(layout.leaves, ops, len(voters), has_group)
+            views = [
+                slots.view(rank * slot_nbytes + offset, leaf.shape, leaf.dtype)
+                if leaf.dtype is not None and leaf.nbytes < LARGE_NBYTES
+                else None
+                for offset, leaf in zip(offsets, layout.leaves)
+            ]
+            self._views.append([views[position] if position != MISSING else None for position in own])
+        self.result_nbytes = 0
+        self._places: dict[tuple[int, int], int] = {}  # (leaf, voter or -1 for all) -> offset in the result
+        self.moves: dict[int, list[Move]] = {rank: [] for rank in voters}
+        for leaf in self._wanted:
+            self._check_leaf(leaf)
+            self._place(leaf)
+        self._small = self._reduced_slots()
+        self._is_tuple = self.skeleton == tuple(range(self._num_leaves)) and type(self.skeleton) is tuple
+        # Overflow and NaN are the caller's numbers, as in a NumPy reduction. To enter np.errstate for each call takes
+        # longer than to reduce.
+        self._context = contextvars.Context()
+        self._context.run(np.seterr, all="ignore")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all outputs are arrays or numbers."""
+        return all(leaf.dtype is not None for layout in self.layouts for leaf in layout.leaves)
+
+    def fits(self, voters: Sequence[int], layouts: Sequence[Layout], slots: Segment, has_group: bool) -> bool:
+        """Whether it is good for a call, of which the arguments are those of the constructor."""
+        return (
+            self.voters == voters
+            and all(mine is layout for mine, layout in zip(self._sent, layouts))
+            and self._slots_id == slots.id
+            and self._has_group == has_group
+        )
+
+    # -- agreement ----------------------------------------------------------------------------------------------------
+
+    def _agreed(self, outputs: Any) -> Agreement:
+        """Return the one structure of all ranks."""
+        skeletons = [layout.skeleton for layout in self._sent]
+        leaves, structure = flatten(skeletons[0])
+        if all(flatten(skeleton) == (leaves, structure) for skeleton in skeletons[1:]):
+            return Agreement(skeletons[0], [leaves] * len(skeletons), {})
+        found = agreed(skeletons, outputs, self.voters, self._world_size)
+        if found is None or (found.apart and outputs is None and self._subset is not None):
+            texts = [_describe(each) for each in skeletons]
+            got = "; ".join(f"rank {rank}: {text}" for rank, text in zip(self.voters, texts))
+            if len(set(texts)) == 1:
+                raise CollectiveMismatch(
+                    f"cannot combine the outputs of {self.name!r}: got {got}, which are different classes of one name, "
+                    "expected one class on all ranks. Define it outside of the function."
+                )
+            raise CollectiveMismatch(
+                f"cannot combine the outputs of {self.name!r}: got {got}, expected one structure on all ranks. Give "
+                "op None to what differs, which returns what each rank has returned. A list with an object for each "
+                'row is joined with those of the other ranks under outputs="gather"; of numbers np.array(list) is an '
+                "array, under any op."
+            )
+        return found
+
+    @staticmethod
+    def _in_place(layout: Layout, positions: list[int]) -> Layout:
+        """Return a rank's layout with a leaf for each of the common skeleton."""
+        return layout._replace(leaves=tuple(layout.leaves[k] if k != MISSING else _ABSENT for k in positions))
+
+    def _check_leaf(self, leaf: int) -> None:
+        op = self.ops[leaf]
+        if not (is_reducible(op) or op == "gather"):
+            return
+        kinds: list[tuple[Any, tuple[int, ...]]] = []
+        for layout in self.layouts:
+            item = layout.leaves[leaf]
+            if item.dtype is None:  # a list or a table: what these hold is compared when they are combined
+                kinds.append((None, ()))
+                continue
+            shape = item.shape[1:] if op == "gather" else item.shape
+            kinds.append((item.value_dtype, shape))
+        if len(set(kinds)) > 1:
+            got = "; ".join(
+                f"rank {rank}: {_name_of(layout.leaves[leaf].value_dtype)} {layout.leaves[leaf].shape}"
+                for rank, layout in zip(self.voters, self.layouts)
+            )
+            is_text = all(dtype is not None and dtype.kind in "US" for dtype, _ in kinds)
+            hint = "Give texts one width, as in astype('U20')." if is_text else "Use op None for values that differ."
+            if op != "gather" and len({(dtype, shape[1:]) for dtype, shape in kinds if shape}) == 1:
+                hint = 'Use outputs="gather" if it holds one value for each row.'
+            raise CollectiveMismatch(
+                f"cannot {op} {output_name(self.skeleton, leaf)} of {self.name!r}: got {got}, expected the same dtype "
+                f"and {'trailing ' if op == 'gather' else ''}shape on all ranks. {hint}"
+            )
+
+    # -- places of large outputs --------------------------------------------------------------------------------------
+
+    def _reserve(self, leaf: int, voter: int, nbytes: int) -> int:
+        offset = self.result_nbytes
+        self._places[leaf, voter] = offset
+        self.result_nbytes += round_up(nbytes, LINE_NBYTES)
+        return offset
+
+    def _place(self, leaf: int) -> None:
+        op = self._rank_ops[leaf]
+        items = [layout.leaves[leaf] for layout in self.layouts]
+        if all(item.nbytes < LARGE_NBYTES for item in items):
+            return
+        if is_reducible(op):
+            offset = self._reserve(leaf, -1, items[0].nbytes)
+            itemsize = items[0].dtype.itemsize
+            count = items[0].nbytes // itemsize
+            kind, bounds = "reduce", chunk_bounds(count, itemsize, len(self.voters))
+            if is_reduced_on_devices(items[0], op, self._has_group):
+                kind, bounds = "device", block_bounds(count, len(self.voters))
+            for voter, (start, stop) in enumerate(bounds):
+                self._move(voter, leaf, kind, str(op), offset, start, stop)
+        elif op == "gather":
+            offset = self._reserve(leaf, -1, sum(item.nbytes for item in items))
+            for voter, item in enumerate(items):
+                if item.nbytes >= LARGE_NBYTES:
+                    self._move(voter, leaf, "copy", "", offset)
+                offset += item.nbytes
+        else:
+            for voter, item in enumerate(items):
+                if item.nbytes >= LARGE_NBYTES and (op != "first" or voter == 0):
+                    offset = self._reserve(leaf, voter, item.nbytes)
+                    self._move(voter, leaf, "copy", "", offset)
+
+    def _move(self, voter: int, leaf: int, kind: str, op: str, offset: int, start: int = 0, stop: int = 0) -> None:
+        move = Move(self._positions[voter][leaf], kind, op, offset, start, stop)
+        self.moves[self.voters[voter]].append(move)
+
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    def build(
+        self,
+        rows: Sequence[int],
+        objects: list[list[Any]] | None,
+        root: np.ndarray | None,
+        order: np.ndarray | None,
+    ) -> Any:
+        """Return the result of one call.
+
+        Parameters
+        ----------
+        rows : sequence of int
+            Of each voter: the weights of averages.
+        objects : list of lists or None
+            The outputs of each voter that are no arrays, in leaf order; None where there are none.
+        root : ndarray of uint8 or None
+            The leased buffer with the large outputs.
+        order : ndarray of int64 or None
+            Row k of gathered outputs goes to position ``order[k]``; None: they are in order.
+        """
+        if self._small is not None and len(set(rows)) <= 1:
+            return self._context.run(self._build_small, self._small, rows)
+        parts = self._parts(objects)
+        values: list[Any] = [None] * self._num_leaves
+        with np.errstate(all="ignore"):  # overflow and NaN are the caller's numbers, as in a NumPy reduction
+            for leaf in self._wanted:
+                value = self._value(leaf, parts.get(leaf, []), rows, root, order)
+                values[leaf] = self._as_returned(leaf, value, rows)
+        return self._select(values)
+
+    def _reduced_slots(self) -> list[Reduction] | None:
+        """Return the reduction of each output where all are small, reduced, and of full precision."""
+        if self._subset is not None or self.result_nbytes:
+            return None
+        slots = ([view for row in self._views if (view := row[leaf]) is not None] for leaf in range(self._num_leaves))
+        found = [equal_reduction(op, views) for op, views in zip(self._rank_ops, slots)]
+        reductions = [reduction for reduction in found if reduction is not None]
+        return reductions if len(reductions) == len(found) else None
+
+    def _build_small(self, reductions: list[Reduction], rows: Sequence[int]) -> Any:
+        """Return the result of outputs that are only to be combined, and divided, where they lie."""
+        values = []
+        for combine, slots, divisor in reductions:
+            value = fold(combine, slots) if len(slots) > 1 else _own(slots[0])
+            values.append(value / divisor if divisor > 1 else value)
+        if not self._is_as_returned:
+            values = [self._as_returned(leaf, value, rows) for leaf, value in enumerate(values)]
+        return tuple(values) if self._is_tuple else unflatten(self.structure, values)
+
+    def _as_returned(self, leaf: int, value: Any, rows: Sequence[int]) -> Any:
+        """Return an output of the caller's own as the function returned it: finished, and a tensor where it was one."""
+        item = self.layouts[0].leaves[leaf]
+        if item.partial_of is not None:
+            value = finished(str(self.ops[leaf]), value, sum(rows), item.partial_of)
+        return _tensor(value, item.is_tensor)
+
+    def _parts(self, objects: list[list[Any]] | None) -> dict[int, list[Any]]:
+        """Return for each leaf the voters' outputs that are no arrays (None where one is)."""
+        parts: dict[int, list[Any]] = {}
+        for voter, layout in enumerate(self.layouts if objects is not None else ()):
+            assert objects is not None
+            values = iter(objects[voter])
+            for leaf in self._wanted:
+                if layout.leaves[leaf].dtype is None and layout.leaves[leaf] is not _ABSENT:
+                    parts.setdefault(leaf, [None] * len(self.layouts))[voter] = next(values)
+        return parts
+
+    def _select(self, values: list[Any]) -> Any:
+        if self._subset is None:
+            return unflatten(self.structure, values)
+        skeleton = self.skeleton
+
+        def fill(node: Any) -> Any:
+            positions, structure = flatten(node)
+            return unflatten(structure, [values[position] for position in positions])
+
+        if isinstance(skeleton, dict):
+            return {key: fill(skeleton[key]) for key in self._subset}
+        chosen = [fill(skeleton[key]) for key in self._subset]
+        return chosen if type(skeleton) is list else tuple(chosen)
+
+    def _array(self, leaf: int, voter: int, root: np.ndarray | None) -> np.ndarray:
+        """Return voter's array: a view of its slot, or of its place in the result buffer."""
+        view = self._views[voter][leaf]
+        if view is not None:
+            return view
+        item = self.layouts[voter].leaves[leaf]
+        assert root is not None
+        return _view(root, self._places[leaf, voter], item.shape, item.dtype)
+
+    def _value(self, leaf: int, parts: list[Any], rows: Sequence[int], root: np.ndarray | None, order: Any) -> Any:
+        op = self.ops[leaf]
+        if any(is_table(part) or isinstance(part, TableSlices) for part in parts) and (
+            is_reducible(op) or op == "gather"
+        ):
+            if op == "gather":
+                self._check_order(leaf, sum(map(len, parts)), order)
+            what = f"{output_name(self.skeleton, leaf)} of {self.name!r}"
+            return combined(str(op), parts, rows, what, ranks=self.voters, order=order)
+        if is_reducible(op):
+            return self._reduced(leaf, str(self._rank_ops[leaf]), rows, root)
+        items = [layout.leaves[leaf] for layout in self.layouts]
+        if op == "gather":
+            if items[0].dtype is None:
+                self._check_order(leaf, sum(map(len, parts)), order)
+                return join(parts, order)
+            return self._gathered(leaf, items, root, order)
+        count = 1 if op == "first" else len(items)
+        values = [
+            None
+            if items[voter] is _ABSENT
+            else parts[voter]
+            if items[voter].dtype is None
+            else _own(self._array(leaf, voter, root))
+            for voter in range(count)
+        ]
+        if op == "first":
+            return values[0]
+        values = [_tensor(value, self.layouts[voter].leaves[leaf].is_tensor) for voter, value in enumerate(values)]
+        if op is None and leaf in self._apart:
+            return values[self._apart[leaf]]
+        if op is None:
+            everyone: list[Any] = [None] * self._world_size
+            for rank, value in zip(self.voters, values):
+                everyone[rank] = value
+            return everyone
+        assert callable(op)
+        return fold(op, values)
+
+    def _reduced(self, leaf: int, op: str, rows: Sequence[int], root: np.ndarray | None) -> Any:
+        item = self.layouts[0].leaves[leaf]
+        if (leaf, -1) in self._places:
+            assert root is not None
+            return _view(root, self._places[leaf, -1], item.shape, item.dtype)
+        views = [row[leaf] for row in self._views]
+        out = np.empty(item.shape, item.dtype)
+        reduce_into(op, views, rows, out)  # type: ignore[arg-type]
+        return out if item.shape else out[()]
+
+    def _check_order(self, leaf: int, num_rows: int, order: np.ndarray | None) -> None:
+        if order is not None and len(order) != num_rows:
+            raise CollectiveMismatch(
+                f"cannot gather {output_name(self.skeleton, leaf)} of {self.name!r}: got {num_rows} rows for "
+                f"{len(order)} selected ones, expected one output row per input row where batch picks rows of sharded "
+                "variables."
+            )
+
+    def _gathered(self, leaf: int, items: list[Leaf], root: np.ndarray | None, order: np.ndarray | None) -> Any:
+        if (leaf, -1) not in self._places:
+            result = concatenate([view for row in self._views if (view := row[leaf]) is not None])
+        else:
+            assert root is not None
+            offset = self._places[leaf, -1]
+            length = sum(item.shape[0] for item in items)
+            result = _view(root, offset, (length, *items[0].shape[1:]), items[0].dtype)
+            start = 0
+            for voter, item in enumerate(items):
+                view = self._views[voter][leaf]
+                if view is not None:  # small parts lie in the slots, large ones are in place
+                    result[start : start + item.shape[0]] = view
+                start += item.shape[0]
+        self._check_order(leaf, len(result), order)
+        if order is not None:
+            ordered = np.empty_like(result)
+            ordered[order] = result
+            return ordered
+        return result
+
+
+def _describe(skeleton: Any) -> str:
+    """Return the structure of a result in words, as ``(value, {'a': value})``."""
+    leaves, structure = flatten(skeleton)
+    return repr(unflatten(structure, [_Value()] * len(leaves)))
+
+
+def _name_of(dtype: np.dtype | None) -> str:
+    return "an object" if dtype is None else describe_dtype(dtype)
+
+
+class _Value:
+    def __repr__(self) -> str:
+        return "value"
+
+
+def _tensor(value: Any, is_tensor: bool) -> Any:
+    """Return a value of the caller's own, as a tensor on its memory where the function returned one."""
+    return tensor_of(np.asarray(value)) if is_tensor and isinstance(value, (np.ndarray, np.generic)) else value
+
+
+def _view(root: np.ndarray, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    count = math.prod(shape)
+    if not count:
+        return np.empty(shape, dtype)
+    return root[offset : offset + count * dtype.itemsize].view(dtype).reshape(shape)
+
+
+def _own(array: np.ndarray) -> Any:
+    """Return what the caller may keep: a copy of a slot, a view of a leased buffer, a scalar for no axes."""
+    if array.ndim == 0:
+        return array.copy()[()]
+    return array.copy() if array.nbytes < LARGE_NBYTES else array

@@ -1,0 +1,164 @@
+"""From the arguments of a call to the rows of each rank.
+
+All that can be wrong with them is said here, before anything is sent.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from synk._master import collectives
+from synk._master.calls.arguments import Argument, Rows, assign, own_rows, pickle_objects, rows_of, select
+from synk._master.calls.callee import Callee
+from synk._master.calls.checked import Checks
+from synk._master.calls.plans import Call, CallOptions, IndexArrays
+from synk._master.session import Session
+from synk._master.state.variable import Variable
+from synk._pure.ops import each_op
+from synk._pure.shards import Assignment, Selection, shard_bounds
+from synk._pure.trees import flatten
+
+_even_bounds = functools.lru_cache(maxsize=256)(shard_bounds)
+
+
+def bind(
+    session: Session,
+    function: Callee,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CallOptions,
+    deadline: float | None,
+) -> Call:
+    """Check the arguments and decide which rank works on which rows.
+
+    The call is sent after this; functions may be loaded, and values on devices read, in here.
+    """
+    name = function.name
+    checks = Checks(name, function.framework, session, is_submitted=options.is_submitted)
+    arguments = checks.arguments(function.signature.bind(args, kwargs))
+    if options.is_serial:
+        _bring_together(session, function, arguments, deadline)
+    call = _divide(session, function, arguments, options, deadline)
+    values = [argument for argument in arguments if argument.kind == "object"]
+    if values:
+        call.objects = pickle_objects([a.value for a in values], [a.label for a in values], name)
+        session.counters["bytes_pickled"] += len(call.objects[0])
+    return call
+
+
+def _bring_together(session: Session, function: Callee, arguments: list[Argument], deadline: float | None) -> None:
+    """Give a serial call all rows of the sharded variables, for one rank cannot read another's shard."""
+    for argument in arguments:
+        if argument.kind != "shard":
+            continue
+        if argument.value.is_nested:
+            raise TypeError(
+                f"cannot call {function.name!r} serially: {argument.label} is a nested sharded variable, whose rows "
+                "would have to be passed as several inputs. Call it in parallel, or share its arrays one by one."
+            )
+        argument.kind, argument.array = "rows", collectives.gather(session, argument.value, 0)
+        argument.dtype = argument.array.dtype
+    for variable in closed_over_shards(session, function, deadline):
+        for leaf in flatten(collectives.gather(session, variable, 0))[0]:
+            arguments.append(Argument(variable.name, "", "closed over", array=leaf, value=variable, dtype=leaf.dtype))
+
+
+def _divide(
+    session: Session, function: Callee, arguments: list[Argument], options: CallOptions, deadline: float | None
+) -> Call:
+    """Decide which rows a call works on, which ranks run it, and on which of the rows each."""
+    name, world_size = function.name, session.world_size
+    sources: Sequence[Variable] = ()
+    unequal = ""
+    rows = rows_of(arguments)
+    shards = [(argument.label, argument.value) for argument in arguments if argument.kind == "shard"]
+    selection, bounds, owned = choose_rows(
+        rows, shards, options.batch, options.shard_batch, 1 if options.is_serial else world_size, name
+    )
+    if selection is None:
+        if not function.per_rank:
+            sources = closed_over_shards(session, function, deadline)
+            if not sources:
+                _check_rowless(function.outputs, name)
+        bounds, unequal = own_rows(sources, world_size, name)
+    if options.is_serial:
+        count = bounds[-1][1]
+        bounds, unequal = [(0, count)] + [(count, count)] * (world_size - 1), ""
+    ranks = [0] if options.is_serial else list(range(world_size))
+    has_rows = selection is not None or bool(sources)
+    # Of a function whose outputs are not combined, a rank without rows shows what else it has.
+    if selection is not None or (sources and any(op is not None for op in each_op(function.outputs))):
+        ranks = ranks_with_rows(bounds)
+        if not ranks:
+            _check_no_rows(function.outputs, name, sources)
+            ranks = [0]
+    num_rows = [bounds[rank][1] - bounds[rank][0] if has_rows else 1 for rank in ranks]
+    indices = index_arrays(selection, owned, rows)
+    return Call(arguments, selection, bounds, ranks, num_rows, None, options, owned, sources, unequal, indices)
+
+
+def choose_rows(
+    rows: Sequence[Rows],
+    shards: Sequence[tuple[str, Variable]],
+    batch: Any,
+    shard_batch: Any,
+    num_parts: int,
+    name: str,
+) -> tuple[Selection | None, list[tuple[int, int]], Assignment | None]:
+    """Return the rows of a call, those of each rank, and how they lie in sharded variables; None where there are none.
+
+    Raises
+    ------
+    ValueError, IndexError, TypeError
+        If the batch does not fit.
+    """
+    if shards:
+        owned = assign(rows, shards, batch, shard_batch, name)
+        return owned.selection, owned.bounds, owned
+    if shard_batch is not None:
+        raise ValueError(f"cannot call {name!r}: shard_batch was given, but no argument is a sharded variable.")
+    selection = select(rows, batch, name)
+    return selection, [] if selection is None else _even_bounds(selection.count, num_parts), None
+
+
+def ranks_with_rows(bounds: Sequence[tuple[int, int]]) -> list[int]:
+    return [rank for rank, (low, high) in enumerate(bounds) if high > low]
+
+
+def index_arrays(selection: Selection | None, owned: Assignment | None, rows: Sequence[Rows]) -> IndexArrays:
+    """Return which rows of whole inputs, of the ranks' own shards and of minibatch inputs to take; None: a range."""
+    indices = None if selection is None else selection.indices
+    if owned is None:
+        return indices, None, None
+    has_minibatch = any(is_minibatch for _, _, is_minibatch in rows)
+    return indices, owned.local_indices, owned.order if has_minibatch else None
+
+
+def closed_over_shards(session: Session, function: Callee, deadline: float | None) -> list[Variable]:
+    """Return the sharded variables that a function closes over, which is known when it has been sent."""
+    function.load(session, deadline)
+    return sorted((v for v in function.variables if v.is_sharded), key=lambda variable: variable.id)
+
+
+def _check_no_rows(outputs: Any, name: str, sources: Sequence[Variable]) -> None:
+    """With no rows at all only sums and gathers have a value."""
+    step = "Build it with per_rank=True if it fills sharded variables that are empty" if sources else "Check the batch"
+    for op in each_op(outputs):
+        if op not in ("sum", "gather"):
+            raise ValueError(
+                f"cannot call {name!r} with no rows: op {op!r} has no value there, expected 'sum' or 'gather'. "
+                f"{step}, or skip the call."
+            )
+
+
+def _check_rowless(outputs: Any, name: str) -> None:
+    """Where no rows are divided every rank computes the same: a sum or gather would depend on how many they are."""
+    for op in each_op(outputs):
+        if callable(op) or op in ("sum", "prod", "gather"):
+            raise ValueError(
+                f"cannot call {name!r}: got op {op!r} and no rows to divide, expected a scattered argument or a "
+                "sharded variable that the function closes over. Use op 'first' if all ranks compute the same value, "
+                "or build it with per_rank=True if each rank contributes its own."
+            )

@@ -1,0 +1,233 @@
+"""One call in the master, from the arguments to the result.
+
+:func:`launch` makes a call that is new: arguments and rows (``binding``), plan and places (``staging``). One that fits
+a compiled call (``compiled``) needs none of that. From then on there is one way: :func:`send` copies and rings,
+:func:`complete` waits, combines (``replies``) and cleans up where that fails. The session is held.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from synk._master.calls.binding import bind
+from synk._master.calls.callee import Callee
+from synk._master.calls.compiled import CompiledCall, compile_call
+from synk._master.calls.launched import Launched
+from synk._master.calls.plans import CachedPlan, Call, CallOptions
+from synk._master.calls.replies import collecting, conclude
+from synk._master.calls.staging import plan_call, stage, values_of, write_bounds
+from synk._master.calls.trials import tell_of_end
+from synk._master.session import Session
+from synk._master.state.device_values import check_not_lost
+from synk._master.state.lanes import Lane
+from synk._master.state.results import Lease
+from synk._pure.interrupts import is_from_handler
+from synk._wire.cell import cell
+from synk._wire.control import Down
+from synk._wire.messages import Kind
+from synk.errors import CallTimeout, ClosedError, SharedMemoryError, SynkError, WorkerDied
+
+UNFIT: Any = object()
+"""What a call returns that has done nothing, because it is another one than was compiled."""
+
+_CALL, _NUMBER, _RESULT = Kind.CALL, int(Down.CALL), int(Down.RESULT)
+
+
+def run_call(
+    session: Session,
+    function: Callee,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CallOptions,
+    deadline: float | None,
+) -> Any:
+    """Run one call that is new, compile those like it, and return its result. All workers are alive."""
+    return complete(session, launch(session, function, args, kwargs, options, deadline, session.lanes.first))
+
+
+def call_again(
+    session: Session,
+    function: Callee,
+    compiled: CompiledCall,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batch: Any,
+    shard_batch: Any,
+) -> Any:
+    """Run one call that fits a compiled one and return its result, else ``UNFIT``. What was captured is current."""
+    if session._lock._is_owned() or cell.worker is not None:  # type: ignore[attr-defined]
+        return UNFIT
+    started = time.monotonic_ns()
+    with session._lock:
+        if session.workers.requests or session.queue.calls:
+            return UNFIT
+        launched = compiled.fits(session, function, args, kwargs, batch, shard_batch, started)
+        if launched is None:
+            return UNFIT
+        try:
+            send(session, launched)
+        except BaseException as error:
+            abandon(session, launched, error)
+            raise
+        return complete(session, launched)
+
+
+def launch(
+    session: Session,
+    function: Callee,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CallOptions,
+    deadline: float | None,
+    lane: Lane,
+    *,
+    is_alone: bool = False,
+) -> Launched:
+    """Send a new call in ``lane``, which no call in flight uses; with ``is_alone``, as soon as none is in flight."""
+    if function.changes and options.num_slices > 1:
+        raise ValueError(
+            f"cannot call {function.name!r}: got num_slices={options.num_slices}, expected 1, because it changes "
+            "resident objects: each rank runs it once."
+        )
+    started, epoch = time.monotonic_ns(), session.workers.epoch.number
+    pickled = session.counters["bytes_pickled"]
+    call = bind(session, function, args, kwargs, options, deadline)
+    _load(session, function, call, deadline)
+    cached = plan_call(session, function, call, options, lane)
+    pickled = session.counters["bytes_pickled"] - pickled
+    launched = Launched(function, call, cached, values_of(call, cached), deadline, started, pickled, epoch)
+    is_waiting = is_alone and bool(session.queue.calls)
+    try:
+        send(session, launched, partial(_wait_alone, session, launched, is_waiting) if is_alone else None)
+    except BaseException as error:
+        abandon(session, launched, error)
+        raise
+    return launched
+
+
+def _wait_alone(session: Session, launched: Launched, is_waiting: bool) -> bool:
+    """Wait for the calls in flight, on whose outcomes this one depends; the ranks fetch its inputs meanwhile."""
+    function, call, cached = launched.function, launched.call, launched.cached
+    if is_waiting:
+        if session.has_devices:
+            session.workers.prefetch(call.ranks, cached.plan.plan_id, cached.lane.index)
+        session.resume(f"submit {function.name!r}", launched.deadline)
+        _load(session, function, call, launched.deadline)
+    session.queue.check_step(function)
+    return True
+
+
+def send(session: Session, launched: Launched, before: Callable[[], bool] | None = None) -> bool:
+    """Bring the arguments and bounds of a call to where the workers read them, and tell them of it.
+
+    ``before`` waits for what must have happened before they are told. Return False where that, or anything else that
+    has happened meanwhile, has made the call unfit; nobody has been told of it then.
+    """
+    workers, cached, lane, doorbells = session.workers, launched.cached, launched.cached.lane, launched.doorbells
+    stage(session, launched)
+    write_bounds(lane, launched.call)
+    launched.number = lane.first_down[_NUMBER] = next(session.numbers)
+    if before is not None and not (before() and (doorbells is None or launched.epoch == workers.epoch.number)):
+        launched.lease = None  # the end of its array brings the buffer back
+        return False
+    session.counters["calls"] += 1
+    if doorbells is None:
+        _send_new(session, launched)
+        return True
+    lane.first_down[_RESULT] = 0 if launched.lease is None else launched.lease.segment.id
+    launched.began = workers.began = launched.started_ns * 1e-9
+    workers.waiting.num_cancels = -1
+    cached.is_agreed = False  # until the call has ended well: a worker may tell of a layout that is not taken in
+    session.counters["bytes_pickled"] += launched.pickled_nbytes
+    doorbells.ring(launched, _CALL, cached.plan.plan_id, lane.index)
+    return True
+
+
+def _send_new(session: Session, launched: Launched) -> None:
+    """Send a call of which the workers may have to learn something."""
+    workers, call, cached, lane = session.workers, launched.call, launched.cached, launched.cached.lane
+    plan_id = cached.plan.plan_id
+    call.has_group = session.group.announce(workers, lane, len(call.ranks))
+    contents = {rank: cached.plan for rank in call.ranks if plan_id not in workers.by_rank[rank].known.plans}
+    lease = launched.lease = _lease(session, cached, call)
+    segments = cached.segments if lease is None else [*cached.segments, lease.segment]
+    cached.is_agreed = False
+    for rank in contents:
+        workers.by_rank[rank].known.plans.add(plan_id)
+    lane.first_down[_RESULT] = 0 if lease is None else lease.segment.id
+    workers.send(
+        _CALL, call.ranks, plan_id, contents, segments, launched.deadline, "call", launched.what, lane.index, launched
+    )
+
+
+def complete(session: Session, launched: Launched) -> Any:
+    """Wait for the replies to a call and return its result."""
+    doorbells, steps = launched.doorbells, None
+    try:
+        if doorbells is not None and doorbells.hear(launched, is_assembled=launched.lease is not None):
+            return conclude(session, launched, None, launched.lease)
+        steps = collecting(session, launched)
+        request = next(steps)
+        while True:
+            request = steps.send(session.workers.wait(request))
+    except BaseException as error:
+        if steps is not None and isinstance(error, StopIteration) and not is_from_handler(error):
+            compile_call(session, launched)
+            return error.value
+        if steps is not None:
+            steps.close()
+        if launched.result is not None and isinstance(error, (WorkerDied, CallTimeout)):
+            tell_of_end(launched, error)
+            return launched.result[0]
+        abandon(session, launched, error)
+        raise
+
+
+def abandon(session: Session, launched: Launched, error: BaseException) -> None:
+    """Clean up after a call that did not end well: forget its plan, and take its buffer back."""
+    function, cached = launched.function, launched.cached
+    function.plans.discard(cached, session.workers)
+    if launched.lease is not None:
+        session.memory.results.give_back(launched.lease)
+    is_known = not isinstance(error, Exception) or isinstance(error, SynkError)
+    if session.is_closed and not is_known and not is_from_handler(error):
+        raise ClosedError("the call was ended: the runtime was closed by another thread.") from error
+    if launched.sequence and function.changes and not cached.plan.is_trial:
+        session.residents.note_failed(function.changes, error)
+
+
+def _load(session: Session, function: Callee, call: Call, deadline: float | None) -> None:
+    """See that all workers live, have the function, and hold the values that it reads."""
+    for resident in (*function.residents, *(each.value for each in call.arguments if each.kind == "resident")):
+        resident.check(f"call {function.name!r}")
+    function.load(session, deadline)
+    while session.workers.processes.has_dead:  # one that died after it had loaded the function
+        session.resume(f"call {function.name!r}", deadline)
+        function.load(session, deadline)
+    if session.has_devices:  # a value there ends with its worker
+        used = [argument.value for argument in call.arguments if argument.kind in ("shard", "replica")]
+        check_not_lost([*function.variables, *used], None, f"call {function.name!r}")
+
+
+def _lease(session: Session, cached: CachedPlan, call: Call) -> Lease | None:
+    """Lease a buffer for the large outputs of a call, where all ranks know their parts from an earlier one.
+
+    They fill it without being asked once all of their outputs are there, if those look as before. No call needs it.
+    """
+    assembly = cached.assembly
+    if assembly is None or not assembly.result_nbytes or call.has_group:
+        return None
+    by_rank = session.workers.by_rank
+    plan_id = cached.plan.plan_id
+    if any(by_rank[rank].known.assemblies.get(plan_id) != assembly.number for rank in call.ranks):
+        return None
+    layouts = [cached.layouts[rank] for rank in call.ranks]
+    if not assembly.fits(call.ranks, layouts, cached.lane.slots, False):
+        return None
+    try:
+        return session.memory.lease_result(assembly.result_nbytes)
+    except SharedMemoryError:  # if the outputs need it after all, the call says so
+        return None

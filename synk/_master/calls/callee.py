@@ -1,0 +1,328 @@
+"""What a call needs of the function that is called, and how functions come to the workers.
+
+Made with the user's function, before there is a runtime, and sent with others when a call or ``distribute`` needs it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from synk._master.calls.plans import PlanCache
+from synk._master.calls.repeated_copies import RepeatedCopies
+from synk._master.calls.signature import Signature
+from synk._master.code.book import Book
+from synk._master.code.capture import Capture, place_of
+from synk._master.code.modules import is_users_module
+from synk._master.session import Session
+from synk._master.state.captured import Changes, Referred, captured_in, check_captured, check_optimizers, referred_in
+from synk._master.state.resident import ResidentHandle
+from synk._master.state.resident import check_owner as check_owner_of_resident
+from synk._master.state.variable import check_owner
+from synk._pure.interrupts import deferred
+from synk._pure.ops import DefaultOp
+from synk.errors import StaleCaptureError, StaleCaptureWarning
+
+_waiting: weakref.WeakKeyDictionary[Callee, None] = weakref.WeakKeyDictionary()  # in the order they were made
+_waiting_lock = threading.Lock()
+
+
+class FunctionHandle:
+    """The base of :class:`synk.Function`. A module holds one under the function's name.
+
+    Workers that import the module make it themselves; see ``code.modules.is_told_by_import``.
+    """
+
+    _is_made_by_import = True
+    _callee: Callee
+
+
+class Callee:
+    """A function, as calls know it. The workers forget it when nobody holds it any more.
+
+    Parameters
+    ----------
+    fn, bcast_inputs, outputs, updates, framework, name, per_rank
+        As for :func:`synk.function`, checked.
+    changes : sequence of ResidentHandle
+    session : Session or None
+        The only one that may call it; None: any. Afterwards ``fixed_session``.
+
+    Attributes
+    ----------
+    changes : tuple of ResidentObject
+    session : Session or None
+        That whose workers have it.
+    title : str
+        The name, for errors.
+    id : int
+        Given by that session.
+    capture : Capture or None
+        What they have been told of it.
+    is_stale : bool
+        Whether it, or something that it captured, has to be sent again.
+    is_doubtful : bool
+        Whether all that it captured is to be compared in full before it is called.
+    variables, residents : set of Variable, set of ResidentObject
+        What it refers to.
+    is_unchecked : bool
+        Whether nobody knows yet if the average, which is the default op, fits its outputs.
+    plans : PlanCache
+    large_changes : Changes
+    repeated_copies : RepeatedCopies
+
+    Raises
+    ------
+    SerializationError, TypeError, ValueError
+        If it cannot be sent, or does not fit its options.
+    """
+
+    def __init__(
+        self,
+        fn: Any,
+        name: str,
+        *,
+        bcast_inputs: str | Sequence[str] = (),
+        outputs: Any = "avg",
+        updates: tuple[Any, ...] = (),
+        changes: Sequence[ResidentHandle] = (),
+        framework: str | None = None,
+        per_rank: bool = False,
+        session: Session | None = None,
+    ) -> None:
+        self.fn = fn
+        self.name = name
+        self.title = repr(name)
+        self._bcast_inputs = bcast_inputs
+        self.signature = Signature(fn, bcast_inputs, name)
+        is_default = isinstance(outputs, DefaultOp)
+        self.outputs = str(outputs) if is_default else outputs
+        self.is_unchecked = is_default and not (per_rank or updates or changes or framework == "jax")
+        self._updates = updates
+        self._changed = tuple(changes)
+        self.changes = tuple(handle._resident for handle in changes)
+        self.framework = framework
+        self.per_rank = per_rank
+        self.fixed_session = session
+        self.session: Session | None = None
+        self.id = -1
+        self.plans = PlanCache()
+        self.is_stale = self.is_doubtful = False
+        self.capture: Capture | None = None
+        self._code = getattr(fn, "__code__", None)
+        self._home: tuple[dict[str, Any], str] | None = None  # the user's module that holds it, and its name there
+        self.large_changes = Changes(name)
+        self.repeated_copies = RepeatedCopies(name)
+        self._modules: tuple[Any, ...] = ()
+        captured = check_captured(name, self.options)
+        (self.variables, self.residents), self._modules = captured.referred, captured.modules
+        _waiting[self] = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a worker needs to run the function."""
+        return {
+            "fn": self.fn,
+            "name": self.name,
+            "outputs": self.outputs,
+            "framework": self.framework,
+            "updates": self._updates,
+            "changes": self._changed,
+            "modules": self._modules,
+        }
+
+    # -- what it captured ---------------------------------------------------------------------------------------------
+
+    def renew(self) -> FunctionHandle | None:
+        """Go on with what the function captured as it is now; return what its module holds in its place, if it does.
+
+        A module that is reloaded makes its functions anew, and its name in the module tells which one is meant.
+
+        Raises
+        ------
+        StaleCaptureError
+            If something has changed that calls have not seen. The next call sees it.
+        """
+        capture = self.capture
+        if capture is None or capture.is_current():
+            return None
+        if capture.late is not None:
+            (obj, num_calls), capture.late = capture.late, None
+            raise self._stale_error(obj, num_calls)
+        if capture.suspect is not None:
+            suspect, capture.suspect = capture.suspect, None
+            warnings.warn(
+                f"{self.name!r} captured {place_of(self.fn, suspect)} ({type(suspect).__name__}), which is pickled "
+                "otherwise than when it was sent: calls may have used an old state. It is sent again, unless the rank "
+                "has changed its own. Pass it as an argument, or call f.refresh() after a change.",
+                StaleCaptureWarning,
+                stacklevel=5,
+            )
+        successor = self._home[0].get(self._home[1]) if self._home is not None else None
+        if isinstance(successor, FunctionHandle) and successor._callee is not self:
+            return successor
+        fn = successor if isinstance(successor, types.FunctionType) else self.fn
+        code = getattr(fn, "__code__", None)
+        if fn is not self.fn or code is not self._code:
+            self.signature = Signature(fn, self._bcast_inputs, self.name)
+            self.plans.forget_compiled()
+            self.fn, self._code = fn, code
+        self.is_stale = True
+        return None
+
+    def _stale_error(self, obj: Any, num_calls: int) -> StaleCaptureError:
+        place = place_of(self.fn, obj)
+        size = f", {obj.nbytes / 1e6:.1f} MB" if hasattr(obj, "nbytes") else ""
+        calls = "1 call" if num_calls == 1 else f"{num_calls} calls"
+        return StaleCaptureError(
+            f"cannot call {self.name!r}: got {place} ({type(obj).__name__}{size}), which it captured and which was "
+            f"changed in place; up to {calls} since it was last known to be equal may have used its old contents. The "
+            "next call uses the new ones. Pass it as an argument (an array as synk.data), or call f.refresh() after "
+            "each such change."
+        )
+
+    def doubts(self) -> list[str]:
+        """Compare all that it captured in full; say what had changed and no call has seen. The next call sees it."""
+        capture = self.capture
+        if capture is None or self.session is None or self.session.is_closed:
+            return []
+        found, capture.suspect = capture.doubtful(), None
+        return [
+            f"{place_of(self.fn, obj)} ({type(obj).__name__}) has changed since it was sent, which the calls so far "
+            "may not have seen. The next call uses its new contents."
+            for obj, _ in found
+        ]
+
+    def uncompared(self) -> list[str]:
+        """Say which of the objects that it captured cannot be compared, so that their changes are not seen."""
+        if self.capture is None or self.session is None or self.session.is_closed:
+            return []
+        return [
+            f"Whether {place_of(self.fn, obj)} ({type(obj).__name__}) has changed cannot be told: its pickle is "
+            "another one each time."
+            for obj in self.session.functions.book.uncompared_of(self.id)
+        ]
+
+    def check_all(self) -> None:
+        """Compare all that it captured in full.
+
+        Raises
+        ------
+        StaleCaptureError
+            If something has changed that calls have not seen.
+        """
+        capture = self.capture
+        if capture is None or self.session is None or self.session.is_closed:
+            return
+        for obj, num_calls in capture.doubtful():
+            if num_calls:
+                raise self._stale_error(obj, num_calls)
+
+    def refresh(self) -> None:
+        """Compare all that it captured in full before the next call, which uses what is there then."""
+        self.is_doubtful = True
+        if self.capture is not None:
+            self.capture.is_valid = False
+
+    def _find_home(self) -> tuple[dict[str, Any], str] | None:
+        """Return the namespace and the name under which a module of the user's holds the function, decorated or not."""
+        module, name = getattr(self.fn, "__module__", None), getattr(self.fn, "__qualname__", "")
+        if not isinstance(module, str) or not is_users_module(module):
+            return None
+        table = vars(sys.modules[module])
+        held = table.get(name)
+        is_own = held is self.fn or (isinstance(held, FunctionHandle) and held._callee is self)
+        return (table, name) if is_own else None
+
+    # -- on the workers -----------------------------------------------------------------------------------------------
+
+    def load(self, session: Session, deadline: float | None) -> None:
+        """See that the workers have it."""
+        if self.session is not session or self.is_stale:
+            distribute(session, [self], deadline=deadline)
+        else:
+            session.functions.ensure_loaded(deadline)
+
+    def note_loaded(self, session: Session, referred: Referred) -> None:
+        """The workers have it, with what it captured."""
+        is_new = self.session is not session
+        if self.session is not None and is_new:
+            self.plans = PlanCache()
+        self.session = session
+        if self._home is None:
+            self._home = self._find_home()
+        home = [] if self._home is None else [(self._home[0].get, self._home[1], self._home[0].get(self._home[1]))]
+        records, name = session.profile.records, self.name
+
+        def wall_ns() -> int:
+            return records[name].wall_ns if name in records else 0
+
+        self.capture = Capture(session.functions.book, self.id, home, wall_ns, self.capture)
+        self.is_stale = self.is_doubtful = False
+        self.variables, self.residents = referred
+        session.functions.bound.add(self)
+        _waiting.pop(self, None)
+        if is_new:
+            dropped = weakref.finalize(self, session.functions.dropped.append, (self.id, self.plans))
+            dropped.atexit = False  # the user's own exit handlers may still call it
+
+    def forget_sent(self) -> None:
+        """The runtime is closed: let go of what was compared with what its workers had."""
+        self.plans.forget()
+        self.capture = None
+
+
+def distribute(session: Session, only: Sequence[Callee] | None = None, *, deadline: float | None) -> None:
+    """Pickle the functions that the workers do not have yet, together, and load them on all workers."""
+    with _waiting_lock:
+        candidates = list(_waiting if only is None else only)
+    functions = [
+        f for f in candidates if f.fixed_session in (None, session) and (f.session is not session or f.is_stale)
+    ]
+    session.functions.ensure_loaded(deadline)
+    if not functions:
+        return
+    names = ", ".join(repr(function.name) for function in functions)
+    for function in functions:
+        if function.session is not session:
+            function.id = next(session.functions.ids)
+    by_id = {function.id: function for function in functions}
+    book = session.functions.book
+
+    def check(function_id: int) -> None:
+        name = by_id[function_id].name
+        check_optimizers(name, book.optimizers_of(function_id))
+        variables, residents = _referred(by_id[function_id], book)
+        for variable in variables:
+            check_owner(variable, session.variables, repr(name))
+        for resident in residents:
+            check_owner_of_resident(resident, session.residents, repr(name))
+
+    orders = [(f.id, f.fn, f.options, f.is_doubtful, f.capture) for f in functions]
+    for function in functions:
+        if function.session is session and not book.has(function.id, function.fn):
+            function.plans.drop_all(session.workers)  # workers plan with the function that they have
+    sent = session.functions.bring(orders, names, deadline, check)
+    for function in functions:
+        if function.id in book.sent_anew:
+            book.sent_anew.discard(function.id)
+            function.plans.drop_all(session.workers)
+        with deferred():  # what is on the workers must be dropped there some day
+            function.note_loaded(session, _referred(function, book))
+    if len(functions) == 1:
+        functions[0].large_changes.note(functions[0].fn, sent, session.counters["calls"])
+
+
+def _referred(function: Callee, book: Book) -> Referred:
+    """Return what a function refers to that lives on the workers."""
+    own, of_modules = book.handles_of(function.id)
+    if not own:
+        return referred_in(of_modules)
+    variables, residents = captured_in(function.options).referred  # not those of functions with which it shares objects
+    found = referred_in(of_modules)
+    return Referred(variables | found.variables, residents | found.residents)

@@ -1,0 +1,226 @@
+"""The arguments of a call, checked: which are rows, which go whole to every rank, and where a nested one ends.
+
+All that can be wrong with them is said here, by the place of the leaf that is to blame.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from synk._master.calls.arguments import PLAIN_TYPES, Argument, Nest
+from synk._master.contents import Contents, DataHandle
+from synk._master.session import Session
+from synk._master.state.resident import ResidentHandle, ResidentObject
+from synk._master.state.resident import check_owner as check_owner_of_resident
+from synk._master.state.variable import Variable, VariableHandle, check_owner
+from synk._pure.arrays import as_plain_array, check_shareable
+from synk._pure.dtypes import foreign_name, storage
+from synk._pure.interrupts import is_from_handler
+from synk._pure.nested import SINGLE_VALUES, check_no_list, has_inner_rows, is_nested, places, take_apart
+from synk._pure.read_only import ReadOnlyArray
+from synk._pure.tensors import check_no_grad, check_tensor, is_tensor
+
+
+class Checks:
+    """The checks of the arguments of one function.
+
+    Parameters
+    ----------
+    function_name : str
+    framework : str or None
+        Of the function.
+    session : Session
+    is_submitted : bool
+        Whether the call is: it works on what the arguments hold now, whatever is written into them afterwards.
+    """
+
+    def __init__(
+        self, function_name: str, framework: str | None, session: Session, *, is_submitted: bool = False
+    ) -> None:
+        self._name = function_name
+        self._framework = framework
+        self._session = session
+        self._is_submitted = is_submitted
+
+    def arguments(self, bound: Iterable[tuple[str, str, bool, Any]]) -> list[Argument]:
+        """Classify the arguments of a call, as ``Signature.bind`` returned them; nested ones leaf by leaf.
+
+        Raises
+        ------
+        TypeError
+            If a scattered argument is no array, has no rows (pass it as broadcast), or holds Python objects.
+        ClosedError, ValueError
+            If it is a ``Data`` or ``Shared`` of another runtime.
+        """
+        arguments: list[Argument] = []
+        for label, keyword, is_broadcast, value in bound:
+            if is_broadcast:
+                arguments.append(self._broadcast(label, keyword, value))
+            elif is_nested(value) or has_inner_rows(value):
+                arguments += self._nested(label, keyword, value)
+            else:
+                arguments.append(self._scattered(label, keyword, value))
+        return arguments
+
+    def _broadcast(self, label: str, keyword: str, value: Any) -> Argument:
+        if isinstance(value, DataHandle):
+            return self._data(label, keyword, "whole", value)
+        if isinstance(value, VariableHandle):
+            variable = self._owned(label, value)
+            if variable.is_sharded:
+                raise self._misplaced(label, variable, "take it out of bcast_inputs")
+            return Argument(label, keyword, "replica", value=variable)
+        if isinstance(value, ResidentHandle):
+            return self._resident(label, keyword, value)
+        self._check_constants(label, value)
+        if is_tensor(value) and self._framework == "torch":
+            return self._array(label, keyword, value)
+        if isinstance(value, (ReadOnlyArray, np.memmap)):
+            value = value.view(np.ndarray)
+        if type(value) is np.ndarray and not value.dtype.hasobject:
+            return self._array(label, keyword, value)
+        return Argument(label, keyword, "object", value=value)
+
+    def _scattered(self, label: str, keyword: str, value: Any) -> Argument:
+        argument = self._leaf(label, keyword, value)
+        if argument.kind == "whole":
+            what = "a Data with no axes" if argument.data is not None else f"a single value ({type(value).__name__})"
+            raise TypeError(self._no_rows(label, what))
+        if argument.kind in ("replica", "resident"):
+            raise self._misplaced(label, argument.value, f"add {label!r} to bcast_inputs")
+        return argument
+
+    def _nested(self, label: str, keyword: str, value: Any) -> list[Argument]:
+        """Classify the leaves of a scattered argument: those with rows are divided, single values go to every rank."""
+        what, kind = f"{label} of {self._name!r}", type(value).__name__
+        try:
+            leaves, structure = take_apart(value, by_rows=True)
+        except TypeError as error:
+            if is_from_handler(error):
+                raise
+            raise TypeError(f"cannot scatter {what}: {error}. Pass its arrays in a dict or a tuple.") from None
+        except RecursionError:
+            raise ValueError(
+                f"cannot scatter {what}: got a {kind} that holds itself, or is nested too deeply. "
+                "Pass its arrays in a dict or a tuple."
+            ) from None
+        arguments = []
+        for leaf, (path, is_whole, made_by) in zip(leaves, places(structure)):
+            if made_by is not None:
+                self._check_inner_rows(label + path, made_by)
+            if is_whole:
+                arguments.append(self._array(label + path, keyword, leaf))
+                arguments[-1].is_part = True
+                continue
+            if isinstance(leaf, SINGLE_VALUES):
+                arguments.append(Argument(label + path, keyword, "object", value=leaf))
+                continue
+            argument = self._leaf(label + path, keyword, leaf)
+            if argument.kind in ("replica", "resident"):
+                hint = "pass it as an argument of its own that bcast_inputs names"
+                raise self._misplaced(label + path, argument.value, hint)
+            argument.is_part = made_by is not None
+            arguments.append(argument)
+        if not any(argument.kind in ("rows", "shard") for argument in arguments):
+            raise TypeError(self._no_rows(label, f"a {kind} in which nothing has rows"))
+        arguments[0].nest = Nest(len(arguments), structure)
+        return arguments
+
+    def _leaf(self, label: str, keyword: str, value: Any) -> Argument:
+        """Classify what is not nested: ``rows`` or ``shard``, and ``whole`` or ``replica`` where there are no rows."""
+        if isinstance(value, DataHandle):
+            return self._data(label, keyword, "rows" if value.ndim else "whole", value)
+        if isinstance(value, VariableHandle):
+            variable = self._owned(label, value)
+            return Argument(label, keyword, "shard" if variable.is_sharded else "replica", value=variable)
+        if isinstance(value, ResidentHandle):
+            return self._resident(label, keyword, value)
+        if isinstance(value, ReadOnlyArray):
+            value = value.view(np.ndarray)
+        if type(value) is not np.ndarray:
+            caller = self._name if label.isidentifier() else ""
+            check_no_list(value, "scatter", f"{label} of {self._name!r}", label, caller)
+        argument = self._array(label, keyword, value)
+        if argument.shape:
+            argument.kind = "rows"
+        return argument
+
+    def _array(self, label: str, keyword: str, value: Any) -> Argument:
+        """Return an array, or what becomes one, as an argument that goes whole to every rank."""
+        what, tensor_dtype = f"{label} of {self._name!r}", ""
+        was_tensor = is_tensor(value)
+        if was_tensor and self._framework == "torch":
+            array = check_tensor(value, what)
+            tensor_dtype = foreign_name(array.dtype)
+            if tensor_dtype:
+                array = array.view(storage(array.dtype.itemsize))
+        else:
+            array = as_plain_array(value, what)
+        dtype = check_shareable(array.dtype, label)
+        if not was_tensor and not (self._is_submitted and array.flags.writeable):
+            place = self._session.memory.files.place_of(array, what)
+            if place is not None:
+                segment, offset = place
+                return Argument(label, keyword, "whole", contents=Contents(segment, array, offset))
+        return Argument(
+            label, keyword, "whole", array=array, dtype=dtype, tensor_dtype=tensor_dtype, is_tensor=was_tensor
+        )
+
+    def _check_inner_rows(self, label: str, made_by: Any) -> None:
+        """Raise where functions get their inputs as what no sparse matrix or table is built from."""
+        if self._framework or self._session.has_devices:
+            inputs = f"tensors of {self._framework}" if self._framework else "arrays on devices"
+            raise TypeError(
+                f"cannot scatter {label} of {self._name!r}: got a {made_by.what}, and its inputs are {inputs}, "
+                f"expected an array. Pass {label}{made_by.cure}."
+            )
+
+    def _data(self, label: str, keyword: str, kind: str, value: DataHandle) -> Argument:
+        value._check_owner(self._session, f"{label} of {self._name!r}")
+        return Argument(label, keyword, kind, data=value, contents=value._contents)
+
+    def _owned(self, label: str, value: VariableHandle) -> Variable:
+        variable = value._variable
+        check_owner(variable, self._session.variables, f"{label} of {self._name!r}")
+        return variable
+
+    def _resident(self, label: str, keyword: str, value: ResidentHandle) -> Argument:
+        check_owner_of_resident(value._resident, self._session.residents, f"{label} of {self._name!r}")
+        return Argument(label, keyword, "resident", value=value._resident)
+
+    def _check_constants(self, label: str, value: Any) -> None:
+        """Refuse tensors that require grad in a broadcast argument and its containers; a module takes its own along."""
+        if "torch" not in sys.modules:
+            return
+        pending: list[tuple[Any, Any]] = [(None, value)]  # where it lies: the container's own place, and the key in it
+        seen = set()
+        while pending:
+            place, value = pending.pop()
+            if is_tensor(value):
+                keys = []
+                while place is not None:
+                    place, key = place
+                    keys.append(f"[{key!r}]")
+                check_no_grad(value, f"{label}{''.join(reversed(keys))} of {self._name!r}")
+            elif isinstance(value, (tuple, list, dict)) and id(value) not in seen:
+                seen.add(id(value))
+                parts = value if isinstance(value, dict) else dict(enumerate(value))
+                if not PLAIN_TYPES.issuperset(map(type, parts.values())):
+                    pending += [((place, key), part) for key, part in parts.items()]
+
+    def _misplaced(self, label: str, meant: Variable | ResidentObject, hint: str) -> ValueError:
+        if isinstance(meant, Variable):
+            what = f"variable {meant.name!r} is {'sharded' if meant.is_sharded else 'replicated'}"
+        else:
+            what = f"resident object {meant.name!r} has no rows"
+        return ValueError(f"cannot pass {label} of {self._name!r}: {what}; {hint}.")
+
+    def _no_rows(self, label: str, got: str) -> str:
+        return (
+            f"cannot scatter {label} of {self._name!r}: got {got}, expected an array with rows on axis 0. "
+            f"Pass it as a broadcast input: bcast_inputs={label!r}."
+        )

@@ -1,0 +1,178 @@
+"""What the last call of a function was given: its arguments, as the next ones are compared with them, and its rows."""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from synk._master.calls.arguments import Argument, is_plain_object, padded, rows_of
+from synk._master.calls.binding import choose_rows, index_arrays, ranks_with_rows
+from synk._master.calls.plans import Call
+from synk._master.code.handles import ArgumentHandle
+from synk._pure.interrupts import is_from_handler
+from synk._pure.nested import SINGLE_VALUES, take_apart
+from synk._pure.read_only import ReadOnlyArray
+from synk._pure.tensors import memory_of, torch_dtypes
+
+_ARRAYS = (np.ndarray, ReadOnlyArray)
+
+
+class Look:
+    """The look of a call. Holds nothing of what was passed but its structure.
+
+    Parameters
+    ----------
+    name : str
+        Of the function, for errors.
+    arguments : sequence of Argument
+    staged : sequence of ndarray
+        Where those of them that are arrays are copied to.
+    pickled : ndarray of uint8, or None
+        Where the pickle of the broadcast objects is copied to.
+
+    Attributes
+    ----------
+    leaves : list of (first, second, target, is_minibatch)
+        What to compare each leaf with: weak references to a ``Data`` and its contents, or to a variable or resident
+        object, and None; for arrays the dtype, the shape, and the place to copy them to. ``is_minibatch`` is that of
+        ``Data``. The pickle of all broadcast objects is one more array at the end, as long as its place is.
+    has_variables : bool
+    pickled_nbytes : int
+        Of the broadcast objects of the call that was compared last.
+    """
+
+    def __init__(
+        self, name: str, arguments: Sequence[Argument], staged: Sequence[np.ndarray], pickled: np.ndarray | None
+    ) -> None:
+        self._name = name
+        places = iter(staged)
+        self.leaves: list[tuple[Any, Any, np.ndarray | None, bool]] = []
+        self._objects: list[int] = []
+        self._tensors: list[tuple[int, Any, Any]] = []  # with their dtype, and that in which NumPy sees them
+        for position, argument in enumerate(arguments):
+            if argument.is_tensor and argument.array is not None:
+                dtypes = torch_dtypes(argument.tensor_dtype or argument.array.dtype.name, argument.array.dtype.name)
+                self._tensors.append((position, *dtypes))
+            if argument.array is not None:
+                self.leaves.append((argument.array.dtype, argument.array.shape, next(places), False))
+            elif argument.kind == "object":
+                self._objects.append(position)
+            elif argument.contents is not None:
+                contents = weakref.ref(argument.contents.array)
+                self.leaves.append((weakref.ref(argument.data), contents, None, argument.is_minibatch))
+            else:
+                self.leaves.append((weakref.ref(argument.value), None, None, False))
+        if pickled is not None:
+            self.leaves.append((pickled.dtype, pickled.shape, pickled, False))
+        self.pickled_nbytes = 0
+        self._keywords: tuple[str, ...] = ()
+        self._nests: list[tuple[int, Any]] = []  # positions and structures, the last ones first
+        self._inner: set[int] = set()  # leaves of nestings
+        self._num_values = 0
+        self._note_passed(arguments)
+        self._is_flat = not (self._keywords or self._nests or self._tensors or self._objects)
+        self._rows = rows_of(arguments)
+        self._shards = [(each.label, weakref.ref(each.value)) for each in arguments if each.kind == "shard"]
+        self.has_variables = any(argument.kind in ("shard", "replica") for argument in arguments)
+
+    def _note_passed(self, arguments: Sequence[Argument]) -> None:
+        num_inner = 0
+        for position, argument in enumerate(arguments):
+            if num_inner:  # leaves of the nesting before
+                num_inner -= 1
+                continue
+            if argument.nest is not None:
+                self._nests.insert(0, (self._num_values, argument.nest.structure))
+                self._inner.update(range(position, position + argument.nest.num_leaves))
+                num_inner = argument.nest.num_leaves - 1
+            if argument.keyword:
+                self._keywords = (*self._keywords, argument.keyword)
+            self._num_values += 1
+
+    def values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+        """Return what is to be copied, if what is passed looks like what was passed before, else None."""
+        leaves: Sequence[Any] | None = args if self._is_flat and not kwargs else self._taken_apart(args, kwargs)
+        if leaves is None or len(leaves) != len(self.leaves):
+            return None
+        values = []
+        for leaf, (first, second, target, is_minibatch) in zip(leaves, self.leaves):
+            if target is not None:
+                if type(leaf) not in _ARRAYS or leaf.shape != second:
+                    return None
+                dtype = leaf.dtype
+                if dtype is not first and dtype != first:
+                    return None
+                values.append(leaf)
+            elif (
+                leaf is None
+                or leaf is not first()
+                or leaf._contents.array is not second()
+                or leaf.minibatch is not is_minibatch
+                if second is not None
+                else not isinstance(leaf, ArgumentHandle) or leaf._meant is not first()
+            ):
+                return None
+        return values
+
+    def _taken_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+        """Return the leaves of what is passed, tensors as arrays, objects pickled; None where it looks different."""
+        values = [*args, *kwargs.values()]
+        if tuple(kwargs) != self._keywords or len(values) != self._num_values:
+            return None
+        try:
+            for position, structure in self._nests:
+                leaves, found = take_apart(values[position], by_rows=True)
+                if found != structure:
+                    return None
+                values[position : position + 1] = leaves
+        except (TypeError, RecursionError) as error:  # a new call says what is wrong
+            if is_from_handler(error):
+                raise
+            return None
+        for position, dtype, plain in self._tensors:
+            array = values[position] = memory_of(values[position], dtype, plain)
+            if array is None:
+                return None
+        return self._with_pickle(values) if self._objects else values
+
+    def _with_pickle(self, values: list[Any]) -> list[Any] | None:
+        """Return leaves with the pickle of the objects among them in their place; None where they may hold more."""
+        objects = [values[position] for position in self._objects]
+        for position, value in zip(self._objects, objects):
+            if not is_plain_object(value) or (position in self._inner and not isinstance(value, SINGLE_VALUES)):
+                return None
+        data = pickle.dumps(tuple(objects), protocol=5)
+        self.pickled_nbytes = len(data)
+        for position in reversed(self._objects):
+            del values[position]
+        (capacity,) = self.leaves[-1][1]
+        values.append(padded(data, capacity))
+        return values
+
+    def choose(self, call: Call, world_size: int, batch: Any, shard_batch: Any) -> Call | None:
+        """Return ``call`` with the rows of a batch; None where other ranks run it, or by another plan.
+
+        The arguments have been compared.
+
+        Raises
+        ------
+        ValueError, IndexError, TypeError
+            If the batch does not fit, as in a new call.
+        """
+        shards: list[Any] = [(label, variable()) for label, variable in self._shards]
+        selection, bounds, owned = choose_rows(self._rows, shards, batch, shard_batch, world_size, self._name)
+        indices = index_arrays(selection, owned, self._rows)
+        counts = [None if each is None else len(each) for each in indices]
+        if counts != [None if each is None else len(each) for each in call.index_arrays]:
+            return None
+        if ranks_with_rows(bounds) != call.ranks:
+            return None
+        rows = [bounds[rank][1] - bounds[rank][0] for rank in call.ranks]
+        return replace(
+            call, selection=selection, bounds=bounds, rows=rows, owned=owned, index_arrays=indices, block=None
+        )

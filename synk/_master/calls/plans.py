@@ -1,0 +1,184 @@
+"""What the master keeps of a function's calls: plans, by the look of the arguments, and the calls that were compiled.
+
+A plan says all that does not change from one call to the next; the numbers that do lie in shared memory.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from synk._master.calls.arguments import Argument
+from synk._master.calls.assembly import Assembly
+from synk._master.state.lanes import Lane
+from synk._master.state.variable import Variable
+from synk._master.workers.workers import Workers
+from synk._pure.interrupts import deferred
+from synk._pure.shards import Assignment, Selection
+from synk._wire.control import NUM_LANES
+from synk._wire.memory import Segment
+from synk._wire.messages import Layout, Plan
+
+_MAX_PLANS = 64
+
+IndexArrays = tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]
+"""Which rows to take of whole inputs, of the ranks' own shards, and of minibatch inputs; None for a range."""
+
+
+class CachedPlan:
+    """A plan, the memory that it uses, and what the master learnt about its outputs.
+
+    Parameters
+    ----------
+    plan : Plan
+    lane : Lane
+        Calls of this plan go there and nowhere else.
+    segments : list of Segment
+        What the workers need for it.
+    staged : list of ndarray
+        Where the arrays that are passed are copied to.
+    labels : list of str
+        What they are called where they are large, else "".
+    pickle_place : ndarray of uint8, or None
+        Where the pickle of broadcast objects goes; ``buffers`` for the arrays inside of these.
+    index_places : sequence of (int, ndarray)
+        Where those of ``Call.index_arrays`` go that there are, with their position.
+
+    Attributes
+    ----------
+    targets : list of ndarray
+        All that the values of a call are copied to: ``staged``, and ``pickle_place`` where there is one.
+    staged_nbytes : int
+        How much a call copies.
+    layouts : dict of int to Layout
+    assembly : Assembly or None
+        Of the last call.
+    output_nbytes : int
+        Of all ranks together, in the last call.
+    is_agreed : bool
+        Whether the last call ended well. One that did not may have left a worker ahead of what is noted here.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        lane: Lane,
+        segments: list[Segment],
+        staged: list[np.ndarray],
+        labels: list[str],
+        pickle_place: np.ndarray | None,
+        buffers: list[np.ndarray],
+        index_places: Sequence[tuple[int, np.ndarray]],
+    ) -> None:
+        self.plan = plan
+        self.lane = lane
+        self.segments = segments
+        self.staged = staged
+        self.labels = [*labels, ""]
+        self.pickle_place = pickle_place
+        self.buffers = buffers
+        self.index_places = index_places
+        self.targets = staged if pickle_place is None else [*staged, pickle_place]
+        self.staged_nbytes = sum(each.nbytes for each in (*staged, *buffers, *[place for _, place in index_places]))
+        self.layouts: dict[int, Layout] = {}
+        self.assembly: Assembly | None = None
+        self.output_nbytes = 0
+        self.is_agreed = False
+
+
+class PlanCache:
+    """The plans of one function on one runtime, least recently used first."""
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[Any, CachedPlan] = OrderedDict()
+        self.compiled: list[Any] = [None] * NUM_LANES  # by lane, what the next call may fit
+
+    def get(self, key: Any) -> CachedPlan | None:
+        cached = self._plans.get(key)
+        if cached is None or not cached.is_agreed:
+            return None
+        self._plans.move_to_end(key)
+        return cached
+
+    def put(self, key: Any, cached: CachedPlan, workers: Workers) -> None:
+        with deferred():  # a plan that is lost here would stay with the workers
+            broken = self._plans.pop(key, None)
+            if broken is not None:
+                workers.drop_plan(broken.plan.plan_id)
+            self._plans[key] = cached
+            while len(self._plans) > _MAX_PLANS:
+                _, old = self._plans.popitem(last=False)
+                workers.drop_plan(old.plan.plan_id)
+
+    def drop_staging(self, segment_id: int, workers: Workers) -> None:
+        """Forget the plans that use a staging segment which has been replaced: nobody finds them any more."""
+        for key in [key for key in self._plans if key[-1] == segment_id]:
+            workers.drop_plan(self._plans.pop(key).plan.plan_id)
+        self.forget_compiled()
+
+    def drop_assemblies(self, lane: Lane) -> None:
+        """Forget the views of slots that have been replaced."""
+        for cached in self._plans.values():
+            if cached.lane is lane:
+                cached.assembly = None
+        self.compiled[lane.index] = None
+
+    def drop_all(self, workers: Workers) -> None:
+        """Forget everything, here and on the workers: the function is gone."""
+        for cached in self._plans.values():
+            workers.drop_plan(cached.plan.plan_id)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop everything; the runtime is closed."""
+        self.forget_compiled()
+        self._plans.clear()
+
+    def forget_compiled(self) -> None:
+        """Forget the last calls: the next ones are checked again from the beginning."""
+        self.compiled = [None] * NUM_LANES
+
+    def discard(self, cached: CachedPlan, workers: Workers) -> None:
+        """Forget one plan, here and on the workers."""
+        with deferred():
+            self.compiled[cached.lane.index] = None
+            self._plans = OrderedDict((key, value) for key, value in self._plans.items() if value is not cached)
+            workers.drop_plan(cached.plan.plan_id)
+
+
+@dataclass
+class CallOptions:
+    """How one call is to be done; see :class:`synk.Function` and, for trials, :class:`synk._wire.messages.Plan`."""
+
+    batch: Any = None
+    shard_batch: Any = None
+    num_slices: int = 1
+    output_subset: tuple[Any, ...] | None = None
+    timeout: float | None = None
+    is_serial: bool = False
+    is_trial: bool = False
+    is_apart: bool = False
+    is_submitted: bool = False
+
+
+@dataclass
+class Call:
+    """One call on its way: what was bound, which rows, which ranks and how many rows each of them has."""
+
+    arguments: list[Argument]
+    selection: Selection | None
+    bounds: list[tuple[int, int]]
+    ranks: list[int]
+    rows: list[int]
+    objects: tuple[bytes, list[memoryview]] | None
+    options: CallOptions
+    owned: Assignment | None = None
+    sources: Sequence[Variable] = ()  # sharded variables whose rows are those of the call, as no argument has any
+    unequal: str = ""  # why their rows are no weights of an average
+    index_arrays: IndexArrays = (None, None, None)
+    has_group: bool = False  # whether its large outputs are reduced by NCCL
+    block: np.ndarray | None = None  # the numbers that tell each rank of its rows, once they were written

@@ -1,0 +1,248 @@
+"""From the replies to a call to its result."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import pickle
+import time
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from synk._master.calls.assembly import Assembly
+from synk._master.calls.launched import Launched, Tried
+from synk._master.calls.plans import CachedPlan
+from synk._master.calls.trials import can_check, checking
+from synk._master.session import Session
+from synk._master.state.results import Lease
+from synk._master.workers.failures import raise_failures
+from synk._master.workers.requests import Request
+from synk._pure.interrupts import is_from_handler
+from synk._pure.ops import match_ops
+from synk._pure.tensors import array_of, is_plain, is_tensor
+from synk._pure.trees import flatten, leaves_of
+from synk._wire.control import Traits, Up
+from synk._wire.memory import Segment
+from synk._wire.messages import ASSEMBLED, DONE, IS_ASSEMBLED, Kind, Layout, Reply, Status, slot_offsets
+from synk.errors import (
+    CallCancelled,
+    SerializationError,
+)
+
+_FUNCTION_NS = int(Up.FUNCTION_NS)
+
+
+def collecting(session: Session, launched: Launched) -> Generator[Request, dict[int, Reply], Any]:
+    """Turn replies into the result: errors first, then agreement, then the large outputs, then the values.
+
+    A generator: it yields each message whose replies it needs, is sent these, and returns the result.
+    """
+    call, cached, name = launched.call, launched.cached, launched.function.name
+    replies = yield launched
+    is_repeated = all(reply is DONE or reply is ASSEMBLED for reply in replies.values())
+    if not is_repeated:
+        raise_failures(replies, session.world_size, name)
+    objects = None if is_repeated else _take_layouts(name, cached, call.ranks, replies)
+    layouts = [cached.layouts[rank] for rank in call.ranks]
+    for rank, layout in zip(call.ranks, layouts):
+        for variable_id, shapes in layout.assigned:  # what later messages of this call declare must say so
+            session.variables[variable_id].note_back(rank, shapes)
+    waiting = [rank for rank in call.ranks if replies[rank].status == Status.UNPUBLISHED]
+    if waiting:
+        raise_failures((yield _republish(session, launched, layouts, waiting)), session.world_size, name)
+    assembly, is_new = _agree(session, launched, layouts)
+    launched.assembly = assembly
+    lease = None
+    if assembly.result_nbytes:
+        lease = yield from _large_outputs(session, launched, assembly, replies, None if is_new else launched.lease)
+    if call.options.is_trial:
+        cached.is_agreed = True
+        return _tried(session, launched, assembly, layouts, objects, lease)
+    if assembly.has_assignments and call.options.is_serial:
+        _check_serial_assignments(session, layouts[0], name)
+    result = conclude(session, launched, objects, lease)
+    if launched.function.is_unchecked and can_check(launched.function, call):
+        launched.result = (result,)
+        yield from checking(session, launched, assembly)
+    return result
+
+
+def conclude(session: Session, launched: Launched, objects: list[list[Any]] | None, lease: Lease | None) -> Any:
+    """Put the outputs of all ranks together; what the call has assigned and changed holds from now on.
+
+    ``objects`` are outputs that are no arrays, and ``lease`` is the buffer in which the large ones lie.
+    """
+    call, cached, assembly = launched.call, launched.cached, launched.assembly
+    assert assembly is not None
+    root = None if lease is None else lease.deliver()
+    result = assembly.build(call.rows, objects, root, None if call.owned is None else call.owned.order)
+    if assembly.has_assignments:
+        session.variables.commit(call.ranks, assembly.layouts, launched.number)
+    session.workers.requests.pop(launched.sequence, None)
+    if launched.function.changes:
+        session.residents.note_changed(launched.function.changes, launched.number, call.ranks)
+    cached.is_agreed = True
+    slowest = 0
+    for rank in call.ranks:
+        slowest = max(slowest, cached.lane.up_words[rank][_FUNCTION_NS])
+    name = launched.function.name
+    record = session.profile.records.get(name) or session.profile.record(name)
+    record.num_calls += 1
+    record.function_ns += slowest
+    record.output_nbytes += cached.output_nbytes
+    record.staged_nbytes += cached.staged_nbytes
+    record.pickled_nbytes += launched.pickled_nbytes
+    record.wall_ns += time.monotonic_ns() - launched.started_ns
+    return result
+
+
+def _agree(session: Session, launched: Launched, layouts: list[Layout]) -> tuple[Assembly, bool]:
+    """Return how the outputs of all ranks are put together, and whether that is new; raise where they do not fit."""
+    call, cached, lane = launched.call, launched.cached, launched.cached.lane
+    assembly = cached.assembly
+    is_new = assembly is None or not assembly.fits(call.ranks, layouts, lane.slots, call.has_group)
+    if assembly is None or is_new:
+        outputs = None if call.options.is_apart else launched.function.outputs
+        assembly = cached.assembly = Assembly(
+            launched.function.name, outputs, cached.plan.output_subset, call.ranks, layouts,
+            lane.slots, lane.slot_nbytes, session.world_size, next(session.assembly_ids), call.has_group,
+        )  # fmt: skip
+        cached.output_nbytes = sum(leaf.nbytes for layout in layouts for leaf in layout.leaves)
+    if call.unequal and assembly.has_averages:
+        raise ValueError(call.unequal)
+    return assembly, is_new
+
+
+def _large_outputs(
+    session: Session, launched: Launched, assembly: Assembly, replies: dict[int, Reply], lease: Lease | None
+) -> Generator[Request, dict[int, Reply], Any]:
+    """Have the ranks that have not done so bring their parts of the large outputs into place, and return that."""
+    call, name = launched.call, launched.function.name
+    waiting = [rank for rank in call.ranks if not replies[rank].flags & IS_ASSEMBLED]
+    lease = lease or session.memory.lease_result(assembly.result_nbytes)
+    if waiting:
+        try:
+            assembled = yield _assemble_large(session, launched, assembly, waiting, lease)
+            raise_failures(assembled, session.world_size, name)
+        except BaseException:
+            session.memory.results.give_back(lease)  # the exception may be kept, and this frame with it
+            raise
+        for rank in waiting:
+            session.workers.by_rank[rank].known.assemblies[launched.cached.plan.plan_id] = assembly.number
+    return lease
+
+
+def _tried(
+    session: Session,
+    launched: Launched,
+    assembly: Assembly,
+    layouts: list[Layout],
+    objects: list[list[Any]] | None,
+    lease: Lease | None,
+) -> Tried:
+    """Return what a call on trial showed; its assignments are not committed, so they never happened."""
+    call, up_words = launched.call, launched.cached.lane.up_words
+    assigned = {}
+    for variable_id, _ in () if session.has_devices else layouts[0].assigned:
+        variable = session.variables[variable_id]
+        assigned[variable] = [[leaf.copy() for leaf in variable.assigned_leaves(rank)] for rank in call.ranks]
+    traits = functools.reduce(operator.or_, [up_words[rank][Up.TRAITS] for rank in call.ranks])
+    root = None if lease is None else lease.deliver()
+    result = assembly.build(call.rows, objects, root, None if call.owned is None else call.owned.order)
+    leaves = [_on_trial(leaf) for leaf in leaves_of(assembly.structure, result)]
+    return Tried(leaves, assembly.skeleton, call.ranks, call.rows, Traits(traits), assigned)
+
+
+def _on_trial(leaf: Any) -> Any:
+    """Return an output, or the list of those of all ranks, with tensors as arrays that can be compared."""
+    if isinstance(leaf, list):
+        return [_on_trial(part) for part in leaf]
+    return array_of(leaf) if is_tensor(leaf) and is_plain(leaf) else leaf
+
+
+def _check_serial_assignments(session: Session, layout: Layout, name: str) -> None:
+    for variable_id, _ in layout.assigned:
+        variable = session.variables[variable_id]
+        if variable.is_sharded:
+            raise ValueError(
+                f"cannot assign variable {variable.name!r} in a serial call of {name!r}: it is sharded, expected a "
+                "parallel call, in which each rank assigns its own rows. The call has changed nothing."
+            )
+
+
+def _take_layouts(name: str, cached: CachedPlan, ranks: Sequence[int], replies: dict[int, Reply]) -> list[list[Any]]:
+    """Note new layouts and return each rank's outputs that are no arrays."""
+    objects: list[list[Any]] = []
+    for rank in ranks:
+        body = replies[rank].body
+        values: list[Any] = []
+        if body:
+            layout, packed = _unpickle(body, name, rank, "its structure")
+            if layout is not None:
+                cached.layouts[rank] = layout
+            values = [_unpickle(item, name, rank, f"object {k}") for k, item in enumerate(packed)]
+        objects.append(values)
+    return objects
+
+
+def _unpickle(data: bytes, name: str, rank: int, what: str) -> Any:
+    try:
+        return pickle.loads(data)
+    except BaseException as error:  # the user's classes are built here: whatever they do must not end the session
+        if is_from_handler(error):
+            raise
+        raise SerializationError(
+            f"cannot load a result of {name!r} from rank {rank} ({what}): {type(error).__name__}: {error}. "
+            "Return arrays, numbers or objects whose class can be loaded in the master."
+        ) from error
+
+
+def _ask(
+    session: Session,
+    launched: Launched,
+    kind: Kind,
+    ranks: list[int],
+    value: int,
+    contents: dict[int, Any],
+    segments: Sequence[Segment],
+    phase: str,
+) -> Request:
+    """Send ranks a message about the outputs of a call that they have run."""
+    if launched.is_cut:
+        raise CallCancelled(
+            f"the outputs of {launched.function.name!r} were lost before they were collected: another call that was "
+            "under way was ended. Submit it again."
+        )
+    name, lane = repr(launched.function.name), launched.cached.lane.index
+    return session.workers.send(kind, ranks, value, contents, segments, launched.later_deadline, phase, name, lane)
+
+
+def _republish(session: Session, launched: Launched, layouts: list[Layout], waiting: list[int]) -> Request:
+    """Make room for the outputs and new values of shared variables; the ranks ``waiting`` for it publish again."""
+    call, lane = launched.call, launched.cached.lane
+    function, ranks = launched.function, call.ranks
+    for rank, layout in zip(ranks, layouts):
+        if rank not in waiting:
+            continue
+        for variable_id, shapes in layout.assigned:
+            session.variables[variable_id].reserve(rank, shapes)
+    needed = 0
+    for layout in layouts:
+        leaves, _ = flatten(layout.skeleton)
+        outputs = None if call.options.is_apart else function.outputs
+        ops = match_ops(outputs, layout.skeleton, len(leaves), repr(function.name))
+        needed = max(needed, slot_offsets(layout.leaves, ops, len(ranks), call.has_group)[1])
+    if needed > lane.slot_nbytes:
+        session.grow_slots(lane, needed, [rank for rank in ranks if rank not in waiting])
+    return _ask(session, launched, Kind.PUBLISH, waiting, 0, {}, [], "publish")
+
+
+def _assemble_large(
+    session: Session, launched: Launched, assembly: Assembly, ranks: list[int], lease: Lease
+) -> Request:
+    """Have ``ranks`` bring their parts of the large outputs into a leased buffer."""
+    by_rank, plan_id = session.workers.by_rank, launched.cached.plan.plan_id
+    contents = {
+        rank: assembly.moves[rank] for rank in ranks if by_rank[rank].known.assemblies.get(plan_id) != assembly.number
+    }
+    return _ask(session, launched, Kind.ASSEMBLE, ranks, lease.segment.id, contents, [lease.segment], "reduce")

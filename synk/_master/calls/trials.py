@@ -1,0 +1,120 @@
+"""The check of the halves, in the master: which call has it, and what is told; see ``synk._worker.loop.halves``."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import time
+import warnings
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from synk._master.calls.assembly import Assembly
+from synk._master.calls.callee import Callee
+from synk._master.calls.launched import Launched
+from synk._master.calls.plans import Call
+from synk._master.session import Session
+from synk._master.workers.requests import Request
+from synk._pure.trees import output_name
+from synk._wire.control import Up
+from synk._wire.messages import MIN_CHECKED_ROWS, Kind, Reply, Status
+from synk.errors import CallTimeout, OpMismatch, RowShapedOutput, WorkerDied
+
+_MAX_NS, _MAX_NBYTES = 1_000_000_000, 1 << 26
+"""The longest run of a function that is run again, and what its outputs of all runs may take."""
+
+
+def can_check(function: Callee, call: Call) -> bool:
+    """Whether a call is one at which it can be seen if the default op fits, and nobody has looked yet."""
+    options = call.options
+    has_rows = call.selection is not None or bool(call.sources)
+    return (
+        function.is_unchecked
+        and has_rows
+        and max(call.rows) >= MIN_CHECKED_ROWS
+        and not (options.is_serial or options.is_trial)
+        and options.output_subset is None
+    )
+
+
+def checking(session: Session, launched: Launched, assembly: Assembly) -> Generator[Request, dict[int, Reply], None]:
+    """Have one rank see whether the average fits the function of a call that has just ended well, and tell if not.
+
+    Once in the life of a function, and only where it costs little. Whatever this meets says nothing about the call.
+    """
+    function, call, cached = launched.function, launched.call, launched.cached
+    largest = max(range(len(call.rows)), key=call.rows.__getitem__)
+    rank = call.ranks[largest]
+    function_ns = cached.lane.up_words[rank][Up.FUNCTION_NS]
+    is_late = launched.later_deadline is not None and (  # the time limit is the call's: it must not end a worker here
+        time.monotonic() + 10 * (function_ns * 1e-9 + 0.1) > launched.later_deadline
+    )
+    if function_ns > _MAX_NS or is_late or launched.is_cut:
+        return
+    function.is_unchecked = False
+    if assembly.has_assignments or 4 * sum(leaf.nbytes for leaf in cached.layouts[rank].leaves) > _MAX_NBYTES:
+        return
+    lane, name = cached.lane.index, repr(function.name)
+    replies = yield session.workers.send(Kind.CHECK, [rank], 0, {}, [], launched.later_deadline, "check", name, lane)
+    misfits = pickle.loads(replies[rank].body)["misfits"] if replies[rank].status == Status.DONE else []
+    if misfits:
+        _warn(*_told(function, cached.layouts[rank].skeleton, rank, misfits))
+
+
+def tell_of_end(launched: Launched, error: BaseException) -> None:
+    """Warn of what has ended the check; the call is over, and has its result."""
+    if isinstance(error, (WorkerDied, CallTimeout)):
+        _warn(
+            f"a second run of {launched.function.name!r}, which was to tell whether op 'avg' fits it, ended its "
+            f"worker: {error}",
+            RuntimeWarning,
+        )
+
+
+def _told(
+    function: Callee, skeleton: Any, rank: int, misfits: Sequence[tuple[int, tuple[str, ...]]]
+) -> tuple[str, type[Warning]]:
+    """Return what is to be told of the outputs that are no averages, and by which warning."""
+    outputs = [(output_name(skeleton, k), ops) for k, ops in misfits if k >= 0]
+    what = ", ".join(name for name, _ in outputs) or "the gradients"
+    text = (
+        f"op 'avg', the default, does not fit {what} of {function.name!r}: the value for all rows of rank {rank} is "
+        "not the average of those for two parts of the rows."
+    )
+    category: type[Warning] = OpMismatch
+    if function.changes and (misfits[-1][0] < 0 or not all(ops for _, ops in outputs)):
+        text += (
+            " backward() averages gradients likewise, so the step learns otherwise than on one worker. Pass a loss "
+            "that is a sum over rows through synk.torch.total(loss), and one that is a mean over other things (class "
+            "weights, labels of -100, tokens) through synk.torch.mean(sum, count)."
+        )
+        outputs = []
+    for name, ops in outputs:
+        use = "outputs={}" if skeleton == 0 else f"op {{}} for {name}"
+        if "gather" in ops:
+            category = RowShapedOutput
+            text += f" {name[0].upper()}{name[1:]} has as many rows as its rank: use {use.format(_quoted('gather'))}."
+        elif ops:
+            text += f" Use {use.format(' or '.join(map(_quoted, ops)))}."
+        else:
+            text += (
+                f" No op fits {name}: return what can be combined, as a sum and a count, have one value for each rank "
+                "by op None, or call f.serial(...)."
+            )
+    text += (
+        ' To name outputs=, also outputs="avg", silences this; a fixed seed of the function\'s own may be the reason, '
+        "too. f.verify(...) compares a call with the serial one."
+    )
+    return text, category
+
+
+def _quoted(op: str) -> str:
+    return f'"{op}"'
+
+
+def _warn(text: str, category: type[Warning]) -> None:
+    """Warn at the line of the program that called synk."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "synk":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)

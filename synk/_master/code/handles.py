@@ -1,0 +1,61 @@
+"""What a user holds of something that lives on the workers, and how a pickle refers to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from synk._pure.tensors import is_torch_module, is_torch_optimizer
+from synk._wire.parcels import Pickler
+
+
+class Handle:
+    """The base of :class:`synk.Shared` and :class:`synk.Resident`, which are known by their class.
+
+    Attributes
+    ----------
+    _reference : (callable, tuple)
+        What becomes of it in a pickle: how a worker finds what it has itself.
+    """
+
+    __slots__ = ("_reference",)
+    _reference: tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+class ArgumentHandle(Handle):
+    """One that can be an argument of a call."""
+
+    __slots__ = ()
+
+    @property
+    def _meant(self) -> Any:
+        """What a call knows it by."""
+        raise NotImplementedError
+
+
+class HandlePickler(Pickler):
+    """Pickles by cloudpickle's rules, but a handle as a reference to what the rank has.
+
+    Attributes
+    ----------
+    handles : list of Handle
+    modules, optimizers : list
+        Of torch.
+        All three: those it has met.
+    """
+
+    def __init__(self, file: Any, **options: Any) -> None:
+        super().__init__(file, protocol=5, **options)
+        self.handles: list[Handle] = []
+        self.modules: list[Any] = []
+        self.optimizers: list[Any] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Handle):
+            self.handles.append(obj)
+            return obj._reference
+        if is_torch_module(obj):
+            self.modules.append(obj)
+        elif is_torch_optimizer(obj):
+            self.optimizers.append(obj)
+        return super().reducer_override(obj)

@@ -1,0 +1,354 @@
+"""Chunks of items on their way to single workers and back, while the program goes on with the results before them.
+
+While chunks are in flight no other operation has begun: whatever begins one settles them first, and their answers are
+kept. So the lock need not be held between two looks at them.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import time
+from collections import deque
+from typing import Any
+
+from synk._master.calls.callee import Callee
+from synk._master.flight.pending import is_foreign
+from synk._master.session import Session
+from synk._master.state.device_values import check_not_lost
+from synk._master.state.item_pickles import ArrayCopy
+from synk._master.workers.failures import rebuild
+from synk._master.workers.requests import Request
+from synk._pure.interrupts import is_from_handler, num_cancels
+from synk._wire.failures import Failure
+from synk._wire.items import Items, ItemsDone
+from synk._wire.messages import Kind, Reply, Status
+from synk.errors import CallCancelled, CallTimeout, SerializationError
+
+LONG_NS = 200_000_000
+"""Behind a chunk that takes longer no other one waits: it would be late, and the rank is not idle for long anyway."""
+
+
+class Chunk:
+    """Some items that follow one another, and what has become of them.
+
+    Attributes
+    ----------
+    first : int
+        The position of the first item.
+    num_items : int
+    is_done : bool
+        Whether it has an outcome: ``values`` (pickles) of the items up to the first that failed, and ``error``, what
+        the results end with, if anything.
+    began_ns : int
+        When its rank began with it, as far as is known.
+    nbytes : int
+        Of the pickled items, then of the results.
+    duration_ns : int
+        How long its rank was at it.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.pickles: list[bytes] = []
+        self.copies: list[ArrayCopy] = []
+        self.num_items = self.nbytes = self.duration_ns = 0
+        self.rank = -1
+        self.began_ns = 0
+        self.request: Request | None = None
+        self.is_done = False
+        self.values: deque[bytes] = deque()
+        self.error: Exception | None = None
+
+    def add(self, data: bytes, copies: list[ArrayCopy]) -> None:
+        """Take in one more item."""
+        self.pickles.append(data)
+        self.num_items += 1
+        self.nbytes += len(data)
+        if copies:
+            self.copies += copies
+            self.nbytes += sum(copy.segment.nbytes for copy in copies)
+
+    def end(self, error: Exception | None) -> None:
+        """Give it its outcome, and let go of what was sent."""
+        self.error, self.is_done = error, True
+        self.pickles, self.copies = [], []
+
+    def value(self, name: str) -> Any:
+        """Return the next result.
+
+        Raises
+        ------
+        SerializationError
+            If it cannot be loaded.
+        """
+        position = self.first + self.num_items - len(self.values)
+        data = self.values.popleft()
+        try:
+            return pickle.loads(data)
+        except BaseException as error:  # the user's classes are built here
+            if is_from_handler(error):
+                raise
+            raise SerializationError(
+                f"cannot load what {name!r} returned for item {position}: {type(error).__name__}: {error}. Return "
+                "arrays, numbers or objects whose class can be loaded in the master."
+            ) from error
+
+
+class Chunks:
+    """The chunks of one map.
+
+    Parameters
+    ----------
+    session : Session
+    function : Callee
+    num_ranks : int
+        How many workers get any; 0: all.
+    are_named : bool
+        Whether errors name the item.
+
+    Attributes
+    ----------
+    verb : str
+        For errors.
+    is_abandoned : bool
+        Whether nobody will ask for the results any more; may be set by a finalizer.
+    """
+
+    def __init__(self, session: Session, function: Callee, num_ranks: int = 0, *, are_named: bool = True) -> None:
+        self._session = session
+        self._num_ranks = num_ranks or session.world_size
+        self._are_named = are_named
+        self._function = function
+        self.verb = f"map {function.name!r}"
+        self.is_abandoned = False
+        self._in_flight: list[Chunk] = []
+        self._has_begun = False
+        self._are_short = False  # as far as is known: nothing is before the first answer
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more can be sent, as far as is known."""
+        return self._free_rank() is not None
+
+    @property
+    def are_under_way(self) -> bool:
+        return bool(self._in_flight)
+
+    # -- by whoever maps ----------------------------------------------------------------------------------------------
+
+    def step(self, chunk: Chunk | None, *, is_waiting: bool, until: float | None = None) -> None:
+        """Send ``chunk``, and take in what has been answered; ``is_waiting``: at least one, if it comes until then.
+
+        Raises
+        ------
+        ReentrancyError, ClosedError, StartupError, SerializationError, KeyboardInterrupt
+            What has ended chunks is their own error.
+        """
+        session = self._session
+        with session.entered(self.verb):
+            session.workers.waiting.num_cancels = num_cancels()
+            if chunk is not None:
+                self._send(chunk)
+            if self._in_flight:
+                self._take(is_waiting, until)
+            session.memory.free_copies()
+
+    def _free_rank(self) -> int | None:
+        """Return the rank for the next chunk: one that is idle, or will be soon; None where there is none."""
+        in_flight = list(self._in_flight)  # another thread may settle them
+        ranks = [chunk.rank for chunk in in_flight]
+        rank = min(range(self._num_ranks), key=ranks.count)
+        if rank not in ranks:
+            return rank
+        since = (time.monotonic_ns() - LONG_NS) if self._are_short else math.inf
+        soon = [chunk.rank for chunk in in_flight if chunk.began_ns > since and ranks.count(chunk.rank) == 1]
+        return soon[0] if soon else None
+
+    def end(self, error: Exception) -> None:
+        """End what is in flight, with ``error``."""
+        if self._in_flight and not self._session.is_closed:
+            with self._session.entered(self.verb):
+                self.cancel(error)
+
+    def _send(self, chunk: Chunk) -> None:
+        session, workers = self._session, self._session.workers
+        if self._in_flight and workers.processes.has_dead:  # who is started again when nothing is in flight
+            self.settle(self.verb, None)
+        if not self._in_flight:
+            self._begin()
+        ranks = [each.rank for each in self._in_flight]
+        free = self._free_rank()
+        chunk.rank = min(range(self._num_ranks), key=ranks.count) if free is None else free
+        chunk.began_ns = time.monotonic_ns()
+        last = chunk.first + chunk.num_items - 1
+        which = f"item {last}" if chunk.num_items == 1 else f"items {chunk.first} to {last}"
+        deadline = None if chunk.rank in ranks else session.deadline(None)  # else when the one before is answered
+        session.queue.chunks = self  # before any is in flight: whatever comes now settles it
+        try:
+            chunk.request = workers.send(
+                Kind.ITEMS,
+                [chunk.rank],
+                0,
+                {chunk.rank: Items(self._function.id, chunk.pickles)},
+                [copy.segment for copy in chunk.copies],
+                deadline,
+                "map",
+                f"{self._function.name!r} ({which})",
+            )
+            self._in_flight.append(chunk)
+        except BaseException as error:
+            self._lose(error)
+            raise
+        session.counters["bytes_pickled"] += sum(map(len, chunk.pickles))
+
+    def _begin(self) -> None:
+        """Begin an operation, and see that all workers have the function."""
+        session, function = self._session, self._function
+        deadline = session.deadline(None)
+        session.begin(self.verb, deadline)
+        if not self._has_begun:
+            function.renew()
+            self._has_begun = True
+        function.load(session, deadline)
+        while session.workers.processes.has_dead:  # one that died after it had loaded the function
+            session.resume(self.verb, deadline)
+            function.load(session, deadline)
+        check_mapped(function)
+        for resident in function.residents:
+            resident.check(self.verb)
+        if session.has_devices:
+            check_not_lost(list(function.variables), None, self.verb)
+
+    # -- in flight ----------------------------------------------------------------------------------------------------
+
+    def _take(self, is_waiting: bool, until: float | None) -> None:
+        """Take in what has been answered; ``is_waiting``: at least one chunk. What goes wrong is the chunks' error."""
+        workers = self._session.workers
+        try:
+            if is_waiting:
+                workers.wait_any([chunk.request for chunk in self._in_flight if chunk.request is not None], until)
+            else:
+                workers.pump()
+        except BaseException as error:
+            self._lose(error)
+            if is_foreign(error):
+                raise
+        self._sort()
+
+    def _sort(self) -> None:
+        """Give an outcome to the chunks that were answered, or lost."""
+        requests = self._session.workers.requests
+        for chunk in list(self._in_flight):
+            request = chunk.request
+            assert request is not None
+            if request.is_lost:
+                self._forget(
+                    chunk, CallCancelled(f"{request.what} was ended together with another call. Map it again.")
+                )
+            elif not request.pending:
+                error = self._note(chunk, request.replies[chunk.rank])
+                requests.pop(request.sequence, None)
+                self._forget(chunk, error)
+                for other in self._in_flight:  # its time begins
+                    if other.rank == chunk.rank and other.request is not None:
+                        other.began_ns = time.monotonic_ns()
+                        other.request.deadline = self._session.deadline(None)
+        if not self._in_flight and self._session.queue.chunks is self:
+            self._session.queue.chunks = None
+
+    def _forget(self, chunk: Chunk, error: Exception | None) -> None:
+        chunk.end(error)
+        self._in_flight.remove(chunk)
+
+    def _note(self, chunk: Chunk, reply: Reply) -> Exception | None:
+        """Note what a rank has answered; return the error that it tells of."""
+        if reply.status == Status.INTERRUPTED:
+            return CallCancelled(f"{self._function.name!r} was interrupted. Map it again.")
+        answer = pickle.loads(reply.body)
+        if isinstance(answer, Failure):
+            return self._failed(answer, "")
+        done: ItemsDone = answer
+        chunk.values, chunk.duration_ns = deque(done.values), done.duration_ns
+        chunk.num_items = len(done.values)
+        chunk.nbytes = len(reply.body)
+        self._are_short = done.duration_ns <= LONG_NS and not self._session.workers.is_inline
+        if done.failure is None:
+            return None
+        item = _described(chunk, done.failed_item) if self._are_named else ""
+        return self._failed(done.failure, item)
+
+    def _failed(self, failure: Failure, item: str) -> Exception:
+        return rebuild([failure], self._session.world_size, self._function.name, item)
+
+    def _lose(self, error: BaseException) -> None:
+        """After ``error``: end the chunks that it has taken along."""
+        lost: Exception
+        if isinstance(error, Exception) and not is_from_handler(error):
+            lost = error
+        else:
+            lost = CallCancelled(f"{self.verb}: its items were ended by an interrupt. Map them again.")
+            lost.__cause__ = error
+        for chunk in list(self._in_flight):
+            if chunk.request is None or chunk.request.is_lost:
+                self._forget(chunk, lost)
+
+    # -- by whatever else begins --------------------------------------------------------------------------------------
+
+    def settle(self, verb: str, deadline: float | None) -> None:
+        """Wait for all chunks, whose results are kept; or end them, where nobody will ask for these.
+
+        Raises
+        ------
+        CallTimeout
+            If they have not ended at ``deadline``; they go on.
+        """
+        if self.is_abandoned:
+            self.cancel(CallCancelled(f"{self.verb}: its results were dropped."))
+        self._sort()
+        while self._in_flight:
+            request = self._in_flight[0].request
+            assert request is not None
+            is_answered = True
+            try:
+                is_answered = self._session.workers.wait_until(request, deadline)
+            except BaseException as error:
+                self._lose(error)
+                if is_foreign(error):
+                    raise
+            self._sort()
+            if not is_answered:
+                raise CallTimeout(
+                    f"cannot {verb} in time: items of a map of {self._function.name!r} are still under way. Raise "
+                    "timeout=, or take its results first."
+                )
+
+    def cancel(self, error: Exception) -> None:
+        """End all chunks that have not been answered, with ``error``."""
+        self._session.workers.recovery.settle_after(error)
+        for chunk in list(self._in_flight):
+            if chunk.request is None or chunk.request.pending:
+                self._forget(chunk, error)
+        self._sort()
+
+
+def _described(chunk: Chunk, text: str) -> str:
+    """Return the words for the item behind the last that has come to its end."""
+    position = f"item {chunk.first + chunk.num_items}"
+    return f"{position} ({text})" if text else position
+
+
+def check_mapped(function: Callee) -> None:
+    """Refuse to map a function that refers to a sharded variable.
+
+    Raises
+    ------
+    TypeError
+    """
+    for variable in function.variables:
+        if variable.is_sharded:
+            raise TypeError(
+                f"cannot map {function.name!r}: it refers to the sharded variable {variable.name!r}, of which each "
+                "worker has other rows, expected a function that is the same on all workers. Use a replicated "
+                "variable (sharded=False), or synk.function."
+            )

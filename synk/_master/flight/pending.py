@@ -1,0 +1,227 @@
+"""What the user holds of a call that was submitted, and how far the call has come."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any, Protocol
+
+from synk._master.calls.launched import Launched
+from synk._master.calls.trials import tell_of_end
+from synk._master.workers.workers import Request
+from synk._pure.arrivals import wait_readable
+from synk._pure.interrupts import is_from_handler
+from synk._pure.show import table
+from synk._wire.messages import Reply
+from synk.errors import CallCancelled, CallTimeout, ClosedError, WorkerDied
+
+Steps = Generator["Request", dict[int, Reply], Any]
+
+_logger = logging.getLogger("synk")
+
+_PAUSE_S = 0.001
+
+
+class Collector(Protocol):
+    """What a call that was submitted needs of the queue that it is in."""
+
+    def wait(self, pending: PendingCall, timeout: float | None) -> None:
+        """Wait until it has an outcome."""
+
+    def look(self) -> None:
+        """Take in what has ended, without waiting for anything."""
+
+    def descriptors(self) -> list[int]:
+        """Return what tells of workers that have answered, or died."""
+
+    def note_failed(self, pending: PendingCall) -> None:
+        """Remember it where later calls must not be taken for the next step."""
+
+
+class PendingCall:
+    """A call that was submitted, and its result once it is there. Made by :meth:`synk.Function.submit`.
+
+    In a coroutine of asyncio ``await call`` is its result: other tasks go on until it is there.
+
+    Attributes
+    ----------
+    name : str
+        Of the function.
+    ranks : tuple of int
+        Those that run the call; a rank without rows does not.
+
+    Examples
+    --------
+    >>> import numpy as np, synk
+    >>> with synk.fork(2):
+    ...     total = synk.function(lambda x: x.sum(), outputs="sum")
+    ...     calls = [total.submit(np.full(4, k)) for k in range(3)]
+    ...     [int(call.result()) for call in calls]
+    [0, 4, 8]
+    """
+
+    def __init__(self, queue: Collector, name: str) -> None:
+        self.name = name
+        self.ranks: tuple[int, ...] = ()
+        self._queue = queue
+        self._launched: Launched | None = None  # None: it has an outcome
+        self._steps: Steps | None = None  # once its replies are being taken in
+        self._request: Request | None = None  # what it waits for
+        self._is_alone = True  # whether no other call may be under way with it
+        self._is_stepping = False
+        self._trouble: BaseException | None = None  # after which the workers remember nothing of it
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._unasked: _Unasked | None = None
+        self._changes: frozenset[Any] = frozenset()  # resident objects
+        self._callbacks: deque[Callable[[PendingCall], Any]] | None = None
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the call to end and return its result.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait. The call goes on after that, unlike with the ``timeout`` of ``submit``.
+
+        Raises
+        ------
+        TimeoutError
+            If the call has not ended in that time, or another thread uses the runtime as long; ask again.
+        CallCancelled
+            If it was ended because of something else: another call that timed out, or Ctrl-C.
+        Exception
+            What the call raised; see :class:`synk.Function`.
+        """
+        if self._launched is not None:
+            self._queue.wait(self, timeout)
+        error = self._error
+        if error is None:
+            return self._value
+        if self._unasked is not None:
+            self._unasked.error = None
+        try:
+            raise BaseException.with_traceback(error, None)  # not those of earlier times
+        finally:
+            del self, error  # the traceback holds this frame
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._arrive().__await__()
+
+    async def _arrive(self) -> Any:
+        """Return the result as soon as it is there; other tasks of the event loop run meanwhile."""
+        import asyncio  # takes 30 ms, and whoever is here has it
+
+        while not self.done():
+            await wait_readable(self._queue.descriptors)
+            if not self.done():  # what came is for another call, or another thread holds the runtime
+                await asyncio.sleep(_PAUSE_S)
+        return self.result()
+
+    def add_done_callback(self, fn: Callable[[PendingCall], Any]) -> None:
+        """Have ``fn(call)`` called once the call has ended, at once where it has.
+
+        No thread waits for calls, so it is called by whatever learns of the end: ``result``, ``done``, ``await``, or
+        the next operation of the runtime. This one is not over then, so ``fn`` cannot use the runtime itself: let it
+        set an event, or fill a queue. What it raises is logged.
+        """
+        if self._callbacks is None:
+            self._callbacks = deque()
+        self._callbacks.append(fn)  # first: another thread may end the call now
+        if self._launched is None:
+            self._call_back()
+
+    def _call_back(self) -> None:
+        while self._callbacks:
+            try:
+                fn = self._callbacks.popleft()  # each once, whatever thread is here too
+            except IndexError as error:
+                if is_from_handler(error):
+                    raise
+                return
+            try:
+                fn(self)
+            except Exception as error:
+                if is_from_handler(error):
+                    raise
+                _logger.exception("a callback of the call of %r failed", self.name)
+
+    def done(self) -> bool:
+        """Return whether the call has ended, well or not; never waits for it."""
+        if self._launched is not None:
+            self._queue.look()
+        return self._launched is None
+
+    def _begin(self, launched: Launched, is_alone: bool) -> None:
+        self._launched = self._request = launched
+        self._is_alone = is_alone
+        self.ranks = tuple(launched.call.ranks)
+        self._changes = frozenset(launched.function.changes)
+
+    def _end(self, value: Any, error: BaseException | None) -> None:
+        if error is not None and self._launched is not None and self._launched.result is not None:
+            tell_of_end(self._launched, error)
+            (value,), error = self._launched.result, None
+        if error is not None:  # its frames hold this object, and arrays
+            BaseException.with_traceback(error, None)
+            if not isinstance(error, (CallCancelled, ClosedError)):
+                self._unasked = _Unasked(self.name, error)
+                self._queue.note_failed(self)
+        self._value, self._error = value, error
+        self._launched = self._steps = self._request = None
+        if self._callbacks:
+            self._call_back()
+
+    @property
+    def _state(self) -> str:
+        return "under way" if self._launched is not None else "failed" if self._error is not None else "done"
+
+    def __repr__(self) -> str:
+        return f"<synk.PendingCall of {self.name!r}, {self._state}>"
+
+    def _repr_html_(self) -> str:
+        rows = [("function", self.name), ("state", self._state), ("ranks", ", ".join(map(str, self.ranks)))]
+        return table("synk.PendingCall", rows)
+
+
+class _Unasked:
+    """An error of a call that nobody has asked for yet; says so when it is dropped.
+
+    Calls that end well have no finalizer: Ctrl-C, where it falls into one, is lost.
+    """
+
+    def __init__(self, name: str, error: BaseException) -> None:
+        self.name = name
+        self.error: BaseException | None = error
+
+    def __del__(self) -> None:
+        if self.error is not None:
+            _logger.error("a submitted call of %r failed, and nobody asked for its result: %r", self.name, self.error)
+
+
+def is_foreign(error: BaseException) -> bool:
+    """Whether ``error`` is about no call: it comes from a signal handler, and belongs to what the main thread does."""
+    return not isinstance(error, Exception) or is_from_handler(error)
+
+
+def outcome(pending: PendingCall, error: BaseException) -> BaseException:
+    """Return what a call raises that ``error`` has ended."""
+    request = pending._request
+    if request is not None and request.error is not None:
+        return request.error
+    if isinstance(error, CallCancelled):
+        error = pending._trouble or error
+    if isinstance(error, (WorkerDied, ClosedError)):
+        return copy.copy(error)
+    if isinstance(error, CallTimeout) or is_foreign(error):
+        return cancelled(pending, error)
+    return error
+
+
+def cancelled(pending: PendingCall, error: BaseException | None) -> CallCancelled:
+    why = f"together with another: {error}" if isinstance(error, Exception) else "by an interrupt."
+    cancelled = CallCancelled(f"the call of {pending.name!r} was ended {why} Submit it again.")
+    cancelled.__cause__ = error
+    return cancelled

@@ -1,0 +1,351 @@
+"""Calls that were submitted: sent one after the other without waiting for the one before, collected in the same order.
+
+At most ``NUM_LANES`` are under way. Everything else that a runtime does begins when none is.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from functools import partial
+from typing import Any
+
+from synk._master.calls.call import CallOptions, abandon, launch, send
+from synk._master.calls.callee import Callee
+from synk._master.calls.compiled import compile_call
+from synk._master.calls.launched import Launched
+from synk._master.calls.replies import collecting, conclude
+from synk._master.flight.pending import PendingCall, cancelled, is_foreign, outcome
+from synk._master.session import Session
+from synk._master.state.under_way import ChunksUnderWay
+from synk._master.state.variable import VariableHandle
+from synk._master.workers.requests import Request
+from synk._pure.interrupts import is_from_handler, num_cancels
+from synk._pure.limits import as_seconds
+from synk._pure.nested import holds
+from synk._wire.cell import cell
+from synk._wire.control import NUM_LANES
+from synk._wire.memory import Segment
+from synk.errors import CallCancelled, CallTimeout, ClosedError
+
+
+class Queue:
+    """The submitted calls of one runtime that have no outcome yet.
+
+    Attributes
+    ----------
+    calls : deque of PendingCall
+        Oldest first.
+    chunks : ChunksUnderWay or None
+        Those of the one map that has any in flight; never beside calls.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.calls: deque[PendingCall] = deque()
+        self.chunks: ChunksUnderWay | None = None
+        self._failed_step: weakref.ref[PendingCall] | None = None  # the last one that was to change resident objects
+
+    def submit(
+        self,
+        function: Callee,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: CallOptions,
+        deadline: float | None,
+    ) -> PendingCall:
+        """Send a call and return at once, or as soon as fewer than ``NUM_LANES`` are under way. The runtime is held."""
+        session, verb = self._session, f"submit {function.name!r}"
+        # What rows a rank has of a sharded variable can depend on what the calls before assign.
+        has_variables = any(holds(value, VariableHandle) for value in (*args, *kwargs.values())) or any(
+            variable.is_sharded for variable in function.variables
+        )
+        if has_variables or not self._can_join(function):
+            session.begin(verb, deadline)
+        has_state = bool(function.variables or function.changes)
+        is_alone = has_variables or has_state or (bool(self.calls) and self.calls[-1]._is_alone)
+        if len(self.calls) >= NUM_LANES:
+            self._make_room(verb, deadline)
+        newest = self.calls[-1]._launched if self.calls else None
+        lane = session.lanes.first if newest is None else session.lanes.after(newest.cached.lane)
+        pending = PendingCall(self, function.name)
+        try:
+            launched = launch(session, function, args, kwargs, options, deadline, lane, is_alone=is_alone)
+        except BaseException as error:
+            self._end_lost(error)
+            if isinstance(error, CallCancelled) and not is_from_handler(error):  # by a step before it that failed
+                pending._end(None, error)
+                return pending
+            raise
+        # Some variables are known only when the function has been sent.
+        self._append(pending, launched, has_variables or bool(function.variables or function.changes))
+        return pending
+
+    def submit_again(
+        self, function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any, shard_batch: Any
+    ) -> PendingCall | None:
+        """Submit a call that fits a compiled one; None where it does not, and nothing was done."""
+        session, calls = self._session, self.calls
+        if session.is_mine() or cell.worker is not None:
+            return None
+        started = time.monotonic_ns()
+        with session._lock:
+            if len(calls) >= NUM_LANES:
+                self._make_room(f"submit {function.name!r}", None)
+            newest = calls[-1]._launched if calls else None
+            is_step = bool(function.changes)
+            if function.variables or (calls and (newest is None or (calls[-1]._is_alone and not is_step))):
+                return None
+            compiled = function.plans.compiled[(newest.cached.lane.index + 1) % NUM_LANES if newest is not None else 0]
+            # With a request too many one of them has no owner: an interrupt came.
+            if compiled is None or compiled.look.has_variables or len(session.workers.requests) != len(calls):
+                return None
+            launched = compiled.fits(session, function, args, kwargs, batch, shard_batch, started)
+            if launched is None:
+                return None
+            pending = PendingCall(self, function.name)
+            try:
+                if not send(session, launched, partial(self._steps_end, function) if is_step else None):
+                    return None
+            except BaseException as error:
+                abandon(session, launched, error)
+                self._end_lost(error)
+                raise
+            self._append(pending, launched, is_step)
+        return pending
+
+    def _append(self, pending: PendingCall, launched: Launched, is_alone: bool) -> None:
+        """Take in a call that was sent."""
+        launched.is_submitted = True
+        pending._begin(launched, is_alone)
+        self.calls.append(pending)
+        if self._session.workers.is_inline:  # it has run already
+            self._collect_oldest(f"submit {pending.name!r}", None)
+
+    def _make_room(self, verb: str, deadline: float | None) -> None:
+        """Wait until another call can be sent."""
+        self._session.workers.waiting.num_cancels = num_cancels()
+        while len(self.calls) >= NUM_LANES:
+            self._collect_oldest(verb, deadline)
+
+    def _steps_end(self, function: Callee) -> bool:
+        """Wait for the calls in flight, for one that changes resident objects begins on what they have left.
+
+        Return False where one has failed, of which a new call tells.
+        """
+        deadline = self._session.deadline(None)
+        self._session.workers.waiting.num_cancels = num_cancels()
+        while self.calls:
+            self._collect_oldest(f"submit {function.name!r}", deadline)
+        return self._failed_before(function) is None
+
+    def _can_join(self, function: Callee) -> bool:
+        """Whether a call can be sent behind those under way: nothing else is to be done before it."""
+        session, workers = self._session, self._session.workers
+        return (
+            bool(self.calls)
+            and not workers.is_inline
+            and function in session.functions.bound
+            and not function.is_stale
+            and not session.has_dropped
+            and not workers.processes.has_dead
+            and len(workers.requests) == len(self.calls)  # else one of them has no owner: an interrupt came
+        )
+
+    def note_failed(self, pending: PendingCall) -> None:
+        """Remember a call that has failed, if it was to change resident objects."""
+        if pending._changes:
+            self._failed_step = weakref.ref(pending)
+
+    def check_step(self, function: Callee) -> None:
+        """Raise where a submitted call that changes the same objects has failed, and nobody has asked for its result.
+
+        The caller could not know of it, and takes the one about to begin for the next step.
+
+        Raises
+        ------
+        CallCancelled
+        """
+        failed = self._failed_before(function)
+        if failed is not None and failed._unasked is not None:
+            raise CallCancelled(
+                f"the call of {function.name!r} was not begun: one of {failed.name!r} that was submitted before it has "
+                f"failed, and both change the same resident objects. Ask for the result of that one, then submit again."
+            ) from failed._unasked.error
+
+    def _failed_before(self, function: Callee) -> PendingCall | None:
+        """Return the last call that has failed to change an object of ``function``, if nobody has heard of it."""
+        failed = self._failed_step() if self._failed_step is not None else None
+        if failed is None or failed._unasked is None or failed._unasked.error is None:
+            return None
+        return failed if failed._changes & set(function.changes) else None
+
+    # -- outcomes -----------------------------------------------------------------------------------------------------
+
+    def drain(self, verb: str, deadline: float | None) -> None:
+        """Wait for all calls, or for the items of a map. What they raise is kept for whoever asks for their results.
+
+        Raises
+        ------
+        CallTimeout
+            If they have not ended at ``deadline``; they go on.
+        """
+        while self.calls:
+            self._collect_oldest(verb, deadline)
+        if self.chunks is not None:
+            self.chunks.settle(verb, deadline)
+
+    def wait(self, pending: PendingCall, timeout: float | None) -> None:
+        """Wait until ``pending`` has an outcome.
+
+        Raises
+        ------
+        TimeoutError
+        """
+        session, verb = self._session, f"wait for {pending.name!r}"
+        if timeout is None:
+            with session.entered(verb):
+                self._wait(pending, None)
+            return
+        session.entered(verb)  # only what it checks
+        seconds = max(as_seconds(timeout), 0.0)
+        until = time.monotonic() + seconds
+        session.if_free(lambda: self._wait(pending, until), seconds)
+        if pending._launched is not None:
+            raise TimeoutError(
+                f"cannot {verb} any longer: got no result in {seconds:g} s. The call goes on; ask again."
+            )
+
+    def _wait(self, pending: PendingCall, until: float | None) -> None:
+        self._session.workers.waiting.num_cancels = num_cancels()
+        while pending._launched is not None and self.calls:
+            if not self._step_oldest(until):
+                return
+        if pending._launched is not None:
+            pending._end(None, cancelled(pending, None))
+
+    def look(self) -> None:
+        """Take in what has ended, without waiting for anything."""
+        self._session.check_process("look at a call")
+        self._session.if_free(self._look)
+
+    def _look(self) -> None:
+        if not self.calls:
+            return
+        if self._session.is_closed:  # by itself: workers died too often
+            self.close()
+            return
+        try:
+            self._session.workers.pump()
+        except BaseException as error:
+            self._end_lost(error)
+            if is_foreign(error):
+                raise
+        while self.calls and ((request := self.calls[0]._request) is None or not request.pending):
+            self._step_oldest(None)
+
+    def descriptors(self) -> list[int]:
+        """Return what tells of workers that have answered, or died."""
+        workers = self._session.workers.by_rank
+        return [int(fd) for worker in workers for fd, kind in worker.process.watched() if kind != "output"]
+
+    def release(self, segment: Segment) -> None:
+        """Wait for the calls that read ``segment``, which is about to be changed."""
+        if not self.reads(segment) or self._session.is_mine():
+            return
+        with self._session.entered("change Data"):
+            while self.reads(segment):
+                self._step_oldest(None)
+
+    def reads(self, segment: Segment) -> bool:
+        """Whether a call that has not ended reads ``segment``."""
+        launched = [pending._launched for pending in list(self.calls)]
+        return any(segment in each.cached.segments for each in launched if each is not None)
+
+    def cancel(self, error: Exception) -> None:
+        """End the calls that have not been answered, with ``error``; nobody waits for one now."""
+        self._session.workers.recovery.settle_after(error)
+        self._end_lost(error)
+        if self.chunks is not None:
+            self.chunks.cancel(error)
+
+    def close(self) -> None:
+        """End all calls: the runtime is closed."""
+        while self.calls:
+            pending = self.calls.popleft()
+            pending._end(None, ClosedError(f"the call of {pending.name!r} was ended: the runtime was closed."))
+        if self.chunks is not None:
+            self.chunks.cancel(ClosedError("the map was ended: the runtime was closed."))
+
+    def _collect_oldest(self, verb: str, deadline: float | None) -> None:
+        oldest = self.calls[0] if self.calls else None  # None: closed meanwhile
+        while self.calls and self.calls[0] is oldest:
+            if not self._step_oldest(deadline):
+                raise CallTimeout(
+                    f"cannot {verb} in time: calls that were submitted before are still under way. Raise timeout=, or "
+                    "wait for their results first."
+                )
+
+    def _step_oldest(self, until: float | None) -> bool:
+        """Wait for what the oldest call waits for, and go on with it; return False if it was not there at ``until``."""
+        if not self.calls:  # closed meanwhile
+            return True
+        pending, session = self.calls[0], self._session
+        launched, request = pending._launched, pending._request
+        if launched is None or request is None or pending._is_stepping or request.is_lost:
+            if launched is not None:  # an interrupt has broken this off
+                pending._end(None, cancelled(pending, None))
+            self.calls.popleft()
+            return True
+        steps = pending._steps
+        try:
+            doorbells = None if steps is not None or until is not None or num_cancels() >= 0 else launched.doorbells
+            if doorbells is not None and doorbells.hear(launched, is_assembled=launched.lease is not None):
+                pending._is_stepping = True
+                pending._end(conclude(session, launched, None, launched.lease), None)
+                self.calls.popleft()
+                return True
+            if steps is None:
+                steps = pending._steps = collecting(session, launched)
+                next(steps)
+            if not session.workers.wait_until(request, until):
+                return False
+            pending._is_stepping = True
+            pending._request = steps.send(session.workers.wait(request))
+            pending._is_stepping = False
+        except BaseException as error:
+            if steps is not None and isinstance(error, StopIteration) and not is_from_handler(error):
+                pending._end(error.value, None)
+                compile_call(session, launched)
+            else:
+                self._on_error(pending, launched, request, error)
+                if is_foreign(error):
+                    raise
+        if pending._launched is None and self.calls and self.calls[0] is pending:
+            self.calls.popleft()
+        return True
+
+    def _on_error(self, pending: PendingCall, launched: Launched, request: Request, error: BaseException) -> None:
+        """After ``error`` in a step of ``pending``: give it an outcome, unless the error is not about it."""
+        self._end_lost(error)
+        if request.is_cut and not pending._is_stepping:  # answered by all: what came is not about this call
+            return
+        if pending._steps is not None:
+            pending._steps.close()
+        ended_by = outcome(pending, error)
+        try:
+            abandon(self._session, launched, error)
+        except ClosedError as closed:  # by another thread: what it broke inside says nothing to the user
+            ended_by = closed
+        if pending._launched is not None:
+            pending._end(None, ended_by)
+
+    def _end_lost(self, error: BaseException) -> None:
+        """After ``error``: end the calls that it has taken along."""
+        for pending in list(self.calls):
+            if pending._request is not None and pending._request.is_lost:
+                pending._end(None, outcome(pending, error))
+            elif pending._request is not None and pending._request.is_cut:
+                pending._trouble = pending._trouble or error
+        self.calls = deque(pending for pending in self.calls if pending._launched is not None)

@@ -1,0 +1,272 @@
+"""What workers print, on its way to the streams of the master; and the reports that the master itself makes.
+
+Lines are passed on whole, each behind the rank that printed it. Only a progress bar, which writes its line again and
+again behind a carriage return, is shown before its line has an end, so that it moves as it would without workers.
+
+Nothing that a stream or a log handler does may decide over a call: whatever they raise ends here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import select
+import struct
+import sys
+import termios
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from synk._pure.interrupts import is_from_handler
+from synk._wire.cell import cell
+from synk._wire.descriptors import NONE, Descriptor
+from synk._wire.logs import unpack_record
+
+_STDERR_LINES = 20
+_LINE_NBYTES = 1 << 16
+_PIECE = 1024  # characters: at most 4096 bytes, which a pipe takes as a whole
+_STALL_MS = 50
+_INT = struct.Struct("i")
+
+_logger = logging.getLogger("synk")
+
+
+class Output:
+    """Text of one worker on its way to a stream of the master, line by line.
+
+    Parameters
+    ----------
+    fd : Descriptor
+        The end of a pipe to read from.
+    rank : int
+    stream_name : {"stdout", "stderr"}
+    """
+
+    def __init__(self, fd: Descriptor, rank: int, stream_name: str) -> None:
+        self.fd: int = fd
+        self._prefix = f"[rank {rank}] "
+        self._stream_name = stream_name
+        self._line: list[tuple[float, bytes]] = []  # the unfinished line: its pieces, and when they came
+        self._num_shown = 0  # bytes of it that were passed on
+        self._unwritten = ""
+        self._backlog = 0  # bytes in the pipe that were written before the operation under way
+        self._tail: deque[list[tuple[float, bytes]]] = deque(maxlen=_STDERR_LINES)  # the last lines
+        os.set_blocking(fd, False)
+
+    def forward(self, max_nbytes: int = 1 << 22) -> bool:
+        """Pass on what is there, at most ``max_nbytes``; return False at the end of the stream."""
+        while (fd := self.fd) >= 0 and max_nbytes > 0:
+            if self._unwritten and not self._flush():
+                return True  # the master's own stream is full: the worker waits, as it would at a terminal
+            try:
+                data = os.read(fd, 1 << 16)
+            except BlockingIOError:
+                self._write([self._unfinished()])
+                return True
+            if not data:
+                self._write([self._end_line()] if self._line else [])
+                return False
+            max_nbytes -= len(data)
+            old, new = data[: self._backlog], data[self._backlog :]
+            self._backlog -= len(old)
+            self._write([*self._take(old, 0.0), *self._take(new, time.monotonic())])
+        return True
+
+    def note_backlog(self) -> None:
+        """Remember that what lies in the pipe is of earlier operations: the master's own stream is full."""
+        fd = self.fd
+        if fd >= 0:
+            (self._backlog,) = _INT.unpack(fcntl.ioctl(fd, termios.FIONREAD, bytes(_INT.size)))
+
+    def since(self, began: float) -> list[str]:
+        """Return the last lines that were written since the monotonic time ``began``; of one begun before, the rest."""
+        found = []
+        for pieces in self._tail:
+            new = [piece for came, piece in pieces if came >= began]
+            if any(new) or len(new) == len(pieces):
+                found.append(_decoded(b"".join(new).removesuffix(b"\r").rpartition(b"\r")[2][:2000]))
+        return found
+
+    def _take(self, data: bytes, came: float) -> Iterator[str]:
+        """Yield the lines that ``data`` ends, as they are to be written."""
+        *ends, rest = data.split(b"\n")
+        for end in ends:
+            self._line.append((came, end))
+            yield self._end_line()
+        if rest:
+            self._line.append((came, rest))
+            if sum(len(piece) for _, piece in self._line) > _LINE_NBYTES:
+                yield self._end_line()
+
+    def _end_line(self) -> str:
+        pieces, self._line = self._line, []
+        self._tail.append(pieces)
+        data, self._num_shown = b"".join([piece for _, piece in pieces])[self._num_shown :], 0
+        text = self._placed(_decoded(data.removesuffix(b"\r"))) + "\n"
+        cell.unfinished.pop(self._stream_name, None)
+        return text
+
+    def _unfinished(self) -> str:
+        """Return what is to be shown of a line that has no end yet: nothing, unless it is written anew, as bars are."""
+        line = b"".join([piece for _, piece in self._line])
+        data = line[self._num_shown :]
+        data = data[: _num_whole(data)].removesuffix(b"\r")  # which may be half of the end of a line
+        if not data or b"\r" not in line:
+            return ""
+        self._num_shown += len(data)
+        text = self._placed(_decoded(data))
+        cell.unfinished[self._stream_name] = self
+        return text
+
+    def _placed(self, text: str) -> str:
+        """Return a part of a line as it goes on with its beginning, or as a line of its own where that is not there."""
+        last = cell.unfinished.get(self._stream_name)
+        rewritten = text.replace("\r", f"\r{self._prefix}")
+        if last is self:
+            return rewritten
+        if text.startswith("\r"):  # bars of several ranks move in one line
+            return rewritten
+        return ("" if last is None else "\n") + self._prefix + rewritten
+
+    def _write(self, lines: list[str]) -> None:
+        text = "".join(lines)
+        if text:
+            self._unwritten += text
+            self._flush()
+
+    def _flush(self) -> bool:
+        """Write what can be written without blocking for long; return False if something is left."""
+        stream: TextIO | None = getattr(sys, self._stream_name, None)
+        text, self._unwritten = self._unwritten, ""
+        if stream is None:
+            return True
+        try:
+            self._unwritten = _write_some(stream, text)
+        except BaseException as error:
+            if is_from_handler(error):
+                raise
+            self._report(error)
+        return not self._unwritten
+
+    def _report(self, error: BaseException) -> None:
+        if self._stream_name not in cell.broken_streams:
+            cell.broken_streams.add(self._stream_name)
+            name, kind = self._stream_name, type(error).__name__
+            report("what workers print to %s is dropped: sys.%s raised %s: %s", name, name, kind, _text(error))
+
+    def close(self) -> None:
+        self.fd = NONE
+        if cell.unfinished.get(self._stream_name) is self:
+            del cell.unfinished[self._stream_name]
+
+
+def _num_whole(data: bytes) -> int:
+    """Return how many bytes of ``data`` are whole characters: the last one may not have come as a whole."""
+    for back in range(1, min(4, len(data)) + 1):
+        byte = data[-back]
+        if byte >= 0xC0:  # the first byte of several
+            return len(data) if back >= 2 + (byte >= 0xE0) + (byte >= 0xF0) else len(data) - back
+        if byte < 0x80:
+            break
+    return len(data)
+
+
+def _decoded(line: bytes) -> str:
+    return line.decode("utf-8", "backslashreplace")
+
+
+def _write_some(stream: TextIO, text: str) -> str:
+    """Write to a stream until it would block, and return what is left."""
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), select.POLLOUT)
+    except (AttributeError, OSError, ValueError, TypeError) as error:  # a notebook's or a test's stream: never blocks
+        if is_from_handler(error):
+            raise
+        poll = None
+    while text:
+        if poll is not None and not poll.poll(_STALL_MS):
+            break
+        # A pipe that is ready takes this much without blocking. It ends with a line: another rank's may follow.
+        end = len(text) if poll is None else text.rfind("\n", 0, _PIECE) + 1 or _PIECE
+        part, text = text[:end], text[end:]
+        try:
+            stream.write(part)
+        except UnicodeEncodeError:
+            stream.write(part.encode("ascii", "backslashreplace").decode("ascii"))
+        stream.flush()
+    return text
+
+
+def report(message: str, *args: Any) -> None:
+    """Log a warning. What a handler of the user's raises is not the fault of whoever is waited for."""
+    try:
+        _logger.warning(message, *args)
+    except BaseException as error:
+        if is_from_handler(error):
+            raise
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException as inner:
+        if is_from_handler(inner):
+            raise
+        return "?"
+
+
+class Records:
+    """The log records of one worker; stands beside what it prints, see :class:`synk._master.processes.output.Output`.
+
+    Parameters
+    ----------
+    fd : Descriptor
+        The end of a pipe to read from.
+    rank : int
+    """
+
+    def __init__(self, fd: Descriptor, rank: int) -> None:
+        self.fd: int = fd
+        self._rank = rank
+        self._line = b""
+        os.set_blocking(fd, False)
+
+    def forward(self, max_nbytes: int = 1 << 22) -> bool:
+        """Pass on what is there, at most ``max_nbytes``; return False at the end of the stream."""
+        while (fd := self.fd) >= 0 and max_nbytes > 0:
+            try:
+                data = os.read(fd, 1 << 16)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            max_nbytes -= len(data)
+            *lines, self._line = (self._line + data).split(b"\n")
+            for line in lines:
+                if line:
+                    self._log(line)
+        return True
+
+    def _log(self, line: bytes) -> None:
+        try:
+            record = unpack_record(line, self._rank)
+            logger: Any = logging.getLogger(record.name)
+            if logger.isEnabledFor(record.levelno):
+                logger.handle(record)
+        except BaseException as error:  # cut off by an interrupt, or whatever a handler of the user's raises
+            if is_from_handler(error):
+                raise
+            report("a log record of rank %d is lost: %s: %s", self._rank, type(error).__name__, error)
+
+    def note_backlog(self) -> None:
+        """Records are nobody's cause of death."""
+
+    def since(self, began: float) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        self.fd = NONE

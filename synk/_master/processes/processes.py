@@ -1,0 +1,322 @@
+"""The processes of the workers and what they inherit: start, watch, bury, end. Sends nothing and knows no message."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+import select
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from synk._master.processes.epoch import Epoch
+from synk._master.processes.known import KnownByRank
+from synk._master.processes.placement import Placement
+from synk._master.processes.process import Process
+from synk._master.processes.program import setup_message, startup_text
+from synk._pure.environment import spin_s
+from synk._pure.interrupts import deferred
+from synk._wire.control import Down, control_blocks, control_nbytes
+from synk._wire.descriptors import NONE, Descriptor
+from synk._wire.memory import Segment
+from synk._wire.messages import Reply
+from synk.errors import StartupError
+
+
+class Events(NamedTuple):
+    """What has happened, by kind, so that whoever handles it chooses the order.
+
+    Attributes
+    ----------
+    doorbells, deaths : list of int
+        Ranks that have answered, and ranks whose process has ended.
+    printed : list of (rank, descriptor)
+        Whose lines wait to be read, and where.
+    is_woken : bool
+        Whether another thread wants this one to look around; see :meth:`PollSet.wake`.
+    """
+
+    doorbells: list[int]
+    deaths: list[int]
+    printed: list[tuple[int, int]]
+    is_woken: bool
+
+
+class PollSet:
+    """The descriptors that the master watches, each with its kind and rank.
+
+    Attributes
+    ----------
+    poll : select.poll
+    """
+
+    def __init__(self) -> None:
+        self.poll = select.poll()
+        self._fds: dict[int, tuple[str, int]] = {}
+        self._wake_fd: int = NONE
+
+    def open(self) -> None:
+        """Make the descriptor by which another thread wakes whoever waits."""
+        self._wake_fd = eventfd()
+        self.watch(self._wake_fd, "wake", -1)
+
+    def watch(self, fd: int, kind: str, rank: int) -> None:
+        self._fds[int(fd)] = (kind, rank)
+        self.poll.register(fd, select.POLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        if self._fds.pop(fd, None) is not None:
+            self.poll.unregister(fd)
+
+    def unwatch_rank(self, rank: int) -> None:
+        for fd in [fd for fd, (_, owner) in self._fds.items() if owner == rank]:
+            self.unwatch(fd)
+
+    def wait(self, timeout_ms: int | None) -> Events:
+        """Return what has happened within a time limit (None: none)."""
+        events = Events([], [], [], False)
+        for fd, _ in self.poll.poll(timeout_ms):
+            kind, rank = self._fds.get(fd, ("", -1))
+            if kind == "up":
+                events.doorbells.append(rank)
+            elif kind == "death":
+                events.deaths.append(rank)
+            elif kind == "output":
+                events.printed.append((rank, fd))
+            elif kind == "wake":
+                events = events._replace(is_woken=True)
+        return events
+
+    def wake(self) -> None:
+        """Have the wait of another thread end; it stays so until somebody calls :meth:`drain_wake`."""
+        fd = self._wake_fd  # held: another thread may close the runtime meanwhile
+        if fd >= 0:
+            os.eventfd_write(fd, 1)
+
+    def drain_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+
+    def close(self) -> None:
+        """Forget the descriptor to wake by; safe to repeat, in several threads."""
+        self.unwatch(self._wake_fd)
+        self._wake_fd = NONE
+
+
+def eventfd() -> Descriptor:
+    """Return a new event descriptor, close-on-exec and not blocking."""
+    return Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+
+
+ARMED: contextvars.ContextVar[Sequence[Sequence[Any]]] = contextvars.ContextVar("failpoints", default=())
+"""The faults that a test arms in the workers of runtimes that it makes; see ``synk._worker.failpoints``."""
+
+
+class WorkerState:
+    """One worker as the master sees it, whichever process plays the rank now.
+
+    Attributes
+    ----------
+    process : Process
+    known : KnownByRank
+        What it holds.
+    hello : Reply or None
+        Its first word, once that has come.
+    is_ready : bool
+        Whether the hello was looked at: messages can be sent.
+    is_dead : bool
+        Whether it was buried. Its process and what that held are gone; the next operation starts another.
+    is_prepared : bool
+        Whether it has run what replacements are to run first.
+    description : str
+        Of its device.
+    num_starts : int
+        Processes that have played the rank.
+    """
+
+    def __init__(self, rank: int, process: Process, epoch: Epoch) -> None:
+        self.rank = rank
+        self.known = KnownByRank(rank, epoch)
+        self.is_prepared = True
+        self.num_starts = 0
+        self.begin(process)
+
+    def begin(self, process: Process) -> None:
+        """Begin with a process that knows nothing."""
+        self.known.clear()
+        self.process = process
+        self.hello: Reply | None = None
+        self.is_dead = self.is_ready = False
+        self.description = ""
+
+
+class Processes:
+    """The processes of one runtime. Nothing is opened before :meth:`start`: whoever made it can end it at any moment.
+
+    Parameters
+    ----------
+    placement : Placement
+    process_type : callable
+        ``process_type(rank)`` makes a :class:`Process` that is not started.
+    seed : int
+        Of the random numbers of all ranks.
+    token : bytes
+        What tells the messages of this runtime.
+    poll_set : PollSet
+        Watches the descriptors of all of them.
+
+    Attributes
+    ----------
+    by_rank : list of WorkerState
+    down, up : ndarray of int64, shape (world_size, BLOCK_LENGTH)
+        The numbers of lane 0 in shared memory; see ``synk._wire.control``.
+    eventfds : list of int
+        One per rank, inherited by all workers: how they wake one another.
+    epoch : Epoch
+        Ends with everything that a remembered call relies on.
+    is_closed : bool
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        *,
+        process_type: Callable[[int], Process],
+        seed: int,
+        token: bytes,
+        poll_set: PollSet,
+    ) -> None:
+        self.placement = placement
+        self.devices: tuple[str, ...] = placement.devices
+        self.world_size = len(self.devices)
+        self.poll_set = poll_set
+        self.is_closed = False
+        self.epoch = Epoch()
+        self.by_rank: list[WorkerState] = []
+        self.eventfds: list[Descriptor] = []
+        self.down = self.up = np.empty((0, 0), np.int64)
+        self._process_type = process_type
+        self._seed = seed
+        self._token = token
+        self._failpoints = ARMED.get()
+        self._control: Segment | None = None
+        self._spin_s = spin_s()
+
+    # -- starting -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start one process for each rank.
+
+        Raises
+        ------
+        StartupError
+            If a process cannot be started.
+        """
+        with deferred():  # a handler's TimeoutError, raised after it, is no refusal of the operating system
+            try:
+                self._open()
+            except OSError as error:
+                raise StartupError(startup_text("the runtime", error)) from error
+
+    def _open(self) -> None:
+        self.poll_set.open()
+        self._control = Segment.create(control_nbytes(self.world_size))
+        self.down, self.up = self.blocks(0)
+        self.down[:, [Down.INTERRUPT, Down.COMMITTED]] = -1
+        for _ in range(self.world_size):
+            self.eventfds.append(eventfd())
+        for rank in range(self.world_size):
+            # In the list before it is started: wherever that is broken off, the teardown finds it there.
+            self.by_rank.append(WorkerState(rank, self._process_type(rank), self.epoch))
+            self._begin(self.by_rank[rank], self._failpoints)
+
+    def start_again(self, worker: WorkerState) -> None:
+        """Start another process in the place of one that was buried."""
+        worker.process = self._process_type(worker.rank)
+        self._begin(worker, [point for point in self._failpoints if point[2] == 0])
+
+    def _begin(self, worker: WorkerState, failpoints: Sequence[Sequence[Any]]) -> None:
+        assert self._control is not None
+        process, rank, placement = worker.process, worker.rank, self.placement
+        setup = setup_message(placement, rank, failpoints)
+        worker.num_starts += 1
+        # A process that takes the place of another does not draw its numbers again.
+        spawn_key = [setup["rank"]] if worker.num_starts == 1 else [setup["rank"], worker.num_starts]
+        setup["seed"] = [self._seed, *spawn_key]
+        setup |= {"control_nbytes": self._control.nbytes, "spin_s": self._spin_s}
+        events: dict[str, int] = {f"event{peer}": fd for peer, fd in enumerate(self.eventfds)}
+        process.start(setup, placement.environment(rank), self._control.fd, self._token, events)
+        worker.begin(process)  # after the start: while that fails, the rank stays what it was
+        for fd, kind in process.watched():
+            self.poll_set.watch(fd, kind, rank)
+
+    def blocks(self, lane: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the numbers ``(down, up)`` of a lane."""
+        assert self._control is not None
+        return control_blocks(self._control.buffer, self.world_size, lane)
+
+    # -- watching -----------------------------------------------------------------------------------------------------
+
+    def wait(self, timeout_ms: int | None) -> Events:
+        """Return what has happened within a time limit; what the workers have printed is passed on.
+
+        A function's lines lie in their pipe before its doorbell rings, so one look finds both, and the lines are shown
+        before the call returns.
+        """
+        events = self.poll_set.wait(timeout_ms)
+        for rank, fd in events.printed:
+            if not self.by_rank[rank].process.forward_output(fd):
+                self.poll_set.unwatch(fd)
+        return events
+
+    @property
+    def has_dead(self) -> bool:
+        """Whether a worker died that was not started again yet."""
+        for worker in self.by_rank:  # asked at each call: no generator  # noqa: SIM110
+            if worker.is_dead:
+                return True
+        return False
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    def bury(self, worker: WorkerState) -> str:
+        """Release what belonged to a worker that has ended, or was killed, and return how it ended."""
+        with deferred():  # half a burial would leave a death that nobody sees, or descriptors that nobody closes
+            self.epoch.end()
+            worker.is_dead = True
+            self.poll_set.unwatch_rank(worker.rank)  # before they are closed: the numbers may be given away at once
+            return worker.process.reap()
+
+    def kill(self) -> None:
+        """Kill all workers."""
+        for worker in self.by_rank:
+            worker.process.kill()
+
+    def tear_down(self) -> None:
+        """Kill what still runs and release every descriptor. Never waits long; safe to repeat, in several threads."""
+        with deferred():
+            self.is_closed = True
+            self.epoch.end()
+            self.kill()  # all, before the first is waited for: they end side by side
+            for worker in self.by_rank:
+                self.poll_set.unwatch_rank(worker.rank)
+                worker.process.reap()
+                worker.is_dead = True
+            self._release()
+            self.down = self.up = np.empty((0, 0), np.int64)
+            if self._control is not None:
+                self._control.close()
+
+    def abandon(self) -> None:
+        """Close our copies of the descriptors in a forked child; the workers belong to the parent."""
+        self.epoch.end()
+        for worker in self.by_rank:
+            worker.process.disown()
+            worker.process.close()
+        self._release()
+
+    def _release(self) -> None:
+        self.poll_set.close()
+        self.eventfds = []  # another list: another thread may be at the descriptors of this one

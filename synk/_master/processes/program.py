@@ -1,0 +1,139 @@
+"""How the program of a worker is started: by the master's interpreter, or, frozen, as a copy of the program itself.
+
+Nothing is unpickled before ``sys.path`` is that of the master, so a worker's first message is JSON. It lies in a memory
+file, because a command line or a search path can be longer than a packet.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from synk._master.processes.placement import Placement
+from synk._pure.interrupts import is_from_handler
+from synk._wire.cell import cell
+from synk._wire.descriptors import Descriptor
+from synk._wire.memory import create_fd
+from synk._wire.program import WORKER_ARGUMENT, is_frozen
+from synk.errors import StartupError
+
+# The bootstrap may import nothing before the path is the master's: a pickle.py in the current directory must not run.
+# Only absolute entries are used for our own imports; the worker sets the path exactly before it loads a function.
+_BOOTSTRAP = """\
+import sys
+if sys.path and sys.path[0] == "": del sys.path[0]
+import json, socket
+with open(int(sys.argv[2]), "rb") as file: setup = json.load(file)
+sock = socket.socket(fileno=setup["fds"]["socket"])
+sys.path[:] = setup["import_path"]
+from synk._worker.loop.serve import main
+main(sock, setup)
+"""
+
+_PYTHON_NAME = re.compile(r"(python|pypy)\d*(\.\d+)*[a-z]*")
+
+
+def check_program() -> None:
+    """Raise StartupError where no worker can be started.
+
+    A frozen program ends here unless it calls ``synk.freeze_support``: each worker is a copy of it, which would start
+    workers of its own.
+    """
+    if not is_frozen():
+        _interpreter()
+    elif not cell.has_freeze_support:
+        raise StartupError(
+            "cannot fork in a frozen program: got no call of synk.freeze_support(), without which each worker would "
+            "run the whole program again. Call it first thing in the main program."
+        )
+
+
+def command(setup_fd: int, rank: int) -> list[str]:
+    """Return the command that starts the worker whose first message lies in ``setup_fd``."""
+    name = f"synk-worker-{rank}"  # for whoever looks at the list of processes
+    if is_frozen():
+        return [sys.executable, WORKER_ARGUMENT, str(setup_fd), name]
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    if sys.version_info >= (3, 11) and "-P" not in flags and "-I" not in flags:
+        flags.append("-P")
+    return [_interpreter(), *flags, "-c", _BOOTSTRAP, WORKER_ARGUMENT, str(setup_fd), name]
+
+
+def write_setup(setup: dict[str, Any]) -> Descriptor:
+    """Return a memory file that holds a worker's first message."""
+    data = json.dumps(setup).encode("ascii")
+    fd = Descriptor(create_fd(len(data)))
+    with open(fd, "wb", closefd=False) as file:
+        file.write(data)
+    os.lseek(fd, 0, os.SEEK_SET)  # the worker's descriptor shares the position
+    return fd
+
+
+def search_path() -> list[str]:
+    """Return the entries of ``sys.path`` that imports heed: Python passes over whatever is not a string."""
+    return [entry for entry in sys.path if isinstance(entry, str)]
+
+
+def _interpreter() -> str:
+    """Return the path of the interpreter that runs this program."""
+    if sys.executable:
+        return sys.executable
+    for path in _candidates():
+        if os.access(path, os.X_OK):
+            return path
+    raise StartupError(
+        f"cannot start the workers: got {sys.executable!r} as sys.executable, and found no Python interpreter where "
+        "this one was installed. Set sys.executable to the path of one."
+    )
+
+
+def _candidates() -> Iterator[str]:
+    """Where an interpreter like this one may be, where ``sys.executable`` does not say: a program that embeds Python,
+    an environment without PATH. Its versions are compared when it says hello.
+    """
+    yield getattr(sys, "_base_executable", None) or ""
+    try:
+        program = os.readlink("/proc/self/exe")
+        if _PYTHON_NAME.fullmatch(os.path.basename(program)):  # not a program that embeds Python: it has no -c
+            yield program
+    except OSError as error:
+        if is_from_handler(error):
+            raise
+    for prefix in (sys.exec_prefix, sys.base_exec_prefix):
+        yield os.path.join(prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}")
+
+
+def setup_message(placement: Placement, rank: int, failpoints: Sequence[Any]) -> dict[str, Any]:
+    """Return what the worker at position ``rank`` here must know before it can unpickle anything."""
+    home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    path = search_path()
+    absolute = [entry for entry in path if os.path.isabs(entry)]
+    return {
+        "rank": placement.first_rank + rank,
+        "world_size": placement.total_ranks,
+        "backend": placement.backend,
+        "device": placement.devices[rank],
+        "cpus": list(placement.cpus_of(rank)),
+        "master_pid": os.getpid(),
+        "sys_path": path,
+        "import_path": absolute if home in absolute else [*absolute, home],
+        "argv": [str(argument) for argument in getattr(sys, "argv", [""])],
+        "failpoints": list(failpoints),
+    }
+
+
+def startup_text(what: str, error: OSError) -> str:
+    """Return the message for an operating system's refusal to start ``what``."""
+    hints = {
+        errno.EMFILE: "Raise the limit of open files (ulimit -n).",
+        errno.ENFILE: "The system is out of file descriptors.",
+        errno.EAGAIN: "Raise the limit of processes (ulimit -u).",
+        errno.ENOMEM: "The system is out of memory.",
+    }
+    return f"cannot start {what}: {error}. {hints.get(error.errno or 0, '')}".rstrip()

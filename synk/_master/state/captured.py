@@ -1,0 +1,147 @@
+"""What a function captures: that it can be sent, which variables are in it, and what to say when it changes often."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from synk._master.code.capture import place_of
+from synk._master.code.culprits import culprit_in
+from synk._master.code.handles import HandlePickler
+from synk._master.state.resident import ResidentHandle, ResidentObject
+from synk._master.state.variable import Variable, VariableHandle
+from synk._pure.interrupts import is_from_handler
+from synk.errors import SerializationError
+
+LARGE_CHANGE_NBYTES = 1 << 20
+"""From this size on it is told of an object that is sent again and again."""
+
+
+class Changes:
+    """How often in a row large objects of a function had to be sent again."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._rows: dict[Any, tuple[int, int]] = {}  # how often, and in which call the last time
+        self._has_told = False
+
+    def note(self, fn: Any, sent: Sequence[tuple[Any, int]], call: int) -> None:
+        """Take in what was sent before a call; tell, once, of a large object that it is better passed."""
+        for obj, nbytes in sent:
+            if nbytes < LARGE_CHANGE_NBYTES:
+                continue
+            place = place_of(fn, obj)
+            count, last = self._rows.get(place, (0, call - 1))
+            self._rows[place] = count + 1 if last == call - 1 else 1, call
+            if self._rows[place][0] == 3 and not self._has_told:
+                self._has_told = True
+                warnings.warn(
+                    f"{self._name!r} uses {place!r} ({nbytes / 1e6:.0f} MB), which has changed in three calls in a row "
+                    "and is sent again as a whole each time. Make it a parameter and name it in bcast_inputs: arrays "
+                    "among the arguments travel through shared memory.",
+                    UserWarning,
+                    stacklevel=9,
+                )
+
+
+class _Nowhere:
+    """A file that keeps nothing."""
+
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes
+
+
+class Referred(NamedTuple):
+    """What a function refers to that lives on the workers."""
+
+    variables: set[Variable]
+    residents: set[ResidentObject]
+
+
+class Captured(NamedTuple):
+    """What a function refers to: on the workers, and models of torch that are copied to them."""
+
+    referred: Referred
+    modules: tuple[Any, ...]
+    optimizers: tuple[Any, ...]
+
+
+def captured_in(value: Any) -> Captured:
+    """Return what ``value`` refers to; raise what its pickling raises."""
+    pickler = HandlePickler(_Nowhere(), buffer_callback=lambda buffer: None)
+    pickler.dump(value)
+    parts = {id(part) for module in pickler.modules for part in list(module.modules())[1:]}
+    return Captured(
+        referred_in(pickler.handles),
+        tuple(module for module in pickler.modules if id(module) not in parts),
+        tuple(pickler.optimizers),
+    )
+
+
+def check_captured(name: str, options: dict[str, Any]) -> Captured:
+    """Return what a function refers to.
+
+    Raises
+    ------
+    SerializationError
+        If it cannot be sent.
+    TypeError
+        If it would train: each worker would step in a copy of its own, and no model would learn.
+    """
+    try:
+        captured = captured_in(options)
+    except Exception as error:
+        if is_from_handler(error):
+            raise
+        raise unsendable(repr(name), options["fn"], error) from error
+    check_optimizers(name, captured.optimizers)
+    return captured
+
+
+def unsendable(names: str, fn: Any, error: Exception) -> SerializationError:
+    """Return the error for a function that cannot be pickled."""
+    return SerializationError(
+        f"cannot send {names} to the workers: {find_culprit(fn)}{type(error).__name__}: {str(error).rstrip('.')}. "
+        "Make such an object inside the function, or pass what it needs as an argument."
+    )
+
+
+def check_optimizers(name: str, optimizers: Sequence[Any]) -> None:
+    if optimizers:
+        raise TypeError(
+            f"cannot build {name!r}: it refers to a torch optimizer ({type(optimizers[0]).__name__}), whose steps "
+            "would change a copy on each worker and not the model here. Use synk.torch.replicate(model, optimizer), or "
+            "keep both on the workers by synk.resident((model, optimizer))."
+        )
+
+
+def find_culprit(fn: Any) -> str:
+    """Return a sentence that names the first part of what a function refers to that cannot be pickled."""
+    target = getattr(fn, "func", fn)
+    owner = {"self": target.__self__} if hasattr(target, "__func__") else {}
+    target = getattr(target, "__func__", target)
+    try:
+        variables = inspect.getclosurevars(target)
+    except (TypeError, ValueError) as error:
+        if is_from_handler(error):
+            raise
+        return ""
+    for name, value in {**owner, **variables.nonlocals, **variables.globals}.items():
+        try:
+            captured_in(value)
+        except Exception as error:
+            if is_from_handler(error):
+                raise
+            place, part = culprit_in(name, value, captured_in)
+            return f"its variable {place!r} ({type(part).__name__}) cannot be pickled. "
+    return ""
+
+
+def referred_in(handles: Sequence[Any]) -> Referred:
+    """Return what the handles that a function captured stand for."""
+    return Referred(
+        {handle._variable for handle in handles if isinstance(handle, VariableHandle)},
+        {handle._resident for handle in handles if isinstance(handle, ResidentHandle)},
+    )

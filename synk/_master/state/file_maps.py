@@ -1,0 +1,166 @@
+"""Arguments that lie in memory-mapped files: workers map the same file, and the master copies nothing.
+
+An array has such a place if its memory is a shared mapping of a file that can still be opened by its name, which
+``/proc/self/maps`` tells. All others are copied like any array.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from synk._master.state.item_pickles import Ended
+from synk._pure.interrupts import deferred, is_from_handler
+from synk._wire.descriptors import above_streams
+from synk._wire.memory import Segment
+from synk.errors import SharedMemoryError
+
+_MAPPED_NBYTES = 1 << 22
+"""Arrays from this size on are mapped. A new place takes a message, which costs about as much as that copy."""
+
+
+class FileMap(NamedTuple):
+    """A file that workers map, and where its first byte would lie in the master's own mapping of it."""
+
+    segment: Segment
+    base: int
+
+
+class FileMaps:
+    """The memory-mapped files of one runtime, each known as long as the mapping lives that was passed.
+
+    Parameters
+    ----------
+    released : deque
+        Where an :class:`Ended` comes for each mapping that is gone, at any time and in any thread.
+    new_ids : iterator of int
+        For segments.
+    """
+
+    def __init__(self, released: deque[Any], new_ids: Iterator[int]) -> None:
+        self._released = released
+        self._new_ids = new_ids
+        self._by_mapping: dict[int, Ended] = {}  # by id
+
+    def __len__(self) -> int:
+        return len(self._by_mapping)
+
+    def place_of(self, array: np.ndarray, what: str) -> tuple[Segment, int] | None:
+        """Return the file in which workers find an array, and at which byte; None where it must be copied.
+
+        Raises
+        ------
+        ValueError
+            If the file has become too short. To copy the array would end this process by SIGBUS.
+        """
+        flags, dtype = array.flags, array.dtype
+        if array.nbytes < _MAPPED_NBYTES or not (flags.c_contiguous and flags.aligned and dtype.isnative):
+            return None
+        owner = _owner_of(array)
+        if owner is None:
+            return None
+        known = self._by_mapping.get(id(owner.base))
+        if known is None or known() is not owner.base:
+            known = self._note(owner)
+        file: FileMap | None = known.held
+        if file is None:
+            return None
+        offset = _address(array) - file.base
+        size = os.fstat(file.segment.fd).st_size
+        if offset + array.nbytes > size:
+            raise ValueError(
+                f"cannot pass {what}: got a memory map of {owner.filename}, which has {size} bytes by now, expected "
+                f"{offset + array.nbytes} or more. Open it again."
+            )
+        return file.segment, offset
+
+    def _note(self, owner: np.memmap) -> Ended:
+        with deferred():  # the segment has no owner before
+            file = _open(owner, self._new_ids)
+            known = Ended(owner.base, self._released.append)
+            known.owner, known.held, known.key = self, file, id(owner.base)
+            self._by_mapping[known.key] = known
+        return known
+
+    def forget(self, ended: Ended) -> Segment | None:
+        """Let go of what a mapping needed that has ended; return the segment that nobody needs now, if there is one."""
+        file, ended.held = ended.held, None
+        if self._by_mapping.get(ended.key) is ended:  # else another mapping has its id by now
+            del self._by_mapping[ended.key]
+        return None if file is None else file.segment
+
+    def close(self) -> None:
+        """Let go of all files: the runtime is closed."""
+        for ended in self._by_mapping.values():
+            if ended.held is not None:
+                ended.held.segment.close()
+        self._by_mapping.clear()
+
+
+def _owner_of(array: np.ndarray) -> np.memmap | None:
+    """Return the array that holds the mapping of a file in which ``array`` lies."""
+    owner: Any = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    return owner if isinstance(owner, np.memmap) and owner.base is not None and owner.filename else None
+
+
+def _open(owner: np.memmap, new_ids: Iterator[int]) -> FileMap | None:
+    """Open the file of a mapping for reading; None where it is another file by now, or the mapping has a copy of it."""
+    try:
+        # A name may belong to a pipe by now, which would not open before somebody writes to it.
+        fd = above_streams(os.open(str(owner.filename), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+    except OSError as error:
+        if is_from_handler(error):
+            raise
+        return None
+    status = os.fstat(fd)
+    segment = None
+    if stat.S_ISREG(status.st_mode) and status.st_size:
+        with contextlib.suppress(SharedMemoryError):  # no addresses are left
+            segment = Segment(fd, status.st_size, is_writable=False, segment_id=next(new_ids))
+    if segment is None:
+        os.close(fd)
+        return None
+    segment.is_file = True
+    start = _address(owner)
+    theirs, ours = _mappings_at([start, _address(segment.buffer)])
+    # The kernel's own names of the files: those of fstat differ from them on some file systems.
+    if theirs is None or ours is None or theirs.file != ours.file or not theirs.is_shared:
+        segment.close()
+        return None
+    return FileMap(segment, theirs.start - theirs.offset)
+
+
+class _Mapping(NamedTuple):
+    start: int
+    offset: int
+    file: tuple[bytes, bytes]
+    is_shared: bool
+
+
+def _mappings_at(addresses: list[int]) -> list[_Mapping | None]:
+    """Return what this process has mapped at each of the addresses."""
+    found: list[_Mapping | None] = [None] * len(addresses)
+    try:
+        with open("/proc/self/maps", "rb") as lines:
+            for line in lines:
+                span, permissions, offset, device, inode = line.split(maxsplit=5)[:5]
+                low, high = (int(bound, 16) for bound in span.split(b"-"))
+                for position, address in enumerate(addresses):
+                    if low <= address < high:
+                        found[position] = _Mapping(low, int(offset, 16), (device, inode), permissions.endswith(b"s"))
+    except OSError as error:  # hidden: every array is copied
+        if is_from_handler(error):
+            raise
+    return found
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])

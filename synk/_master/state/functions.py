@@ -1,0 +1,250 @@
+"""The functions that are on the workers of one runtime: sent once, with what has changed of what they name since."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from synk._master.code.book import Book
+from synk._master.code.parcels import Parcel
+from synk._master.processes.program import search_path
+from synk._master.state.captured import unsendable
+from synk._master.state.lanes import Lanes
+from synk._master.state.memory import Memory
+from synk._master.workers.failures import rebuild
+from synk._master.workers.workers import Workers
+from synk._pure.interrupts import deferred, is_from_handler
+from synk._wire.logs import levels
+from synk._wire.memory import Segment
+from synk._wire.messages import Kind, LoadOrder, ParcelOrder, Reload, Status
+from synk.errors import SerializationError, StartupError, SynkError
+
+_ON_RESTART = 0
+"""In the place of a function's id."""
+
+
+_NUM_MAPPED = 8
+
+
+class Mapped:
+    """The functions that were mapped last, so that they are sent once. Holds them, and what they capture."""
+
+    def __init__(self) -> None:
+        self._known: deque[tuple[Any, Any]] = deque(maxlen=_NUM_MAPPED)
+
+    def get(self, fn: Any, make: Callable[[], Any]) -> Any:
+        """Return what was made for a function, or have it made; for any thread."""
+        for known, made in list(self._known):
+            # A method is another object each time that it is asked for; equal ones are of the same object.
+            if known is fn or (type(fn) is types.MethodType and type(known) is types.MethodType and known == fn):
+                return made
+        made = make()
+        self._known.append((fn, made))
+        return made
+
+    def clear(self) -> None:
+        self._known.clear()
+
+
+class Functions:
+    """What the workers of a runtime were sent of functions.
+
+    Parameters
+    ----------
+    workers : Workers
+    lanes : Lanes
+    memory : Memory
+    on_restart : (callable, dict) or None
+        What replacements run before their first call, and its options as a function.
+
+    Attributes
+    ----------
+    book : Book
+        All parcels, in the order in which they are loaded.
+    bound : WeakSet of Callee
+        Those that are on the workers.
+    ids : iterator of int
+        For functions that are sent for the first time.
+    mapped : Mapped
+    dropped : deque of (int, PlanCache)
+        Functions, by id, that no longer exist, with their plans; filled by finalizers.
+    """
+
+    def __init__(
+        self, workers: Workers, lanes: Lanes, memory: Memory, on_restart: tuple[Any, dict[str, Any]] | None
+    ) -> None:
+        self._workers = workers
+        self._lanes = lanes
+        self._memory = memory
+        self._on_restart = on_restart
+        self._num_loaded_restarts = 0
+        self.bound: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.ids = itertools.count(1)
+        self.dropped: deque[tuple[int, Any]] = deque()
+        self.mapped = Mapped()
+        self.book = Book(self)
+
+    # -- what the book asks for ---------------------------------------------------------------------------------------
+
+    @property
+    def is_inline(self) -> bool:
+        return self._workers.is_inline
+
+    def new_id(self) -> int:
+        """Return the id of a segment that is about to be made."""
+        return next(self._memory.ids)
+
+    def new_segment(self, nbytes: int, segment_id: int) -> Segment:
+        """Return shared memory for the large arrays of a parcel."""
+        return Segment.create(nbytes, segment_id=segment_id)
+
+    def drop_parcel(self, parcel: Parcel, unbound: list[tuple[tuple[int, int], Any]]) -> None:
+        """Have the workers forget a parcel, and globals: (address of the namespace, name)."""
+        for worker in self._workers.by_rank:
+            worker.known.drop_parcel(parcel.number, unbound)
+        if parcel.segment is not None:
+            self._memory.forget(parcel.segment, is_kept=True)
+
+    def free_dropped(self) -> None:
+        """Have the workers forget functions that no longer exist, and their plans."""
+        if not self.dropped:
+            return
+        while self.dropped:
+            with deferred():
+                function_id, plans = self.dropped.popleft()
+                self.book.forget_function(function_id)
+                plans.drop_all(self._workers)
+                for worker in self._workers.by_rank:
+                    worker.known.drop_function(function_id)
+        self.book.collect()
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def bring(
+        self,
+        functions: Sequence[tuple[int, Any, dict[str, Any], bool, Any]],
+        names: str,
+        deadline: float | None,
+        check: Callable[[int], None] = lambda function_id: None,
+    ) -> list[tuple[Any, int]]:
+        """Send all workers functions, and what has changed of what they captured.
+
+        Parameters
+        ----------
+        functions : sequence of (id, function, options, is_thorough, capture)
+            See :meth:`Book.update`.
+        check : callable
+            Raises where what a function captures must not be sent.
+
+        Returns
+        -------
+        list of (object, size in bytes)
+            What was sent because it had changed.
+
+        Raises
+        ------
+        SerializationError
+            If it cannot be pickled, or cannot be loaded; no rank counts as having it then.
+        """
+        book = self.book
+        sent: list[tuple[Any, int]] = []
+        reloads: list[Reload] = []
+        try:
+            for function_id, fn, options, is_thorough, capture in functions:
+                try:
+                    update = book.update(function_id, fn, options, is_thorough=is_thorough, capture=capture)
+                except Exception as error:
+                    if is_from_handler(error) or isinstance(error, SynkError):
+                        raise
+                    raise unsendable(names, fn, error) from error
+                reloads += update.reloads
+                sent += update.sent
+                check(function_id)
+            self._load_missing(names, deadline, reloads)
+        except BaseException:
+            book.roll_back()
+            raise
+        book.commit()
+        return sent
+
+    def ensure_loaded(self, deadline: float | None) -> None:
+        """Send each worker the functions that it misses: all of them after it was started again."""
+        self.book.roll_back()  # an operation that was broken off may not have come to it
+        restarts = self._workers.counters["restarts"]
+        if restarts != self._num_loaded_restarts:
+            self._load_missing("functions", deadline)
+            self.prepare_restarted(deadline)
+            self._num_loaded_restarts = restarts
+
+    def prepare_restarted(self, deadline: float | None) -> None:
+        """Run ``on_restart`` on the workers that were started in the place of others."""
+        waiting = [worker for worker in self._workers.by_rank if not worker.is_prepared]
+        if waiting and self._on_restart is not None:
+            fn, options = self._on_restart
+            self.bring([(_ON_RESTART, fn, options, False, None)], "on_restart", deadline)
+            orders = {worker.rank: LoadOrder([], [], search_path(), levels(), _ON_RESTART) for worker in waiting}
+            failures, was_interrupted = self._order(orders, "on_restart", deadline)
+            if failures or was_interrupted:
+                what = f"{failures[0].type_name}: {failures[0].message}" if failures else "an interrupt"
+                ranks, world_size = ", ".join(str(worker.rank) for worker in waiting), self._workers.world_size
+                raise StartupError(
+                    f"cannot use the worker that was started again as rank {ranks} "
+                    f"of {world_size}: on_restart ended with {what}. The next call runs it again."
+                ) from (rebuild(failures, world_size, "on_restart") if failures else None)
+        for worker in waiting:
+            worker.is_prepared = True
+
+    def _load_missing(self, names: str, deadline: float | None, reloads: Sequence[Reload] = ()) -> None:
+        orders: dict[int, LoadOrder] = {}
+        segments: dict[int, Segment] = {}
+        for worker in self._workers.by_rank:
+            missing = [p for number, p in self.book.parcels.items() if number not in worker.known.parcels]
+            if missing or reloads:
+                parcels = [ParcelOrder(each.number, each.data, each.is_optional) for each in missing]
+                orders[worker.rank] = LoadOrder(list(reloads), parcels, search_path(), levels())
+                segments.update((each.segment.id, each.segment) for each in missing if each.segment is not None)
+        failures, was_interrupted = self._order(orders, names, deadline, list(segments.values()))
+        if failures:
+            raise SerializationError(
+                f"cannot load {names} on the workers: {failures[0].type_name}: {failures[0].message}. "
+                "What a function needs must be importable there, or defined in the script itself."
+            ) from rebuild(failures, self._workers.world_size, names)
+        if was_interrupted:
+            raise SerializationError(f"cannot load {names} on the workers: the loading was interrupted. Call again.")
+
+    def _order(
+        self, orders: dict[int, LoadOrder], names: str, deadline: float | None, segments: Sequence[Segment] = ()
+    ) -> tuple[list[Any], bool]:
+        """Have workers load, and note what those have that say so; return failures, and if one was interrupted."""
+        if not orders:
+            return [], False
+        self._lanes.first.connect(self._workers.processes)
+        replies = self._workers.ask(Kind.LOAD, list(orders), 0, orders, segments, deadline, "distribute", names)
+        for rank, reply in replies.items():
+            if reply.status == Status.DONE:
+                self._workers.by_rank[rank].known.parcels.update(parcel.number for parcel in orders[rank].parcels)
+                self._workers.by_rank[rank].known.functions.update(self.book.function_ids)
+        failures = [pickle.loads(reply.body) for reply in replies.values() if reply.status == Status.ERROR]
+        return failures, any(reply.status == Status.INTERRUPTED for reply in replies.values())
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    def begin_anew(self) -> None:
+        """Forget what was sent: the workers are about to be replaced."""
+        self.book.clear()
+        self.book = Book(self)
+        for function in list(self.bound):
+            function.is_stale = True
+
+    def close(self) -> None:
+        """Let go of everything; the runtime is closed."""
+        self.mapped.clear()
+        self.dropped.clear()  # their plans hold views of the staging segment
+        for function in list(self.bound):
+            function.forget_sent()
+        self.book.clear()

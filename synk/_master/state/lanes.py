@@ -1,0 +1,166 @@
+"""What a call under way has to itself in shared memory: its numbers, its staged arguments, the slots of its outputs.
+
+Whatever happens alone uses lane 0. Calls that are submitted take turns in all of them, so that the arguments of one can
+be written and its outputs wait while another runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from synk._master.processes.processes import Processes
+from synk._pure.interrupts import deferred
+from synk._pure.ranges import round_up
+from synk._wire.control import NUM_LANES
+from synk._wire.memory import PAGE_NBYTES, Segment
+from synk.communicators._outbox import tail_nbytes
+from synk.communicators._shm import required_nbytes, reset, set_abort
+
+_SLOT_NBYTES = 1 << 19
+_COLLECTIVE_SLOT_NBYTES = 1 << 22
+
+
+class Lane:
+    """One lane, in the master. Plans refer to it, and the interpreter's exit to them: it must not hold the runtime.
+
+    Parameters
+    ----------
+    index : int
+        Smaller than ``NUM_LANES``.
+    processes : Processes
+        Of its workers.
+    ids : iterator of int
+        For its segments.
+
+    Attributes
+    ----------
+    down, up : ndarray of int64, shape (world_size, BLOCK_LENGTH)
+        Its numbers; see ``synk._wire.control``.
+    up_words : list of memoryview
+        The rows of ``up``: a word is read through them in a third of NumPy's time.
+    slots : Segment
+        The slots in which ranks publish outputs, ``slot_nbytes`` bytes each.
+    staging : Segment or None
+        Where the master copies plain arrays, pickles and indices.
+    collective : Segment or None
+        Through which functions communicate.
+    ids : tuple of int
+        Those of ``slots`` and ``collective`` (0: none): what a rank has to know of the lane.
+    first_down : memoryview
+        The numbers for the first rank, with those that are for all.
+    written : ndarray or None
+        The bounds that stand in ``down``; None where that is not known.
+
+    Raises
+    ------
+    SharedMemoryError
+    """
+
+    def __init__(self, index: int, processes: Processes, ids: Iterator[int]) -> None:
+        self.index = index
+        self._ids = ids
+        self.slot_nbytes = _SLOT_NBYTES
+        self.slots = Segment.create(
+            processes.world_size * _SLOT_NBYTES, is_worker_writable=True, segment_id=next(self._ids)
+        )
+        self.staging: Segment | None = None
+        self.collective: Segment | None = None
+        self.ids = (self.slots.id, 0)
+        self.written: np.ndarray | None = None
+        self.down, self.up = processes.blocks(index)
+        self.first_down = memoryview(self.down[0])
+        self.up_words = [memoryview(row) for row in self.up]
+
+    def replace_staging(self, nbytes: int) -> Segment | None:
+        """Take a larger staging segment, and return the old one."""
+        old, self.staging = self.staging, Segment.create(max(int(nbytes * 1.25), 1 << 16), segment_id=next(self._ids))
+        self.staging.is_staging = True
+        return old
+
+    def replace_slots(self, slot_nbytes: int, published: Sequence[int]) -> Segment:
+        """Take larger slots, with what ``published`` ranks wrote carried over, and return the old ones."""
+        world_size = len(self.up)
+        slot_nbytes = round_up(max(slot_nbytes, int(self.slot_nbytes * 1.25)), PAGE_NBYTES)
+        larger = Segment.create(world_size * slot_nbytes, is_worker_writable=True, segment_id=next(self._ids))
+        for rank in published:
+            start = rank * self.slot_nbytes
+            slot = self.slots.buffer[start : start + self.slot_nbytes]
+            larger.buffer[rank * slot_nbytes : rank * slot_nbytes + self.slot_nbytes] = slot
+        with deferred():
+            old, self.slots, self.slot_nbytes = self.slots, larger, slot_nbytes
+            self.ids = (larger.id, self.ids[1])
+        return old
+
+    def connect(self, processes: Processes) -> None:
+        """Make the segment through which functions communicate, where there is none yet."""
+        if self.collective is None:
+            processes.epoch.end()
+            nbytes = required_nbytes(processes.world_size, _COLLECTIVE_SLOT_NBYTES)
+            with deferred():  # the workers learn of it by its id
+                self.collective = Segment.create(
+                    nbytes,
+                    is_worker_writable=True,
+                    segment_id=next(self._ids),
+                    tail_nbytes=tail_nbytes(processes.world_size),
+                )
+                reset(self.collective, processes.world_size, processes.eventfds)
+                self.ids = (self.ids[0], self.collective.id)
+
+    def abort_collectives(self, processes: Processes) -> None:
+        """Have ranks that wait for one another give up."""
+        if self.collective is not None:
+            set_abort(self.collective, processes.eventfds)
+
+    def reset_collectives(self, processes: Processes) -> None:
+        """Make functions' collectives usable again; all ranks are idle."""
+        if self.collective is not None:
+            reset(self.collective, processes.world_size, processes.eventfds)
+
+    def close(self) -> None:
+        """Release the memory; safe to repeat."""
+        for segment in (self.slots, self.staging, self.collective):
+            if segment is not None:
+                segment.close()
+        self.down = self.up = np.empty((0, 0), np.int64)
+        self.first_down, self.up_words = memoryview(b""), []
+
+
+class Lanes(list[Lane]):
+    """The lanes of a runtime, each made when it is first used.
+
+    Attributes
+    ----------
+    first : Lane
+        For whatever happens alone.
+    """
+
+    first: Lane
+
+    def message_problems(self) -> list[str]:
+        """Return what messages between functions lack, as far as it is known: when one has communicated."""
+        if all(lane.collective is None or lane.collective.tail_nbytes for lane in self):
+            return []
+        limit = "a limit on addresses or on the size of files, or Linux before 5.14"
+        return [f"through rings only ({limit}): large ones of isend go on only while their sender waits"]
+
+    def begin(self, processes: Processes, ids: Iterator[int]) -> None:
+        """Make the first lane."""
+        self._processes, self._ids = processes, ids
+        self.first = Lane(0, processes, ids)
+        self.append(self.first)
+
+    def after(self, lane: Lane) -> Lane:
+        """Return the lane whose turn follows that of ``lane``."""
+        index = (lane.index + 1) % NUM_LANES
+        if index == len(self):
+            self._processes.epoch.end()
+            new = Lane(index, self._processes, self._ids)
+            try:
+                new.connect(self._processes)
+            except BaseException:
+                new.close()
+                raise
+            self.append(new)
+        return self[index]

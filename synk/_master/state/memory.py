@@ -1,0 +1,122 @@
+"""The shared memory of one runtime: what finalizers dropped, the arenas of small values, the buffers of results."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Collection
+from typing import Any
+
+from synk._master.processes.processes import Processes
+from synk._master.state.file_maps import FileMaps
+from synk._master.state.item_pickles import ArrayCopies, Ended
+from synk._master.state.results import Lease, ResultPool
+from synk._pure.interrupts import deferred
+from synk._wire.arenas import Arenas
+from synk._wire.descriptors import orphans
+from synk._wire.memory import Segment
+from synk.errors import SharedMemoryError
+
+
+class Memory:
+    """Segments that belong to a runtime, until the workers have been told to forget them.
+
+    Parameters
+    ----------
+    processes : Processes
+        Who maps them.
+
+    Attributes
+    ----------
+    released : deque of (Segment or Ended)
+        Filled by finalizers, at any time and in any thread; emptied when an operation begins.
+    ids : iterator of int
+        For all segments that workers are told of.
+    arenas : Arenas
+        In which small values lie.
+    results : ResultPool
+    copies : ArrayCopies
+        Of large arrays in items of maps.
+    files : FileMaps
+        In which arrays lie that were passed as arguments.
+    """
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        self.released: deque[Any] = deque()
+        self.ids = itertools.count(1)
+        self.arenas = Arenas(self.released, self.ids)
+        self.results = ResultPool(self.ids)
+        self.copies = ArrayCopies(self.released, self.ids)
+        self.files = FileMaps(self.released, self.ids)
+
+    @property
+    def has_dropped(self) -> bool:
+        return bool(self.released or orphans.ended)
+
+    def free_dropped(self) -> None:
+        """Free what finalizers dropped. Nothing runs that could read it."""
+        if orphans.ended:
+            orphans.close_all()
+        while self.released:
+            with deferred():
+                self._free(self.released.popleft())
+
+    def free_copies(self) -> None:
+        """Free copies of arrays that no item needs any more, though workers are at other items."""
+        for _ in range(len(self.released)):
+            with deferred():
+                dropped = self.released.popleft()
+                if isinstance(dropped, Ended):
+                    self._free(dropped)
+                else:
+                    self.released.append(dropped)
+
+    def _free(self, dropped: Segment | Ended) -> None:
+        if not isinstance(dropped, Ended):
+            self.forget(dropped)
+        elif (segment := dropped.owner.forget(dropped)) is not None:
+            self.forget(segment, is_kept=True)  # a function may have kept the array, and a file is the user's
+
+    def forget(self, segment: Segment, *, is_kept: bool = False) -> None:
+        """Free a segment here; workers forget it with their next message.
+
+        Its memory is given back at once; or, where workers may have kept arrays on it, with the last of these.
+        """
+        with deferred():  # all of them, or an interrupt would leave some that hold what is gone
+            for worker in self._processes.by_rank:
+                worker.known.drop_segment(segment.id)
+            segment.close() if is_kept else segment.discard()
+            self.arenas.sweep()
+
+    def lease_result(self, nbytes: int) -> Lease:
+        """Lease a buffer for large results."""
+        with deferred():
+            lease, dropped = self.results.take(nbytes)
+            for old in dropped:
+                self.forget(old)
+        return lease
+
+    def lease_known(self, nbytes: int, ranks: Collection[int]) -> Lease | None:
+        """Lease a buffer for large results that all of ``ranks`` hold already; None where there is none."""
+        try:
+            lease = self.lease_result(nbytes)
+        except SharedMemoryError:  # a call that needs it says so
+            return None
+        by_rank = self._processes.by_rank
+        if all(lease.segment.id in by_rank[rank].known.segments for rank in ranks):
+            return lease
+        self.results.give_back(lease)
+        return None
+
+    def close(self) -> None:
+        """Let go of all but what the user's arrays lie in."""
+        while self.released:
+            dropped = self.released.popleft()
+            if isinstance(dropped, Segment):
+                dropped.close()
+        self.results.close()
+        self.copies.close()
+        self.files.close()
+        self.arenas.close()
+        orphans.close_all()

@@ -1,0 +1,110 @@
+"""NCCL between the workers, in the master: when a group is joined, and whether a call may use it.
+
+Joining takes a second or more and needs all ranks, so it is done before the first call, and again after a death. Where
+it cannot be done the runtime goes on without: large outputs are then reduced through shared memory, as on the CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from typing import Any
+
+from synk._master.state.lanes import Lane
+from synk._master.workers.workers import Workers
+from synk._wire.control import Down, Up
+from synk._wire.messages import JoinOrder, Kind, Status
+
+logger = logging.getLogger("synk")
+
+
+class Group:
+    """The NCCL group of a runtime.
+
+    Parameters
+    ----------
+    is_wanted : bool
+        Whether NCCL can join the ranks at all: several, on devices of their own.
+
+    Attributes
+    ----------
+    problem : str
+        Why NCCL is not used although it could be.
+    library : str
+        The binding, the version and the path of the library, once the group was joined.
+    """
+
+    def __init__(self, is_wanted: bool) -> None:
+        self._is_wanted = is_wanted
+        self._number = 0
+        self._is_joined = False
+        self._num_restarts = 0
+        self.problem = ""
+        self.library = ""
+
+    def prepare(self, workers: Workers) -> bool:
+        """Join the group if it is wanted and not there; return whether it is there.
+
+        Raises
+        ------
+        WorkerDied, KeyboardInterrupt
+        """
+        if not self._is_wanted:
+            return False
+        if self.is_usable(workers):
+            return True
+        self._is_joined = False
+        # Also after a join that was broken off: no rank may wait in it any longer.
+        self.break_up(workers)
+        self._number += 1
+        self._num_restarts = workers.counters["restarts"]
+        self._join(workers)
+        return self._is_joined
+
+    def break_up(self, workers: Workers) -> None:
+        """Have all ranks leave the group: one of them cannot go on with it."""
+        if self._is_wanted:
+            self._is_joined = False
+            workers.processes.down[:, Down.BROKEN] = self._number
+
+    def _join(self, workers: Workers) -> None:
+        answer = self._order(workers, [0], None)
+        if answer is None:
+            return
+        answer = self._order(workers, range(workers.world_size), answer["unique_id"])
+        if answer is not None:
+            self.library = answer["library"]
+            self._is_joined = True
+
+    def _order(self, workers: Workers, ranks: range | list[int], unique_id: bytes | None) -> dict[str, Any] | None:
+        """Send the order; return the lowest rank's answer, or None and give up where one could not follow."""
+        contents = dict.fromkeys(ranks, JoinOrder(self._number, unique_id))
+        replies = workers.ask(Kind.GROUP, list(ranks), 0, contents, [], None, "join NCCL", "the start of NCCL")
+        for reply in replies.values():
+            if reply.status != Status.DONE:
+                failure = pickle.loads(reply.body) if reply.body else None  # None: it was interrupted
+                self.problem = failure.message if failure is not None else "the start was interrupted"
+                self.break_up(workers)
+                self._is_wanted = failure is None
+                if failure is not None:
+                    logger.warning("NCCL is not used, large outputs go through host memory: %s", self.problem)
+                return None
+        return dict(pickle.loads(replies[ranks[0]].body))
+
+    def is_usable(self, workers: Workers) -> bool:
+        """Whether all ranks are in the group, and none has given it up or was started anew since."""
+        return (
+            self._is_joined
+            and self._num_restarts == workers.counters["restarts"]
+            and not (workers.processes.up[:, Up.BROKEN] >= self._number).any()
+        )
+
+    def announce(self, workers: Workers, lane: Lane, num_ranks: int) -> bool:
+        """Return whether a call in ``lane`` reduces its large outputs by NCCL, as it does if all ranks run it.
+
+        The workers are told before the call is sent.
+        """
+        is_in_use = num_ranks == workers.world_size and self.is_usable(workers)
+        if self._number:  # also when the group was given up: the word of an earlier call must not stay
+            lane.down[:, Down.GROUP] = self._number if is_in_use else 0
+        return is_in_use

@@ -1,0 +1,453 @@
+"""Shared variables as the master holds them: two buffers per rank in shared memory, of which one is the value.
+
+A call is a transaction on them: what it assigns goes to the second buffers, and one store makes these the values.
+In one file because one variable and all of them change together: a buffer is safe only by what the others hold.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from synk._master.code.handles import ArgumentHandle
+from synk._master.processes.known import KnownByRank
+from synk._master.processes.processes import Processes
+from synk._master.state.memory import Memory
+from synk._pure.arrays import as_plain_array, check_shareable, copy_into
+from synk._pure.interrupts import deferred
+from synk._pure.read_only import ordinary
+from synk._pure.shards import shard_bounds
+from synk._pure.trees import describe, skeleton_of, unflatten
+from synk._wire.control import Down
+from synk._wire.memory import Segment
+from synk._wire.messages import Layout
+from synk._wire.variables import (
+    Declaration,
+    Shapes,
+    check_value,
+    flatten_value,
+    leaf_offsets,
+    shapes_of,
+)
+from synk.errors import ClosedError
+
+
+class Variable:
+    """A shared variable as the master holds it: two buffers for each rank, of which one is the value.
+
+    Parameters
+    ----------
+    variables : Variables
+        All of the runtime.
+    value : array-like, or nesting of arrays
+    sharded : bool
+    name : str or None
+
+    Attributes
+    ----------
+    buffers : list of (Segment or None, Segment or None)
+        Of each rank.
+    shapes : list of (Shapes, Shapes)
+        Of the leaves in either buffer of each rank.
+    front : list of int
+        Which buffer holds the value of each rank; it takes the next one in the other.
+    version : int
+        Rises with each change from the master's side.
+    content : list of int
+        Of each rank: how often the master has written its value.
+    is_stale : list of bool
+        Of each rank: whether a newer value lies on its device.
+    lost : set of int
+        Ranks whose value went with their worker.
+    """
+
+    __slots__ = (
+        "__weakref__", "_has_common", "_spares", "buffers", "content", "dtypes", "front", "id", "is_sharded",
+        "is_stale", "lost", "name", "shapes", "structure", "variables", "version",
+    )  # fmt: skip
+
+    def __init__(self, variables: Variables, value: Any, *, sharded: bool = False, name: str | None = None) -> None:
+        self.variables = variables
+        self.id = next(variables.ids)
+        self.name = name or f"shared{self.id}"
+        self.is_sharded = bool(sharded)
+        leaves, self.structure = flatten_value(ordinary(value))
+        if not leaves:
+            raise ValueError(f"cannot share {self.name!r}: got a value without arrays.")
+        arrays = [as_plain_array(leaf, f"variable {self.name!r}") for leaf in leaves]
+        self.dtypes = tuple(check_shareable(array.dtype, f"variable {self.name!r}") for array in arrays)
+        world_size = variables.world_size
+        shapes = tuple(array.shape for array in arrays)
+        self.buffers: list[list[Segment | None]] = [[None, None] for _ in range(world_size)]
+        self.shapes: list[list[Shapes]] = [[shapes, shapes] for _ in range(world_size)]
+        self.front = [0] * world_size
+        # Of each rank: how often the master has written the value, and whether a newer one lies on the rank's device.
+        self.content = [0] * world_size
+        self.is_stale = [False] * world_size
+        self.lost: set[int] = set()
+        self.version = 0
+        self._spares: list[Segment] = []  # of whichever rank: the common one may come to lie with another rank
+        self._has_common = False
+        parts = self.split(arrays) if self.is_sharded else [arrays]
+        for rank, part in enumerate(parts):
+            targets = self.back(rank, shapes_of(part))
+            for target, source in zip(targets, part):
+                copy_into(target, source)
+        if self.is_sharded:
+            self.flip(range(world_size))
+        else:
+            self.unite(is_new=True)
+        variables.add(self)
+
+    def split(self, arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+        """Return each rank's rows of each leaf.
+
+        Raises
+        ------
+        ValueError
+            If a leaf has no axis 0, or the leaves differ in length.
+        """
+        shapes = [array.shape for array in arrays]
+        if () in shapes:
+            raise ValueError(f"cannot scatter variable {self.name!r}: got a single value, expected rows on axis 0.")
+        if len({shape[0] for shape in shapes}) > 1:
+            raise ValueError(
+                f"cannot scatter variable {self.name!r}: got shapes {shapes}, expected one axis-0 length for all its "
+                f"arrays."
+            )
+        length = shapes[0][0]
+        return [[array[low:high] for array in arrays] for low, high in shard_bounds(length, len(self.front))]
+
+    def leaves(self, rank: int) -> list[np.ndarray]:
+        """Views of the value of ``rank``."""
+        return self._views(rank, self.front[rank])
+
+    def _views(self, rank: int, index: int) -> list[np.ndarray]:
+        segment = self.buffers[rank][index]
+        assert segment is not None
+        shapes = self.shapes[rank][index]
+        offsets, _ = leaf_offsets(self.dtypes, shapes)
+        return [segment.view(at, shape, dtype) for at, shape, dtype in zip(offsets, shapes, self.dtypes)]
+
+    def reserve(self, rank: int, shapes: Shapes) -> Segment:
+        """Give the second buffer of ``rank`` room for ``shapes``."""
+        return self._reserve(rank, 1 - self.front[rank], shapes)
+
+    def reserve_front(self, rank: int) -> Segment:
+        """Give the first buffer of ``rank`` room for the value on its device."""
+        return self._reserve(rank, self.front[rank], self.shapes[rank][self.front[rank]])
+
+    def _reserve(self, rank: int, index: int, shapes: Shapes) -> Segment:
+        _, nbytes = leaf_offsets(self.dtypes, shapes)
+        segment = self.buffers[rank][index]
+        if segment is not None and segment.nbytes >= nbytes:
+            return segment
+        with deferred():  # a buffer of which the worker is not told could never be filled
+            larger = self.buffers[rank][index] = self.variables.memory.arenas.create(nbytes, is_worker_writable=True)
+            self._note_change()
+            if segment is not None:
+                self.variables.memory.released.append(segment)  # an operation is under way
+        return larger
+
+    def back(self, rank: int, shapes: Shapes) -> list[np.ndarray]:
+        """Return views of the second buffer of ``rank``, for a value of ``shapes``; ``flip`` makes it the value."""
+        self.reserve(rank, shapes)
+        self.shapes[rank][1 - self.front[rank]] = shapes
+        return self._views(rank, 1 - self.front[rank])
+
+    def assigned_leaves(self, rank: int) -> list[np.ndarray]:
+        """Views of what a call has assigned on ``rank`` and what does not hold yet."""
+        return self._views(rank, 1 - self.front[rank])
+
+    def note_back(self, rank: int, shapes: Shapes) -> None:
+        """A call has stored a value of ``shapes`` in the second buffer of ``rank``, or is about to."""
+        self.shapes[rank][1 - self.front[rank]] = shapes
+
+    def copy_back(self, source: int, ranks: Sequence[int]) -> None:
+        """Copy the second buffer of ``source`` to those of ``ranks``."""
+        shapes = self.shapes[source][1 - self.front[source]]
+        values = self._views(source, 1 - self.front[source])
+        for rank in ranks:
+            for target, value in zip(self.back(rank, shapes), values):
+                np.copyto(target, value)
+        self._note_change()
+
+    def flip(self, ranks: Sequence[int] | range) -> None:
+        """Make the second buffers of ``ranks`` the values, from the master's side: workers are told."""
+        with deferred():
+            self._note_change()
+            self.front = [1 - front if rank in ranks else front for rank, front in enumerate(self.front)]
+            for rank in ranks:
+                self.note_written(rank)
+            self.separate()
+
+    def unite(self, *, is_new: bool) -> None:
+        """Make one buffer of rank 0 the value of every rank: its second one if ``is_new``, else its first.
+
+        Equal values lie in memory once. Nobody writes into a first buffer, so nobody notices.
+        """
+        with deferred():
+            self._note_change()
+            if is_new:
+                self.front[0] = 1 - self.front[0]
+                self.note_written(0)
+            index = self.front[0]
+            for rank in range(1, len(self.front)):
+                back = 1 - self.front[rank]
+                own = self.buffers[rank][back]
+                self.buffers[rank][back] = self.buffers[0][index]
+                if own is not None:
+                    self._spares.append(own)
+                self.shapes[rank][back] = self.shapes[0][index]
+                self.front[rank] = back
+                self.note_written(rank)
+            self._has_common = True
+            self.separate()
+
+    def separate(self) -> None:
+        """See that no rank's second buffer, into which it writes, is another rank's buffer; after each change of them.
+
+        Safe to repeat where an interrupt broke it off.
+        """
+        if not self._has_common:
+            return
+        with deferred():
+            firsts = [pair[front] for pair, front in zip(self.buffers, self.front)]
+            taken = {id(segment) for segment in firsts}
+            self._has_common = len(taken) < len(firsts)
+            for rank, pair in enumerate(self.buffers):
+                back = 1 - self.front[rank]
+                if pair[back] is not None and id(pair[back]) in taken:
+                    pair[back] = self._spares.pop() if self._spares else None
+                    self._note_change()
+                taken.add(id(pair[back]))
+
+    def note_written(self, rank: int) -> None:
+        """The value of ``rank`` is now what lies in shared memory: a copy on its device is out of date."""
+        self.content[rank] += 1
+        self.is_stale[rank] = False
+        self.lost.discard(rank)
+
+    def _note_change(self) -> None:
+        self.version += 1
+        self.variables.note_change()
+
+    def declaration(self, rank: int) -> Declaration:
+        """Return what the worker of ``rank`` must know."""
+        ids = tuple(0 if segment is None else segment.id for segment in self.buffers[rank])
+        skeleton = cloudpickle.dumps(skeleton_of(self.structure, len(self.dtypes)), protocol=5)
+        shapes = (self.shapes[rank][0], self.shapes[rank][1])
+        return Declaration(
+            self.id,
+            self.name,
+            skeleton,
+            self.dtypes,
+            self.is_sharded,
+            (ids[0], ids[1]),
+            shapes,
+            self.front[rank],
+            self.version,
+            self.content[rank],
+        )
+
+    def segments(self, rank: int) -> list[Segment]:
+        """What the worker of ``rank`` works on."""
+        return [segment for segment in self.buffers[rank] if segment is not None]
+
+    def _all_segments(self) -> list[Segment]:
+        held = [segment for rank in range(len(self.buffers)) for segment in self.segments(rank)]
+        return list({segment.id: segment for segment in (*held, *self._spares)}.values())
+
+    def check(self, value: Any, rank: int = 0) -> list[np.ndarray]:
+        """Return the leaves of ``value`` as arrays that fit this variable."""
+        leaves, structure = flatten_value(ordinary(value), self.structure)
+        if structure != self.structure:
+            raise ValueError(
+                f"cannot set variable {self.name!r}: got a value of structure {describe(structure)}, "
+                f"expected {describe(self.structure)}."
+            )
+        shapes = self.shapes[rank][self.front[rank]]
+        return [
+            np.asarray(array, dtype=dtype)
+            for array, dtype in zip(
+                check_value(self.name, leaves, self.dtypes, shapes, is_sharded=self.is_sharded), self.dtypes
+            )
+        ]
+
+    def build(self, leaves: Sequence[Any]) -> Any:
+        """Return the nesting of this variable with ``leaves`` in place."""
+        return unflatten(self.structure, list(leaves))
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether the value is a nesting of arrays."""
+        return bool(self.structure != "leaf")
+
+    @property
+    def lengths(self) -> list[int]:
+        """Rows on each rank.
+
+        Raises
+        ------
+        ValueError
+            If the variable has no axis 0.
+        """
+        if not self.shapes[0][self.front[0]][0]:
+            raise ValueError(f"cannot count the rows of variable {self.name!r}: it has no axis 0.")
+        return [pairs[front][0][0] for pairs, front in zip(self.shapes, self.front)]
+
+    def close(self) -> None:
+        """Drop the memory; the runtime is closing."""
+        for segment in self._all_segments():
+            segment.close()
+        self.buffers, self._spares = [], []
+
+    def __del__(self) -> None:
+        variables = getattr(self, "variables", None)
+        if variables is not None and hasattr(self, "_spares") and not variables.is_closed:
+            variables.dropped.append(self.id)
+            variables.memory.released.extend(self._all_segments())
+
+
+class Variables:
+    """All variables of a runtime, and what changes them together.
+
+    Parameters
+    ----------
+    processes : Processes
+    memory : Memory
+
+    Attributes
+    ----------
+    num_changes : int
+        Rises whenever a variable changes from the master's side: there may be news for the workers.
+    ids : iterator of int
+        For new variables.
+    dropped : deque of int
+        Ids of those that no longer exist; filled by finalizers.
+    to_flip : list
+        What a commit under way, or one that an interrupt has broken off, has still to take note of.
+    """
+
+    def __init__(self, processes: Processes, memory: Memory) -> None:
+        self.memory = memory
+        self.world_size = processes.world_size
+        self.is_closed = False
+        self.num_changes = 0
+        self.ids = itertools.count(1)
+        self.dropped: deque[int] = deque()
+        self._processes = processes
+        self._has_devices = processes.placement.backend != "numpy"
+        self._living: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
+        self.to_flip: list[tuple[Variable, int, int, bool]] = []
+        self._flip_call = -1
+
+    def __getitem__(self, variable_id: int) -> Variable:
+        return self._living[variable_id]
+
+    def add(self, variable: Variable) -> None:
+        self._living[variable.id] = variable
+        self.note_change()
+
+    def living(self) -> list[Variable]:
+        """Return all variables; the copy is one step of the interpreter, during which no thread adds another."""
+        return [variable for ref in self._living.valuerefs() if (variable := ref()) is not None]
+
+    def note_change(self) -> None:
+        """A variable has changed from the master's side: look for news before the next message."""
+        self.num_changes += 1
+        self._processes.epoch.end()
+
+    def news_for(self, known: KnownByRank) -> list[Variable]:
+        """Return the variables of which a rank does not know what the master does."""
+        num_changes = self.num_changes  # read first: another thread may make a variable meanwhile
+        if known.num_changes == num_changes:
+            return []
+        news = [v for v in self.living() if known.variables.get(v.id) != v.version]
+        if not news:
+            known.num_changes = num_changes
+        return news
+
+    def free_dropped(self) -> None:
+        """Have the workers forget variables that no longer exist."""
+        while self.dropped:
+            with deferred():
+                variable_id = self.dropped.popleft()
+                for worker in self._processes.by_rank:
+                    worker.known.drop_variable(variable_id)
+
+    def commit(self, ranks: Sequence[int], layouts: Sequence[Layout], number: int) -> None:
+        """Make the assignments of call ``number`` hold, on all of its ranks at once.
+
+        One store into shared memory decides: before it the call has changed nothing, after it everything. What follows
+        is bookkeeping that an interrupt can put off.
+        """
+        flips = []
+        for rank, layout in zip(ranks, layouts):
+            for variable_id, shapes in layout.assigned:
+                variable = self._living[variable_id]
+                back = 1 - variable.front[rank]
+                variable.shapes[rank][back] = shapes
+                flips.append((variable, rank, back, False))
+        absent = sorted(set(range(self.world_size)) - set(ranks))
+        for variable_id, _ in layouts[0].assigned if absent else ():
+            variable = self._living[variable_id]
+            if not variable.is_sharded:
+                # Ranks without rows did not run: they get the value of the lowest rank that did, or replicas would
+                # drift.
+                variable.copy_back(ranks[0], absent)
+                flips += [(variable, rank, 1 - variable.front[rank], True) for rank in absent]
+        self._flip_call = number
+        self.to_flip = flips
+        self._processes.down[list(ranks), Down.COMMITTED] = number
+        self.finish_commit()
+
+    def finish_commit(self) -> None:
+        """Take note of a commit that an interrupt has broken off behind its store."""
+        flips = self.to_flip
+        if not flips:
+            return
+        if int(self._processes.down[flips[0][1], Down.COMMITTED]) == self._flip_call:
+            for variable, rank, front, is_followed in flips:
+                variable.front[rank] = front
+                if is_followed:
+                    variable.note_written(rank)
+                elif self._has_devices:
+                    variable.is_stale[rank] = True
+                    variable.lost.discard(rank)
+            for variable in {variable for variable, *_ in flips}:
+                variable.separate()
+        self.to_flip = []
+
+    def close(self) -> None:
+        """Drop all memory: the runtime is closing."""
+        self.is_closed = True
+        for variable in self.living():
+            variable.close()
+
+
+class VariableHandle(ArgumentHandle):
+    """The base of :class:`synk.Shared`. Calls know one by its class; a mark could be borne by other objects."""
+
+    __slots__ = ("_variable",)
+    _variable: Variable
+
+    @property
+    def _meant(self) -> Variable:
+        return self._variable
+
+
+def check_owner(variable: Variable, variables: Variables, what: str) -> None:
+    """Raise where ``variable`` belongs to another runtime."""
+    if variable.variables is not variables:
+        if variable.variables.is_closed:
+            raise ClosedError(
+                f"cannot use {what}: the runtime of variable {variable.name!r} was closed. Make it again."
+            )
+        raise ValueError(f"cannot use {what}: variable {variable.name!r} belongs to another runtime.")

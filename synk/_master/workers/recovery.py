@@ -1,0 +1,323 @@
+"""What goes wrong: deaths, time limits, interrupts; and how the workers come to a known state again.
+
+After trouble these happen, in this order, and wherever a signal handler breaks them off the next operation begins anew:
+
+1. *bury*: what belonged to the dead is released, and they owe nothing any more;
+2. *interrupt*: the living that still owe a reply are made idle, or killed where they do not answer in time, and buried;
+3. all requests that were not answered by all are lost; whoever waits for one gets an error;
+4. *restart*, when the next operation begins: others are started in the place of the dead.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from synk._master.processes.processes import Processes, WorkerState
+from synk._master.processes.reports import DeathReports
+from synk._master.workers.requests import Request, Requests
+from synk._pure.interrupts import deferred
+from synk._pure.limits import poll_ms
+from synk._wire.control import Down, interrupt_word
+from synk._wire.messages import Kind
+from synk.errors import CallTimeout, ClosedError, WorkerDied
+
+GRACE_S = 2.0
+"""How long a worker may take to answer an interrupt before it is killed."""
+
+NCCL_GRACE_S = 5.0
+"""Likewise with NCCL: aborting it can take seconds, and a process that is killed loses its device's values."""
+
+RESTART_WINDOW_S = 60.0
+
+
+class Recovery:
+    """What has gone wrong with the workers of one runtime, and what is done about it.
+
+    Parameters
+    ----------
+    processes : Processes
+    requests : Requests
+    max_restarts : int
+    counters : dict of str to int
+    on_trouble : callable
+        Called before workers are interrupted: those that wait for one another must give up.
+    on_idle : callable
+        Called when workers were made idle after a failure, before anything else is sent.
+
+    Attributes
+    ----------
+    restarted : list of int
+        Ranks that were started anew; whoever has seen to them takes them out.
+    unreported : dict of int to str
+        By rank, how workers ended of whose death no call has told.
+    cause : BaseException or None
+        The fault that closed the runtime.
+    grace_s : float
+        How long a worker may take to answer an interrupt before it is killed.
+    """
+
+    def __init__(
+        self,
+        processes: Processes,
+        requests: Requests,
+        *,
+        max_restarts: int,
+        counters: dict[str, int],
+        on_trouble: Callable[[], None],
+        on_idle: Callable[[], None],
+    ) -> None:
+        self.max_restarts = max_restarts
+        self.grace_s = NCCL_GRACE_S if processes.placement.can_use_nccl else GRACE_S
+        self.cause: BaseException | None = None
+        self.restarted: list[int] = []
+        self.unreported: dict[int, str] = {}
+        self._processes = processes
+        self._requests = requests
+        self._counters = counters
+        self._on_trouble = on_trouble
+        self._on_idle = on_idle
+        self._reports = DeathReports(processes)
+        self._restarts: deque[float] = deque()
+        self._last_death: WorkerDied | None = None  # of the workers that are dead now
+        self._news: list[str] = []  # of workers that were started again, to tell the user when they are up
+        self._kill_at = 0.0  # when workers that are to be idle and do not answer are killed
+
+    @property
+    def has_restarted(self) -> bool:
+        """Whether workers were started in the place of others within the last minute or so."""
+        return bool(self._restarts)
+
+    # -- deaths -------------------------------------------------------------------------------------------------------
+
+    def on_deaths(self, dead: list[int]) -> None:
+        """Take late replies of dead ranks; raise WorkerDied if one of them still owed a reply."""
+        processes, requests = self._processes, self._requests
+        for rank in dead:  # before the burial closes the pipe: who answered and then died has answered
+            requests.take_late_replies(rank)
+        owed = [request for request in requests.values() if not request.pending.isdisjoint(dead)]
+        owing = [rank for rank in dead if any(rank in request.pending for request in owed)]
+        for rank in dead:
+            how = processes.bury(processes.by_rank[rank])
+            if rank not in owing:
+                self.unreported[rank] = f"ended with {how} while idle"
+        if not owing:
+            return
+        request = owed[0]  # the oldest: what they were at
+        fallen = set(owing)
+        if request.phase != "start":  # a worker that is still coming up cannot be interrupted; the teardown ends it
+            survivors = requests.debtors() - fallen
+            self.end_calls(survivors)
+            fallen |= {rank for rank in survivors if processes.by_rank[rank].is_dead}
+        error = self.died(sorted(fallen), request.phase, request.what, request.began)
+        self._last_death = copy.copy(error)  # without the traceback that will hold the caller's frames
+        raise error
+
+    def died(self, ranks: Iterable[int], phase: str, what: str, began: float) -> WorkerDied:
+        """Return the error that tells of the deaths of ``ranks``; nobody else has to."""
+        ranks = list(ranks)
+        for rank in ranks:
+            self.unreported.pop(rank, None)
+        return self._reports.died(ranks, phase, what, began)
+
+    def bury_idle(self, ranks: Iterable[int]) -> None:
+        """Bury workers that have died while nobody waited for them."""
+        for rank in ranks:
+            self.unreported[rank] = f"ended with {self._processes.bury(self._processes.by_rank[rank])} while idle"
+
+    # -- time limits --------------------------------------------------------------------------------------------------
+
+    def on_timeout(self, request: Request) -> None:
+        """End all requests because of one whose time is over.
+
+        Raises
+        ------
+        CallTimeout
+        """
+        ranks = f"rank {', '.join(map(str, sorted(request.pending)))} of {self._processes.world_size}"
+        if request.phase == "start":
+            raise CallTimeout(
+                f"the workers were not up in time: {ranks} is still starting. Raise timeout=, or call again."
+            )
+        request.error = CallTimeout(
+            f"{request.what or request.phase} did not end in time on {ranks}. "
+            "Raise timeout=, or give the function less to do."
+        )
+        self._settle(is_interrupted=False)
+        raise request.error
+
+    # -- making idle --------------------------------------------------------------------------------------------------
+
+    def settle_after(self, error: BaseException) -> None:
+        """Make the workers that still owe a reply idle, after an error in the middle of a message."""
+        if self._requests.debtors() and not self._processes.is_closed:
+            self._settle(is_interrupted=isinstance(error, KeyboardInterrupt))
+
+    def settle(self) -> None:
+        """Settle what a signal handler has broken off: every rank idle, or dead, and nothing in flight."""
+        if self._requests:
+            self._settle(is_interrupted=False)
+            self._requests.clear()
+
+    def _settle(self, *, is_interrupted: bool) -> None:
+        """After an exception in the middle of a message: every rank idle again, or dead. All requests are lost.
+
+        A Ctrl-C meanwhile ends the wait for workers that do not answer: they are killed. The second one, which the
+        first is where ``is_interrupted`` (a Ctrl-C has brought us here), closes the runtime.
+        """
+        num_interrupts = int(is_interrupted)
+
+        def on_interrupt() -> None:
+            nonlocal num_interrupts
+            num_interrupts += 1
+            self._kill_at = 0.0
+            self._processes.poll_set.wake()
+
+        with deferred(on_interrupt):
+            self.end_calls(sorted(self._requests.debtors()))
+            if num_interrupts > 1:
+                self.fail(ClosedError("the runtime was closed by a second Ctrl-C while it ended a call."))
+
+    def end_calls(self, ranks: Iterable[int]) -> None:
+        """End all requests, which only ``ranks`` still work on; those that were answered by all stay.
+
+        They get SIGINT, then a ping whose answer proves them idle, then, when ``_kill_at`` has come, SIGKILL.
+        """
+        self._kill_at = time.monotonic() + self.grace_s
+        ranks = [rank for rank in ranks if not self._processes.by_rank[rank].is_dead]
+        if ranks:
+            self._interrupt(ranks)
+        self._requests.give_up()  # last: until then the interrupt knows which messages it is meant for
+
+    def _interrupt(self, ranks: list[int]) -> None:
+        """Make ``ranks``, which are alive, idle; those that do not answer in time are dead and buried afterwards."""
+        processes, requests = self._processes, self._requests
+        interrupted = interrupt_word(next(iter(requests)), requests.sequence)
+        processes.epoch.end()
+        self._on_trouble()  # first: a rank that waits for another in a collective would not come back to its pipe
+        for rank in ranks:
+            processes.down[rank, Down.INTERRUPT] = interrupted  # before the signal, which looks what it is meant for
+            processes.by_rank[rank].process.interrupt()
+        ping = requests.next_sequence()
+        for rank in ranks:
+            processes.by_rank[rank].process.channel.ring(Kind.PING, 0, ping, 0)
+        silent = set(ranks)
+        repeat_at = time.monotonic() + self.grace_s / 2
+        while silent and (remaining := self._kill_at - time.monotonic()) > 0:
+            events = processes.wait(poll_ms(min(remaining, max(repeat_at - time.monotonic(), 0.0))))
+            for rank in events.doorbells:
+                message = requests.read(processes.by_rank[rank])  # what is no pong answers a message that is lost
+                if message is not None and message[0] == ping:
+                    silent.discard(rank)
+            for rank in events.deaths:
+                processes.bury(processes.by_rank[rank])
+                silent.discard(rank)
+            if events.is_woken:
+                processes.poll_set.drain_wake()
+            if time.monotonic() >= repeat_at:
+                # The user's code may have swallowed the first; a rank that is to finish its step hears the second.
+                repeat_at = math.inf
+                for rank in silent:
+                    processes.by_rank[rank].process.interrupt()
+        for rank in silent:
+            processes.by_rank[rank].process.kill()
+            processes.bury(processes.by_rank[rank])
+        for rank in ranks:
+            processes.down[rank, Down.INTERRUPT] = -1
+        self._on_idle()  # last: nobody waits in a collective any more, so its words may be set back
+
+    # -- starting again -----------------------------------------------------------------------------------------------
+
+    def restart_dead(self) -> None:
+        """Start dead ranks again; they get functions with the next load, segments and plans with the next call.
+
+        Raises
+        ------
+        ClosedError
+            If workers died too often.
+        StartupError
+        """
+        dead = [worker for worker in self._processes.by_rank if worker.is_dead]
+        now = time.monotonic()
+        while self._restarts and now - self._restarts[0] > RESTART_WINDOW_S:
+            self._restarts.popleft()
+        news = [
+            f"rank {rank} (pid {self._processes.by_rank[rank].process.pid}) {what_happened}"
+            for rank, what_happened in sorted(self.unreported.items())
+        ]
+        self.unreported.clear()
+        if len(self._restarts) >= self.max_restarts:
+            ended = ", ".join(f"rank {worker.rank} ({worker.process.exit_text})" for worker in dead)
+            error = ClosedError(
+                f"the runtime closed itself: workers died {len(self._restarts) + 1} times within "
+                f"{RESTART_WINDOW_S:.0f} s, last {ended}; max_restarts is {self.max_restarts}. Call synk.fork() again."
+            )
+            error.__cause__ = self._last_death
+            self.fail(error)
+            raise error
+        self._last_death = None
+        self._restarts.append(now)
+        self._start_again(dead)
+        self._news += news
+
+    def _start_again(self, workers: Sequence[WorkerState]) -> None:
+        self._on_idle()
+        with deferred():  # a rank that has a process but is not noted here would miss what replacements are given
+            for worker in workers:
+                self._counters["restarts"] += 1
+                self._processes.start_again(worker)
+                worker.is_prepared = False
+                self.restarted.append(worker.rank)
+
+    def replace_all(self) -> None:
+        """End all workers, which are idle, and start others in their place; they are still to come up."""
+        self.say_goodbye()
+        for worker in self._processes.by_rank:
+            if not worker.is_dead:
+                worker.process.kill()
+                self._processes.bury(worker)
+        self.unreported.clear()
+        self._start_again(self._processes.by_rank)
+
+    def tell_news(self) -> None:
+        """Warn the user of workers that died while nothing ran: what functions kept there is gone."""
+        if self._news:
+            news, self._news = self._news, []
+            warnings.warn(
+                f"{'; '.join(news)} and was started again. What functions kept there, in closures or globals, is gone.",
+                RuntimeWarning,
+                stacklevel=6,
+            )
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """Close at once, because of ``error``."""
+        self.cause = self.cause or error
+        self._processes.tear_down()
+
+    def say_goodbye(self) -> None:
+        """Ask idle workers to end; the teardown kills whoever does not."""
+        processes, requests = self._processes, self._requests
+        if processes.is_closed or requests.debtors():
+            return
+        sequence = requests.next_sequence()
+        waiting = set()
+        for worker in processes.by_rank:
+            if worker.is_ready and not worker.is_dead:
+                worker.process.channel.ring(Kind.CLOSE, 0, sequence, 0)
+                waiting.add(worker.rank)
+        deadline = time.monotonic() + self.grace_s
+        while waiting and (remaining := deadline - time.monotonic()) > 0:
+            events = processes.wait(poll_ms(remaining))
+            for rank in events.doorbells:
+                requests.read(processes.by_rank[rank])  # the bye; the death follows
+            for rank in events.deaths:
+                processes.bury(processes.by_rank[rank])
+                waiting.discard(rank)
+            if events.is_woken:
+                processes.poll_set.drain_wake()

@@ -1,0 +1,181 @@
+"""The messages in flight: who owes a reply to which, and what came.
+
+A request goes to any ranks, one of them or all; several may be in flight, and their replies come in any order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Sequence
+
+from synk._master.processes.processes import Processes, WorkerState
+from synk._pure.interrupts import deferred
+from synk._wire.channel import Channel, ProtocolError
+from synk._wire.messages import ASSEMBLED, DONE, HAS_BODY, IS_ASSEMBLED, IS_UNRECEIVED, Reply, Status
+from synk.errors import CallTimeout
+
+HELLO = 0
+"""The sequence number of a worker's first word; messages count from 1."""
+
+
+class Request:
+    """A message on its way: sent to some ranks, of which not all may have answered.
+
+    Attributes
+    ----------
+    pending : set of int
+        Ranks that owe a reply.
+    replies : dict of int to Reply
+        By rank.
+    deadline : float or None
+        Monotonic time by which all must have answered.
+    phase, what : str
+        For errors.
+    is_lost : bool
+        Whether it was given up: no reply will come any more.
+    is_cut : bool
+        Whether all have answered, but the workers remember nothing of it any more.
+    error : CallTimeout or None
+        What ended it, where it was the cause itself.
+    began : float
+        Monotonic time at which the operation began that it belongs to.
+    """
+
+    is_lost = is_cut = False
+    began = 0.0
+    error: CallTimeout | None = None
+
+    def __init__(self, sequence: int, ranks: Iterable[int], deadline: float | None, phase: str, what: str) -> None:
+        self.sequence = sequence
+        self.pending = set(ranks)
+        self.replies: dict[int, Reply] = {}
+        self.deadline = deadline
+        self.phase = phase
+        self.what = what
+
+
+class AnyOf(Request):
+    """Several requests, of which it is enough that one has been answered. For a wait; it is in no list."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        first = requests[0]
+        super().__init__(first.sequence, (), first.deadline, first.phase, first.what)
+        self._requests = requests
+
+    @property
+    def pending(self) -> set[int]:
+        """The ranks that owe an answer; none where one of the requests has all of its own."""
+        if any(not request.pending for request in self._requests):
+            return set()
+        return set().union(*(request.pending for request in self._requests))
+
+    @pending.setter
+    def pending(self, ranks: set[int]) -> None:
+        """Say nothing: the requests know."""
+
+
+class Requests(dict[int, Request]):
+    """The requests of a runtime in flight, or answered and not yet collected, by sequence number, oldest first.
+
+    Attributes
+    ----------
+    sequence : int
+        The number of the last message.
+    """
+
+    def __init__(self, processes: Processes, counters: dict[str, int]) -> None:
+        super().__init__()
+        self._processes = processes
+        self._counters = counters
+        self.sequence = 0
+
+    def next_sequence(self) -> int:
+        self.sequence = self.sequence % 0xFFFF + 1
+        return self.sequence
+
+    def debtors(self) -> set[int]:
+        """Return the ranks that owe a reply."""
+        return {rank for request in self.values() for rank in request.pending}
+
+    def most_urgent(self, request: Request) -> Request:
+        """Return the request whose time limit comes first; ``request`` if none has one."""
+        limited = [each for each in self.values() if each.pending and each.deadline is not None]
+        return min(limited, key=lambda each: each.deadline or 0.0, default=request)
+
+    def give_up(self) -> None:
+        """Lose those that were not answered by all. The others stay, but the workers forget what they knew of them."""
+        for request in list(self.values()):  # all are marked before one goes: an interrupt may come between two lines
+            request.is_lost, request.is_cut = bool(request.pending), not request.pending
+        for sequence in [sequence for sequence, request in self.items() if request.is_lost]:
+            self.pop(sequence, None)
+
+    # -- replies ------------------------------------------------------------------------------------------------------
+
+    def take_replies(self, ranks: Iterable[int]) -> None:
+        """Read one reply of each of ``ranks``, which have answered."""
+        for rank in ranks:
+            if HELLO in self:
+                with deferred():  # a hello comes once
+                    self.note(rank, self.read(self._processes.by_rank[rank]))
+            else:
+                self.note(rank, self.read(self._processes.by_rank[rank]))
+
+    def take_late_replies(self, rank: int) -> None:
+        """Read all replies that a rank, which is dead, has left in its pipe."""
+        worker = self._processes.by_rank[rank]
+        os.set_blocking(worker.process.channel.read_fd, False)
+        with contextlib.suppress(BlockingIOError):
+            while self.note(rank, self.read(worker)):
+                pass
+
+    def take_doorbell(self, rank: int, doorbell: bytes) -> bool:
+        """Note the reply of a rank, of which the doorbell was read; return whether that is all there is to it."""
+        message = self._understood(self._processes.by_rank[rank], Channel.understood(doorbell))
+        return self.note(rank, message) and message is not None and message[1].status == Status.DONE
+
+    def note(self, rank: int, message: tuple[int, Reply] | None) -> bool:
+        """Note a reply at the request that it answers; return False where there is none."""
+        if message is None:
+            return False
+        sequence, reply = message
+        known = self._processes.by_rank[rank].known
+        body = known.unanswered.pop(sequence, None)
+        if body is not None and reply.flags & IS_UNRECEIVED:
+            known.take_back(body)
+        request = self.get(sequence)  # None: the answer to a message that was given up
+        if sequence == HELLO:
+            self._processes.by_rank[rank].hello = reply
+        if request is not None and rank in request.pending:
+            request.replies[rank] = reply
+            request.pending.discard(rank)
+        return True
+
+    def read(self, worker: WorkerState) -> tuple[int, Reply] | None:
+        """Read one doorbell and its body; return the number of the message that it answers, and the reply."""
+        return self._understood(worker, worker.process.channel.answer())
+
+    def _understood(self, worker: WorkerState, message: tuple[int, int, int, int] | None) -> tuple[int, Reply] | None:
+        """Return what a doorbell stands for, with its body."""
+        process = worker.process
+        if message is None:  # its end of the pipe is closed. The death is told by its pidfd, perhaps a moment later
+            self._processes.poll_set.unwatch(process.channel.read_fd)
+            return None
+        status, flags, sequence, _ = message
+        counters = self._counters
+        counters["messages_up"] += 1
+        counters["bytes_up"] += 8
+        if status == Status.DONE and not flags & HAS_BODY:
+            return sequence, ASSEMBLED if flags & IS_ASSEMBLED else DONE
+        body = b""
+        if flags & HAS_BODY:
+            try:
+                with deferred():  # descriptors have no owner until they are closed
+                    body, fds = process.channel.receive_body(sequence)
+                    for fd in fds:
+                        os.close(fd)
+            except (ProtocolError, EOFError, ConnectionResetError):
+                process.kill()  # what it sends is not what our worker sends
+                return None
+            counters["bytes_up"] += len(body)
+        return sequence, Reply(Status(status), flags, body)

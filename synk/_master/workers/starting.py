@@ -1,0 +1,126 @@
+"""How workers come up: each says hello once its process is ready, or is killed and replaced."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import platform
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
+
+import numpy as np
+
+from synk._master.processes.processes import Processes, WorkerState
+from synk._master.processes.reports import stderr_tails
+from synk._master.workers.recovery import Recovery
+from synk._master.workers.requests import HELLO, Request, Requests
+from synk._version import __version__
+from synk._wire.channel import ProtocolError
+from synk._wire.messages import Reply
+from synk.errors import CallTimeout, SerializationError, StartupError, WorkerDied
+
+START_TIMEOUT_S = 120.0
+
+
+class Starting:
+    """Waits for the workers of one runtime that are coming up.
+
+    Parameters
+    ----------
+    processes : Processes
+    requests : Requests
+    recovery : Recovery
+    wait : callable
+        ``wait(request)`` waits until all ranks have answered.
+    """
+
+    def __init__(
+        self, processes: Processes, requests: Requests, recovery: Recovery, wait: Callable[[Request], object]
+    ) -> None:
+        self._processes = processes
+        self._requests = requests
+        self._recovery = recovery
+        self._wait = wait
+        self._once_stuck: set[int] = set()  # ranks whose process was started because another had not come up
+
+    def await_ready(self, deadline: float | None = None) -> None:
+        """Wait until every started worker has said hello; one that is stuck as it starts is killed and started again.
+
+        Raises
+        ------
+        StartupError
+            Naming the ranks that did not, with the end of their stderr. The runtime is closed then.
+        WorkerDied
+            If one died that was started in the place of another.
+        CallTimeout
+            If they had not at ``deadline``; they go on starting.
+        """
+        while waiting := [worker for worker in self._processes.by_rank if not worker.is_ready]:
+            # From the start of the process on: calls that give up sooner must not put it off.
+            silent = [worker.process.started for worker in waiting if worker.hello is None]
+            limit = min(silent, default=math.inf) + START_TIMEOUT_S
+            try:
+                self._await_hellos(waiting, limit if deadline is None else min(deadline, limit))
+            except CallTimeout:
+                if time.monotonic() < limit:
+                    raise
+                self._replace_stuck()
+
+    def _await_hellos(self, waiting: Sequence[WorkerState], deadline: float) -> None:
+        ranks = {worker.rank for worker in waiting}
+        try:
+            silent = {worker.rank for worker in waiting if worker.hello is None}
+            self._requests[HELLO] = hello = Request(HELLO, silent, deadline, "start", "")
+            try:  # and nobody is interrupted: a worker that is coming up has no handler yet, the signal would end it
+                self._wait(hello)
+            finally:
+                self._requests.pop(HELLO, None)
+            for worker in waiting:
+                assert worker.hello is not None
+                self._greet(worker, worker.hello)
+        except (WorkerDied, ProtocolError, SerializationError) as error:
+            if isinstance(error, WorkerDied) and self._recovery.has_restarted:
+                raise  # a replacement: one more death, and the next operation starts another
+            died = getattr(error, "ranks", ()) or tuple(sorted(ranks))
+            self._fail(died, f"did not come up. {error}", error)
+        except StartupError as error:
+            self._recovery.fail(error)
+            raise
+
+    def _fail(self, ranks: Iterable[int], what_happened: str, error: BaseException | None) -> NoReturn:
+        named = f"rank {', '.join(map(str, ranks))} of {self._processes.world_size}"
+        failure = StartupError(f"cannot start the workers: {named} {what_happened}")
+        self._recovery.fail(failure)
+        raise failure from error
+
+    def _replace_stuck(self) -> None:
+        """Kill the workers whose time to start is over, and start others; a second one that is stuck is the last."""
+        latest = time.monotonic() - START_TIMEOUT_S
+        stuck = [worker for worker in self._processes.by_rank if not worker.is_ready and worker.hello is None]
+        stuck = [worker for worker in stuck if worker.process.started <= latest]
+        for worker in stuck:  # none of them owes a reply to anything but its hello
+            worker.process.kill()
+            self._processes.bury(worker)
+            self._recovery.unreported[worker.rank] = f"was not up {START_TIMEOUT_S:g} s after its start, was killed,"
+        ranks = {worker.rank for worker in stuck}
+        if self._recovery.max_restarts == 0 or ranks & self._once_stuck:
+            tails = "\n".join(["", *stderr_tails(stuck, 0.0)])
+            self._fail(sorted(ranks), f"was not up {START_TIMEOUT_S:g} s after its start.{tails}", None)
+        self._once_stuck |= ranks
+        self._recovery.restart_dead()
+
+    def _greet(self, worker: WorkerState, reply: Reply) -> None:
+        hello = pickle.loads(reply.body)
+        mine = own_versions()
+        if hello["versions"] != mine:
+            differing = [f"{k} {v} (master: {mine[k]})" for k, v in hello["versions"].items() if v != mine[k]]
+            raise StartupError(f"cannot use worker rank {worker.rank}: it runs {', '.join(differing)}.")
+        worker.description = hello["device"]
+        worker.is_ready = True
+        self._once_stuck.discard(worker.rank)
+
+
+def own_versions() -> dict[str, str]:
+    """Versions that master and workers must share."""
+    return {"python": platform.python_version(), "numpy": np.__version__, "synk": __version__}

@@ -1,0 +1,351 @@
+"""The workers of one runtime: a message to some or all of them, the wait for their replies, and their start.
+
+Knows nothing of functions, plans and arrays; what a message brings beside its content it asks of ``pack``. What goes
+wrong is seen here, in the wait, and handled by ``recovery``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from synk._master.processes.known import KnownByRank, Told
+from synk._master.processes.placement import Placement
+from synk._master.processes.process import Process
+from synk._master.processes.processes import PollSet, Processes, WorkerState
+from synk._master.workers.doorbells import Doorbells
+from synk._master.workers.failures import raise_failures
+from synk._master.workers.recovery import Recovery
+from synk._master.workers.requests import AnyOf, Request, Requests
+from synk._master.workers.starting import Starting
+from synk._master.workers.waiting import Waiting
+from synk._pure.environment import spin_s
+from synk._pure.interrupts import deferred
+from synk._wire.channel import MAX_FDS, Patience
+from synk._wire.memory import Segment
+from synk._wire.messages import IS_ALONE, LANE_SHIFT, Body, Kind, Reply
+from synk._wire.settings import Reader
+
+AWAKE_S = 200e-6
+"""How long the master waits awake for replies that are doorbells."""
+
+Pack = Callable[[KnownByRank, Any, Sequence[Segment], int, "Told | None"], tuple["Body | None", list[Segment]]]
+Packed = dict[int, tuple["Body | None", list[Segment]]]
+"""By rank: the body of its message, and the segments that it brings: their descriptors ride along, if they have one."""
+
+
+class Workers:
+    """The workers of one runtime.
+
+    Parameters
+    ----------
+    placement : Placement
+    process_type : callable
+        ``process_type(rank)`` makes what plays a rank, not started: a process, or something in this one.
+    seed : int
+        Of random numbers.
+    max_restarts : int
+    counters : dict of str to int
+    token : bytes
+    pack : callable
+        ``pack(known, content, segments, lane, settings)`` returns the body of a message for a rank (None if it needs
+        none) and the segments that it brings.
+    on_trouble, on_idle : callable
+        See :class:`Recovery`.
+
+    Attributes
+    ----------
+    processes, requests, recovery, waiting, starting
+        Its parts: who the workers are, what they were sent, what is done when something goes wrong, the wait for their
+        replies, and how they come up.
+    by_rank : list of WorkerState
+    epoch : Epoch
+        Ends with everything that a remembered call relies on.
+    began : float
+        When the operation under way began.
+    settings : Reader
+        Those of the program, which go along with messages.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        *,
+        process_type: type[Process],
+        seed: int,
+        max_restarts: int,
+        counters: dict[str, int],
+        token: bytes,
+        pack: Pack,
+        on_trouble: Callable[[], None],
+        on_idle: Callable[[], None],
+    ) -> None:
+        self.is_inline = process_type.is_inline
+        self.backend: str = placement.backend
+        self.world_size = len(placement.devices)
+        self.counters = counters
+        self.began = 0.0
+        self.settings = Reader()
+        self.patience = Patience(min(spin_s(), AWAKE_S))
+        self._pack = pack
+        self.poll_set = PollSet()
+        self.processes = Processes(placement, process_type=process_type, seed=seed, token=token, poll_set=self.poll_set)
+        self.by_rank = self.processes.by_rank
+        self.epoch = self.processes.epoch
+        self.requests = Requests(self.processes, counters)
+        self.recovery = Recovery(
+            self.processes, self.requests,
+            max_restarts=max_restarts, counters=counters, on_trouble=on_trouble, on_idle=on_idle,
+        )  # fmt: skip
+        self.waiting = Waiting(self.processes, self.requests, self.recovery, self.poll_set)
+        self.starting = Starting(self.processes, self.requests, self.recovery, self.waiting.until)
+
+    # -- between messages ---------------------------------------------------------------------------------------------
+
+    def prepare(self, deadline: float | None = None) -> None:
+        """Bring the workers to a known state: settle what an interrupt left, note deaths, start the dead again.
+
+        Raises
+        ------
+        ClosedError
+            If workers died too often.
+        StartupError
+        """
+        processes, recovery = self.processes, self.recovery
+        recovery.settle()  # before deaths are looked for: it is they who would not answer
+        events = processes.wait(0)
+        for rank, _ in events.printed:
+            self.by_rank[rank].process.note_backlog()
+        recovery.bury_idle(events.deaths)
+        if events.is_woken:
+            self.waiting.on_wake()
+        if processes.has_dead:  # those, and others of whose death a call before has told
+            recovery.restart_dead()
+        for worker in self.by_rank:
+            if not worker.is_ready:
+                self.starting.await_ready(deadline)
+                break
+        recovery.tell_news()  # now that they are up: the warning may be turned into an error, which ends the operation
+        self.began = time.monotonic()
+
+    def replace(self, deadline: float | None) -> None:
+        """End all workers, which are idle, and start others in their place."""
+        self.recovery.replace_all()
+        self.starting.await_ready(deadline)
+
+    def drop_plan(self, plan_id: int) -> None:
+        """Have the workers forget a plan with their next message."""
+        with deferred():  # all of them, or an interrupt would leave some that hold what is gone
+            for worker in self.by_rank:
+                worker.known.drop_plan(plan_id)
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        kind: Kind,
+        ranks: Sequence[int],
+        value: int,
+        contents: dict[int, Any],
+        segments: Iterable[Segment],
+        deadline: float | None,
+        phase: str,
+        what: str,
+        lane: int = 0,
+    ) -> dict[int, Reply]:
+        """Send one message to each of ``ranks`` and return their replies.
+
+        Raises
+        ------
+        WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
+            The workers that are alive then are idle again, and all requests are lost.
+        """
+        return self.wait(self.send(kind, ranks, value, contents, segments, deadline, phase, what, lane))
+
+    def send(
+        self,
+        kind: Kind,
+        ranks: Sequence[int],
+        value: int,
+        contents: dict[int, Any],
+        segments: Iterable[Segment],
+        deadline: float | None,
+        phase: str,
+        what: str,
+        lane: int = 0,
+        request: Request | None = None,
+    ) -> Request:
+        """Send one message to each of ``ranks``, which may be a single one; :meth:`wait` returns the replies.
+
+        Several requests may be in flight, to the same ranks or to others, and be waited for in any order.
+
+        Parameters
+        ----------
+        contents : dict
+            Body of the message for the ranks that need one.
+        segments : iterable of Segment
+            What the message refers to; ranks that do not hold one yet get it with the message.
+        deadline : float or None
+            Monotonic time at which the wait ends with ``CallTimeout``.
+        phase, what : str
+            For errors.
+        lane : int
+            That of the call which the message belongs to.
+        request : Request, optional
+            What stands for the message; a new one by default.
+
+        Raises
+        ------
+        WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
+            As :meth:`ask`.
+        """
+        fallen = [rank for rank in ranks if self.by_rank[rank].is_dead]
+        if fallen:  # it answered an earlier message of this operation and died then
+            raise self.recovery.died(fallen, phase, what, self.began)
+        messages = self._fitting(ranks, contents, list(segments), lane, deadline, phase, what)
+        return self._send_all(kind, value, messages, lane, request or Request(0, ranks, deadline, phase, what))
+
+    def _fitting(
+        self,
+        ranks: Sequence[int],
+        contents: dict[int, Any],
+        segments: Sequence[Segment],
+        lane: int,
+        deadline: float | None,
+        phase: str,
+        what: str,
+    ) -> Packed:
+        """Pack the messages; descriptors for which one has no room go ahead, in messages of their own."""
+        messages = self._packed(ranks, contents, segments, lane)
+        # No rank gets the message before all have room for its descriptors: what it answers would be taken for nothing.
+        while any(len(part) > MAX_FDS for _, part in messages.values()):
+            own = {rank: [each for each in part if each.arena is None] for rank, (_, part) in messages.items()}
+            surplus = {rank: part[:MAX_FDS] for rank, part in own.items() if len(part) > MAX_FDS}
+            if not surplus:
+                break
+            supplies: Packed = {
+                rank: (Body(segments=KnownByRank.describe(part)), part) for rank, part in surplus.items()
+            }
+            request = Request(0, supplies, deadline, phase, what)
+            replies = self.wait(self._send_all(Kind.SUPPLY, 0, supplies, 0, request))
+            raise_failures(replies, self.world_size, phase)
+            messages = self._packed(ranks, contents, segments, lane)
+        return messages
+
+    def _packed(self, ranks: Sequence[int], contents: dict[int, Any], segments: Sequence[Segment], lane: int) -> Packed:
+        known = {rank: self.by_rank[rank].known for rank in ranks}
+        settings = None
+        if not self.is_inline:  # which has those of this thread
+            values = self.settings.read()
+            if any(each.settings != values for each in known.values()):
+                settings = Told(self.settings.names, values)
+        return {rank: self._pack(each, contents.get(rank), segments, lane, settings) for rank, each in known.items()}
+
+    def _send_all(self, kind: Kind, value: int, messages: Packed, lane: int, request: Request) -> Request:
+        """Send each rank its message."""
+        requests = self.requests
+        sequence = request.sequence = requests.next_sequence()
+        flags = lane << LANE_SHIFT | (0 if requests else IS_ALONE)
+        if kind in (Kind.CALL, Kind.ITEMS) and requests:  # it was submitted, and joins others
+            self.began = time.monotonic()
+        # Noted before the first rank has it: wherever the sending is broken off, all of them count as having it.
+        request.began = self.began
+        requests[sequence] = request
+        try:
+            for rank, (body, missing) in messages.items():
+                self._send_one(self.by_rank[rank], kind, flags, sequence, value, body, missing)
+        except BaseException as error:
+            self.recovery.settle_after(error)
+            raise
+        return request
+
+    def _send_one(
+        self,
+        worker: WorkerState,
+        kind: Kind,
+        flags: int,
+        sequence: int,
+        value: int,
+        body: Body | None,
+        missing: list[Segment],
+    ) -> None:
+        counters = self.counters
+        counters["messages_down"] += 1
+        counters["bytes_down"] += 8
+        if body is None:
+            worker.process.channel.ring(kind, flags, sequence, value)
+            return
+        counters["bytes_down"] += worker.process.deliver(
+            kind, flags, sequence, value, body, missing, lambda: worker.known.note_sent(sequence, body)
+        )
+
+    def prefetch(self, ranks: Sequence[int], plan_id: int, lane: int) -> None:
+        """Have ranks bring the inputs of a call to their devices, which follows when those under way have ended."""
+        for rank in ranks:
+            if plan_id in self.by_rank[rank].known.plans:
+                self.counters["messages_down"] += 1
+                self.counters["bytes_down"] += 8
+                self.by_rank[rank].process.channel.ring(Kind.PREFETCH, lane << LANE_SHIFT, 0, plan_id)
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    def doorbells(self, ranks: Sequence[int]) -> Doorbells:
+        """Return how ranks are rung and heard until the epoch ends."""
+        channels = {rank: self.by_rank[rank].process.channel for rank in ranks}
+        return Doorbells(self.poll_set.poll, channels, self.requests, self.patience, self.recovery, self.counters)
+
+    def wait(self, request: Request) -> dict[int, Reply]:
+        """Wait for the replies of all ranks and return them.
+
+        Raises
+        ------
+        WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
+            As :meth:`ask`; ``CallTimeout`` also for another request, whose ``error`` it is then.
+        """
+        if request.pending:
+            self.wait_until(request, None)
+        # No rank owes it anything: if an interrupt comes from here on, the next operation clears it away.
+        self.requests.pop(request.sequence, None)
+        return request.replies
+
+    def wait_any(self, requests: Sequence[Request], until: float | None = None) -> None:
+        """Wait until no rank owes one of ``requests`` a reply, at most until the monotonic time given.
+
+        Raises
+        ------
+        WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
+            As :meth:`wait`.
+        """
+        self.wait_until(requests[0] if len(requests) == 1 else AnyOf(requests), until)
+
+    def wait_until(self, request: Request, until: float | None) -> bool:
+        """Wait until no rank owes ``request`` a reply, at most until the monotonic time given; return whether it is so.
+
+        Raises
+        ------
+        WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
+            As :meth:`wait`.
+        """
+        try:
+            return self.waiting.until(request, until)
+        except BaseException as error:
+            self.recovery.settle_after(error)
+            raise
+
+    def pump(self) -> None:
+        """Take in, without waiting, what workers have answered; a death or a time limit ends all requests.
+
+        Raises
+        ------
+        WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
+        """
+        try:
+            while self.waiting.take_events(0):
+                pass
+            for request in list(self.requests.values()):
+                if request.pending and request.deadline is not None and time.monotonic() >= request.deadline:
+                    self.recovery.on_timeout(request)
+        except BaseException as error:
+            self.recovery.settle_after(error)
+            raise

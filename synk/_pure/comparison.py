@@ -1,0 +1,132 @@
+"""Whether two outputs are equal, and which op makes the values of parts that of the whole. Pure NumPy, no process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from synk._pure.dtypes import as_numbers, is_bfloat16
+from synk._pure.interrupts import is_from_handler
+from synk._pure.ops import REDUCE_OPS, check_op
+from synk._pure.partials import concatenate, join, reduce_into
+from synk._pure.table_outputs import check_table, combined, compared
+from synk._pure.tables import is_table
+from synk.errors import CollectiveMismatch
+
+MISSING: Any = object()
+"""In the place of an output that is not there, or has no meaning: equals nothing."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far from the serial value is equal, as in ``numpy.allclose``; None for what rounding alone can do.
+
+    By default ``rtol`` is the square root of the dtype's precision (1.5e-8 for float64), and ``atol`` is that part of
+    the largest serial value, so that sums of numbers that cancel out are judged by the size of the whole output.
+    """
+
+    rtol: float | None
+    atol: float | None
+
+    def allows(self, value: np.ndarray, serial: np.ndarray) -> bool:
+        """Whether two arrays of numbers are equal but for rounding."""
+        dtypes = [array.dtype for array in (value, serial) if array.dtype.kind in "fc" or is_bfloat16(array.dtype)]
+        eps = max([_precision(dtype) for dtype in dtypes], default=0.0)
+        value, serial = as_numbers(value), as_numbers(serial)
+        rtol = eps**0.5 if self.rtol is None else self.rtol
+        finite = np.abs(serial)[np.isfinite(serial)]
+        atol = eps + eps**0.5 * float(finite.max(initial=0)) if self.atol is None else self.atol
+        return bool(np.allclose(value, serial, rtol=rtol, atol=atol, equal_nan=True))
+
+
+def _precision(dtype: np.dtype) -> float:
+    return 2.0**-7 if is_bfloat16(dtype) else float(np.finfo(dtype).eps)
+
+
+def _is_number(value: Any) -> bool:
+    array = np.asarray(value) if isinstance(value, (np.ndarray, np.generic, int, float, complex)) else None
+    return array is not None and (array.dtype.kind in "biufc" or is_bfloat16(array.dtype))
+
+
+def is_same(value: Any, serial: Any, tolerance: Tolerance) -> bool:
+    """Whether two outputs are equal: numbers but for rounding, everything else by its own ``==``."""
+    if value is MISSING:
+        return False
+    if is_table(value) or is_table(serial):
+        return compared(value, serial, lambda a, b: is_same(a, b, tolerance), difference)[0]
+    if type(value) is list and type(serial) is list:  # the objects of rows
+        return len(value) == len(serial) and all(map(lambda a, b: is_same(a, b, tolerance), value, serial))
+    if _is_number(value) and _is_number(serial):
+        a, b = np.asarray(value), np.asarray(serial)
+        return a.shape == b.shape and tolerance.allows(a, b)
+    if isinstance(value, np.ndarray) or isinstance(serial, np.ndarray):
+        return np.shape(value) == np.shape(serial) and bool(np.all(np.asarray(value) == np.asarray(serial)))
+    try:
+        return bool(value == serial)
+    except Exception as error:  # a comparison is the user's code, and may say anything
+        if is_from_handler(error):
+            raise
+        return False
+
+
+def difference(value: Any, serial: Any) -> float:
+    """Return the largest absolute difference of two outputs; NaN where there is none to speak of."""
+    if is_table(value):
+        return compared(value, serial, lambda a, b: True, difference)[1]
+    if value is MISSING or not (_is_number(value) and _is_number(serial)) or np.shape(value) != np.shape(serial):
+        return float("nan")
+    a, b = as_numbers(np.asarray(value)), as_numbers(np.asarray(serial))
+    wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
+    with np.errstate(all="ignore"):
+        distance = np.abs(a.astype(wide) - b.astype(wide))
+    return float(distance[~np.isnan(distance)].max(initial=0.0))
+
+
+def combine(op: str, parts: Sequence[Any], rows: Sequence[int]) -> Any:
+    """Return the values of all ranks combined by ``op``, or nothing that equals anything where that has no meaning."""
+    if op == "first":
+        return parts[0] if parts else MISSING
+    if op == "gather" and parts and all(type(part) is list for part in parts):
+        return join(parts, None)
+    if parts and any(map(is_table, parts)):
+        try:
+            for part in parts:
+                check_table(op, part, "")
+            return combined(op, parts, rows, "", ranks=range(len(parts)))
+        except (TypeError, CollectiveMismatch) as error:
+            if is_from_handler(error):
+                raise
+            return MISSING
+    if not parts or not all(isinstance(part, (np.ndarray, np.generic, int, float, complex)) for part in parts):
+        return MISSING
+    arrays = [np.ascontiguousarray(part) if np.ndim(part) else np.asarray(part) for part in parts]
+    alike = len({(array.dtype, array.shape[1:] if op == "gather" else array.shape) for array in arrays}) == 1
+    if not alike or (op == "gather" and arrays[0].ndim == 0):
+        return MISSING
+    if op == "gather":
+        return concatenate(arrays)
+    try:
+        check_op(op, arrays[0].dtype, "")
+    except TypeError as error:
+        if is_from_handler(error):
+            raise
+        return MISSING
+    out = np.empty_like(arrays[0])
+    with np.errstate(all="ignore"):
+        reduce_into(op, arrays, rows, out)
+    return out
+
+
+def fitting_ops(parts: Sequence[Any], rows: Sequence[int], whole: Any, tolerance: Tolerance) -> tuple[str, ...]:
+    """Return the ops by which the values of parts, each of so many rows, are that of the whole.
+
+    Examples
+    --------
+    >>> fitting_ops([3.0, 12.0], [2, 3], 15.0, Tolerance(None, None))
+    ('sum',)
+    """
+    words = (*REDUCE_OPS, "gather", "first")
+    return tuple(word for word in words if is_same(combine(word, parts, rows), whole, tolerance))

@@ -1,0 +1,110 @@
+"""What is done for tables of polars; see ``synk._pure.tables``, which imports this where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+_ARRAYS = {
+    pl.Int8, pl.Int16, pl.Int32, pl.Int64, pl.UInt8, pl.UInt16, pl.UInt32, pl.UInt64, pl.Float32, pl.Float64,
+    pl.Boolean,
+}  # fmt: skip
+
+
+def opened(table: Any) -> tuple[Any, list[Any], bool]:
+    """Return a table without rows, its columns, and False: it has no index that would count the rows."""
+    return table.clear(), columns_of(table), False
+
+
+def columns_of(table: Any) -> list[Any]:
+    return [table] if isinstance(table, pl.Series) else table.get_columns()
+
+
+def labels_of(table: Any) -> list[Any]:
+    """Return the labels of the columns."""
+    return [table.name] if isinstance(table, pl.Series) else table.columns
+
+
+def arrays(column: Any) -> list[np.ndarray] | None:
+    """Return the arrays that hold a column; None where it must be pickled."""
+    if column.dtype not in _ARRAYS and not column.dtype.is_temporal():
+        return None
+    physical = column.to_physical()
+    if not column.null_count():
+        return [physical.to_numpy()]
+    missing = pl.Series([False] if physical.dtype == pl.Boolean else [0], dtype=physical.dtype)
+    return [physical.zip_with(physical.is_not_null(), missing).to_numpy(), column.is_null().to_numpy()]
+
+
+def numbers(column: Any) -> list[np.ndarray] | None:
+    """Return the arrays of a column with which an op can compute."""
+    return arrays(column) if column.dtype in _ARRAYS else None
+
+
+def alike(columns: Sequence[Any]) -> list[Any]:
+    """Return columns in a dtype that holds them all."""
+    dtype = joined(columns).dtype
+    return [column.cast(dtype) for column in columns]
+
+
+def restored(column: Any, arrays: Sequence[np.ndarray]) -> Any:
+    """Return a column like ``column``, which may have no rows, of its arrays."""
+    made = pl.Series(column.name, arrays[0]).cast(column.dtype)
+    if len(arrays) == 1:
+        return made
+    return made.zip_with(pl.Series(~arrays[1]), pl.Series([None], dtype=column.dtype))
+
+
+def concatenated(columns: Sequence[Any]) -> Any:
+    """Join columns of one dtype."""
+    return pl.concat(columns)
+
+
+def taken(column: Any, positions: np.ndarray) -> Any:
+    return column[positions]
+
+
+def built(template: Any, columns: Sequence[Any], numbers: np.ndarray | None) -> Any:
+    """Return a table like ``template`` of its columns."""
+    return with_columns(template, None, columns)
+
+
+def with_columns(template: Any, index: None, columns: Sequence[Any]) -> Any:
+    """Return a table with the class and the labels of ``template``."""
+    return columns[0] if isinstance(template, pl.Series) else type(template)(dict(zip(template.columns, columns)))
+
+
+def joined(tables: Sequence[Any]) -> Any:
+    """Return the rows of several tables one behind the other."""
+    if isinstance(tables[0], pl.Series):
+        return pl.concat([table.to_frame() for table in tables], how="vertical_relaxed").to_series()
+    return pl.concat(tables, how="vertical_relaxed")
+
+
+def differ(first: Any, second: Any, *, has_rows: bool) -> str:
+    """Return what two tables differ in; empty for nothing. Without an index, rows differ in their number only."""
+    if isinstance(first, pl.Series) != isinstance(second, pl.Series):
+        return "kind"
+    if labels_of(first) != labels_of(second):
+        return "name" if isinstance(first, pl.Series) else "columns"
+    dtypes = [(a.dtype, b.dtype) for a, b in zip(columns_of(first), columns_of(second))]
+    if any(a != b and pl.Null not in (a, b) and not (a.is_numeric() and b.is_numeric()) for a, b in dtypes):
+        return "dtypes"  # polars would make text of numbers
+    return "index" if has_rows and len(first) != len(second) else ""
+
+
+def described(table: Any, difference: str) -> str:
+    """Return in words what differs."""
+    if difference == "index":
+        return f"{len(table)} rows"
+    if difference == "dtypes":
+        return f"dtypes {[str(column.dtype) for column in columns_of(table)]}"
+    return repr(table.name) if difference == "name" else f"columns {labels_of(table)}"
+
+
+def equals(first: Any, second: Any) -> bool:
+    """Whether two columns that are no numbers are equal."""
+    return bool(first.equals(second, null_equal=True))

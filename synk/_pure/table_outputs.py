@@ -1,0 +1,176 @@
+"""Series and DataFrames as outputs: joined with their labels, or reduced where these are equal on all ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from synk._pure.interrupts import is_from_handler
+from synk._pure.ops import Op, check_op, is_reducible
+from synk._pure.partials import reduce_into
+from synk._pure.tables import functions_for, is_table, kind_of, library_of, taken_rows
+from synk.errors import CollectiveMismatch
+
+
+@dataclass(frozen=True)
+class TableSlices:
+    """What a rank has returned over its slices: combined with that of the others, at once, so nothing is rounded twice.
+
+    Attributes
+    ----------
+    tables : list
+    rows : list of int
+        Behind each.
+    """
+
+    tables: list[Any]
+    rows: list[int]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.tables))
+
+
+def num_rows(value: Any) -> int:
+    """Return the rows of a table, or of the first of several slices."""
+    return len(value.tables[0] if isinstance(value, TableSlices) else value)
+
+
+def check_table(op: Op, table: Any, what: str) -> None:
+    """Raise TypeError where ``op`` has no meaning for a column of a table that ``what`` names."""
+    functions = functions_for(library_of(table))
+    for label, column in zip(functions.labels_of(table), functions.columns_of(table)) if is_reducible(op) else ():
+        place = _place(table, label, what)
+        arrays = functions.numbers(column)
+        if arrays is None:
+            raise TypeError(
+                f"cannot reduce {place} with op {op!r}: got dtype {column.dtype}, expected numbers. Leave the column "
+                "out, or use op 'gather' or None."
+            )
+        check_op(str(op), arrays[0].dtype, place)
+
+
+def combined(
+    op: str,
+    parts: Sequence[Any],
+    rows: Sequence[int],
+    what: str,
+    *,
+    ranks: Sequence[int],
+    order: np.ndarray | None = None,
+) -> Any:
+    """Return the table that those of all ranks are together.
+
+    Parameters
+    ----------
+    op : str
+        ``"gather"``, or one that reduces.
+    parts : sequence of tables or TableSlices
+    rows : sequence of int
+        Behind each part.
+    ranks : sequence of int
+        Of each part, for errors.
+    order : ndarray of int64, optional
+        Row k of a gathered table goes to position ``order[k]``.
+
+    Raises
+    ------
+    CollectiveMismatch
+        If they are of different kinds, or have different columns; if they are reduced, different rows.
+    """
+    each = [
+        (rank, table, count)
+        for rank, part, num_rows in zip(ranks, parts, rows)
+        for table, count in (zip(part.tables, part.rows) if isinstance(part, TableSlices) else [(part, num_rows)])
+    ]
+    tables, weights = [table for _, table, _ in each], [count for _, _, count in each]
+    verb = {"gather": "gather", "avg": "average"}.get(op, op)
+    kinds = {library_of(table) for table in tables}
+    functions: Any = functions_for(kinds.pop()) if len(kinds) == 1 else None
+    has_rows = op != "gather"
+    found = [functions.differ(tables[0], table, has_rows=has_rows) if functions else "kind" for table in tables]
+    difference = next(filter(None, found), "")
+    if difference:
+        name = _kind if difference == "kind" else functools.partial(functions.described, difference=difference)
+        texts = dict.fromkeys(f"rank {rank}: {name(table)}" for rank, table, _ in each)
+        raise CollectiveMismatch(f"cannot {verb} {what}: got {'; '.join(texts)}, expected {_EXPECTED[difference]}.")
+    if op == "gather":
+        try:
+            table = functions.joined(tables)
+        except Exception as error:  # what is no mismatch of labels the library says in its own words
+            if is_from_handler(error):
+                raise
+            raise CollectiveMismatch(f"cannot gather {what}: {type(error).__name__}: {error}") from error
+        if order is None:
+            return table
+        places = np.empty(len(order), np.int64)
+        places[order] = np.arange(len(order))
+        return taken_rows(table, places)
+    columns = [
+        _reduced(op, own, weights, functions, f"{verb} {_place(tables[0], label, what)}")
+        for label, own in zip(functions.labels_of(tables[0]), zip(*map(functions.columns_of, tables)))
+    ]
+    return functions.with_columns(tables[0], getattr(tables[0], "index", None), columns)
+
+
+_EXPECTED = {
+    "kind": "one kind on all ranks. Use op None for values that differ",
+    "name": "equal names on all ranks. Rename the Series in the function",
+    "columns": "equal labels on all ranks. Bring the columns to one order in the function, as in result[names]",
+    "dtypes": "equal dtypes on all ranks. Cast them in the function",
+    "index": (
+        "equal labels on all ranks. Bring the rows to one order in the function, as in result.reindex(labels, "
+        'fill_value=0); use outputs="gather" if it holds one value for each row'
+    ),
+}
+
+
+def _place(table: Any, label: Any, what: str) -> str:
+    return f"column {label!r} of {what}" if hasattr(table, "columns") else what
+
+
+def _kind(part: Any) -> str:
+    return kind_of(part) if is_table(part) else type(part).__name__
+
+
+def _reduced(op: str, columns: Sequence[Any], weights: Sequence[int], functions: Any, what: str) -> Any:
+    """Return the column that those of all ranks are together; where their dtypes differ, in one that holds all."""
+    if any(column.dtype != columns[0].dtype for column in columns):
+        dtypes = ", ".join(dict.fromkeys(str(column.dtype) for column in columns))
+        columns = functions.alike(columns)
+        if functions.numbers(columns[0]) is None:
+            raise CollectiveMismatch(
+                f"cannot {what}: got dtypes {dtypes}, expected one on all ranks. Use astype in the function."
+            )
+    arrays = [functions.numbers(column) for column in columns]
+    values = [np.ascontiguousarray(own[0]) for own in arrays]
+    out = np.empty_like(values[0])
+    reduce_into(op, values, weights, out)
+    masks = [own[1] for own in arrays if len(own) > 1]
+    return functions.restored(columns[0], [out, np.logical_or.reduce(masks)] if masks else [out])
+
+
+def compared(
+    value: Any, serial: Any, are_same: Callable[[Any, Any], bool], difference: Callable[[Any, Any], float]
+) -> tuple[bool, float]:
+    """Return whether two outputs, of which one is a table, are equal, and the largest difference of their numbers.
+
+    ``are_same`` and ``difference`` compare the numbers of a column.
+    """
+    library = library_of(value)
+    functions = functions_for(library) if library and library == library_of(serial) else None
+    if functions is None or functions.differ(value, serial, has_rows=True):
+        return False, float("nan")
+    is_equal, differences = True, []
+    for a, b in zip(functions.columns_of(value), functions.columns_of(serial)):
+        own, others = functions.numbers(a), functions.numbers(b)
+        if own is None or others is None:
+            is_equal = is_equal and functions.equals(a, b)
+            continue
+        has_same_mask = len(own) == len(others) and all(map(np.array_equal, own[1:], others[1:]))
+        is_equal = is_equal and has_same_mask and are_same(own[0], others[0])
+        differences.append(difference(own[0], others[0]))
+    return is_equal, max(differences, default=float("nan"))

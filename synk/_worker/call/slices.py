@@ -1,0 +1,101 @@
+"""A call in several slices on one rank: the function runs once for each, and its outputs are accumulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from synk._pure.ops import Op, is_reducible, match_ops
+from synk._pure.partials import Accumulator
+from synk._pure.table_outputs import TableSlices
+from synk._pure.tables import is_table
+from synk._pure.trees import flatten, output_name, skeleton_of, unflatten
+from synk._worker.call.values import Object, Partial, array_or_object, as_object, as_returned, snapshot, take_lists
+from synk._worker.held.plans import LoadedFunction
+from synk.backends import Backend
+
+
+def run_slices(
+    function: LoadedFunction,
+    backend: Backend,
+    bounds: Sequence[tuple[int, int]],
+    call: Callable[[int, int], Any],
+    take_back: Callable[[int, int], None],
+) -> Any:
+    """Return the result of ``function`` over all slices of this rank's rows.
+
+    Parameters
+    ----------
+    bounds : sequence of (int, int)
+        The first row of each slice, and the one behind its last.
+    call : callable
+        Runs the function on the rows from the one to the other.
+    take_back : callable
+        Drops what the function has written into its inputs when it got these rows.
+    """
+    accumulators: list[Accumulator] = []
+    structure: Any = None
+    ops: list[Op] = []
+    names: list[str] = []
+    were_tensors: list[bool] = []
+    are_tables: list[bool] = []
+    for start, stop in bounds:
+        result = call(start, stop)
+        if function.lists is not None:
+            result = take_lists(result, function.lists)
+        values, got_structure = flatten(result)
+        if structure is None:
+            structure = got_structure
+            skeleton = skeleton_of(structure, len(values))
+            were_tensors = [function.is_tensor(value) for value in values]
+            ops = match_ops(function.outputs, skeleton, len(values), repr(function.name))
+            names = [output_name(skeleton, position) for position in range(len(values))]
+            are_tables = [_joins(value, op) for value, op in zip(values, ops)]
+            accumulators = [
+                Accumulator(None if is_kept else op, f"{name} of {function.name!r}", backend.xp)
+                for op, name, is_kept in zip(ops, names, are_tables)
+            ]
+        elif got_structure != structure:
+            raise ValueError(
+                f"cannot accumulate the outputs of {function.name!r} over slices: got structure {got_structure}, "
+                f"expected {structure} as in the first slice."
+            )
+        for position, (accumulator, value) in enumerate(zip(accumulators, values)):
+            if _joins(value, ops[position]) != are_tables[position]:
+                raise ValueError(
+                    f"cannot accumulate {names[position]} of {function.name!r} over slices: got "
+                    f"{type(value).__name__}, and {'a' if are_tables[position] else 'no'} table in the first slice."
+                )
+            value = array_or_object(backend, value, ops[position], names[position], function)
+            value = snapshot(backend, value, names[position], function)
+            if callable(ops[position]):
+                value = as_returned(as_object(backend, value), were_tensors[position])
+            is_one = isinstance(value, Object) and (ops[position] == "gather" or are_tables[position])
+            accumulator.add(value.value if is_one else value, stop - start)
+        if function.to_framework is not None:  # the next slice sees the inputs as they were
+            take_back(start, stop)
+    totals = [
+        Object(TableSlices(accumulator.result(), [stop - start for start, stop in bounds]))
+        if is_kept  # the master combines those of all ranks at once
+        else _total(function, backend, accumulator, op, was_tensor)
+        for accumulator, op, was_tensor, is_kept in zip(accumulators, ops, were_tensors, are_tables)
+    ]
+    return unflatten(structure, totals)
+
+
+def _total(function: LoadedFunction, backend: Backend, accumulator: Accumulator, op: Op, was_tensor: bool) -> Any:
+    """Return one output over all slices."""
+    is_partial = is_reducible(op)
+    total = accumulator.partial() if is_partial else accumulator.result()
+    if op is None:
+        total = Object([as_returned(as_object(backend, part), was_tensor) for part in total])
+    elif op == "gather" and isinstance(total, list):
+        total = Object(total)
+    elif was_tensor and function.to_framework is not None and not callable(op):
+        total = function.to_framework(total)
+    return Partial(total, accumulator.dtype) if is_partial else total
+
+
+def _joins(value: Any, op: Op) -> bool:
+    """Whether a value is a table that is combined with those of other slices."""
+    return is_table(value) and (is_reducible(op) or op == "gather")

@@ -1,0 +1,131 @@
+"""What a function has returned, leaf by leaf: an array of the backend, or an object that travels in a pickle."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+
+from synk._pure.ops import Op, check_op, is_reducible
+from synk._pure.table_outputs import check_table
+from synk._pure.tables import is_table
+from synk._pure.tensors import tensor_of
+from synk._worker.held.plans import LoadedFunction
+from synk.backends import Backend
+from synk.errors import SerializationError
+
+_IMMUTABLE_TYPES = (int, float, complex, str, bytes, type(None))
+
+
+class Object:
+    """An output that is one object, whatever it holds: an array of objects, a table, values over slices."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Partial:
+    """A reduced output of several slices, which is finished when it is combined with those of the other ranks.
+
+    Attributes
+    ----------
+    value : array, or tensor
+        In the dtype in which values are combined; of an average the sum, weighted by rows.
+    dtype
+        Of the finished value.
+    """
+
+    def __init__(self, value: Any, dtype: Any) -> None:
+        self.value = value
+        self.dtype = dtype
+
+
+def take_lists(result: Any, outputs: Any) -> Any:
+    """Return a result in which each list under op ``"gather"`` is one output: the objects of the rank's rows.
+
+    A list is rows, as among the arguments, and a tuple is structure; so is a list that has a list of ops.
+    """
+    if outputs == "gather" and type(result) is list:
+        return Object(result)
+    if isinstance(outputs, (tuple, list)) and isinstance(result, (tuple, list)) and len(outputs) == len(result):
+        parts: Any = outputs
+    elif isinstance(outputs, str) and isinstance(result, tuple):
+        parts = [outputs] * len(result)
+    elif isinstance(result, dict):
+        ops = outputs if isinstance(outputs, dict) else dict.fromkeys(result, outputs)
+        return type(result)({key: take_lists(part, ops.get(key)) for key, part in result.items()})
+    else:
+        return result
+    made = [take_lists(part, op) for part, op in zip(result, parts)]
+    return type(result)(*made) if hasattr(result, "_fields") else type(result)(made)
+
+
+def array_or_object(backend: Backend, value: Any, op: Op, name: str, function: LoadedFunction) -> Any:
+    """Return an output as an array of the backend where it is one, checked against its op."""
+    if isinstance(value, Object):
+        return value
+    if is_table(value):
+        check_table(op, value, f"{name} of {function.name!r}")
+        return Object(value)
+    if function.from_framework is not None:
+        value = function.from_framework(value)
+    is_number = isinstance(value, (int, float, complex)) and not isinstance(value, np.generic)
+    if is_number and not is_reducible(op) and op != "gather":
+        return value  # nothing is computed with it: a Python number stays one, of whatever class
+    array = backend.as_output(value)
+    what = f"{name} of {function.name!r}"
+    if array is None:
+        if op is None or op == "first" or callable(op):
+            return Object(value) if isinstance(value, np.ndarray) else value
+        rows = "Return a list with an object for each row, or np.array(list). " if op == "gather" else ""
+        raise TypeError(
+            f"cannot apply op {op!r} to {what}: got {_kind_of(value)}, expected an array of numbers or a number. "
+            f"{rows}Use op None to get one object per rank."
+        )
+    if is_reducible(op):
+        check_op(str(op), array.dtype, what)
+    elif op == "gather" and array.ndim == 0:
+        raise ValueError(
+            f"cannot gather {what}: got a single number, expected an array with rows on axis 0, or a list with an "
+            "object for each row. Return np.array(list) or the list, not a tuple of values."
+        )
+    return array
+
+
+def snapshot(backend: Backend, value: Any, name: str, function: LoadedFunction) -> Any:
+    """Return an object as it is now: the function may change it in the next slice. Arrays are copied elsewhere."""
+    if backend.is_array(value) or isinstance(value, (np.generic, *_IMMUTABLE_TYPES)):
+        return value
+    from synk._worker.held.pickling import dumps
+
+    try:  # it will be pickled in any case
+        if isinstance(value, Object):
+            return Object(pickle.loads(dumps(value.value)))
+        return pickle.loads(dumps(value))
+    except Exception as error:
+        raise SerializationError(
+            f"cannot keep {name} of {function.name!r} from one slice to the next: "
+            f"{type(error).__name__}: {error}. Return arrays, numbers or picklable objects, or pass num_slices=1."
+        ) from error
+
+
+def as_object(backend: Backend, value: Any) -> Any:
+    """Return a value as it can travel in a pickle: the master must not touch a device."""
+    if isinstance(value, Object):
+        return value.value
+    if not backend.is_array(value):
+        return value
+    array = backend.host_copy(value)
+    return array if array.ndim else array[()]
+
+
+def as_returned(value: Any, was_tensor: bool) -> Any:
+    """Return a value of the host as the function returned it, where it was a tensor: nobody else refers to this one."""
+    return tensor_of(np.array(value)) if was_tensor and isinstance(value, (np.ndarray, np.generic)) else value
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of dtype {value.dtype}, which holds Python objects"
+    return "an int of more than 64 bits" if isinstance(value, int) else type(value).__name__

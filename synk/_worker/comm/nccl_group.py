@@ -1,0 +1,159 @@
+"""NCCL between the workers, on a worker: joining, giving up, and the watch over a group that may be stuck.
+
+The master decides when a group is joined and numbers it. Whoever gives a group up writes its number into shared
+memory: the master for all when a worker died, a rank for itself when it failed. Every rank watches both, in a thread of
+its own, because its main thread may be waiting in the driver for a peer that will never come: aborting the
+communicator frees it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from synk._wire.control import Down, Up
+from synk._worker.comm.collectives import Collectives
+from synk.backends import DeviceBackend
+from synk.communicators._shm import ShmCommunicator
+from synk.communicators._staging import StagingCommunicator
+from synk.cuda._nccl import DeviceHooks, NcclCommunicator
+from synk.cuda._nccl_bindings import Binding, load_binding
+from synk.cuda._nccl_library import REMOTE_ERROR, NcclError
+
+_WATCH_INTERVAL_S = 0.05
+
+
+class WorkerGroup:
+    """This rank's end of the NCCL group, where there is one.
+
+    Parameters
+    ----------
+    rank, world_size : int
+    down, up : ndarray
+        The control blocks of all ranks.
+    backend : DeviceBackend
+
+    Attributes
+    ----------
+    communicator : NcclCommunicator or None
+    """
+
+    def __init__(self, rank: int, world_size: int, down: np.ndarray, up: np.ndarray, backend: DeviceBackend) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.communicator: NcclCommunicator | None = None
+        self._number = 0
+        self._down = down
+        self._up = up
+        self._backend = backend
+        self._binding: Binding | None = None
+        self._watch_end = threading.Event()
+
+    def _load(self) -> Binding:
+        if self._binding is None:
+            self._binding = load_binding()
+        return self._binding
+
+    def new_id(self) -> bytes:
+        """Return 128 bytes that name a new group."""
+        return self._load().new_unique_id()
+
+    def join(self, number: int, unique_id: bytes) -> str:
+        """Join group ``number``, after leaving the one before; return one line about NCCL.
+
+        Raises
+        ------
+        NcclError, UnsupportedError
+        """
+        self.leave()
+        self._number = number
+        backend = self._backend
+        hooks = DeviceHooks(
+            is_done=lambda stream: backend.is_idle(), scratch=backend.scratch_address(), stream=backend.stream_handle
+        )
+        with self.giving_up_on_failure():
+            self.communicator = NcclCommunicator(
+                self._load(), unique_id, self.rank, self.world_size, hooks, is_broken=self.is_broken
+            )
+        self._watch_end = threading.Event()
+        watch = threading.Thread(
+            target=self._watch, args=(self.communicator, self._watch_end), name="synk-watch", daemon=True
+        )
+        watch.start()
+        capabilities = self.communicator.capabilities()
+        return f"{capabilities.name} {capabilities.version} ({capabilities.library_path})"
+
+    def is_broken(self) -> bool:
+        """Whether the master or any rank has given the group up."""
+        number = self._number
+        return bool(self._down[self.rank, Down.BROKEN] >= number or (self._up[:, Up.BROKEN] >= number).any())
+
+    def give_up(self) -> None:
+        """Tell all ranks, and the master before its next message, that this group is of no use any more."""
+        self._up[self.rank, Up.BROKEN] = self._number
+
+    @contextlib.contextmanager
+    def giving_up_on_failure(self) -> Iterator[None]:
+        """In the body ranks wait for one another: if it fails here, the others must not wait for this one."""
+        try:
+            yield
+        except BaseException:
+            self.give_up()
+            raise
+
+    def check(self) -> None:
+        """Raise where the group broke, so that what came out of its collectives is not used.
+
+        Raises
+        ------
+        NcclError
+            With code 6.
+        """
+        if self.communicator is not None and (self.is_broken() or self.communicator.poll() == "error"):
+            reason = "the group is broken; another worker died or failed"
+            raise NcclError(REMOTE_ERROR, "", reason, "finish a collective")
+
+    @staticmethod
+    def is_lost_peer(error: BaseException) -> bool:
+        """Whether a rank failed only because another one did."""
+        return isinstance(error, NcclError) and error.code == REMOTE_ERROR
+
+    def _watch(self, communicator: NcclCommunicator, end: threading.Event) -> None:
+        while not end.wait(_WATCH_INTERVAL_S):
+            if self.is_broken() or communicator.poll() == "error":
+                self.give_up()
+                communicator.abort()
+                return
+
+    def collectives(self) -> Collectives:
+        """Return the collectives between all ranks, for what the master has seen to be alike on them."""
+        assert self.communicator is not None
+        comm = self.communicator
+        return Collectives(comm, self._backend, self.world_size, guard=self.giving_up_on_failure)
+
+    def leave(self) -> None:
+        """Free the communicator; safe to repeat."""
+        self._watch_end.set()
+        communicator, self.communicator = self.communicator, None
+        if communicator is not None:
+            communicator.close()
+
+
+def device_collectives(
+    backend: Any, host: ShmCommunicator, group: WorkerGroup | None, framework: tuple[Any, Any]
+) -> Collectives:
+    """Return the collectives inside a function, between the ranks that ``host`` is in a call with.
+
+    With a group they go by NCCL, once the ranks have agreed through ``host``; messages, and everything where there is
+    no group, go through host memory.
+    """
+    staging = StagingCommunicator(host, backend.copy, lambda stream: backend.synchronize())
+    size = len(host.ranks)
+    if group is None or group.communicator is None:
+        return Collectives(staging, backend, size, framework, host=host)
+    comm, guard = group.communicator, group.giving_up_on_failure
+    return Collectives(comm, backend, size, framework, agree=host.agree_steps, guard=guard, host=host)

@@ -1,0 +1,134 @@
+"""What a rank holds of what the master has sent: segments, functions and plans, until it is told to drop them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from synk._wire.memory import Segment
+from synk._wire.messages import Body, LoadOrder, Plan
+from synk._worker.held.pages import give_back, is_written, own_bytes
+from synk._worker.held.plans import LoadedFunction, PreparedPlan
+from synk._worker.held.received import Received
+from synk.backends import Backend
+from synk.errors import SharedMemoryError
+
+
+class Held:
+    """What one rank holds.
+
+    Attributes
+    ----------
+    segments, functions, plans : dict
+        By number.
+    quiet : dict
+        By plan, those whose next call can be quiet.
+    kept_data : set of (int, int, int)
+        ``Data`` of which functions keep tensors; see ``Loans.kept_data``.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._received = Received(self._own_memory)
+        self.segments: dict[int, Segment] = {}
+        self.functions: dict[int, LoadedFunction] = {}
+        self.plans: dict[int, PreparedPlan] = {}
+        self.quiet: dict[int, Any] = {}
+        self.kept_data: set[tuple[int, int, int]] = set()
+
+    # -- segments -----------------------------------------------------------------------------------------------------
+
+    def map_segment(self, fd: int, segment_id: int, nbytes: int, is_writable: bool, is_staging: bool) -> Segment:
+        """Return a segment that has arrived; what is only read is mapped so that nobody else sees what is written.
+
+        Devices read such memory past the page tables of this process, so it is mapped as it is there.
+        """
+        is_private = not (is_writable or self._backend.is_device)
+        segment = Segment(fd, nbytes, is_writable=is_writable, segment_id=segment_id, is_private=is_private)
+        segment.is_staging = is_staging
+        if not is_staging:  # which may have to be mapped again
+            segment.close_fd()
+        return segment
+
+    def add_segment(self, segment: Segment) -> None:
+        """Take in a segment that has arrived."""
+        self.segments[segment.id] = segment
+        # Arrays are copied from and to the parts of an arena, which come and go; a file has pages of the system's own.
+        if not (segment.is_arena or segment.is_file):
+            self._backend.note_segment(segment)
+
+    def take_in(self, body: Body) -> None:
+        """Take in the segments that a body names, after dropping what the master has dropped."""
+        self.quiet.clear()
+        self._drop(body)
+        for segment_id, arena_id, offset, nbytes in body.parts:  # after those that may have lain in their places
+            arena = self.segments.get(arena_id)  # None: the message that brought it could not be taken in
+            if arena is not None and segment_id not in self.segments:
+                self.add_segment(arena.part(segment_id, offset, nbytes))
+
+    def _drop(self, body: Body) -> None:
+        for plan_id in body.dropped_plans:
+            self.plans.pop(plan_id, None)
+        for function_id in body.dropped_functions:
+            self.functions.pop(function_id, None)
+        for number, unbound in body.dropped_parcels:
+            self._received.drop(number, unbound)
+        dropped = set(body.dropped_segments)
+        if dropped:
+            for plan_id in [p for p, prepared in self.plans.items() if prepared.segment_ids & dropped]:
+                del self.plans[plan_id]
+            self.kept_data = {kept for kept in self.kept_data if kept[0] not in dropped}
+            for segment_id in dropped:
+                segment = self.segments.pop(segment_id, None)
+                if segment is not None:
+                    self._backend.forget_segment(segment)
+                    segment.close()
+
+    def _own_memory(self, segment_id: int, offset: int, nbytes: int) -> np.ndarray:
+        """Return bytes of a segment as an array, as they are there now; what is written to it is this process's own."""
+        segment = self.segments[segment_id]
+        if not segment.is_private:
+            return segment.buffer[offset : offset + nbytes].copy()
+        return own_bytes(segment.buffer[offset : offset + nbytes])
+
+    # -- functions and plans ------------------------------------------------------------------------------------------
+
+    def load(self, order: LoadOrder) -> None:
+        """Take in functions, and what they refer to."""
+        self._received.load(order, self._load_function)
+
+    def _load_function(self, function_id: int, options: dict[str, Any]) -> None:
+        self.functions[function_id] = LoadedFunction(**options, backend=self._backend)
+
+    def prepare(self, plan: Plan) -> None:
+        """Take in the plan of a call, for this one and those that repeat it."""
+        try:
+            self.plans[plan.plan_id] = PreparedPlan(plan, self.functions[plan.function_id], self.segments)
+        except KeyError as error:
+            raise SharedMemoryError(
+                f"cannot find shared segment {error}: it came with an earlier call, which this process could not "
+                "take in. Call again."
+            ) from error
+
+    def forget_slots(self) -> None:
+        """Drop the views of output slots that are replaced, which would keep their memory."""
+        for prepared in self.plans.values():
+            prepared.slot_views, prepared.slot_key, prepared.slots = [], None, None
+
+    # -- what functions keep ------------------------------------------------------------------------------------------
+
+    def map_again(self, segment: Segment) -> None:
+        """Use a new mapping of a segment in the calls to come: a function keeps the old one."""
+        segment.map_again()
+        self._backend.note_segment(segment)
+        for prepared in self.plans.values():
+            if segment.id in prepared.segment_ids:
+                prepared.map(self.segments)
+        self.quiet.clear()  # they have views of the old mapping
+
+    def renew_data(self, prepared: PreparedPlan) -> None:
+        """Before a call: drop what functions have written into ``Data`` by way of tensors that they have kept."""
+        for segment_id, address, nbytes in self.kept_data:
+            if segment_id in prepared.segment_ids and is_written(address, nbytes):
+                give_back(address, nbytes)

@@ -1,0 +1,333 @@
+"""What a worker has received with its functions: the objects that later messages refer to, and modules edited since.
+
+The counterpart of ``synk._master.code``.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import contextlib
+import gc
+import io
+import logging
+import pickle
+import sys
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from synk._pure.alike import alike
+from synk._wire.messages import LoadOrder, ParcelOrder, Reload
+from synk._wire.parcels import Absent, locate, reduced
+
+_log = logging.getLogger("synk")
+
+
+class _Unpickler(pickle.Unpickler):
+    """Loads one parcel; addresses stand for objects of others, and for large arrays in shared memory."""
+
+    def __init__(
+        self, data: bytes, objects: dict[int, Sequence[Any]], memory: Callable[[int, int, int], np.ndarray]
+    ) -> None:
+        super().__init__(io.BytesIO(data))
+        self._objects = objects
+        self._memory = memory
+
+    def persistent_load(self, address: Any) -> Any:
+        if len(address) == 3:
+            return self._memory(*address)
+        number, index = address
+        return self._objects[number][index]
+
+
+class Received:
+    """The parcels of one rank: by number, the objects in each.
+
+    Parameters
+    ----------
+    memory : callable
+        ``memory(segment, offset, nbytes)`` returns bytes of shared memory as an array, in which what this process
+        writes is its own.
+    """
+
+    def __init__(self, memory: Callable[[int, int, int], np.ndarray]) -> None:
+        self._memory = memory
+        self._objects: dict[int, Sequence[Any]] = {}
+        self._taken: dict[int, Any] = {}
+        self._superseded: dict[tuple[str, str], weakref.WeakSet[Any]] = {}
+
+    def load(self, order: LoadOrder, load_function: Callable[[int, dict[str, Any]], None]) -> None:
+        """Take in parcels; each of them in full or, where it raises, not at all."""
+        if order.sys_path is not None:
+            sys.path[:] = order.sys_path
+        for reload in order.reloads:
+            renew_module(reload, self._superseded)
+        for parcel in order.parcels:
+            try:
+                self._load(parcel, load_function)
+            except Exception as error:
+                if not parcel.is_optional:
+                    raise
+                self._objects[parcel.number] = ()  # the module keeps what its own import has made
+                _log.warning(
+                    "a worker keeps what its own import of a module has made: what the program has there could not be "
+                    "loaded (%s: %s). Pass it as an argument.",
+                    type(error).__name__,
+                    error,
+                )
+
+    def _load(self, parcel: ParcelOrder, load_function: Callable[[int, dict[str, Any]], None]) -> None:
+        unpickler = _Unpickler(parcel.data, self._objects, self._memory)
+        actions = unpickler.load()
+        objects = unpickler.load()
+        if actions and actions[0][0] == "locate":
+            places, names = actions.pop()[1]
+            objects = tuple(locate(*place) for place in places)
+            _remove_others(objects[0], names)
+        self._objects[parcel.number] = objects
+        for kind, target, key, *value in actions:
+            if kind == "function":
+                load_function(target, key)
+            elif kind.startswith("adopt "):
+                kind = kind.removeprefix("adopt ")
+                own = self._own(kind, target, key, value[0]) if any(each is value[0] for each in objects) else None
+                if own is None:
+                    change(kind, target, key, value[0])
+                else:
+                    objects = tuple(own if each is value[0] else each for each in objects)
+                    self._objects[parcel.number] = objects
+            else:
+                change(kind, target, key, value[0])
+
+    def _own(self, kind: str, target: Any, key: Any, value: Any) -> Any:
+        """Return what a module has made itself, with its contents in the program; None where it cannot be used.
+
+        Whoever else in this process holds the module's own object goes on to share it. Once: two names of one object
+        here may be those of two objects there.
+        """
+        own = (target if kind == "item" else getattr(target, "__dict__", {})).get(key)
+        if id(own) in self._taken or not _take_over(own, value):
+            return None
+        self._taken[id(own)] = own
+        return own
+
+    def drop(self, number: int, unbound: Sequence[tuple[tuple[int, int], Any]]) -> None:
+        """Let go of a parcel's objects, and of the globals that it brought."""
+        self._objects.pop(number, None)
+        for (parcel, index), name in unbound:
+            if parcel in self._objects:
+                self._objects[parcel][index].pop(name, None)
+
+
+def change(kind: str, target: Any, key: Any, value: Any) -> None:
+    """Make a unit of an object what it is in the program, past properties and frozen classes."""
+    if kind in ("item", "attribute", "cell"):
+        _bind(kind, target, key, value)
+    elif kind == "order":
+        base = _base_of(target)
+        for each in [each for each in value if each in dict.keys(target)]:
+            base.__setitem__(target, each, base.pop(target, each))
+    elif kind == "element":
+        if key < len(target):
+            target[key] = value
+        else:  # the rank has shortened its own: the program's value is not lost
+            target.append(value)
+    elif kind == "elements":
+        _fill(target, value)
+    elif kind == "contents":
+        _write(target, value)
+    elif kind == "reload":
+        if _address(value) != _address(target):  # else it lies there, and is what the program has by now
+            _write(target, value)
+    elif kind == "state":
+        _restore(target, value)
+    else:
+        told, state = value
+        if alike(told, _recipe(target)):
+            _restore(target, state)
+
+
+def _bind(kind: str, target: Any, key: Any, value: Any) -> None:
+    if kind == "cell":
+        if value is Absent:
+            with contextlib.suppress(ValueError):
+                del target.cell_contents
+        else:
+            target.cell_contents = value
+        return
+    if kind == "item":
+        base = _base_of(target)
+        if value is Absent:
+            base.pop(target, key, None)
+        else:
+            base.__setitem__(target, key, value)
+        return
+    table = getattr(target, "__dict__", None)
+    is_slot = key not in (table or ()) and isinstance(getattr(type(target), key, None), types.MemberDescriptorType)
+    is_special = key in ("__class__", "__bases__") or isinstance(target, types.FunctionType)
+    if is_slot or is_special or not isinstance(table, dict):
+        _set_attribute(target, key, value)
+    elif value is Absent:
+        table.pop(key, None)
+    else:
+        table[key] = value
+
+
+def _base_of(table: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """Return the class by which a dict is changed past the user's own methods."""
+    return collections.OrderedDict if isinstance(table, collections.OrderedDict) else dict
+
+
+def _set_attribute(target: Any, key: str, value: Any) -> None:
+    owner: Any = type if isinstance(target, type) else object
+    if value is not Absent:
+        owner.__setattr__(target, key, value)
+    else:
+        with contextlib.suppress(AttributeError):
+            owner.__delattr__(target, key)
+
+
+def _remove_others(table: dict[str, Any], names: Sequence[str]) -> None:
+    """Remove what a module's import has made here and the program has removed."""
+    for name in [name for name in table if name not in names and not name.startswith("__")]:
+        if not isinstance(table[name], types.ModuleType):  # a submodule that only this process has imported
+            del table[name]
+
+
+def _take_over(own: Any, value: Any) -> bool:
+    """Give what a module has made itself the contents that it has in the program; return whether that was possible."""
+    cls = type(own)
+    if cls is not type(value) or own is value or isinstance(own, (types.FunctionType, type)):
+        return False
+    if cls is dict:
+        own.clear()
+        own.update(value)
+        return True
+    if cls in (list, set, bytearray, collections.deque) and getattr(own, "maxlen", 0) == getattr(value, "maxlen", 0):
+        _fill(own, value)
+        return True
+    rules: Any = object
+    is_plain = cls.__reduce_ex__ is rules.__reduce_ex__ and cls.__reduce__ is rules.__reduce__
+    state = getattr(own, "__dict__", None)
+    if type(state) is dict and is_plain:
+        state.clear()
+        state.update(vars(value))
+        return True
+    return False
+
+
+def _fill(target: Any, value: Any) -> None:
+    """Give a container the elements of another."""
+    if isinstance(target, np.ndarray):
+        target[...] = value
+    elif isinstance(target, (list, bytearray)):
+        target[:] = value
+    else:
+        target.clear()
+        (target.update if isinstance(target, set) else target.extend)(value)
+
+
+def _write(target: Any, value: Any) -> None:
+    """Give an array or a tensor other bytes: those of ``value``, or those of the memory in which it was made."""
+    if not isinstance(target, np.ndarray):
+        import torch
+
+        with torch.no_grad():
+            if target.shape == value.shape and target.dtype == value.dtype:
+                target.copy_(value)
+            else:
+                target.data = value.detach()
+            if target.is_leaf:
+                target.requires_grad_(value.requires_grad)
+        return
+    is_writable = target.flags.writeable
+    target.flags.writeable = True
+    target[...] = value
+    target.flags.writeable = is_writable
+
+
+def _address(array: Any) -> int:
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data_ptr())
+
+
+def _recipe(obj: Any) -> tuple[Any, ...]:
+    """Return the recipe by which an object is pickled: the maker, its arguments and the state."""
+    make, args, *rest = reduced(obj)
+    return make, args, rest[0] if rest else None
+
+
+def _restore(target: Any, state: Any) -> None:
+    """Give an object a state, as unpickling would."""
+    setstate = getattr(target, "__setstate__", None)
+    if setstate is not None:
+        setstate(state)
+        return
+    table, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
+    if table is not None:
+        vars(target).clear()
+        vars(target).update(table)
+    for key, value in (slots or {}).items():
+        object.__setattr__(target, key, value)
+
+
+# -- modules of the user's --------------------------------------------------------------------------------------------
+
+
+def renew_module(reload: Reload, superseded: dict[tuple[str, str], weakref.WeakSet[Any]]) -> None:
+    """Bring a module that the master has reloaded up to date, if this process has imported it.
+
+    Statements of the module that are as before are not run again: enums, registries and classes that were not edited
+    stay the same objects, and what was made of them goes on to be theirs. ``superseded`` keeps the earlier versions of
+    classes that were, by module and name.
+    """
+    module = sys.modules.get(reload.module)
+    if module is None:
+        return
+    tree = ast.parse(reload.source, reload.file)
+    if reload.before is not None:
+        known = {ast.dump(node) for node in ast.parse(reload.before).body}
+        tree.body = [node for node in tree.body if _is_future(node) or ast.dump(node) not in known]
+    table = vars(module)
+    before = dict(table)
+    exec(compile(tree, reload.file, "exec"), table)
+    for name, new in list(table.items()):
+        old: Any = before.get(name)
+        if old is not new and type(old) is type(new) and getattr(old, "__module__", None) == reload.module:
+            if isinstance(new, types.FunctionType):
+                table[name] = _update_function(old, new)
+            elif isinstance(new, type):
+                earlier = superseded.setdefault((reload.module, name), weakref.WeakSet())
+                earlier.add(old)
+                for each in earlier:
+                    _update_class(each, new)
+
+
+def _is_future(node: ast.stmt) -> bool:
+    return isinstance(node, ast.ImportFrom) and node.module == "__future__"
+
+
+def _update_function(old: Any, new: Any) -> Any:
+    """Give a function, which others may hold, the code of its successor, and return the one to use."""
+    try:
+        old.__code__ = new.__code__
+    except ValueError:  # another number of closure variables
+        return new
+    old.__defaults__, old.__kwdefaults__ = new.__defaults__, new.__kwdefaults__
+    old.__dict__.update(new.__dict__)
+    return old
+
+
+def _update_class(old: type, new: type) -> None:
+    """Make the instances of a class those of its successor; whoever holds the class itself gets its methods."""
+    for key, value in list(vars(new).items()):
+        if key not in ("__dict__", "__weakref__", "__doc__"):
+            with contextlib.suppress(AttributeError, TypeError):  # an enum's members, say
+                setattr(old, key, value)
+    for each in gc.get_referrers(old):
+        if type(each) is old:
+            with contextlib.suppress(TypeError):  # another layout
+                object.__setattr__(each, "__class__", new)

@@ -1,0 +1,70 @@
+"""The output slots of a lane: where each rank puts the outputs of a call that others read."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from synk._wire.control import Down
+from synk._wire.memory import Segment
+from synk._wire.messages import is_in_slot, slot_offsets
+from synk._worker.held.plans import PreparedPlan
+
+NO_VIEW = np.empty(0, np.uint8)
+"""In the place of an output that lies in no slot."""
+
+
+class Slots:
+    """The slots of all ranks, one of which is this rank's own.
+
+    Attributes
+    ----------
+    segment : Segment or None
+        That of all slots; None before the first outputs.
+    nbytes : int
+        Of one slot.
+    """
+
+    def __init__(self, rank: int, down: np.ndarray) -> None:
+        self.rank = rank
+        self._down = down
+        self.segment: Segment | None = None
+        self.nbytes = 0
+
+    @property
+    def participants(self) -> list[int]:
+        """The ranks that run the call under way, ascending."""
+        return [rank for rank, takes_part in enumerate(self._down[:, Down.PARTICIPATES].tolist()) if takes_part]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the lowest that runs the call under way."""
+        return self.rank == self.participants[0]
+
+    @property
+    def has_group(self) -> bool:
+        """Whether the call under way reduces its large outputs by NCCL."""
+        return bool(self._down[self.rank, Down.GROUP])
+
+    def rows(self) -> list[int]:
+        """Return how many rows each participant has."""
+        return [int(self._down[rank, Down.ROWS]) for rank in self.participants]
+
+    def lay_out(self, prepared: PreparedPlan) -> bool:
+        """Make the views of this rank's outputs in its slot; return False where they have no room there."""
+        layout = prepared.layout
+        assert layout is not None
+        num_ranks, has_group = len(self.participants), self.has_group
+        offsets, total = slot_offsets(layout.leaves, prepared.ops, num_ranks, has_group)
+        if total > self.nbytes or self.segment is None:
+            return False
+        key = (self.segment.id, num_ranks, has_group)
+        if prepared.slot_key != key:
+            base = self.rank * self.nbytes
+            prepared.slot_views = [
+                self.segment.view(base + offset, leaf.shape, leaf.dtype)
+                if leaf.dtype is not None and is_in_slot(leaf, op, num_ranks, has_group)
+                else NO_VIEW
+                for offset, leaf, op in zip(offsets, layout.leaves, prepared.ops)
+            ]
+            prepared.slot_key = key
+        return True

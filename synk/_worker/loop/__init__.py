@@ -1,0 +1,4 @@
+"""A worker's life: the program, the loop, and what it does about each message.
+
+``serve`` is the loop.
+"""

@@ -1,0 +1,194 @@
+"""The check of the halves: whether the average, which is the default op, fits what a function computes.
+
+After the call in which the function is first seen with enough rows, one rank runs a copy of it on trial: on all rows
+that it has, and on two parts of them, whose values are combined with their rows as weights, as those of ranks are.
+Nothing is sent for it and nothing is left of it but the verdict. Where the runs say nothing about the op (random
+draws, effects, communication, an exception), there is none: ``f.verify`` is for these functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from synk._pure.comparison import Tolerance, fitting_ops, is_same
+from synk._pure.tables import is_table
+from synk._pure.trees import flatten
+from synk._wire.control import Down, Traits
+from synk._wire.messages import MIN_CHECKED_ROWS
+from synk._worker.call.trial import Trial
+from synk._worker.call.values import array_or_object, as_object
+from synk._worker.held.plans import PreparedPlan
+from synk._worker.held.residents import Changing
+
+if TYPE_CHECKING:
+    from synk._worker.rank import Worker
+
+_MAX_S, _MAX_NBYTES = 1.0, 1 << 26
+_OTHER_OPS = ("sum", "min", "max", "gather", "prod", "first")
+"""In the order in which they are named."""
+
+_DISTRIBUTED = ("torch.distributed", "torch.distributed.distributed_c10d")
+_ROUNDING = Tolerance(None, None)
+_GRADIENT_RTOL = 0.02
+"""Of the norm. Gradients are sums of rounded numbers, of 16 bits perhaps; a wrong loss is further off."""
+
+
+class Unknown(Exception):
+    """The runs say nothing about the op."""
+
+
+class Halves:
+    """One comparison of a function's values of some rows with those of two parts of them.
+
+    A training step also reduces gradients. The run on all rows notes the sums; the parts note what they have, and go on
+    with these sums, as all ranks of a call do.
+
+    Attributes
+    ----------
+    is_quiet : bool
+        Whether a training step is to run with its modules in ``eval()``.
+    is_unsure : bool
+        Whether a step has drawn random numbers, or normalised over its rows: other rows would mean other values.
+    """
+
+    def __init__(self, worker: Worker, prepared: PreparedPlan, until: float, *, is_quiet: bool) -> None:
+        self._worker = worker
+        self._trial = Trial(prepared.function, is_apart=True, max_nbytes=_MAX_NBYTES)
+        self._is_step = isinstance(prepared.function.fn, Changing)
+        self._prepared = copy.copy(prepared)
+        self._prepared.function = self._trial.function
+        self._prepared.plan = prepared.plan._replace(is_trial=True)
+        self._until = until
+        self._num_runs = 0
+        self._has_communicated = False
+        self._sums: list[np.ndarray] = []
+        self._own: list[np.ndarray] = []
+        self.is_quiet = is_quiet
+        self.is_unsure = False
+
+    def refused(self) -> ValueError:
+        """Return what is to be raised where the function communicates."""
+        self._has_communicated = True
+        return ValueError("cannot communicate on trial: the other ranks are not in the call.")
+
+    def exchange(self, own: np.ndarray) -> np.ndarray:
+        """Return what numbers of this rank are, weighted by rows, on all ranks together."""
+        self._own.append(own)
+        return own if self._num_runs == 1 else self._sums[len(self._own) - 1]
+
+    def misfits(self) -> list[tuple[int, tuple[str, ...]]]:
+        """Return the position of each output that is no average, with the ops that fit; -1 stands for the gradients."""
+        numbers = self._worker.lane.down[self._worker.rank]
+        low, high = int(numbers[Down.LOW]), int(numbers[Down.HIGH])
+        num_slices = self._prepared.plan.num_slices
+        if num_slices > 1:  # there may be no memory for all rows at once
+            high = min(high, low + max(MIN_CHECKED_ROWS, (high - low) // num_slices))
+        rows = high - low
+        with self._trial.running(), _no_process_groups(self):
+            if self._trial.compiles:
+                raise Unknown
+            whole, self._sums = self._run(low, high)
+            fits: dict[int, tuple[str, ...]] = dict.fromkeys(range(len(whole)), ("avg", *_OTHER_OPS))
+            for cut in (rows // 2, rows // 4):  # two, so that no ratio of the rows hides anything
+                weights = [cut, rows - cut]
+                (first, own), (second, others) = self._run(low, low + cut), self._run(low + cut, high)
+                if not len(first) == len(second) == len(whole) or not len(own) == len(others) == len(self._sums):
+                    raise Unknown
+                for position, parts in enumerate(zip(first, second)):
+                    ops = fitting_ops(parts, weights, whole[position], _ROUNDING)
+                    fits[position] = tuple(op for op in fits[position] if op in ops)
+                if any(map(functools.partial(_is_off, weights), self._sums, own, others)):
+                    fits[-1] = ()
+            found = [(position, ops) for position, ops in fits.items() if "avg" not in ops]
+            if found:
+                again, own = self._run(low, high)
+                is_random = any(_is_off([1, 1], total, each, each) for total, each in zip(self._sums, own))
+                same = [is_same(*pair, _ROUNDING) for pair in zip(again, whole)] + [not is_random]  # [-1]: gradients
+                found = [(k, ops) for k, ops in found if same[k]]
+        # Each run of a step has a copy of its own, so what it changes says nothing.
+        doubts = Traits.DRAWS if self._is_step else Traits.DRAWS | Traits.CHANGES
+        if self._has_communicated or self._trial.traits & doubts:
+            raise Unknown
+        return found
+
+    def _run(self, low: int, high: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Return the outputs for some rows, and what this rank had of the sums over all ranks."""
+        if time.monotonic() > self._until:
+            raise Unknown
+        if self._is_step and self._num_runs:
+            self._trial.renew()
+        self._num_runs += 1
+        self._own = []
+        variables = self._worker.variables
+        values = self._worker.executor.run_part(self._prepared, variables, low, high, self._on_host)
+        if variables.assigned:
+            raise Unknown
+        return values, self._own
+
+    def _on_host(self, result: Any) -> list[np.ndarray]:
+        backend, function = self._worker.backend, self._prepared.function
+        values, _ = flatten(result)
+
+        def on_host(value: Any) -> Any:
+            return np.array(as_object(backend, array_or_object(backend, value, "avg", "", function)))
+
+        return [each if is_table(each) else on_host(each) for each in values]
+
+
+def _is_off(weights: list[int], total: np.ndarray, first: np.ndarray, second: np.ndarray) -> bool:
+    """Whether gradients of all rows are not the average of those of two parts, by far more than rounding."""
+    parts = [np.asarray(part, np.float64) for part in (first, second)]
+    size = max(np.linalg.norm(each) for each in (total, *parts))
+    distance = np.linalg.norm(np.average(parts, axis=0, weights=weights) - total)
+    return bool(np.isfinite(total).all() and not distance <= _GRADIENT_RTOL * size)
+
+
+@contextlib.contextmanager
+def _no_process_groups(halves: Halves) -> Iterator[None]:
+    """Let nobody make a process group of torch; where there is one, nobody can tell who uses it."""
+    distributed = [sys.modules[name] for name in _DISTRIBUTED if name in sys.modules]
+    made = [vars(module)["init_process_group"] for module in distributed if hasattr(module, "init_process_group")]
+    if made and distributed[0].is_initialized():
+        raise Unknown
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise halves.refused()
+
+    try:
+        for module, _ in zip(distributed, made):
+            vars(module)["init_process_group"] = refuse
+        yield
+    finally:
+        for module, function in zip(distributed, made):
+            vars(module)["init_process_group"] = function
+
+
+def find_misfits(worker: Worker) -> list[tuple[int, tuple[str, ...]]]:
+    """Return which outputs of the function of the last call are no averages; nothing where that cannot be told."""
+    prepared, until = worker.lane.called, time.monotonic() + _MAX_S
+    assert prepared is not None
+    found: list[tuple[int, tuple[str, ...]]] = []
+    try:
+        for is_quiet in (False, True):
+            try:
+                worker.check = Halves(worker, prepared, until, is_quiet=is_quiet)
+                with worker.backend.running():
+                    found = worker.check.misfits()
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # what a part raises says nothing about the op
+                found = []
+            if worker.check is None or not worker.check.is_unsure:
+                break
+        return found
+    finally:
+        worker.check = None
+        worker.variables.abandon()

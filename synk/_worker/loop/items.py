@@ -1,0 +1,100 @@
+"""Items of a map on their rank: each is loaded, the function called with it, and what it returned pickled at once.
+
+At once, because a function may return one object again and again, changed in place.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from typing import Any
+
+from synk._pure.texts import short_repr
+from synk._wire.control import Down, Phase, Up, is_interrupted
+from synk._wire.failures import Failure
+from synk._wire.items import PLAIN_TYPES, Items, ItemsDone
+from synk._wire.messages import Body
+from synk._worker.held.plans import LoadedFunction
+from synk._worker.rank import Interrupted, Reply, Worker
+from synk.errors import SerializationError
+
+_UNLOADED: Any = object()
+
+
+def run_items(worker: Worker, body: Body | None) -> Reply:
+    """Run a function on some items and return the reply, which holds the results up to the first item that fails."""
+    assert body is not None
+    order: Items = body.content
+    worker.forget_lanes(set(worker.used_lanes))  # the calls before are over
+    function = worker.mapped = worker.held.functions[order.function_id]
+    try:
+        return worker.guarded(lambda: _run(worker, function, order))
+    finally:
+        worker.mapped = None
+        worker.variables.abandon()
+        worker.own_up[Up.PHASE] = Phase.IDLE
+
+
+def _run(worker: Worker, function: LoadedFunction, order: Items) -> ItemsDone:
+    if is_interrupted(worker.own_down[Down.INTERRUPT], worker.sequence):
+        raise Interrupted  # the signal came while this rank was at the items before
+    worker.own_up[Up.PHASE] = Phase.FUNCTION
+    started = time.monotonic_ns()
+    values: list[bytes] = []
+    failure: Failure | None = None
+    failed_item = ""
+    with worker.backend.running():
+        worker.variables.begin(function, False, worker.down)
+        for data in order.pickles:
+            item = _UNLOADED
+            try:
+                item = _loaded(data, function)
+                values.append(_pickled(_result(worker, function, item), function))
+            except Interrupted:
+                raise
+            except BaseException as error:  # SystemExit and the like must not end a worker
+                failure = worker.failed(error)[2]
+                failed_item = "" if item is _UNLOADED else short_repr(item)
+                break
+    return ItemsDone(values, failure, failed_item, time.monotonic_ns() - started)
+
+
+def _loaded(data: bytes, function: LoadedFunction) -> Any:
+    try:
+        return pickle.loads(data)
+    except Interrupted:
+        raise
+    except BaseException as error:
+        raise SerializationError(
+            f"cannot load an item of the map of {function.name!r} on the workers: {type(error).__name__}: {error}. "
+            "Its class must be importable there, or defined in the script."
+        ) from error
+
+
+def _result(worker: Worker, function: LoadedFunction, item: Any) -> Any:
+    result = function.fn(item)
+    variables = worker.variables
+    if variables.given:
+        variables.check_given()
+    if variables.assigned:
+        names = ", ".join(repr(replica.name) for replica in variables.assigned)
+        variables.abandon()
+        raise TypeError(
+            f"cannot assign variable {names} in a map of {function.name!r}: each item runs on one worker alone, and "
+            "the others would not have the new value. Return it, and assign in the program; or use synk.function."
+        )
+    return result
+
+
+def _pickled(result: Any, function: LoadedFunction) -> bytes:
+    from synk._worker.held.pickling import dumps
+
+    try:
+        return pickle.dumps(result, protocol=5) if type(result) in PLAIN_TYPES else dumps(result)
+    except Interrupted:
+        raise
+    except BaseException as error:  # __reduce__ of a result is the user's code
+        raise SerializationError(
+            f"cannot send what {function.name!r} returned: {type(error).__name__}: {error}. Return arrays, numbers or "
+            "picklable objects (a generator: return list(...))."
+        ) from error

@@ -1,0 +1,254 @@
+"""A worker's process: tied to its master's life, it receives a message, has the worker act on it, and replies.
+
+It ends when the master says so, and when the master ends.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+from typing import Any
+
+import numpy as np
+
+from synk._version import __version__
+from synk._wire.channel import Channel, Patience
+from synk._wire.control import Down, control_nbytes, is_interrupted
+from synk._wire.descriptors import NONE, Descriptor
+from synk._wire.lifeline import tie_to_pipe, tie_to_pulse
+from synk._wire.memory import Segment
+from synk._wire.messages import HAS_BODY, IS_UNRECEIVED, LANE_SHIFT, Body, Kind, Status
+from synk._worker import failpoints as _failpoints
+from synk._worker.failures import pack_failure
+from synk._worker.loop.dispatch import handle
+from synk._worker.loop.logs import send_records
+from synk._worker.loop.quiet import REPLIED, flush_output, prepare
+from synk._worker.rank import DeviceLost, Doorbell, Worker
+from synk.errors import SharedMemoryError
+
+
+class WorkerLoop:
+    """The life of a worker process around its :class:`Worker`: start, receive, reply, end."""
+
+    def __init__(self, sock: socket.socket, setup: dict[str, Any]) -> None:
+        self._setup = setup
+        fds = setup["fds"]
+        for fd in fds.values():
+            os.set_inheritable(fd, False)  # programs that a function starts must not hold our ends
+        self._channel = Channel(sock, Descriptor(fds["down"]), Descriptor(fds["up"]), bytes.fromhex(setup["token"]))
+        self._worker: Worker | None = None
+        self._master_fd: int = NONE
+        self._pulse: Descriptor | None = None
+        self._peeked: Doorbell | None = None  # taken from the pipe and not acted on yet
+        self._arriving = select.poll()
+        self._arriving.register(self._channel.read_fd, select.POLLIN)
+
+    def start(self) -> None:
+        """Tie this process to the master's life, take over the signals, say hello."""
+        setup = self._setup
+        tie_to_pipe(setup["fds"]["lifeline"])
+        self._pulse = tie_to_pulse(setup["fds"]["pulse"])
+        self._master_fd = Descriptor(os.pidfd_open(setup["master_pid"]))
+        if os.getppid() != setup["master_pid"]:
+            os._exit(1)  # the master ended before the descriptor was ours
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        signal.signal(signal.SIGINT, self._on_interrupt)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        _prefer_for_oom()
+        send_records(Descriptor(setup["fds"]["log"]))
+        failpoint = _failpoints.arm(setup["failpoints"], setup["rank"])
+        failpoint("start.import")
+        control = Segment(setup["fds"]["control"], setup["control_nbytes"], is_writable=True, segment_id=0)
+        assert control.nbytes >= control_nbytes(setup["world_size"])
+        if setup["cpus"]:
+            os.sched_setaffinity(0, setup["cpus"])  # before the array library starts its threads
+        eventfds = [setup["fds"][f"event{rank}"] for rank in range(setup["world_size"])]
+        self._worker = Worker(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
+        self._worker.failpoint = failpoint
+        self._worker.seed = setup["seed"]
+        self._worker.peek = self._peek
+        self._worker.peers.patience_s = setup["spin_s"]
+        control.close_fd()
+        failpoint("start.ready")
+        import platform
+
+        versions = {"python": platform.python_version(), "numpy": np.__version__, "synk": __version__}
+        hello = {"versions": versions, "device": self._worker.backend.describe()}
+        self._reply(Status.HELLO, 0, 0, pickle.dumps(hello, protocol=5))
+
+    def serve(self) -> None:
+        """Answer messages until the master says goodbye or is gone."""
+        worker = self._worker
+        assert worker is not None
+        channel = self._channel
+        waiting = select.poll()
+        waiting.register(channel.read_fd, select.POLLIN)
+        waiting.register(self._master_fd, select.POLLIN)
+        patience = Patience(self._setup["spin_s"])
+        while True:
+            message, self._peeked = self._peeked, None
+            if message is None:
+                events = patience.wait(waiting)
+                if len(events) == 1 and events[0][0] != channel.read_fd:
+                    os.killpg(0, signal.SIGKILL)  # only the master's pidfd is ready: it is gone
+                message = channel.answer()
+            if message is None:
+                os.killpg(0, signal.SIGKILL)
+                return
+            kind, flags, sequence, value = message
+            if kind == Kind.PREFETCH:
+                worker.prefetch(flags >> LANE_SHIFT, value)
+                continue
+            quiet = worker.held.quiet.get(value) if kind == Kind.CALL and not flags & HAS_BODY else None
+            answer = None if quiet is None else quiet.run(worker, sequence, channel)
+            if answer is REPLIED:
+                continue
+            if not self._answer(worker, message, answer):
+                return
+            del answer
+
+    def _answer(self, worker: Worker, message: Doorbell, answer: Any) -> bool:
+        """Act on a message, unless ``answer`` is there already, and reply; return False where it was the last one."""
+        kind, flags, sequence, value = message
+        try:
+            body = self._receive_body(sequence) if flags & HAS_BODY else None
+        except SharedMemoryError as error:  # a limit of this process: the master sends all of it again
+            if kind == Kind.CALL:
+                worker.lane = worker.lanes[flags >> LANE_SHIFT]
+                worker.peers.leave_call(worker.lane)
+            failure = pack_failure(error, worker.rank, worker.device)
+            self._reply(Status.ERROR, IS_UNRECEIVED, sequence, pickle.dumps(failure, protocol=5))
+            return True
+        try:
+            status, reply_flags, reply = answer or handle(worker, kind, flags, sequence, value, body)
+        except DeviceLost as error:
+            sys.stderr.write(f"{error}\n")
+            flush_output(worker)
+            os._exit(1)  # nothing of the array library may touch the device any more
+        if os.getpid() != worker.pid:  # the function has forked, and this is the child: it must not answer
+            os._exit(0)
+        if kind in (Kind.CALL, Kind.ITEMS):
+            flush_output(worker)
+            worker.failpoint("call.before_reply")
+        elif kind == Kind.CLOSE:
+            worker.failpoint("close.received")
+            flush_output(worker)
+        self._reply(status, reply_flags, sequence, reply)
+        if kind == Kind.CALL:
+            worker.failpoint("call.after_reply")
+        elif kind == Kind.CLOSE:
+            return False
+        worker.tidy(kind, status)
+        prepare(worker, kind, status, value, body)
+        return True
+
+    def _peek(self) -> Doorbell | None:
+        """Return the next doorbell if it has arrived; it stays the next one."""
+        if self._peeked is None and self._arriving.poll(0):
+            self._peeked = self._channel.answer()
+        return self._peeked
+
+    def close(self) -> None:
+        """Release the connection; the end of the process follows."""
+        self._channel.close()
+        self._master_fd = NONE
+
+    def _receive_body(self, sequence: int) -> Body:
+        assert self._worker is not None
+        data, fds = self._channel.receive_body(sequence)
+        body = pickle.loads(data)
+        assert isinstance(body, Body)
+        held = self._worker.held
+        arriving = iter(list(zip(body.segments, fds)))
+        arrived: list[Segment] = []
+        for (segment_id, nbytes, is_writable, is_staging, is_arena, is_file), fd in arriving:
+            if segment_id in held.segments:  # sent twice after an interrupt
+                os.close(fd)
+                continue
+            try:
+                segment = held.map_segment(fd, segment_id, nbytes, is_writable, is_staging)
+            except SharedMemoryError:  # the master takes all of the message back
+                for _, later in arriving:
+                    os.close(later)
+                os.close(fd)
+                for segment in arrived:
+                    segment.close()
+                raise
+            segment.is_arena, segment.is_file = is_arena, is_file
+            arrived.append(segment)
+        for segment in arrived:
+            held.add_segment(segment)
+        return body
+
+    def _reply(self, status: Status, flags: int, sequence: int, body: bytes | None) -> None:
+        channel = self._channel
+        if body is not None:
+            flags |= HAS_BODY
+            # The body first: whoever sees the doorbell can read it without waiting.
+            try:
+                channel.send_body(sequence, body)
+            except SharedMemoryError as error:  # a large one needs a descriptor; what says so is small
+                assert self._worker is not None
+                self._worker.executor.forget()
+                failure = pack_failure(error, self._worker.rank, self._worker.device)
+                status, flags = Status.ERROR, HAS_BODY
+                channel.send_body(sequence, pickle.dumps(failure, protocol=5))
+            if self._worker is not None and status != Status.HELLO:
+                self._worker.failpoint("call.after_header")
+        channel.ring(status, flags, sequence, 0)
+
+    def _on_interrupt(self, signum: int, frame: Any) -> None:
+        worker = self._worker
+        # A late signal, meant for a call that has ended, must not hit the next one.
+        if worker is None or not is_interrupted(int(worker.down[worker.rank, Down.INTERRUPT]), worker.sequence):
+            return
+        if worker.is_interruptible:
+            worker.interrupt()
+        else:
+            worker.num_deferred += 1
+
+
+def _prefer_for_oom() -> None:
+    """When memory runs out the kernel should take a worker, which comes back, not the user's session."""
+    try:
+        with open("/proc/self/oom_score_adj", "r+", encoding="ascii") as file:
+            score = int(file.read())
+            file.write(str(min(score + 300, 1000)))
+    except OSError:  # /proc is read-only in some containers: the kernel's own choice stands
+        pass
+
+
+def _refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "cannot stop at breakpoint(): got there on a worker, which has no terminal. "
+        "Run the program with synk.fork(inline=True): the function then runs in its own process."
+    )
+
+
+def main(sock: socket.socket, setup: dict[str, Any]) -> None:
+    """Run a worker; the bootstrap calls it when ``sys.path`` is set."""
+    import faulthandler
+
+    faulthandler.enable()
+    # Answers from C code too, whoever holds the interpreter: where() must explain a worker that is stuck.
+    faulthandler.register(signal.SIGUSR2, file=setup["fds"]["stacks"], all_threads=True)
+    for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, io.TextIOWrapper)
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")
+    loop = WorkerLoop(sock, setup)
+    loop.start()
+    if not os.environ.get("PYTHONBREAKPOINT"):  # else the user has chosen a debugger, or none
+        sys.breakpointhook = _refuse_breakpoint
+    # While only our own folders are searched, and while there are descriptors: an error report must need none.
+    import synk._worker.held.pickling  # noqa: F401
+
+    sys.path[:] = setup["sys_path"]
+    sys.argv[:] = setup["argv"]
+    loop.serve()
+    loop.close()

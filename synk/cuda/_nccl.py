@@ -1,0 +1,376 @@
+"""Collectives between GPUs by NCCL: ops, dtypes, weights, splitting.
+
+The path of a collective: checked here, split into calls of at most ``max_count`` elements, launched on the stream
+given (``_nccl_handle``) through a binding (``_nccl_bindings``), and waited for until NCCL has taken it. The result is
+there when the stream gets to it, which ``wait`` watches together with NCCL's errors and the runtime's word that a peer
+is gone. No array library is imported: what the device must do comes in as ``DeviceHooks``.
+
+One thread per process launches collectives; ``abort`` and ``poll`` may come from another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from synk._pure.ops import REDUCE_OPS
+from synk.communicators import Buffer, Capabilities
+from synk.communicators._checks import check_buffers, check_rank, check_reduction, dtype_nbytes
+from synk.cuda._nccl_bindings import UNIQUE_ID_NBYTES, Binding
+from synk.cuda._nccl_handle import NcclHandle
+from synk.cuda._nccl_library import IN_PROGRESS, SUCCESS, version_text
+from synk.errors import UnsupportedError
+
+_OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
+_BYTE = 1
+_DTYPES = {
+    "int8": 0,
+    "uint8": _BYTE,
+    "int32": 2,
+    "uint32": 3,
+    "int64": 4,
+    "uint64": 5,
+    "float16": 6,
+    "float32": 7,
+    "float64": 8,
+    "bfloat16": 9,
+}
+# What NCCL has no type for, as so many elements of a type that it has.
+_STORED_AS = {"bool": ("uint8", 1), "complex64": ("float32", 2), "complex128": ("float64", 2)}
+_BFLOAT16_VERSION = 21000
+_SCALAR_FORMATS = {"float16": "=e", "float32": "=f", "float64": "=d"}
+
+_Call = Callable[[Any], int]
+
+
+@dataclass(frozen=True)
+class NcclCapabilities(Capabilities):
+    """What NCCL does differently from NumPy, for the backend to make up for.
+
+    Attributes
+    ----------
+    nan_propagates : bool
+        False: ``min`` and ``max`` drop NaN (``fminf`` in ``src/device/reduce_kernel.h``). Reduce a flag "holds a NaN"
+        (uint8, ``max``) in the same group and write NaN where it is set.
+    has_weighted_avg : bool
+        Whether ``avg`` takes a weight (NCCL 2.11). Where not, multiply the buffer by it and reduce by ``sum``.
+    """
+
+    nan_propagates: bool = False
+    has_weighted_avg: bool = True
+
+
+@dataclass(frozen=True)
+class DeviceHooks:
+    """What the communicator asks of the array library that owns the device.
+
+    Attributes
+    ----------
+    is_done : callable
+        ``is_done(stream)``: whether the stream has nothing left to do; does not wait.
+    scratch : int
+        Address of one byte of device memory that stays allocated, for ``barrier``.
+    stream : int
+        Handle of the stream on which ``barrier`` runs.
+    """
+
+    is_done: Callable[[int], bool]
+    scratch: int
+    stream: int
+
+
+def pack_scalar(value: float, dtype: str) -> bytes:
+    """Return ``value`` as one element of a float ``dtype``, rounded to nearest, ties to even.
+
+    Examples
+    --------
+    >>> pack_scalar(1.0, "bfloat16").hex(), pack_scalar(0.5, "float64").hex()
+    ('803f', '000000000000e03f')
+    """
+    if dtype == "bfloat16":  # the upper half of a float32
+        (bits,) = struct.unpack("=I", struct.pack("=f", value))
+        return struct.pack("=H", (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)
+    return struct.pack(_SCALAR_FORMATS[dtype], value)
+
+
+def split_count(count: int, max_count: int) -> list[tuple[int, int]]:
+    """Return ``(offset, length)`` of the pieces of ``count`` elements, each of at most ``max_count``.
+
+    Examples
+    --------
+    >>> split_count(7, 3)
+    [(0, 3), (3, 3), (6, 1)]
+    """
+    return [(offset, min(max_count, count - offset)) for offset in range(0, count, max_count)]
+
+
+class _Reduction(NamedTuple):
+    """A reduction in NCCL's words."""
+
+    op: int
+    dtype: int
+    width: int
+    factor: int
+
+
+def _bind(method: Callable[..., int], *arguments: int) -> _Call:
+    """Return ``method`` with all arguments but the communicator."""
+    return lambda comm: method(comm, *arguments)
+
+
+class NcclCommunicator:
+    """A rank's end of a group of two or more GPUs.
+
+    Buffers are device memory of this rank. Every method that takes a ``stream`` returns when NCCL has taken the
+    operation; the memory must stay allocated until the stream has passed it. ``all_gather`` in place means that
+    ``send`` is the rank's own block of ``recv``, ``reduce_scatter`` in place that ``recv`` is the rank's own block of
+    ``send``. NCCL does not compare counts and dtypes between ranks: whoever calls must have done so. A rank with
+    weight 0 must still bring finite numbers.
+
+    Parameters
+    ----------
+    binding : Binding
+        From ``load_binding``.
+    unique_id : bytes
+        128 bytes from one rank's ``binding.new_unique_id()``, the same on every rank.
+    rank, world_size : int
+        This rank and the number of ranks, at least 2.
+    device : DeviceHooks
+        The device that is current in this process.
+    is_broken : callable
+        Whether the runtime has given the group up; asked in every wait, so it must be cheap.
+    timeout_s : float
+        Limit for joining the group and for each launch. A collective that is taken may run longer: see ``wait``.
+    abort_timeout_s : float
+        Limit for ``abort`` and ``close``; what is not done by then is left to the end of the process.
+
+    Raises
+    ------
+    NcclError
+        If the group cannot be joined; code 8 after ``timeout_s``, 6 if the runtime gave it up.
+
+    Notes
+    -----
+    The communicator is non-blocking where the binding can ask for that: NCCL then launches each group in a thread of
+    its own, and a peer that never comes cannot hold this process. Launch several outputs in one ``group``.
+    """
+
+    max_count: ClassVar[int] = 1 << 30
+
+    def __init__(
+        self,
+        binding: Binding,
+        unique_id: bytes,
+        rank: int,
+        world_size: int,
+        device: DeviceHooks,
+        *,
+        is_broken: Callable[[], bool] = lambda: False,
+        timeout_s: float = 60.0,
+        abort_timeout_s: float = 5.0,
+    ) -> None:
+        if world_size < 2:
+            raise ValueError(f"cannot join an NCCL group: got world_size={world_size}, expected at least 2 ranks.")
+        if len(unique_id) != UNIQUE_ID_NBYTES:
+            raise ValueError(f"cannot join an NCCL group: got an id of {len(unique_id)} bytes, expected 128.")
+        check_rank("join an NCCL group", "rank", rank, world_size)
+        self.rank = rank
+        self.world_size = world_size
+        self._binding = binding
+        self._device = device
+        has_bfloat16 = binding.version >= _BFLOAT16_VERSION
+        self._capabilities = NcclCapabilities(
+            name=f"nccl by {binding.name}",
+            ops=REDUCE_OPS,
+            dtypes=tuple(name for name in (*_DTYPES, *_STORED_AS) if name != "bfloat16" or has_bfloat16),
+            version=version_text(binding.version),
+            library_path=binding.library_path,
+            has_weighted_avg=binding.has_weighted_sum,
+        )
+        self._handle = NcclHandle(binding, is_broken, timeout_s=timeout_s, abort_timeout_s=abort_timeout_s)
+        self._handle.join(unique_id, rank, world_size)
+
+    # Reductions
+
+    @contextlib.contextmanager
+    def _reduction(self, action: str, op: str, dtype: str, weight: float | None) -> Iterator[_Reduction]:
+        """Yield the reduction in NCCL's words, with the weighted sum it may need."""
+        stored_as, factor = _STORED_AS.get(dtype, (dtype, 1))
+        if dtype not in self._capabilities.dtypes or (factor > 1 and op == "prod"):
+            raise UnsupportedError(
+                f"cannot {action}: NCCL {version_text(self._binding.version)} does not have it. Cast the array, or "
+                "reduce it on the host."
+            )
+        code, width = _DTYPES[stored_as], dtype_nbytes(stored_as)
+        if weight is None:
+            yield _Reduction(_OPS[op], code, width, factor)
+            return
+        if not self._binding.has_weighted_sum:
+            raise UnsupportedError(
+                f"cannot {action} with a weight: NCCL {version_text(self._binding.version)} has no weighted sum. "
+                "Multiply the buffer by its weight and reduce by 'sum', or install NCCL 2.11 or later."
+            )
+        with self._handle.weighted_sum(pack_scalar(weight, stored_as), code, action) as weighted_op:
+            yield _Reduction(weighted_op, code, width, factor)
+
+    def _reduce_calls(
+        self, reduction: _Reduction, send: int, recv: int, count: int, root: int, stream: int
+    ) -> list[_Call]:
+        op, dtype, width, factor = reduction
+        return [
+            _bind(self._binding.reduce, send + at * width, recv + at * width, length, dtype, op, root, stream)
+            for at, length in split_count(count * factor, self.max_count)
+        ]
+
+    def all_reduce(self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0) -> None:
+        action = f"all_reduce {send.count} {send.dtype} by {op!r}"
+        check_reduction(op, send.dtype, weight)
+        check_buffers(action, send, recv, send_count=send.count, recv_count=send.count)
+        with self._reduction(action, op, send.dtype, weight) as (nccl_op, dtype, width, factor):
+            calls = [
+                _bind(
+                    self._binding.all_reduce,
+                    send.ptr + at * width,
+                    recv.ptr + at * width,
+                    count,
+                    dtype,
+                    nccl_op,
+                    stream,
+                )
+                for at, count in split_count(send.count * factor, self.max_count)
+            ]
+            self._handle.launch(calls, action)
+
+    def reduce(
+        self, send: Buffer, recv: Buffer, op: str, root: int, *, weight: float | None = None, stream: int = 0
+    ) -> None:
+        action = f"reduce {send.count} {send.dtype} by {op!r}"
+        check_reduction(op, send.dtype, weight)
+        check_rank(action, "root", root, self.world_size)
+        check_buffers(action, send, recv, send_count=send.count, recv_count=send.count)
+        with self._reduction(action, op, send.dtype, weight) as reduction:
+            self._handle.launch(self._reduce_calls(reduction, send.ptr, recv.ptr, send.count, root, stream), action)
+
+    def reduce_scatter(
+        self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0
+    ) -> None:
+        action = f"reduce_scatter {send.count} {send.dtype} by {op!r}"
+        check_reduction(op, send.dtype, weight)
+        check_buffers(action, send, recv, send_count=self.world_size * recv.count, recv_count=recv.count)
+        with self._reduction(action, op, send.dtype, weight) as reduction:
+            nccl_op, dtype, width, factor = reduction
+            count = recv.count * factor
+            if count <= self.max_count:
+                run = _bind(self._binding.reduce_scatter, send.ptr, recv.ptr, count, dtype, nccl_op, stream)
+                calls = [run] if count else []
+            else:  # a piece of every rank's block is no contiguous piece of the whole: one reduction per rank instead
+                calls = []
+                for root in range(self.world_size):
+                    block = send.ptr + root * count * width
+                    calls += self._reduce_calls(reduction, block, recv.ptr, recv.count, root, stream)
+            self._handle.launch(calls, action)
+
+    # Moving bytes: NCCL's dtype does not matter, so every dtype goes as uint8.
+
+    def _broadcast_calls(self, send: int, recv: int, nbytes: int, root: int, stream: int) -> list[_Call]:
+        return [
+            _bind(self._binding.broadcast, send + at, recv + at, length, _BYTE, root, stream)
+            for at, length in split_count(nbytes, self.max_count)
+        ]
+
+    def broadcast(self, buffer: Buffer, root: int, *, stream: int = 0) -> None:
+        action = f"broadcast {buffer.count} {buffer.dtype}"
+        check_rank(action, "root", root, self.world_size)
+        nbytes = buffer.count * dtype_nbytes(buffer.dtype)
+        self._handle.launch(self._broadcast_calls(buffer.ptr, buffer.ptr, nbytes, root, stream), action)
+
+    def all_gather(self, send: Buffer, recv: Buffer, *, stream: int = 0) -> None:
+        action = f"all_gather {send.count} {send.dtype}"
+        check_buffers(action, send, recv, send_count=send.count, recv_count=self.world_size * send.count)
+        nbytes = send.count * dtype_nbytes(send.dtype)
+        if nbytes <= self.max_count:
+            run = _bind(self._binding.all_gather, send.ptr, recv.ptr, nbytes, _BYTE, stream)
+            calls = [run] if nbytes else []
+        else:  # as in reduce_scatter: one broadcast per rank
+            calls = []
+            for root in range(self.world_size):
+                block = recv.ptr + root * nbytes
+                source = send.ptr if root == self.rank else block
+                calls += self._broadcast_calls(source, block, nbytes, root, stream)
+        self._handle.launch(calls, action)
+
+    def _point_to_point(
+        self, action: str, method: Callable[..., int], buffer: Buffer, peer: int, tag: int, stream: int
+    ) -> None:
+        check_rank(action, "peer", peer, self.world_size)
+        if peer == self.rank:
+            raise ValueError(f"cannot {action}: got this rank itself. Copy the array.")
+        if tag:
+            raise UnsupportedError(f"cannot {action}: got tag={tag}, but NCCL has no tags. Send in one order, tag 0.")
+        nbytes = buffer.count * dtype_nbytes(buffer.dtype)
+        calls = [
+            _bind(method, buffer.ptr + at, length, _BYTE, peer, stream)
+            for at, length in split_count(nbytes, self.max_count)
+        ]
+        self._handle.launch(calls, action)
+
+    def send(self, buffer: Buffer, peer: int, tag: int = 0, *, stream: int = 0) -> None:
+        """Send ``buffer`` to rank ``peer``; two ranks that send to each other must do so within a ``group``."""
+        action = f"send {buffer.count} {buffer.dtype} to rank {peer}"
+        self._point_to_point(action, self._binding.send, buffer, peer, tag, stream)
+
+    def recv(self, buffer: Buffer, peer: int, tag: int = 0, *, stream: int = 0) -> None:
+        """Receive into ``buffer`` from rank ``peer``; the count must be the sender's."""
+        action = f"receive {buffer.count} {buffer.dtype} from rank {peer}"
+        self._point_to_point(action, self._binding.recv, buffer, peer, tag, stream)
+
+    def barrier(self) -> None:
+        """Return when every rank has called it: a reduction of one byte on the hooks' stream, waited for."""
+        if self._handle.is_grouping:
+            raise UnsupportedError("cannot wait at a barrier inside a group: nothing runs before the group ends.")
+        device, max_op = self._device, _OPS["max"]
+        run = _bind(self._binding.all_reduce, device.scratch, device.scratch, 1, _BYTE, max_op, device.stream)
+        self._handle.launch([run], "wait at a barrier")
+        self.wait(lambda: device.is_done(device.stream))
+
+    # The communicator's life
+
+    def group(self) -> contextlib.AbstractContextManager[None]:
+        """Launch the operations of the ``with`` body as one; may be nested. Nothing runs before it ends.
+
+        If the body raises after it issued something, the communicator is aborted: the other ranks wait for the whole.
+        """
+        return self._handle.group()
+
+    def wait(self, is_done: Callable[[], bool], *, timeout_s: float | None = None) -> None:
+        """Return when ``is_done()``, typically "this event has happened"; never block in the driver.
+
+        Raises
+        ------
+        NcclError
+            If NCCL reports an error, the runtime gives the group up (code 6) or ``timeout_s`` passes (code 8). The
+            communicator is aborted then, which frees the device from what it waits for.
+        """
+        self._handle.wait(is_done, timeout_s)
+
+    def poll(self) -> str:
+        """Return ``"ok"``, ``"pending"`` (NCCL has not taken the last operation yet) or ``"error"``."""
+        return {SUCCESS: "ok", IN_PROGRESS: "pending"}.get(self._handle.state(), "error")
+
+    def abort(self) -> None:
+        """Break every pending operation of this rank and free the communicator; safe to repeat, from any thread.
+
+        All ranks of the group must abort: the device of a rank that does not keeps waiting for this one.
+        """
+        self._handle.abort()
+
+    def close(self) -> None:
+        """Free the communicator after its last operation, or abort it if it is broken; safe to repeat."""
+        self._handle.close()
+
+    def capabilities(self) -> NcclCapabilities:
+        """Say what NCCL can do here, and what the backend has to make up for."""
+        return self._capabilities

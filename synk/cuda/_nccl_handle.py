@@ -1,0 +1,274 @@
+"""The life of one NCCL communicator: joining, launching, waiting, aborting, each with an end.
+
+Owns NCCL's communicator and the rule when it may be touched; knows no op and no dtype. NCCL's calls can block for ever
+when a peer is gone, so those that may do so run in threads that can be left behind, and every wait polls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from synk.cuda._nccl_bindings import Binding
+from synk.cuda._nccl_library import IN_PROGRESS, REMOTE_ERROR, SUCCESS, TIMEOUT, NcclError
+from synk.errors import ClosedError
+
+logger = logging.getLogger("synk")
+
+_DONE, _BROKEN, _LATE = "done", "broken", "late"
+_PAUSE_STEP_S = 0.00002
+_MAX_PAUSE_S = 0.001
+# How long abort waits for a launch under way; one that takes longer is stuck, and abort is what frees it.
+_LAUNCH_PATIENCE_S = 0.5
+
+
+class _Aside:
+    """A call in a daemon thread, which can be left behind."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="synk-nccl", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._function()
+        except BaseException as error:  # raised again by result()
+            self._error = error
+
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+def _watch(is_done: Callable[[], bool], is_broken: Callable[[], bool], timeout_s: float | None) -> str:
+    """Poll until ``is_done``, the group is broken or the time is over; say which."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    pause_s = 0.0
+    while not is_done():
+        if is_broken():
+            return _BROKEN
+        if deadline is not None and time.monotonic() > deadline:
+            return _LATE
+        time.sleep(pause_s)  # zero at first: most waits are short, and the other threads run in between
+        pause_s = min(_MAX_PAUSE_S, pause_s + _PAUSE_STEP_S)
+    return _DONE
+
+
+def _failure(outcome: str, action: str, timeout_s: float | None) -> NcclError:
+    if outcome == _LATE:
+        return NcclError(TIMEOUT, "", f"not done after {timeout_s:g} s", action)
+    return NcclError(REMOTE_ERROR, "", "the group is broken; another worker died or failed", action)
+
+
+class NcclHandle:
+    """This rank's NCCL communicator.
+
+    Parameters
+    ----------
+    binding : Binding
+    is_broken : callable
+        Whether the runtime has given the group up; asked in every wait.
+    timeout_s, abort_timeout_s : float
+        Limits for joining and for each launch, and for ``abort`` and ``close``.
+    """
+
+    def __init__(
+        self, binding: Binding, is_broken: Callable[[], bool], *, timeout_s: float, abort_timeout_s: float
+    ) -> None:
+        self.binding = binding
+        self._is_broken = is_broken
+        self._timeout_s = timeout_s
+        self._abort_timeout_s = abort_timeout_s
+        self._comm: Any = None
+        self._is_closed = False
+        self._depth = 0
+        self._num_issued = 0
+        # Held while NCCL reads the communicator, from the start to the end of a group, so that an abort by another
+        # thread does not free it in between.
+        self._lock = threading.RLock()
+
+    def join(self, unique_id: bytes, rank: int, world_size: int) -> None:
+        """Join the group of ``unique_id``; return when all ranks have.
+
+        Raises
+        ------
+        NcclError
+            Code 8 after ``timeout_s``, 6 if the runtime gave the group up, else NCCL's own.
+        """
+        action = f"join an NCCL group as rank {rank} of {world_size}"
+        # A blocking start (CuPy's binding, old NCCL, NCCL_COMM_BLOCKING=1) waits inside the call, hence the thread.
+        call = _Aside(functools.partial(self.binding.init, world_size, unique_id, rank))
+        outcome = _watch(call.is_done, self._is_broken, self._timeout_s)
+        if outcome != _DONE:
+            raise _failure(outcome, action, self._timeout_s)
+        status, comm = call.result()
+        self._comm = comm or None  # a refused start leaves a null pointer
+        try:
+            self._settle(status, action)
+        except NcclError:
+            self.abort()
+            raise
+
+    def require(self, action: str) -> Any:
+        """Return NCCL's communicator, or raise if there is none any more."""
+        if self._is_closed:
+            raise ClosedError(f"cannot {action}: the communicator is closed. Fork again.")
+        comm = self._comm
+        if comm is None:
+            raise NcclError(REMOTE_ERROR, "", "the communicator was aborted", action)
+        return comm
+
+    def _raise_for(self, status: int, action: str) -> None:
+        if status not in (SUCCESS, IN_PROGRESS):
+            raise NcclError(status, "", self.binding.last_error(), action)
+
+    def _settle(self, status: int, action: str) -> None:
+        """Return once NCCL has taken what returned ``status``: until then the communicator takes nothing else."""
+
+        def is_settled() -> bool:
+            nonlocal status
+            status = self.state()
+            return status != IN_PROGRESS
+
+        if status == IN_PROGRESS:
+            outcome = _watch(is_settled, self._is_broken, self._timeout_s)
+            if outcome != _DONE:
+                self.abort()
+                raise _failure(outcome, action, self._timeout_s)
+        self._raise_for(status, action)
+
+    # Launching
+
+    @property
+    def is_grouping(self) -> bool:
+        """Whether this is called from the body of ``group``."""
+        return self._depth > 0
+
+    def call(self, call: Callable[[Any], int], action: str) -> None:
+        """Run ``call(comm)`` and return when NCCL has taken it: at once inside a group."""
+        with self._lock:
+            status = call(self.require(action))
+        if self._depth:
+            self._raise_for(status, action)
+            self._num_issued += 1
+        else:
+            self._settle(status, action)
+
+    def launch(self, calls: Sequence[Callable[[Any], int]], action: str) -> None:
+        """Run ``calls``, as a group where there are several."""
+        with self.group() if len(calls) > 1 else contextlib.nullcontext():
+            for call in calls:
+                self.call(call, action)
+
+    @contextlib.contextmanager
+    def group(self) -> Iterator[None]:
+        """Launch what the ``with`` body issues as one; may be nested.
+
+        If the body raises after it issued something, the communicator is aborted: its peers wait for the whole.
+        """
+        with self._lock:
+            self.require("open a group")
+            self._raise_for(self.binding.group_start(), "open a group")
+            self._num_issued = self._num_issued if self._depth else 0
+            self._depth += 1
+            try:
+                yield
+            except BaseException:
+                self._depth -= 1
+                self.binding.group_end()  # NCCL counts its groups per thread; the error at hand says more
+                if self._num_issued:
+                    self.abort()
+                raise
+            self._depth -= 1
+            status = self.binding.group_end()
+        if not self._depth:
+            self._settle(status, "launch a group")
+
+    @contextlib.contextmanager
+    def weighted_sum(self, weight: bytes, dtype: int, action: str) -> Iterator[int]:
+        """Yield an op that multiplies by ``weight`` before it sums."""
+        with self._lock:
+            status, op = self.binding.create_weighted_sum(self.require(action), weight, dtype)
+        self._raise_for(status, action)
+        try:
+            yield op
+        finally:
+            # NCCL reads the op while it takes a collective, so it may go before the stream has run.
+            with self._lock:
+                if self._comm is not None:
+                    self.binding.destroy_op(self._comm, op)
+
+    # Watching
+
+    def state(self) -> int:
+        """Return NCCL's status of the communicator; in progress also while another thread is launching."""
+        if not self._lock.acquire(blocking=False):
+            return IN_PROGRESS
+        try:
+            return REMOTE_ERROR if self._comm is None else self.binding.async_error(self._comm)
+        finally:
+            self._lock.release()
+
+    def wait(self, is_done: Callable[[], bool], timeout_s: float | None) -> None:
+        """Return when ``is_done()``; abort and raise on NCCL's error, a broken group, or after ``timeout_s``."""
+        action = "finish a collective"
+        status = SUCCESS
+
+        def is_over() -> bool:
+            nonlocal status
+            if is_done():
+                return True
+            status = self.state()
+            return status not in (SUCCESS, IN_PROGRESS)
+
+        outcome = _watch(is_over, self._is_broken, timeout_s)
+        if outcome != _DONE:
+            self.abort()
+            raise _failure(outcome, action, timeout_s)
+        if status not in (SUCCESS, IN_PROGRESS):
+            try:
+                self.require(action)
+                self._raise_for(status, action)
+            finally:
+                self.abort()
+
+    # Ending
+
+    def _end(self, word: str, call: Callable[[Any], int], comm: Any) -> None:
+        thread = _Aside(functools.partial(call, comm))
+        if _watch(thread.is_done, lambda: False, self._abort_timeout_s) != _DONE:
+            logger.warning("NCCL did not %s its group in %g s; it ends with the process.", word, self._abort_timeout_s)
+
+    def _take_comm(self) -> Any:
+        """Return the communicator and forget it, so that one caller alone ends it."""
+        is_held = self._lock.acquire(timeout=_LAUNCH_PATIENCE_S)
+        comm, self._comm = self._comm, None
+        if is_held:
+            self._lock.release()
+        return comm
+
+    def abort(self) -> None:
+        """Break every pending operation and free the communicator. Safe to repeat, from any thread."""
+        comm = self._take_comm()
+        if comm is not None:
+            self._end("abort", self.binding.abort, comm)
+
+    def close(self) -> None:
+        """Free the communicator after its last operation, or abort it if it is broken. Safe to repeat."""
+        is_sound = not self._is_broken() and self.state() == SUCCESS
+        self._is_closed = True
+        comm = self._take_comm()
+        if comm is not None:
+            self._end("close", self.binding.destroy if is_sound else self.binding.abort, comm)

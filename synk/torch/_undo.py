@@ -1,0 +1,256 @@
+"""What a step found, kept until it has counted: one that did not count leaves no trace on its rank.
+
+Kept is whatever a step may change before the ranks communicate for the last time: buffers, attributes, flags, the
+numbers of optimizers, schedulers and other objects, generators, and gradients that it adds to. Parameters and the state
+of optimizers are not, because a step usually changes them behind its last reduction, and each rank can finish by itself
+then. Where steps change some of them earlier (two optimizers in turn, LBFGS, the copy of a model that follows it), this
+is noticed in the first step, and these are kept from the second one on.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from synk._pure.generators import generator_states, restore_generators
+from synk._pure.interrupts import is_from_handler
+from synk._wire.cell import cell
+from synk.torch import _state as states
+from synk.torch import _state_bytes
+from synk.torch._reduction import Reduction
+from synk.torch._take_over import updated
+
+_FIXED = frozenset(
+    {int, float, bool, str, bytes, complex, type(None), type, torch.dtype, torch.device, torch.Size}
+    | {types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial}
+)
+
+_TABLES = states.TABLES | {"state", "param_groups", "defaults"}
+
+_SMALL_NBYTES = 1 << 20
+"""Up to here a tensor is copied before each step; a larger one if its version tells that it was written."""
+
+
+class Undo:
+    """Keeps, for one rank's replicated objects, what each step finds."""
+
+    def __init__(self, objects: Sequence[Any], reduction: Reduction) -> None:
+        self._objects, self._reduction = objects, reduction
+        self._owners: list[Any] = []
+        self._names: list[list[str]] = []
+        self._attributes: list[list[str]] = []
+        self._made_of: list[int] = []
+        self._buffers: list[torch.Tensor] = []
+        self._referents: dict[int, Any] = {}
+        self._references: dict[int, int] = {}
+        self._structure: list[Any] = []
+        self._tables: list[Any] = []
+        self._parameters: list[torch.Tensor] = []
+        self._draws, self._drawn = (
+            False,
+            b"",
+        )  # whether steps draw from the process's generators, and these as last seen
+        self._early: set[int] = set()  # parameters, by position, that steps change before they communicate
+        self._is_early = False  # whether optimizers step before
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = {}
+        self._num_before: int | None = None  # collectives that the call had begun when it first changed a parameter
+        self._has_stepped = False
+        reduction.notice_reduction = self.notice_reduction
+
+    # -- before a step ------------------------------------------------------------------------------------------------
+
+    def keep(self, replica: Any) -> Callable[[], bytes | None]:
+        """Return what puts back what is there now.
+
+        It returns None, and changes nothing, where that is not possible; else what tells gradients apart that were
+        there: ranks on which it differs have dropped others of them.
+        """
+        self._num_before, self._has_stepped = None, False
+        self._look()
+        self._before, self._flags = self._looks(), [each.requires_grad for each in self._parameters]
+        self._reduction.keep()
+        shallow = [(own, {name: own[name] for name in names}) for own, names in zip(self._owners, self._attributes)]
+        tables = [*self._tables, *(self._slots() if self._is_early else ())]
+        shallow += [(table, table.copy()) for table in tables]
+        known = self._references.keys() | set(map(id, tables))
+        tensors = [*self._buffers, *(self._parameters[index] for index in self._early)]
+        mutable: dict[Any, Any] = {}
+        for number, (_, copied) in enumerate(shallow):
+            for name, value in copied.items() if isinstance(copied, dict) else enumerate(copied):
+                if type(value) in _FIXED or id(value) in known or _is_fixed_tuple(value):
+                    continue
+                if isinstance(value, torch.Tensor):
+                    tensors.append(value)
+                else:
+                    mutable[number, name] = value
+        return functools.partial(
+            self._put_back,
+            replica,
+            shallow,
+            [(table, table.copy()) for table in self._structure],
+            self._copied(tensors),
+            self._pickled(mutable) if mutable else None,
+            (replica.num_steps, self._reduction.share, self._generators(replica.num_steps)),
+        )
+
+    def _look(self) -> None:
+        """Take in what the objects are made of, unless they are made of the same as before."""
+        names = [[*own] for own in self._owners]
+        made_of = [each for table in self._structure for each in table.values()]
+        if names and names == self._names and [*map(id, made_of)] == self._made_of:
+            return
+        self._names = []  # until all is taken in: an interrupt may come
+        objects = self._objects
+        modules = [part for obj in objects if states.is_module(obj) for part in torch.nn.Module.modules(obj)]
+        self._owners = [vars(part) for part in modules] + [vars(obj) for obj in objects if states.is_optimizer(obj)]
+        self._attributes = [[name for name in own if _is_own(name)] for own in self._owners]
+        self._structure = [vars(part)[name] for part in modules for name in ("_modules", "_parameters", "_buffers")]
+        self._made_of = [id(each) for table in self._structure for each in table.values()]
+        parameters = states.parameters_of(objects)
+        if {*map(id, parameters)} != {*map(id, self._parameters)}:
+            self._early.clear()
+        self._parameters = parameters
+        self._buffers = [each for part in modules for each in part._buffers.values() if each is not None]
+        known: list[Any] = [*modules, *parameters, *self._buffers]
+        self._tables = []
+        for obj in objects:
+            if states.is_optimizer(obj):
+                self._tables.append(obj.param_groups)
+                known += [obj, obj.defaults, obj.state]
+            elif not states.is_module(obj):
+                is_table = isinstance(obj, (dict, list, set))
+                self._tables.append(obj if is_table else getattr(obj, "__dict__", {"": obj}))
+                known += [obj] if is_table or hasattr(obj, "__dict__") else []
+        self._referents = dict(enumerate(known))
+        self._references = {id(each): key for key, each in self._referents.items()}
+        self._names = [[*own] for own in self._owners]
+
+    def _slots(self) -> Iterator[dict[Any, Any]]:
+        for obj in self._objects:
+            if states.is_optimizer(obj):
+                yield obj.state
+                yield from (slots for slots in obj.state.values() if isinstance(slots, dict))
+
+    def _generators(self, num_steps: int) -> dict[str, Any]:
+        """Return the states of this process's generators where steps draw from them: looked at as parameters are."""
+        if not self._draws and num_steps & (num_steps - 1):
+            return {}
+        now = generator_states() | {"synk.comm": cell.worker.rng.bit_generator.state}
+        now.pop("torch", None)  # seeded before each step
+        seen = pickle.dumps(now)
+        self._draws = self._draws or self._drawn not in (b"", seen)
+        self._drawn = seen
+        return now
+
+    def _copied(self, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return tensors with copies, which are written into the memory of those of the last step."""
+        before, self._copies = self._copies, {}
+        pairs, old, new = [], [], []
+        for tensor in tensors:
+            look = tensor._version, states._address(tensor)
+            held, copied, seen = before.get(id(tensor), (None, tensor, None))
+            plain = tensor.detach()
+            if held is not tensor or copied.shape != tensor.shape or copied.dtype != tensor.dtype or plain.is_sparse:
+                copied = plain.clone()
+            elif tensor.nbytes <= _SMALL_NBYTES or seen != look:
+                old.append(copied)
+                new.append(plain)
+            self._copies[id(tensor)] = tensor, copied, look
+            pairs.append((tensor, copied))
+        if old:
+            torch._foreach_copy_(old, new)
+        return pairs
+
+    def _pickled(self, mutable: dict[Any, Any]) -> tuple[bytes, dict[Any, Any]]:
+        """Return objects as bytes, and the code that these refer to; those that cannot be pickled are left out."""
+        code: list[Any] = []
+        try:
+            data = _state_bytes.dumps(mutable, self._references, code)
+        except Exception as error:
+            if is_from_handler(error):
+                raise
+            kept = {k: each for k, each in mutable.items() if _state_bytes.can_pickle(each, self._references, [])}
+            return self._pickled(kept if len(kept) < len(mutable) else {})
+        return data, {("code", number): each for number, each in enumerate(code)}
+
+    def _put_back(
+        self,
+        replica: Any,
+        shallow: Sequence[tuple[Any, Any]],
+        structure: Sequence[tuple[Any, Any]],
+        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        pickled: tuple[bytes, dict[Any, Any]] | None,
+        numbers: tuple[int, float | None, dict[str, Any]],
+    ) -> bytes | None:
+        if (self._has_stepped and not self._is_early) or self._changed() - self._early:
+            return None
+        num_owners = len(self._owners)
+        for table, copied in shallow[:num_owners]:
+            for name in [name for name in table if name not in copied and _is_own(name)]:
+                del table[name]
+            table.update(copied)
+        for table, copied in (*structure, *shallow[num_owners:]):
+            table.clear()
+            table.extend(copied) if isinstance(copied, list) else table.update(copied)
+        for tensor, copied in copies:
+            self._write(tensor, copied)
+        if pickled is not None:
+            seen: dict[int, Any] = {}
+            data, code = pickled
+            for (number, name), value in _state_bytes.loads(data, {**self._referents, **code}).items():
+                table, copied = shallow[number]
+                table[name] = updated(copied[name], value, seen)
+        for parameter, flag in zip(self._parameters, self._flags):
+            parameter.requires_grad_(flag)
+        replica.num_steps, self._reduction.share, generators = numbers
+        if generators:
+            cell.worker.rng.bit_generator.state = generators.pop("synk.comm")
+            restore_generators(generators)
+        return self._reduction.put_back()
+
+    def _write(self, tensor: torch.Tensor, copied: torch.Tensor) -> None:
+        is_in_place = self._copies[id(tensor)][2][1] == states._address(tensor)
+        if is_in_place and tensor.shape == copied.shape and tensor.dtype == copied.dtype:
+            tensor.detach().copy_(copied)
+        else:
+            tensor.data = copied.clone()
+
+    # -- while it runs ------------------------------------------------------------------------------------------------
+
+    def notice_step(self) -> None:
+        """An optimizer is about to step."""
+        self._has_stepped = True
+        if self._num_before is None:
+            self._num_before = cell.worker.num_collectives
+
+    def notice_reduction(self) -> None:
+        """The ranks are about to communicate: what has changed by now must be kept in further steps."""
+        if self._num_before is None and self._changed():
+            self._num_before = -1
+
+    def notice_end(self) -> None:
+        """The step has counted on this rank."""
+        if self._num_before is not None and cell.worker.num_collectives > self._num_before:
+            self._early |= self._changed()
+            self._is_early = self._is_early or self._has_stepped
+
+    def _changed(self) -> set[int]:
+        """Return which parameters were written, or lie elsewhere, since the step began."""
+        return {index for index, (now, was) in enumerate(zip(self._looks(), self._before)) if now != was}
+
+    def _looks(self) -> list[Any]:
+        return [(each._version, states._address(each)) for each in self._parameters]
+
+
+def _is_own(name: str) -> bool:
+    """Whether an attribute of a module or an optimizer is not one that all have."""
+    return name not in _TABLES and not name.endswith("_hooks")
+
+
+def _is_fixed_tuple(value: Any) -> bool:
+    return type(value) is tuple and all(type(item) in _FIXED for item in value)

@@ -1,0 +1,444 @@
+"""Settings of libraries hold on the ranks as they hold where the call stands. The oracle is the plain function."""
+
+from __future__ import annotations
+
+import contextlib
+import decimal
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import harness
+import numpy as np
+import pytest
+
+import synk
+
+torch = pytest.importorskip("torch")
+
+X = np.arange(4.0)
+
+
+class OwnWarning(UserWarning):
+    """Of this module."""
+
+
+class Case(NamedTuple):
+    """``body`` shows what a setting does; ``set`` sets a value of it, and ``values`` are some, the usual one first."""
+
+    body: Callable[[], Any]
+    set: Callable[[Any], Any]
+    values: tuple[Any, ...]
+
+
+def outcome(body: Callable[[], Any]) -> Any:
+    """Return what a body returns, or the kind of what it raises."""
+    try:
+        return body()
+    except Exception as error:
+        return type(error).__name__
+
+
+def divided() -> Any:
+    return str(np.float64(1.0) / np.float64(0.0))
+
+
+def overflown() -> Any:
+    return str(np.float32(1e38) * np.float32(1e38))
+
+
+def in_decimal() -> Any:
+    return str(decimal.Decimal(1) / decimal.Decimal(7))
+
+
+def trapped() -> Any:
+    return str(decimal.Decimal(1) / decimal.Decimal(0))
+
+
+def set_decimal(change: Callable[[decimal.Context], Any]) -> None:
+    context = decimal.DefaultContext.copy()
+    change(context)
+    decimal.setcontext(context)
+
+
+def deep(depth: int = 0) -> Any:
+    try:
+        return deep(depth + 1)
+    except RecursionError:
+        return depth // 500  # the frames above are some more, or fewer
+
+
+def warned() -> Any:
+    with contextlib.redirect_stderr(open(os.devnull, "w")) as stream, stream:
+        warnings.warn("told", OwnWarning, stacklevel=1)
+    return "no error"
+
+
+def has_grad() -> Any:
+    weight = torch.ones(2, requires_grad=True)
+    return (weight * 2).requires_grad
+
+
+def default_dtype() -> Any:
+    return str(torch.ones(2).sum().dtype)
+
+
+def is_deterministic() -> Any:
+    return f"{torch.are_deterministic_algorithms_enabled()} {torch.is_deterministic_algorithms_warn_only_enabled()}"
+
+
+def cudnn(name: str) -> Any:
+    from torch.backends import cudnn
+
+    return getattr(cudnn, name)
+
+
+CASES = {
+    "np.seterr": Case(divided, lambda how: np.seterr(divide=how), ("ignore", "raise", "ignore")),
+    "np.seterr of overflow": Case(overflown, lambda how: np.seterr(over=how), ("ignore", "raise")),
+    "decimal precision": Case(in_decimal, lambda prec: set_decimal(lambda c: setattr(c, "prec", prec)), (28, 5, 50)),
+    "decimal rounding": Case(
+        in_decimal, lambda how: set_decimal(lambda c: setattr(c, "rounding", how)), ("ROUND_HALF_EVEN", "ROUND_UP")
+    ),
+    "decimal traps": Case(
+        trapped,
+        lambda flag: set_decimal(lambda c: c.traps.__setitem__(decimal.DivisionByZero, flag)),
+        (True, False),
+    ),
+    "recursion limit": Case(deep, sys.setrecursionlimit, (3000, 6000, 4500)),
+    "warning filters": Case(warned, lambda action: warnings.simplefilter(action, OwnWarning), ("ignore", "error")),
+    "grad mode": Case(has_grad, torch.set_grad_enabled, (True, False)),
+    "default dtype": Case(default_dtype, torch.set_default_dtype, (torch.float32, torch.float64)),
+    "deterministic algorithms": Case(
+        is_deterministic, torch.set_deterministic_debug_mode, ("default", "error", "warn")
+    ),
+    "matmul precision": Case(
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, ("highest", "high", "medium")
+    ),
+    "cudnn.deterministic": Case(
+        lambda: cudnn("deterministic"),
+        lambda flag: setattr(torch.backends.cudnn, "deterministic", flag),
+        (False, True),
+    ),
+    "cudnn.benchmark": Case(
+        lambda: cudnn("benchmark"),
+        lambda flag: setattr(torch.backends.cudnn, "benchmark", flag),
+        (False, True),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    """Put back all that the cases set, in this thread."""
+    limit = sys.getrecursionlimit()
+    with warnings.catch_warnings(), np.errstate(), decimal.localcontext():
+        yield
+    sys.setrecursionlimit(limit)
+    for name in ("grad mode", "default dtype", "deterministic algorithms", "matmul precision"):
+        CASES[name].set(CASES[name].values[0])
+    torch.backends.cudnn.deterministic = torch.backends.cudnn.benchmark = False
+
+
+def in_thread(act: Callable[[], Any]) -> Any:
+    """Return what ``act`` returns in a thread of its own."""
+    got: list[Any] = []
+    thread = threading.Thread(target=lambda: got.append(act()))
+    thread.start()
+    thread.join(60)
+    return got[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("num_workers", [1, 2, "inline"])
+def test_a_call_computes_with_the_settings_of_its_place(shared_runtimes: Any, name: str, num_workers: Any) -> None:
+    rt, case = shared_runtimes[num_workers], CASES[name]
+    body = case.body
+    num_ranks = rt.world_size
+
+    def look(x: Any) -> Any:
+        return outcome(body)
+
+    f = rt.function(look, outputs=None)
+    for value in (*case.values, *case.values):
+        case.set(value)
+        expected = outcome(body)
+        for _ in range(5):  # the last of them are quiet ones
+            assert f(X) == [expected] * num_ranks
+        assert f.serial(X)[0] == expected
+        assert list(rt.map(lambda x: outcome(body), [1.0, 2.0])) == [expected] * 2
+        assert list(f.stream([X, X])) == [[expected] * num_ranks] * 2
+        assert list(f.rows(X, batch_size=2)) == [[expected] * min(num_ranks, 2)] * 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_submitted_calls_have_the_settings_of_their_submission(shared_runtimes: Any, name: str) -> None:
+    rt, case = shared_runtimes[2], CASES[name]
+    body = case.body
+    f = rt.function(lambda x: outcome(body), outputs=None)
+    for _ in range(4):
+        pending, expected = [], []
+        for value in case.values:
+            case.set(value)
+            expected.append([outcome(body)] * 2)
+            pending.append(f.submit(X))
+        assert [call.result() for call in pending] == expected
+
+
+def test_with_blocks(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+
+    def look(x: Any) -> Any:
+        return repr([outcome(divided), outcome(in_decimal), has_grad(), outcome(warned)])
+
+    f = rt.function(look, outputs=None)
+    np.seterr(divide="ignore")
+    warnings.simplefilter("ignore", OwnWarning)
+    for _ in range(4):
+        assert f(X) == [look(X)] * 2
+        with np.errstate(divide="raise"):
+            assert f(X) == [look(X)] * 2
+            with torch.no_grad(), decimal.localcontext() as context:
+                context.prec = 7
+                assert f(X) == [look(X)] * 2
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert f(X) == [look(X)] * 2
+        with torch.inference_mode():
+            assert f(X) == [look(X)] * 2
+
+
+def test_quiet_calls_stay_quiet_within_blocks_of_equal_settings(shared_runtimes: Any) -> None:
+    """A new block of settings that are equal to those before is no news."""
+    rt = shared_runtimes[2]
+    f = rt.function(lambda x: x.sum(), outputs="sum")
+    for _ in range(3):
+        with np.errstate(all="ignore"), decimal.localcontext(), warnings.catch_warnings(), torch.no_grad():
+            f(X)
+    before = dict(rt.counters)
+    for _ in range(5):
+        with np.errstate(all="ignore"), decimal.localcontext(), warnings.catch_warnings(), torch.no_grad():
+            assert f(X) == X.sum()
+    assert rt.counters["bytes_down"] - before["bytes_down"] == 5 * 2 * 8, "doorbells alone"
+
+
+@pytest.mark.parametrize("name", ["np.seterr", "decimal precision", "grad mode", "default dtype"])
+def test_the_thread_that_calls_decides(shared_runtimes: Any, name: str) -> None:
+    """Some settings belong to a thread, others to the process; the plain function in the same thread tells."""
+    rt, case = shared_runtimes[2], CASES[name]
+    body = case.body
+    f = rt.function(lambda x: outcome(body), outputs=None)
+    case.set(case.values[1])
+    for _ in range(3):
+        assert f(X) == [outcome(body)] * 2
+        called, plain = in_thread(lambda: (f(X), outcome(body)))
+        assert called == [plain] * 2
+        submitted, plain = in_thread(lambda: (f.submit(X), outcome(body)))
+        assert submitted.result() == [plain] * 2
+
+
+@pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
+def test_new_workers_have_them_and_so_have_those_that_take_their_places(runtime: Callable[..., Any]) -> None:
+    bodies = [case.body for case in CASES.values() if case.body is not in_decimal]
+    for case in CASES.values():
+        case.set(case.values[1])
+
+    def every() -> str:
+        return repr([outcome(body) for body in bodies])
+
+    rt = runtime(2)
+    f = rt.function(lambda x: every(), outputs=None)
+    assert f(X) == [every()] * 2
+    os.kill(harness.pids(rt)[1], signal.SIGKILL)
+    time.sleep(0.2)
+    with contextlib.suppress(synk.errors.WorkerDied):
+        f(X)
+    for _ in range(3):
+        assert f(X) == [every()] * 2
+    rt.restart()
+    assert f(X) == [every()] * 2
+
+
+def test_what_a_function_sets_stays_on_its_rank_until_the_program_changes_it(runtime: Callable[..., Any]) -> None:
+    rt = runtime(2)
+    np.seterr(divide="ignore", over="ignore")
+    torch.set_default_dtype(torch.float32)
+
+    def change(x: Any) -> Any:
+        np.seterr(divide="raise")
+        torch.set_default_dtype(torch.float64)
+        return 0.0
+
+    look = rt.function(lambda x: (outcome(divided), default_dtype()), outputs=None)
+    assert look(X) == (["inf"] * 2, ["torch.float32"] * 2)
+    rt.function(change)(X)
+    for _ in range(4):
+        assert look(X) == (["FloatingPointError"] * 2, ["torch.float64"] * 2)
+    assert (outcome(divided), default_dtype()) == ("inf", "torch.float32"), "the program's own are as they were"
+    np.seterr(over="raise")
+    assert look(X) == (["inf"] * 2, ["torch.float64"] * 2), "the setting that the program has changed, and no other"
+
+
+def test_verify_leaves_settings_as_they_were(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    np.seterr(divide="ignore")
+    torch.set_default_dtype(torch.float32)
+
+    def change(x: Any) -> Any:
+        np.seterr(divide="raise")
+        decimal.getcontext().prec = 3
+        torch.set_default_dtype(torch.float64)
+        return x.mean()
+
+    look = rt.function(lambda x: (outcome(divided), outcome(in_decimal), default_dtype()), outputs=None)
+    expected = look(X)
+    assert rt.function(change).verify(X)
+    assert look(X) == expected
+    assert (outcome(divided), outcome(in_decimal), default_dtype()) == tuple(each[0] for each in expected)
+
+
+def test_verify_compares_under_the_settings_of_the_call(shared_runtimes: Any) -> None:
+    f = shared_runtimes[2].function(lambda x: np.float64(torch.full((1,), 0.1).double()[0].item() + 0 * x.sum()))
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        assert f.verify(X, rtol=1e-15)
+        assert f(X) == torch.full((1,), 0.1).double()[0].item()
+
+
+def test_functions_are_loaded_where_warnings_are_errors(
+    shared_runtimes: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program has imported the module before, without an error."""
+    (tmp_path / "warns_at_import.py").write_text(
+        "import warnings\nwarnings.warn('old', DeprecationWarning)\nvalue = 3.0\n", encoding="utf-8"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    warnings.simplefilter("ignore")
+    import warns_at_import
+
+    warnings.simplefilter("error")
+    f = shared_runtimes[2].function(lambda x: warns_at_import.value + 0 * x.sum())
+    assert f(X) == warns_at_import.value
+
+
+def test_libraries_that_a_rank_imports_later(tmp_path: Any) -> None:
+    """In the body alone: nothing is imported for a setting, and it holds as soon as the library is there."""
+    program = """
+        import decimal, sys, warnings
+        import numpy as np, synk, torch
+        from scipy.sparse import SparseEfficiencyWarning
+
+        torch.set_default_dtype(torch.float64)
+        decimal.getcontext().prec = 4
+        warnings.simplefilter("error", SparseEfficiencyWarning)
+
+        def names(x):
+            import sys
+            return str([name in sys.modules for name in ("torch", "scipy.sparse")])
+
+        def late(x):
+            import decimal
+            import torch as library
+            return str(library.ones(1).dtype), str(decimal.Decimal(1) / 3)
+
+        def warned(x):
+            import warnings
+            from scipy.sparse import SparseEfficiencyWarning as Slow
+            try:
+                warnings.warn("slow", Slow)
+            except Slow:
+                return "raised"
+            return "said"
+
+        with synk.fork(2):
+            x = np.arange(4.0)
+            print(synk.function(names, outputs=None)(x)[0])
+            print(synk.function(late, outputs=None)(x), late(x))
+            print(synk.function(warned, outputs=None)(x))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "[False, False]",
+        "(['torch.float64', 'torch.float64'], ['0.3333', '0.3333']) ('torch.float64', '0.3333')",
+        "['raised', 'raised']",
+    ]
+
+
+def test_filters_for_a_class_of_the_main_script() -> None:
+    program = """
+        import warnings
+        import numpy as np, synk
+
+        class Own(UserWarning):
+            pass
+
+        def body(x):
+            try:
+                warnings.warn("told", Own)
+            except Own:
+                return "raised"
+            return "said"
+
+        with synk.fork(2):
+            f = synk.function(body, outputs=None)
+            warnings.simplefilter("error", Own)
+            print(f(np.arange(4.0)))
+            warnings.simplefilter("ignore", Own)
+            print(f(np.arange(4.0)))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.stdout, done.stderr) == ("['raised', 'raised']\n['said', 'said']\n", "")
+
+
+def test_precisions_of_single_backends_do_no_harm() -> None:
+    """torch refuses to read its one precision then; a call goes on with the one that it had."""
+    program = """
+        import numpy as np, synk, torch
+        with synk.fork(2):
+            f = synk.function(lambda x: torch.as_tensor(x).sum().item(), outputs="sum")
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+            print([float(f(np.arange(4.0))) for _ in range(4)])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.stdout, done.returncode) == ("[6.0, 6.0, 6.0, 6.0]\n", 0)
+
+
+def test_steps_of_training_have_the_dtype_and_the_grad_mode_of_their_call(shared_runtimes: Any) -> None:
+    rep = synk.torch.replicate(torch.nn.Linear(1, 1), runtime=shared_runtimes[2])
+    step = rep.function(lambda model, x: str(torch.ones(1).dtype) + str((model.weight * 2).requires_grad), outputs=None)
+    x = torch.ones(4, 1)
+    assert step(x) == ["torch.float32True"] * 2
+    torch.set_default_dtype(torch.float64)
+    assert step(x) == ["torch.float64True"] * 2
+    with torch.no_grad():
+        assert step(x) == step.submit(x).result() == ["torch.float64False"] * 2
+
+
+def test_64_bits_of_jax(shared_runtimes: Any) -> None:
+    jax = pytest.importorskip("jax")
+
+    def total(x: Any) -> Any:
+        return str(jax.numpy.ones(2).dtype)
+
+    f = shared_runtimes[2].function(total, outputs=None)
+    before = jax.config.jax_enable_x64
+    try:
+        for value in (False, True, False):
+            jax.config.update("jax_enable_x64", value)
+            assert f(X) == [total(X)] * 2
+    finally:
+        jax.config.update("jax_enable_x64", before)
