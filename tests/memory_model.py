@@ -435,11 +435,18 @@ def ring(rank: int) -> Block:
 
 
 def launch(call: int) -> Block:
-    """The numbers of a call, then the doorbells."""
+    """The numbers of a call of which the workers may have to learn something, then the messages."""
     to_all = [block("Workers._send_one", note("call ring"), ring(rank)) for rank in range(2)]
     message = block("Workers.send", note("call _send_all"), block("Workers._send_all", *to_all))
-    send = block("send", store("CALL", call), store("RESULT", call), note("call send"), message)
-    return block("launch", note("store CALL"), note("call send"), send)
+    new = block("_send_new", store("RESULT", call), note("call send"), message)
+    send = block("send", store("CALL", call), note("call _send_new"), new, note("store RESULT"), note("call ring"))
+    return block("launch", note("call send"), send)
+
+
+def launch_again(call: int) -> Block:
+    """The numbers of a call that fits a compiled one, then the doorbells."""
+    to_all = block("Doorbells.ring", note("call ring"), ring(0), ring(1))
+    return block("send", store("CALL", call), note("call _send_new"), store("RESULT", call), note("call ring"), to_all)
 
 
 def run(rank: int, call: int) -> Block:
@@ -496,7 +503,7 @@ def calls() -> Protocol:
         return [*answers, *(expect(f"results[{k}]", call) for k in range(2))]
 
     commit = block("Variables.commit", store("COMMITTED", 1), note("call finish_commit"))
-    master = _program(launch(1), *collected(1), commit, launch(2), *collected(2))
+    master = _program(launch(1), *collected(1), commit, launch_again(2), *collected(2))
     return Protocol((rank(0), rank(1), master), {})
 
 

@@ -59,17 +59,30 @@ def outline(module: ModuleType, name: str, calls: Collection[str]) -> list[str]:
             if isinstance(child, (ast.FunctionDef, ast.ClassDef)) and child.name == part
         )
     assert isinstance(node, ast.FunctionDef)
-    visitor = _Visitor(calls)
+    visitor = _Visitor(calls, _constants(module))
     for statement in node.body:
         visitor.visit(statement)
     return visitor.found
 
 
+@functools.cache
+def _constants(module: ModuleType) -> dict[str, str]:
+    """The names of a module that stand for the number of a word: ``_CALL = int(Down.CALL)``, alone or in a tuple."""
+    found = {}
+    for statement in tree(module).body:
+        if isinstance(statement, ast.Assign):
+            (target,), value = statement.targets, statement.value
+            pairs = zip(target.elts, value.elts) if isinstance(target, ast.Tuple) else [(target, value)]
+            found.update({_name(name): word for name, value in pairs if (word := _number(value, {}))})
+    return found
+
+
 class _Visitor(ast.NodeVisitor):
     """Visits a function in the order in which it is evaluated."""
 
-    def __init__(self, calls: Collection[str]) -> None:
+    def __init__(self, calls: Collection[str], constants: dict[str, str]) -> None:
         self._calls = calls
+        self._constants = constants
         self.found: list[str] = []
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
@@ -128,7 +141,7 @@ class _Visitor(ast.NodeVisitor):
                 self.visit(argument)
             if name in _VIEWS:
                 self.found.append(f"{verb} {_VIEWS[name]}")
-        elif number := _number(node):
+        elif number := _number(node.slice, self._constants):
             self.found.append(f"{verb} {number}")
         elif name in _WORDS:
             self.found.append(f"{verb} {_WORDS[name]}")
@@ -144,9 +157,11 @@ def _is_ring(node: ast.AST) -> bool:
     return isinstance(node, ast.Subscript) and _name(node.value) == "ring"
 
 
-def _number(node: ast.Subscript) -> str:
-    """Return X of a subscript that holds ``Down.X`` or ``Up.X``."""
-    for part in ast.walk(node.slice):
+def _number(node: ast.AST, constants: dict[str, str]) -> str:
+    """Return X of an expression that holds ``Down.X`` or ``Up.X``, or a constant that stands for it."""
+    for part in ast.walk(node):
         if isinstance(part, ast.Attribute) and _name(part.value) in ("Down", "Up"):
             return part.attr
+        if isinstance(part, ast.Name) and part.id in constants:
+            return constants[part.id]
     return ""

@@ -37,7 +37,7 @@ from weak_memory import (
 from synk._master.calls import call as _calls
 from synk._master.processes import worker_process
 from synk._master.state import variable
-from synk._master.workers import recovery
+from synk._master.workers import doorbells, recovery
 from synk._master.workers import workers as _workers
 from synk._wire import channel as _channel
 from synk._wire.control import Down, Up
@@ -188,6 +188,8 @@ MODULES = {
     "Variables": variable,
     "launch": _calls,
     "send": _calls,
+    "_send_new": _calls,
+    "Doorbells": doorbells,
 }
 # No functions of the source: what a call of ``is_ready`` does, and what Executor does with arrays.
 ABSTRACT = ("", "is_ready", "yield", "publish", "assemble")

@@ -48,7 +48,7 @@ MAX_ARRAYS = 256
 WINDOW_SIZE = 256
 """How many of the other objects are compared at each call, in turn."""
 
-MAX_STATES_NS = 100_000
+MAX_STATES_NS = 300_000
 """How long the comparisons of objects with a rule of their own may take at each call."""
 
 _OVERHEAD_NBYTES = 1 << 13
