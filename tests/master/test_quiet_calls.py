@@ -61,7 +61,8 @@ class Ordinary(list[Any]):
 
 
 @pytest.fixture
-def ordinary(monkeypatch: pytest.MonkeyPatch) -> Ordinary:
+def ordinary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ordinary]:
+    """No garbage of other tests is collected between two calls: a function that is dropped there makes the next one new."""
     seen = Ordinary()
     launch, collecting = _call.launch, _queue.collecting
 
@@ -77,7 +78,9 @@ def ordinary(monkeypatch: pytest.MonkeyPatch) -> Ordinary:
     monkeypatch.setattr(_call, "launch", count)
     monkeypatch.setattr(_queue, "launch", count)
     monkeypatch.setattr(_queue, "collecting", count_later)
-    return seen
+    gc.disable()
+    yield seen
+    gc.enable()
 
 
 def warm(call: Callable[..., Any], *args: Any) -> Any:
@@ -90,6 +93,7 @@ def tidy(rt: Any) -> None:
     gc.collect()
     assert_right(rt)
     assert_right(rt)
+    gc.collect()
 
 
 def make(rt: Any, outputs: Any = ("avg", "sum"), **options: Any) -> Any:
