@@ -62,7 +62,7 @@ class Ordinary(list[Any]):
 
 @pytest.fixture
 def ordinary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ordinary]:
-    """No garbage of other tests is collected between two calls: a function that is dropped there makes the next one new."""
+    """No garbage is collected between two calls: a function that is dropped there makes the next one new."""
     seen = Ordinary()
     launch, collecting = _call.launch, _queue.collecting
 
