@@ -242,7 +242,7 @@ def test_what_a_runtime_numbers_it_numbers_itself(runtime: Any) -> None:
         first, second = rt.function(lambda x: (x * w.value).sum()), rt.function(lambda x: x.sum())
         assert second(data) == first(data) == 3.0
         assert (first._callee.id, second._callee.id) == (2, 1), "in the order in which they are sent"
-        plans = rt._session.workers.by_rank[0].known.plans
-        return w._variable.id, data._contents.segment.id, rt._session.lanes.first.ids, sorted(plans)
+        plans = rt._session.workers.by_rank[0].known.held["plan"]
+        return w._variable.id, data._contents.segment.id, rt._session.lanes.first.slots.id, sorted(plans)
 
     assert numbers() == numbers()

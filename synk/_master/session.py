@@ -19,7 +19,6 @@ from typing import Any
 
 import optree  # noqa: F401  (used when a result is nested: by then a file of that name may lie in the current folder)
 
-from synk._master.processes.known import KnownByRank, Told
 from synk._master.processes.placement import Placement
 from synk._master.state.device_values import DeviceValues
 from synk._master.state.functions import Functions
@@ -36,7 +35,6 @@ from synk._pure.interrupts import deferred, is_from_handler, num_cancels
 from synk._pure.limits import lock_s
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.memory import Segment
-from synk._wire.messages import Body
 from synk.errors import ClosedError, NotForkedError, ReentrancyError, UnsupportedError
 
 _COUNTERS = (
@@ -102,7 +100,6 @@ class Session:
             max_restarts=max_restarts,
             counters=self.counters,
             token=os.urandom(32),
-            pack=self._pack,
             on_trouble=self._abort_collectives,
             on_idle=self._reset_collectives,
         )
@@ -112,6 +109,7 @@ class Session:
         self.functions = Functions(self.workers, self.lanes, self.memory, on_restart)
         self.variables = Variables(self.workers.processes, self.memory)
         self.residents = Residents(self.workers)
+        self.workers.sources |= {"variable": self.variables.told, "lane": self.lanes.told}
         self.device_values = DeviceValues(self.workers, self.lanes, self.group, self.variables, self.numbers)
         self.queue = under_way(self)
         open_sessions.add(self)
@@ -250,14 +248,6 @@ class Session:
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def _pack(
-        self, known: KnownByRank, content: Any, needed: Sequence[Segment], lane: int, settings: Told | None
-    ) -> tuple[Body | None, list[Segment]]:
-        """Return the body of a message: its content, and whatever the rank does not know yet."""
-        news = self.variables.news_for(known)
-        wanted = [*needed, *(segment for variable in news for segment in variable.segments(known.rank))]
-        return known.body(content, wanted, self.lanes[lane], news, settings)
-
     def _abort_collectives(self) -> None:
         self.residents.note_unsettled()  # a call that is broken off may have come through on some ranks only
         self.group.break_up(self.workers)
@@ -283,21 +273,21 @@ class Session:
     def grow_staging(self, lane: Lane, nbytes: int) -> Segment:
         """Return the staging segment of a lane, grown to at least ``nbytes`` bytes."""
         if lane.staging is None or lane.staging.nbytes < nbytes:
-            self.workers.epoch.end()
+            self.workers.log.note()
             with deferred():
                 old = lane.replace_staging(nbytes)
                 if old is not None:
                     self.memory.forget(old)
                     for function in list(self.functions.bound):  # their views of the old one would keep its memory
-                        function.plans.drop_staging(old.id, self.workers)
+                        function.plans.drop_staging(old.id, self.workers.log)
         assert lane.staging is not None
         return lane.staging
 
     def grow_slots(self, lane: Lane, slot_nbytes: int, published: Sequence[int]) -> None:
         """Make room for ``slot_nbytes`` bytes of outputs per rank; what ``published`` ranks wrote is carried over."""
-        self.workers.epoch.end()
         with deferred():
             self.memory.forget(lane.replace_slots(slot_nbytes, published))
+            self.workers.log.tell("lane", lane.index)
             for function in list(self.functions.bound):
                 function.plans.drop_assemblies(lane)
 

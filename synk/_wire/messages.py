@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -265,31 +265,20 @@ class Body(NamedTuple):
     segments : list of (segment_id, nbytes, is_writable, is_staging, is_arena, is_file)
     parts : list of (segment_id, arena_id, offset, nbytes)
         Segments that lie in arenas, which came before or come with this.
-    dropped_parcels : list of (number, globals)
-        With the globals that they brought: the address of the namespace, and the name.
+    dropped : dict of str to dict
+        By kind, the numbers of what the rank has to forget: segments, plans, functions, variables, residents, and
+        parcels with the globals that they brought (the address of the namespace, and the name).
+    news : list of (kind, number, value)
+        What the log says that is new: ``"variable"`` (a Declaration), ``"lane"`` (the segment of its slots, their size,
+        and the segment through which functions communicate, 0 where there is none), ``"settings"`` (of the program;
+        on the rank their pickle).
     content : the message's own body
-    slots : (lane, segment_id, slot_nbytes) or None
-        New slots for outputs.
-    collective : (lane, segment_id) or None
-        Segment through which functions communicate, where it is new.
-    declarations : list of Declaration
-        Shared variables that are new or have changed from the master's side.
-    settings : Told or None
-        Settings of the program, where they are others than the rank was told; on the rank their pickle.
     """
 
     segments: Sequence[tuple[int, int, bool, bool, bool, bool]] = ()
     parts: Sequence[tuple[int, int, int, int]] = ()
-    dropped_segments: Sequence[int] = ()
-    dropped_plans: Sequence[int] = ()
-    dropped_functions: Sequence[int] = ()
-    dropped_parcels: Sequence[tuple[int, list[tuple[tuple[int, int], Any]]]] = ()
-    slots: tuple[int, int, int] | None = None
-    collective: tuple[int, int] | None = None
-    declarations: Sequence[Any] = ()
-    dropped_variables: Sequence[int] = ()
-    dropped_residents: Sequence[int] = ()
-    settings: Any = None
+    dropped: Mapping[str, Mapping[int, Any]] = {}
+    news: Sequence[tuple[str, int, Any]] = ()
     content: Any = None
 
 

@@ -30,8 +30,6 @@ class Declaration(NamedTuple):
         Of the leaves in either buffer.
     front : int
         Which buffer holds the value.
-    version : int
-        Rises with each change from the master's side.
     content : int
         Rises when the master has written this rank's value: copies of it elsewhere are out of date.
     """
@@ -44,7 +42,6 @@ class Declaration(NamedTuple):
     segment_ids: tuple[int, int]
     shapes: tuple[Shapes, Shapes]
     front: int
-    version: int
     content: int = 0
 
 

@@ -1256,7 +1256,7 @@ def test_close_between_and_meanwhile(runtime: Fork) -> None:
 
 
 def test_a_copy_of_the_master_made_without_hooks_rings_at_no_worker() -> None:
-    """By a C library, say: Python's hooks, which end the epoch, do not run there."""
+    """By a C library, say: Python's hooks, which are noted in the log, do not run there."""
     harness.script("""
         import ctypes
         rt = synk.fork(2, backend="numpy")
@@ -1474,10 +1474,10 @@ def test_quiet_calls_are_counted_like_others(shared_runtimes: Any, ordinary: Ord
     assert ordinary.count("counted") == 2
 
 
-# -- the epoch --------------------------------------------------------------------------------------------------------
+# -- the state of the log ----------------------------------------------------------------------------------------------
 
 
-def test_what_ends_the_epoch(runtime: Fork) -> None:
+def test_what_changes_the_state_of_the_log(runtime: Fork) -> None:
     rt = runtime(2)
     f = make(rt)
     data = rt.data(X)
@@ -1504,23 +1504,23 @@ def test_what_ends_the_epoch(runtime: Fork) -> None:
         "close": rt.close,
     }
     for what, act in acts.items():
-        number = rt._session.workers.epoch.number
+        number = rt._session.workers.log.state
         act()
-        assert rt._session.workers.epoch.number != number, what
+        assert rt._session.workers.log.state != number, what
         if what != "close":
             check(f(W, data))
 
 
-def test_nothing_ends_the_epoch_of_quiet_calls(shared_runtimes: Any) -> None:
+def test_calls_that_fit_leave_the_log_as_it_is(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     f = make(rt)
     data = rt.data(X)
     warm(f, W, data)
-    number = rt._session.workers.epoch.number
+    number = rt._session.workers.log.state
     for k in range(5):
         data[0] = k
         f(W * k, data)
-    assert rt._session.workers.epoch.number == number
+    assert rt._session.workers.log.state == number
 
 
 @pytest.mark.parametrize("kind", [1, 2, "inline"])

@@ -92,13 +92,13 @@ def launch(
             f"cannot call {function.name!r}: got num_slices={options.num_slices}, expected 1, because it changes "
             "resident objects: each rank runs it once."
         )
-    started, epoch = time.monotonic_ns(), session.workers.epoch.number
+    started, state = time.monotonic_ns(), session.workers.log.state
     pickled = session.counters["bytes_pickled"]
     call = bind(session, function, args, kwargs, options, deadline)
     _load(session, function, call, deadline)
     cached = plan_call(session, function, call, options, lane)
     pickled = session.counters["bytes_pickled"] - pickled
-    launched = Launched(function, call, cached, values_of(call, cached), deadline, started, pickled, epoch)
+    launched = Launched(function, call, cached, values_of(call, cached), deadline, started, pickled, state)
     is_waiting = is_alone and bool(session.queue.calls)
     try:
         send(session, launched, partial(_wait_alone, session, launched, is_waiting) if is_alone else None)
@@ -130,7 +130,7 @@ def send(session: Session, launched: Launched, before: Callable[[], bool] | None
     stage(session, launched)
     write_bounds(lane, launched.call)
     launched.number = lane.first_down[_NUMBER] = next(session.numbers)
-    if before is not None and not (before() and (doorbells is None or launched.epoch == workers.epoch.number)):
+    if before is not None and not (before() and (doorbells is None or launched.log_state == workers.log.state)):
         launched.lease = None  # the end of its array brings the buffer back
         return False
     session.counters["calls"] += 1
@@ -151,12 +151,12 @@ def _send_new(session: Session, launched: Launched) -> None:
     workers, call, cached, lane = session.workers, launched.call, launched.cached, launched.cached.lane
     plan_id = cached.plan.plan_id
     call.has_group = session.group.announce(workers, lane, len(call.ranks))
-    contents = {rank: cached.plan for rank in call.ranks if plan_id not in workers.by_rank[rank].known.plans}
+    contents = {rank: cached.plan for rank in call.ranks if plan_id not in workers.by_rank[rank].known.held["plan"]}
     lease = launched.lease = _lease(session, cached, call)
     segments = cached.segments if lease is None else [*cached.segments, lease.segment]
     cached.is_agreed = False
     for rank in contents:
-        workers.by_rank[rank].known.plans.add(plan_id)
+        workers.by_rank[rank].known.held["plan"][plan_id] = 0
     lane.first_down[_RESULT] = 0 if lease is None else lease.segment.id
     workers.send(
         _CALL, call.ranks, plan_id, contents, segments, launched.deadline, "call", launched.what, lane.index, launched
@@ -189,7 +189,7 @@ def complete(session: Session, launched: Launched) -> Any:
 def abandon(session: Session, launched: Launched, error: BaseException) -> None:
     """Clean up after a call that did not end well: forget its plan, and take its buffer back."""
     function, cached = launched.function, launched.cached
-    function.plans.discard(cached, session.workers)
+    function.plans.discard(cached, session.workers.log)
     if launched.lease is not None:
         session.memory.results.give_back(launched.lease)
     is_known = not isinstance(error, Exception) or isinstance(error, SynkError)
@@ -222,7 +222,7 @@ def _lease(session: Session, cached: CachedPlan, call: Call) -> Lease | None:
         return None
     by_rank = session.workers.by_rank
     plan_id = cached.plan.plan_id
-    if any(by_rank[rank].known.assemblies.get(plan_id) != assembly.number for rank in call.ranks):
+    if any(by_rank[rank].known.held["plan"].get(plan_id) != assembly.number for rank in call.ranks):
         return None
     layouts = [cached.layouts[rank] for rank in call.ranks]
     if not assembly.fits(call.ranks, layouts, cached.lane.slots, False):

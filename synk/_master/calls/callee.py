@@ -306,12 +306,12 @@ def distribute(session: Session, only: Sequence[Callee] | None = None, *, deadli
     orders = [(f.id, f.fn, f.options, f.is_doubtful, f.capture) for f in functions]
     for function in functions:
         if function.session is session and not book.has(function.id, function.fn):
-            function.plans.drop_all(session.workers)  # workers plan with the function that they have
+            function.plans.drop_all(session.workers.log)  # workers plan with the function that they have
     sent = session.functions.bring(orders, names, deadline, check)
     for function in functions:
         if function.id in book.sent_anew:
             book.sent_anew.discard(function.id)
-            function.plans.drop_all(session.workers)
+            function.plans.drop_all(session.workers.log)
         with deferred():  # what is on the workers must be dropped there some day
             function.note_loaded(session, _referred(function, book))
     if len(functions) == 1:

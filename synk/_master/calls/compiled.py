@@ -1,10 +1,11 @@
 """A compiled call: what a call that has ended well leaves for those like it, which need no more than a doorbell.
 
-One for each function and lane. A call *fits* if four comparisons say that nothing has changed since: the epoch (what
-the runtime itself has changed, ``processes.epoch``), the news (what finalizers dropped, calls in flight, whatever the
-workers' descriptors report), the settings of libraries (``synk._wire.settings``), and what the function captured, which
-the caller has compared before (``code.capture``). Then come the arguments (``calls.look``). Their rows may be others if
-the same ranks run the call. Nothing is written before, and whatever does not fit is bound anew and may compile another.
+One for each function and lane. A call *fits* if four comparisons say that nothing has changed since: the state of the
+log (what the runtime itself has changed, and what finalizers dropped: ``processes.log``), other calls in flight and
+whatever the workers' descriptors report, the settings of libraries (``synk._wire.settings``), and what the function
+captured, which the caller has compared before (``code.capture``). Then come the arguments (``calls.look``). Their rows
+may be others if the same ranks run the call. Nothing is written before, and whatever does not fit is bound anew and may
+compile another.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ class CompiledCall:
         cached, arguments = launched.cached, launched.call.arguments
         call = replace(launched.call, arguments=[], objects=None)
         assert cached.assembly is not None
-        self._epoch = launched.epoch
-        self._settings = session.workers.by_rank[call.ranks[0]].known.settings
+        self._log_state = launched.log_state
+        told = session.workers.log.settings
+        self._settings = None if told is None else told.values
         self._batch, self._call = _remembered(call, call.options.batch)
         self._ranks = frozenset(call.ranks)
         self.cached = cached
@@ -73,11 +75,7 @@ class CompiledCall:
         """
         workers = session.workers
         if (
-            self._epoch != workers.epoch.number
-            or session.memory.released
-            or session.functions.dropped
-            or session.variables.dropped
-            or session.residents.dropped
+            self._log_state != workers.log.state
             or session.variables.to_flip
             or function.is_stale
             or (self._settings is not None and workers.settings.read() != self._settings)
@@ -103,14 +101,14 @@ class CompiledCall:
         lease = None
         if self._assembly.result_nbytes:
             lease = session.memory.lease_known(self._assembly.result_nbytes, self._ranks)
-            if lease is None or self._epoch != workers.epoch.number:
+            if lease is None or self._log_state != workers.log.state:
                 return None
         timeout = session.timeout
         deadline = None if timeout is None else started_ns * 1e-9 + timeout
         pickled_nbytes = self.look.pickled_nbytes
         return Launched(
             function, call, self.cached, values, deadline, started_ns, pickled_nbytes,
-            self._epoch, self._doorbells, lease,
+            self._log_state, self._doorbells, lease,
         )  # fmt: skip
 
 
@@ -128,8 +126,9 @@ def compile_call(session: Session, launched: Launched) -> None:
     record = session.profile.record(function.name)
     record.num_new += 1
     record.why_new = _why_new(session, launched)
-    # Where the epoch has not ended no rank had to be told anything: the next call need not tell it either.
-    if not record.why_new and launched.epoch == session.workers.epoch.number:
+    # Where the state of the log is the same no rank had to be told anything: the next call need not tell it either.
+    is_same = launched.log_state == session.workers.log.state and not session.has_dropped
+    if not record.why_new and is_same:
         function.repeated_copies.ignore(each.label for each in launched.call.arguments if each.is_part)
         function.plans.compiled[launched.cached.lane.index] = CompiledCall(session, launched)
 
@@ -149,7 +148,7 @@ def _why_new(session: Session, launched: Launched) -> str:
     if assembly is None or not assembly.is_plain:
         return "its outputs are no arrays or numbers"
     # Ranks that know their parts of large outputs bring them into place without being asked.
-    known = [session.workers.by_rank[rank].known.assemblies.get(plan_id) for rank in call.ranks]
+    known = [session.workers.by_rank[rank].known.held["plan"].get(plan_id) for rank in call.ranks]
     if not cached.is_agreed or (assembly.result_nbytes and any(number != assembly.number for number in known)):
         return "its large outputs are new to the workers"
     staged = iter(cached.staged)

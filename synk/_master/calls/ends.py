@@ -27,7 +27,7 @@ def _before_fork() -> None:
     with deferred():
         _fork_lock.acquire()
         for session in list(open_sessions):  # the child must not take what is remembered for its own
-            session.workers.epoch.end()
+            session.workers.log.note()
         before_fork()
 
 

@@ -28,7 +28,7 @@ class Launched(Request):
         Monotonic time by which all ranks must have answered.
     started_ns, pickled_nbytes : int
         When it began, and what was pickled for it.
-    epoch : int
+    log_state : int
         In which it began.
     doorbells : Doorbells or None
         Those of a call that fits a compiled one; None for a new one, of which the workers may have to learn something.
@@ -60,7 +60,7 @@ class Launched(Request):
         deadline: float | None,
         started_ns: int,
         pickled_nbytes: int,
-        epoch: int,
+        log_state: int,
         doorbells: Doorbells | None = None,
         lease: Lease | None = None,
     ) -> None:
@@ -75,7 +75,7 @@ class Launched(Request):
         self.deadline = deadline
         self.started_ns = started_ns
         self.pickled_nbytes = pickled_nbytes
-        self.epoch = epoch
+        self.log_state = log_state
         self.doorbells = doorbells
         self.lease = lease
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from synk._master.calls.arguments import Argument
 from synk._master.calls.assembly import Assembly
+from synk._master.processes.log import Log
 from synk._master.state.lanes import Lane
 from synk._master.state.variable import Variable
-from synk._master.workers.workers import Workers
 from synk._pure.interrupts import deferred
 from synk._pure.shards import Assignment, Selection
 from synk._wire.control import NUM_LANES
@@ -104,20 +104,20 @@ class PlanCache:
         self._plans.move_to_end(key)
         return cached
 
-    def put(self, key: Any, cached: CachedPlan, workers: Workers) -> None:
+    def put(self, key: Any, cached: CachedPlan, log: Log) -> None:
         with deferred():  # a plan that is lost here would stay with the workers
             broken = self._plans.pop(key, None)
             if broken is not None:
-                workers.drop_plan(broken.plan.plan_id)
+                log.drop_held("plan", broken.plan.plan_id)
             self._plans[key] = cached
             while len(self._plans) > _MAX_PLANS:
                 _, old = self._plans.popitem(last=False)
-                workers.drop_plan(old.plan.plan_id)
+                log.drop_held("plan", old.plan.plan_id)
 
-    def drop_staging(self, segment_id: int, workers: Workers) -> None:
+    def drop_staging(self, segment_id: int, log: Log) -> None:
         """Forget the plans that use a staging segment which has been replaced: nobody finds them any more."""
         for key in [key for key in self._plans if key[-1] == segment_id]:
-            workers.drop_plan(self._plans.pop(key).plan.plan_id)
+            log.drop_held("plan", self._plans.pop(key).plan.plan_id)
         self.forget_compiled()
 
     def drop_assemblies(self, lane: Lane) -> None:
@@ -127,10 +127,10 @@ class PlanCache:
                 cached.assembly = None
         self.compiled[lane.index] = None
 
-    def drop_all(self, workers: Workers) -> None:
+    def drop_all(self, log: Log) -> None:
         """Forget everything, here and on the workers: the function is gone."""
         for cached in self._plans.values():
-            workers.drop_plan(cached.plan.plan_id)
+            log.drop_held("plan", cached.plan.plan_id)
         self.forget()
 
     def forget(self) -> None:
@@ -142,12 +142,12 @@ class PlanCache:
         """Forget the last calls: the next ones are checked again from the beginning."""
         self.compiled = [None] * NUM_LANES
 
-    def discard(self, cached: CachedPlan, workers: Workers) -> None:
+    def discard(self, cached: CachedPlan, log: Log) -> None:
         """Forget one plan, here and on the workers."""
         with deferred():
             self.compiled[cached.lane.index] = None
             self._plans = OrderedDict((key, value) for key, value in self._plans.items() if value is not cached)
-            workers.drop_plan(cached.plan.plan_id)
+            log.drop_held("plan", cached.plan.plan_id)
 
 
 @dataclass

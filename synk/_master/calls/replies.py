@@ -128,7 +128,7 @@ def _large_outputs(
             session.memory.results.give_back(lease)  # the exception may be kept, and this frame with it
             raise
         for rank in waiting:
-            session.workers.by_rank[rank].known.assemblies[launched.cached.plan.plan_id] = assembly.number
+            session.workers.by_rank[rank].known.held["plan"][launched.cached.plan.plan_id] = assembly.number
     return lease
 
 
@@ -243,6 +243,6 @@ def _assemble_large(
     """Have ``ranks`` bring their parts of the large outputs into a leased buffer."""
     by_rank, plan_id = session.workers.by_rank, launched.cached.plan.plan_id
     contents = {
-        rank: assembly.moves[rank] for rank in ranks if by_rank[rank].known.assemblies.get(plan_id) != assembly.number
+        rank: assembly.moves[rank] for rank in ranks if by_rank[rank].known.held["plan"].get(plan_id) != assembly.number
     }
     return _ask(session, launched, Kind.ASSEMBLE, ranks, lease.segment.id, contents, [lease.segment], "reduce")

@@ -105,7 +105,7 @@ def plan_call(session: Session, function: Callee, call: Call, options: CallOptio
             if indices is not None
         ],
     )
-    plans.put(key, cached, session.workers)
+    plans.put(key, cached, session.workers.log)
     return cached
 
 

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synk._master.processes.epoch import Epoch
-from synk._master.processes.known import KnownByRank
+from synk._master.processes.log import Known, Log
 from synk._master.processes.placement import Placement
 from synk._master.processes.process import Process
 from synk._master.processes.program import setup_message, startup_text
@@ -120,8 +119,7 @@ class WorkerState:
     Attributes
     ----------
     process : Process
-    known : KnownByRank
-        What it holds.
+    known : Known
     hello : Reply or None
         Its first word, once that has come.
     is_ready : bool
@@ -136,9 +134,10 @@ class WorkerState:
         Processes that have played the rank.
     """
 
-    def __init__(self, rank: int, process: Process, epoch: Epoch) -> None:
+    def __init__(self, rank: int, process: Process, log: Log) -> None:
         self.rank = rank
-        self.known = KnownByRank(rank, epoch)
+        self.known = Known(rank, log)
+        log.ranks.append(self.known)
         self.is_prepared = True
         self.num_starts = 0
         self.begin(process)
@@ -174,8 +173,8 @@ class Processes:
         The numbers of lane 0 in shared memory; see ``synk._wire.control``.
     eventfds : list of int
         One per rank, inherited by all workers: how they wake one another.
-    epoch : Epoch
-        Ends with everything that a remembered call relies on.
+    log : Log
+        What all workers have to know.
     is_closed : bool
     """
 
@@ -193,7 +192,7 @@ class Processes:
         self.world_size = len(self.devices)
         self.poll_set = poll_set
         self.is_closed = False
-        self.epoch = Epoch()
+        self.log = Log()
         self.by_rank: list[WorkerState] = []
         self.eventfds: list[Descriptor] = []
         self.down = self.up = np.empty((0, 0), np.int64)
@@ -229,7 +228,7 @@ class Processes:
             self.eventfds.append(eventfd())
         for rank in range(self.world_size):
             # In the list before it is started: wherever that is broken off, the teardown finds it there.
-            self.by_rank.append(WorkerState(rank, self._process_type(rank), self.epoch))
+            self.by_rank.append(WorkerState(rank, self._process_type(rank), self.log))
             self._begin(self.by_rank[rank], self._failpoints)
 
     def start_again(self, worker: WorkerState) -> None:
@@ -284,7 +283,7 @@ class Processes:
     def bury(self, worker: WorkerState) -> str:
         """Release what belonged to a worker that has ended, or was killed, and return how it ended."""
         with deferred():  # half a burial would leave a death that nobody sees, or descriptors that nobody closes
-            self.epoch.end()
+            self.log.note()
             worker.is_dead = True
             self.poll_set.unwatch_rank(worker.rank)  # before they are closed: the numbers may be given away at once
             return worker.process.reap()
@@ -298,7 +297,7 @@ class Processes:
         """Kill what still runs and release every descriptor. Never waits long; safe to repeat, in several threads."""
         with deferred():
             self.is_closed = True
-            self.epoch.end()
+            self.log.note()
             self.kill()  # all, before the first is waited for: they end side by side
             for worker in self.by_rank:
                 self.poll_set.unwatch_rank(worker.rank)
@@ -311,7 +310,7 @@ class Processes:
 
     def abandon(self) -> None:
         """Close our copies of the descriptors in a forked child; the workers belong to the parent."""
-        self.epoch.end()
+        self.log.note()
         for worker in self.by_rank:
             worker.process.disown()
             worker.process.close()

@@ -12,6 +12,7 @@ from typing import Any
 
 from synk._master.code.book import Book
 from synk._master.code.parcels import Parcel
+from synk._master.processes.log import Dropped
 from synk._master.processes.program import search_path
 from synk._master.state.captured import unsendable
 from synk._master.state.lanes import Lanes
@@ -71,7 +72,7 @@ class Functions:
     ids : iterator of int
         For functions that are sent for the first time.
     mapped : Mapped
-    dropped : deque of (int, PlanCache)
+    dropped : Dropped, of (int, PlanCache)
         Functions, by id, that no longer exist, with their plans; filled by finalizers.
     """
 
@@ -85,7 +86,7 @@ class Functions:
         self._num_loaded_restarts = 0
         self.bound: weakref.WeakSet[Any] = weakref.WeakSet()
         self.ids = itertools.count(1)
-        self.dropped: deque[tuple[int, Any]] = deque()
+        self.dropped = Dropped(workers.log)
         self.mapped = Mapped()
         self.book = Book(self)
 
@@ -106,7 +107,8 @@ class Functions:
     def drop_parcel(self, parcel: Parcel, unbound: list[tuple[tuple[int, int], Any]]) -> None:
         """Have the workers forget a parcel, and globals: (address of the namespace, name)."""
         for worker in self._workers.by_rank:
-            worker.known.drop_parcel(parcel.number, unbound)
+            worker.known.held["parcel"].pop(parcel.number, None)
+        self._workers.log.drop("parcel", parcel.number, unbound)  # also where a load that was broken off has reached it
         if parcel.segment is not None:
             self._memory.forget(parcel.segment, is_kept=True)
 
@@ -118,9 +120,8 @@ class Functions:
             with deferred():
                 function_id, plans = self.dropped.popleft()
                 self.book.forget_function(function_id)
-                plans.drop_all(self._workers)
-                for worker in self._workers.by_rank:
-                    worker.known.drop_function(function_id)
+                plans.drop_all(self._workers.log)
+                self._workers.log.drop("function", function_id)
         self.book.collect()
 
     # -- loading ------------------------------------------------------------------------------------------------------
@@ -203,7 +204,7 @@ class Functions:
         orders: dict[int, LoadOrder] = {}
         segments: dict[int, Segment] = {}
         for worker in self._workers.by_rank:
-            missing = [p for number, p in self.book.parcels.items() if number not in worker.known.parcels]
+            missing = [p for number, p in self.book.parcels.items() if number not in worker.known.held["parcel"]]
             if missing or reloads:
                 parcels = [ParcelOrder(each.number, each.data, each.is_optional) for each in missing]
                 orders[worker.rank] = LoadOrder(list(reloads), parcels, search_path(), levels())
@@ -227,8 +228,8 @@ class Functions:
         replies = self._workers.ask(Kind.LOAD, list(orders), 0, orders, segments, deadline, "distribute", names)
         for rank, reply in replies.items():
             if reply.status == Status.DONE:
-                self._workers.by_rank[rank].known.parcels.update(parcel.number for parcel in orders[rank].parcels)
-                self._workers.by_rank[rank].known.functions.update(self.book.function_ids)
+                parcels = self._workers.by_rank[rank].known.held["parcel"]
+                parcels.update((parcel.number, True) for parcel in orders[rank].parcels)
         failures = [pickle.loads(reply.body) for reply in replies.values() if reply.status == Status.ERROR]
         return failures, any(reply.status == Status.INTERRUPTED for reply in replies.values())
 

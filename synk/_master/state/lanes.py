@@ -46,8 +46,6 @@ class Lane:
         Where the master copies plain arrays, pickles and indices.
     collective : Segment or None
         Through which functions communicate.
-    ids : tuple of int
-        Those of ``slots`` and ``collective`` (0: none): what a rank has to know of the lane.
     first_down : memoryview
         The numbers for the first rank, with those that are for all.
     written : ndarray or None
@@ -67,7 +65,6 @@ class Lane:
         )
         self.staging: Segment | None = None
         self.collective: Segment | None = None
-        self.ids = (self.slots.id, 0)
         self.written: np.ndarray | None = None
         self.down, self.up = processes.blocks(index)
         self.first_down = memoryview(self.down[0])
@@ -90,13 +87,11 @@ class Lane:
             larger.buffer[rank * slot_nbytes : rank * slot_nbytes + self.slot_nbytes] = slot
         with deferred():
             old, self.slots, self.slot_nbytes = self.slots, larger, slot_nbytes
-            self.ids = (larger.id, self.ids[1])
         return old
 
     def connect(self, processes: Processes) -> None:
         """Make the segment through which functions communicate, where there is none yet."""
         if self.collective is None:
-            processes.epoch.end()
             nbytes = required_nbytes(processes.world_size, _COLLECTIVE_SLOT_NBYTES)
             with deferred():  # the workers learn of it by its id
                 self.collective = Segment.create(
@@ -106,7 +101,7 @@ class Lane:
                     tail_nbytes=tail_nbytes(processes.world_size),
                 )
                 reset(self.collective, processes.world_size, processes.eventfds)
-                self.ids = (self.ids[0], self.collective.id)
+                processes.log.tell("lane", self.index)
 
     def abort_collectives(self, processes: Processes) -> None:
         """Have ranks that wait for one another give up."""
@@ -150,12 +145,21 @@ class Lanes(list[Lane]):
         self._processes, self._ids = processes, ids
         self.first = Lane(0, processes, ids)
         self.append(self.first)
+        processes.log.tell("lane", 0)
+
+    def told(self, rank: int, index: int) -> tuple[tuple[int, int, int], list[Segment]] | None:
+        """Return what ranks must know of a lane, with its memory; nothing of one that could not be made."""
+        if index >= len(self):
+            return None
+        slots, collective, slot_nbytes = self[index].slots, self[index].collective, self[index].slot_nbytes
+        if collective is None:
+            return (slots.id, slot_nbytes, 0), [slots]
+        return (slots.id, slot_nbytes, collective.id), [slots, collective]
 
     def after(self, lane: Lane) -> Lane:
         """Return the lane whose turn follows that of ``lane``."""
         index = (lane.index + 1) % NUM_LANES
         if index == len(self):
-            self._processes.epoch.end()
             new = Lane(index, self._processes, self._ids)
             try:
                 new.connect(self._processes)
@@ -163,4 +167,5 @@ class Lanes(list[Lane]):
                 new.close()
                 raise
             self.append(new)
+            self._processes.log.tell("lane", index)
         return self[index]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Collection
-from typing import Any
 
+from synk._master.processes.log import Dropped
 from synk._master.processes.processes import Processes
 from synk._master.state.file_maps import FileMaps
 from synk._master.state.item_pickles import ArrayCopies, Ended
@@ -28,7 +27,7 @@ class Memory:
 
     Attributes
     ----------
-    released : deque of (Segment or Ended)
+    released : Dropped, of Segment or Ended
         Filled by finalizers, at any time and in any thread; emptied when an operation begins.
     ids : iterator of int
         For all segments that workers are told of.
@@ -43,7 +42,7 @@ class Memory:
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
-        self.released: deque[Any] = deque()
+        self.released = Dropped(processes.log)
         self.ids = itertools.count(1)
         self.arenas = Arenas(self.released, self.ids)
         self.results = ResultPool(self.ids)
@@ -84,8 +83,7 @@ class Memory:
         Its memory is given back at once; or, where workers may have kept arrays on it, with the last of these.
         """
         with deferred():  # all of them, or an interrupt would leave some that hold what is gone
-            for worker in self._processes.by_rank:
-                worker.known.drop_segment(segment.id)
+            self._processes.log.drop_held("segment", segment.id)
             segment.close() if is_kept else segment.discard()
             self.arenas.sweep()
 
@@ -104,7 +102,7 @@ class Memory:
         except SharedMemoryError:  # a call that needs it says so
             return None
         by_rank = self._processes.by_rank
-        if all(lease.segment.id in by_rank[rank].known.segments for rank in ranks):
+        if all(lease.segment.id in by_rank[rank].known.held["segment"] for rank in ranks):
             return lease
         self.results.give_back(lease)
         return None

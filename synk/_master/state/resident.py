@@ -13,11 +13,11 @@ import itertools
 import pickle
 import time
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from synk._master.code.handles import ArgumentHandle, HandlePickler
+from synk._master.processes.log import Dropped
 from synk._master.processes.program import search_path
 from synk._master.workers.failures import raise_failures
 from synk._master.workers.workers import Workers
@@ -104,7 +104,7 @@ class Residents:
     ----------
     is_unsettled : bool
         Whether ranks may differ.
-    dropped : deque of int
+    dropped : Dropped, of int
         Numbers of objects that no longer exist; filled by finalizers.
     """
 
@@ -112,7 +112,7 @@ class Residents:
         self._workers = workers
         self.ids = itertools.count(1)
         self.is_unsettled = False
-        self.dropped: deque[int] = deque()
+        self.dropped = Dropped(workers.log)
         self._living: weakref.WeakValueDictionary[int, ResidentObject] = weakref.WeakValueDictionary()
 
     @property
@@ -130,7 +130,7 @@ class Residents:
     def note_unsettled(self) -> None:
         """Ranks may differ: no call may begin before they are asked."""
         self.is_unsettled = True
-        self._workers.epoch.end()
+        self._workers.log.note()
 
     def note_changed(self, residents: Sequence[ResidentObject], number: int, ranks: Sequence[int]) -> None:
         """Call ``number`` has changed objects and ended well on ``ranks``."""
@@ -179,12 +179,12 @@ class Residents:
         ranks = range(self._workers.world_size)
         for resident in living:
             first = resident.first_version
-            lacking = [each for each in self._workers.by_rank if each.known.residents.get(resident.id) != first]
+            lacking = [each for each in self._workers.by_rank if each.known.held["resident"].get(resident.id) != first]
             version = first if resident.version == first else NEVER
             adopt = Adopt(resident.id, resident.name, resident.pickle, version, search_path())
             self._order({each.rank: adopt for each in lacking}, f"load resident object {resident.name!r}", deadline)
             for each in lacking:
-                each.known.residents[resident.id] = first
+                each.known.held["resident"][resident.id] = first
         residents = [resident for resident in living if not resident.lost]
         if residents:
             reports = self._reports(residents, ranks, deadline)
@@ -279,10 +279,7 @@ class Residents:
     def free_dropped(self) -> None:
         """Have the workers forget objects that no longer exist."""
         while self.dropped:
-            with deferred():
-                number = self.dropped.popleft()
-                for each in self._workers.by_rank:
-                    each.known.drop_resident(number)
+            self._workers.log.drop_held("resident", self.dropped.popleft())
 
 
 class ResidentHandle(ArgumentHandle):

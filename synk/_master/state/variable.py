@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import cloudpickle
 import numpy as np
 
 from synk._master.code.handles import ArgumentHandle
-from synk._master.processes.known import KnownByRank
+from synk._master.processes.log import Dropped
 from synk._master.processes.processes import Processes
 from synk._master.state.memory import Memory
 from synk._pure.arrays import as_plain_array, check_shareable, copy_into
@@ -57,7 +56,6 @@ class Variable:
         Of the leaves in either buffer of each rank.
     front : list of int
         Which buffer holds the value of each rank; it takes the next one in the other.
-    version : int
         Rises with each change from the master's side.
     content : list of int
         Of each rank: how often the master has written its value.
@@ -91,7 +89,6 @@ class Variable:
         self.content = [0] * world_size
         self.is_stale = [False] * world_size
         self.lost: set[int] = set()
-        self.version = 0
         self._spares: list[Segment] = []  # of whichever rank: the common one may come to lie with another rank
         self._has_common = False
         parts = self.split(arrays) if self.is_sharded else [arrays]
@@ -235,8 +232,7 @@ class Variable:
         self.lost.discard(rank)
 
     def _note_change(self) -> None:
-        self.version += 1
-        self.variables.note_change()
+        self.variables.note_change(self.id)
 
     def declaration(self, rank: int) -> Declaration:
         """Return what the worker of ``rank`` must know."""
@@ -252,7 +248,6 @@ class Variable:
             (ids[0], ids[1]),
             shapes,
             self.front[rank],
-            self.version,
             self.content[rank],
         )
 
@@ -312,7 +307,8 @@ class Variable:
         variables = getattr(self, "variables", None)
         if variables is not None and hasattr(self, "_spares") and not variables.is_closed:
             variables.dropped.append(self.id)
-            variables.memory.released.extend(self._all_segments())
+            for segment in self._all_segments():
+                variables.memory.released.append(segment)
 
 
 class Variables:
@@ -325,11 +321,9 @@ class Variables:
 
     Attributes
     ----------
-    num_changes : int
-        Rises whenever a variable changes from the master's side: there may be news for the workers.
     ids : iterator of int
         For new variables.
-    dropped : deque of int
+    dropped : Dropped, of int
         Ids of those that no longer exist; filled by finalizers.
     to_flip : list
         What a commit under way, or one that an interrupt has broken off, has still to take note of.
@@ -339,9 +333,8 @@ class Variables:
         self.memory = memory
         self.world_size = processes.world_size
         self.is_closed = False
-        self.num_changes = 0
         self.ids = itertools.count(1)
-        self.dropped: deque[int] = deque()
+        self.dropped = Dropped(processes.log)
         self._processes = processes
         self._has_devices = processes.placement.backend != "numpy"
         self._living: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
@@ -353,34 +346,25 @@ class Variables:
 
     def add(self, variable: Variable) -> None:
         self._living[variable.id] = variable
-        self.note_change()
+        self.note_change(variable.id)
 
     def living(self) -> list[Variable]:
         """Return all variables; the copy is one step of the interpreter, during which no thread adds another."""
         return [variable for ref in self._living.valuerefs() if (variable := ref()) is not None]
 
-    def note_change(self) -> None:
-        """A variable has changed from the master's side: look for news before the next message."""
-        self.num_changes += 1
-        self._processes.epoch.end()
+    def note_change(self, variable_id: int) -> None:
+        """A variable is new or has changed from the master's side: the workers learn of it with the next message."""
+        self._processes.log.tell("variable", variable_id)
 
-    def news_for(self, known: KnownByRank) -> list[Variable]:
-        """Return the variables of which a rank does not know what the master does."""
-        num_changes = self.num_changes  # read first: another thread may make a variable meanwhile
-        if known.num_changes == num_changes:
-            return []
-        news = [v for v in self.living() if known.variables.get(v.id) != v.version]
-        if not news:
-            known.num_changes = num_changes
-        return news
+    def told(self, rank: int, variable_id: int) -> tuple[Declaration, list[Segment]] | None:
+        """Return what a rank must know of a variable, and the memory that it works on."""
+        variable = self._living.get(variable_id)
+        return None if variable is None else (variable.declaration(rank), variable.segments(rank))
 
     def free_dropped(self) -> None:
         """Have the workers forget variables that no longer exist."""
         while self.dropped:
-            with deferred():
-                variable_id = self.dropped.popleft()
-                for worker in self._processes.by_rank:
-                    worker.known.drop_variable(variable_id)
+            self._processes.log.drop("variable", self.dropped.popleft())
 
     def commit(self, ranks: Sequence[int], layouts: Sequence[Layout], number: int) -> None:
         """Make the assignments of call ``number`` hold, on all of its ranks at once.

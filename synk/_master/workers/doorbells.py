@@ -26,7 +26,7 @@ _DONE = int(Status.DONE)
 
 
 class Doorbells:
-    """How some ranks are rung and heard, as long as the epoch lasts.
+    """How some ranks are rung and heard, as long as the state of the log is the same.
 
     No descriptor is held: a channel closes its own, whoever refers to it.
 

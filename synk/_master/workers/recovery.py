@@ -197,7 +197,7 @@ class Recovery:
         """Make ``ranks``, which are alive, idle; those that do not answer in time are dead and buried afterwards."""
         processes, requests = self._processes, self._requests
         interrupted = interrupt_word(next(iter(requests)), requests.sequence)
-        processes.epoch.end()
+        processes.log.note()
         self._on_trouble()  # first: a rank that waits for another in a collective would not come back to its pipe
         for rank in ranks:
             processes.down[rank, Down.INTERRUPT] = interrupted  # before the signal, which looks what it is meant for

@@ -140,9 +140,7 @@ class Requests(dict[int, Request]):
             return False
         sequence, reply = message
         known = self._processes.by_rank[rank].known
-        body = known.unanswered.pop(sequence, None)
-        if body is not None and reply.flags & IS_UNRECEIVED:
-            known.take_back(body)
+        known.note_answered(sequence, is_received=not reply.flags & IS_UNRECEIVED)
         request = self.get(sequence)  # None: the answer to a message that was given up
         if sequence == HELLO:
             self._processes.by_rank[rank].hello = reply

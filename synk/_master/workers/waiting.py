@@ -97,7 +97,7 @@ class Waiting:
     def wake(self) -> None:
         """Have a wait in another thread end with ``ClosedError``: the runtime is closing."""
         self.is_closing = True
-        self._processes.epoch.end()
+        self._processes.log.note()
         self._poll_set.wake()
 
     def interrupt(self) -> None:

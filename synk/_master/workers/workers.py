@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from synk._master.processes.known import KnownByRank, Told
+from synk._master.processes.log import Known, Packed, Sources
 from synk._master.processes.placement import Placement
 from synk._master.processes.process import Process
 from synk._master.processes.processes import PollSet, Processes, WorkerState
@@ -21,7 +21,6 @@ from synk._master.workers.requests import AnyOf, Request, Requests
 from synk._master.workers.starting import Starting
 from synk._master.workers.waiting import Waiting
 from synk._pure.environment import spin_s
-from synk._pure.interrupts import deferred
 from synk._wire.channel import MAX_FDS, Patience
 from synk._wire.memory import Segment
 from synk._wire.messages import IS_ALONE, LANE_SHIFT, Body, Kind, Reply
@@ -29,10 +28,6 @@ from synk._wire.settings import Reader
 
 AWAKE_S = 200e-6
 """How long the master waits awake for replies that are doorbells."""
-
-Pack = Callable[[KnownByRank, Any, Sequence[Segment], int, "Told | None"], tuple["Body | None", list[Segment]]]
-Packed = dict[int, tuple["Body | None", list[Segment]]]
-"""By rank: the body of its message, and the segments that it brings: their descriptors ride along, if they have one."""
 
 
 class Workers:
@@ -48,9 +43,6 @@ class Workers:
     max_restarts : int
     counters : dict of str to int
     token : bytes
-    pack : callable
-        ``pack(known, content, segments, lane, settings)`` returns the body of a message for a rank (None if it needs
-        none) and the segments that it brings.
     on_trouble, on_idle : callable
         See :class:`Recovery`.
 
@@ -60,8 +52,10 @@ class Workers:
         Its parts: who the workers are, what they were sent, what is done when something goes wrong, the wait for their
         replies, and how they come up.
     by_rank : list of WorkerState
-    epoch : Epoch
-        Ends with everything that a remembered call relies on.
+    log : Log
+        What all workers have to know; what a message brings beside its content.
+    sources : dict of str to callable
+        Who says what ranks are told of the things in the log.
     began : float
         When the operation under way began.
     settings : Reader
@@ -77,7 +71,6 @@ class Workers:
         max_restarts: int,
         counters: dict[str, int],
         token: bytes,
-        pack: Pack,
         on_trouble: Callable[[], None],
         on_idle: Callable[[], None],
     ) -> None:
@@ -88,11 +81,11 @@ class Workers:
         self.began = 0.0
         self.settings = Reader()
         self.patience = Patience(min(spin_s(), AWAKE_S))
-        self._pack = pack
         self.poll_set = PollSet()
         self.processes = Processes(placement, process_type=process_type, seed=seed, token=token, poll_set=self.poll_set)
         self.by_rank = self.processes.by_rank
-        self.epoch = self.processes.epoch
+        self.log = self.processes.log
+        self.sources: Sources = {"settings": lambda rank, number: (self.log.settings, [])}
         self.requests = Requests(self.processes, counters)
         self.recovery = Recovery(
             self.processes, self.requests,
@@ -133,12 +126,6 @@ class Workers:
         """End all workers, which are idle, and start others in their place."""
         self.recovery.replace_all()
         self.starting.await_ready(deadline)
-
-    def drop_plan(self, plan_id: int) -> None:
-        """Have the workers forget a plan with their next message."""
-        with deferred():  # all of them, or an interrupt would leave some that hold what is gone
-            for worker in self.by_rank:
-                worker.known.drop_plan(plan_id)
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
@@ -203,7 +190,7 @@ class Workers:
         fallen = [rank for rank in ranks if self.by_rank[rank].is_dead]
         if fallen:  # it answered an earlier message of this operation and died then
             raise self.recovery.died(fallen, phase, what, self.began)
-        messages = self._fitting(ranks, contents, list(segments), lane, deadline, phase, what)
+        messages = self._fitting(ranks, contents, list(segments), deadline, phase, what)
         return self._send_all(kind, value, messages, lane, request or Request(0, ranks, deadline, phase, what))
 
     def _fitting(
@@ -211,38 +198,38 @@ class Workers:
         ranks: Sequence[int],
         contents: dict[int, Any],
         segments: Sequence[Segment],
-        lane: int,
         deadline: float | None,
         phase: str,
         what: str,
-    ) -> Packed:
+    ) -> dict[int, Packed]:
         """Pack the messages; descriptors for which one has no room go ahead, in messages of their own."""
-        messages = self._packed(ranks, contents, segments, lane)
+        messages = self._packed(ranks, contents, segments)
         # No rank gets the message before all have room for its descriptors: what it answers would be taken for nothing.
-        while any(len(part) > MAX_FDS for _, part in messages.values()):
-            own = {rank: [each for each in part if each.arena is None] for rank, (_, part) in messages.items()}
-            surplus = {rank: part[:MAX_FDS] for rank, part in own.items() if len(part) > MAX_FDS}
-            if not surplus:
-                break
-            supplies: Packed = {
-                rank: (Body(segments=KnownByRank.describe(part)), part) for rank, part in surplus.items()
+        while any(len(each.segments) > MAX_FDS for each in messages.values()):
+            own = {
+                rank: [segment for segment in each.segments if segment.arena is None] for rank, each in messages.items()
             }
+            supplies = {
+                rank: Packed(Body(segments=Known.describe(part[:MAX_FDS])), part[:MAX_FDS], 0)
+                for rank, part in own.items()
+                if len(part) > MAX_FDS
+            }
+            if not supplies:
+                break
             request = Request(0, supplies, deadline, phase, what)
             replies = self.wait(self._send_all(Kind.SUPPLY, 0, supplies, 0, request))
             raise_failures(replies, self.world_size, phase)
-            messages = self._packed(ranks, contents, segments, lane)
+            messages = self._packed(ranks, contents, segments)
         return messages
 
-    def _packed(self, ranks: Sequence[int], contents: dict[int, Any], segments: Sequence[Segment], lane: int) -> Packed:
-        known = {rank: self.by_rank[rank].known for rank in ranks}
-        settings = None
+    def _packed(self, ranks: Sequence[int], contents: dict[int, Any], segments: Sequence[Segment]) -> dict[int, Packed]:
         if not self.is_inline:  # which has those of this thread
-            values = self.settings.read()
-            if any(each.settings != values for each in known.values()):
-                settings = Told(self.settings.names, values)
-        return {rank: self._pack(each, contents.get(rank), segments, lane, settings) for rank, each in known.items()}
+            values = self.settings.read()  # which may look for other names
+            self.log.set_settings(self.settings.names, values)
+        self.log.fold()
+        return {rank: self.by_rank[rank].known.pack(contents.get(rank), segments, self.sources) for rank in ranks}
 
-    def _send_all(self, kind: Kind, value: int, messages: Packed, lane: int, request: Request) -> Request:
+    def _send_all(self, kind: Kind, value: int, messages: dict[int, Packed], lane: int, request: Request) -> Request:
         """Send each rank its message."""
         requests = self.requests
         sequence = request.sequence = requests.next_sequence()
@@ -253,37 +240,28 @@ class Workers:
         request.began = self.began
         requests[sequence] = request
         try:
-            for rank, (body, missing) in messages.items():
-                self._send_one(self.by_rank[rank], kind, flags, sequence, value, body, missing)
+            for rank, packed in messages.items():
+                self._send_one(self.by_rank[rank], kind, flags, sequence, value, packed)
         except BaseException as error:
             self.recovery.settle_after(error)
             raise
         return request
 
-    def _send_one(
-        self,
-        worker: WorkerState,
-        kind: Kind,
-        flags: int,
-        sequence: int,
-        value: int,
-        body: Body | None,
-        missing: list[Segment],
-    ) -> None:
-        counters = self.counters
+    def _send_one(self, worker: WorkerState, kind: Kind, flags: int, sequence: int, value: int, packed: Packed) -> None:
+        counters, (body, segments, read) = self.counters, packed
         counters["messages_down"] += 1
         counters["bytes_down"] += 8
         if body is None:
             worker.process.channel.ring(kind, flags, sequence, value)
             return
         counters["bytes_down"] += worker.process.deliver(
-            kind, flags, sequence, value, body, missing, lambda: worker.known.note_sent(sequence, body)
+            kind, flags, sequence, value, body, segments, lambda: worker.known.note_sent(sequence, body, read)
         )
 
     def prefetch(self, ranks: Sequence[int], plan_id: int, lane: int) -> None:
         """Have ranks bring the inputs of a call to their devices, which follows when those under way have ended."""
         for rank in ranks:
-            if plan_id in self.by_rank[rank].known.plans:
+            if plan_id in self.by_rank[rank].known.held["plan"]:
                 self.counters["messages_down"] += 1
                 self.counters["bytes_down"] += 8
                 self.by_rank[rank].process.channel.ring(Kind.PREFETCH, lane << LANE_SHIFT, 0, plan_id)
@@ -291,7 +269,7 @@ class Workers:
     # -- waiting ------------------------------------------------------------------------------------------------------
 
     def doorbells(self, ranks: Sequence[int]) -> Doorbells:
-        """Return how ranks are rung and heard until the epoch ends."""
+        """Return how ranks are rung and heard while the state of the log is the same."""
         channels = {rank: self.by_rank[rank].process.channel for rank in ranks}
         return Doorbells(self.poll_set.poll, channels, self.requests, self.patience, self.recovery, self.counters)
 

@@ -143,6 +143,7 @@ class WorkerLane:
         self.first_down = memoryview(self.down[0])
         self.own_up = memoryview(self.up[rank])  # stores through it cost a third of NumPy's
         self.published = memoryview(self.up.T[Up.PUBLISHED])
+        self.collective: Segment | None = None
         self.communicator: ShmCommunicator | None = None
         self.called: PreparedPlan | None = None  # the plan of the last call
         self._ranks: tuple[int, tuple[int, ...]] = -1, ()  # and the number of the call

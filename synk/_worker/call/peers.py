@@ -125,6 +125,7 @@ class Peers:
         """Have the functions of a lane communicate through a segment from now on."""
         # A rank that waits awake would keep its core from the very one that it waits for, where there are fewer cores.
         patience_s = min(self.patience_s, _AWAKE_S) if self._world_size <= num_cores() else 0.0
+        lane.collective = segment
         lane.communicator = ShmCommunicator(segment, self._rank, self._world_size, self._eventfds, patience_s)
 
     def collectives(self, lane: WorkerLane, function: LoadedFunction) -> Collectives:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -61,25 +62,25 @@ class Held:
     def take_in(self, body: Body) -> None:
         """Take in the segments that a body names, after dropping what the master has dropped."""
         self.quiet.clear()
-        self._drop(body)
+        self._drop(body.dropped)
         for segment_id, arena_id, offset, nbytes in body.parts:  # after those that may have lain in their places
             arena = self.segments.get(arena_id)  # None: the message that brought it could not be taken in
             if arena is not None and segment_id not in self.segments:
                 self.add_segment(arena.part(segment_id, offset, nbytes))
 
-    def _drop(self, body: Body) -> None:
-        for plan_id in body.dropped_plans:
+    def _drop(self, dropped: Mapping[str, Mapping[int, Any]]) -> None:
+        """Forget what the master has dropped, as far as it is here."""
+        for plan_id in dropped.get("plan", ()):
             self.plans.pop(plan_id, None)
-        for function_id in body.dropped_functions:
+        for function_id in dropped.get("function", ()):
             self.functions.pop(function_id, None)
-        for number, unbound in body.dropped_parcels:
+        for number, unbound in dropped.get("parcel", {}).items():
             self._received.drop(number, unbound)
-        dropped = set(body.dropped_segments)
-        if dropped:
-            for plan_id in [p for p, prepared in self.plans.items() if prepared.segment_ids & dropped]:
+        if segment_ids := dropped.get("segment", {}).keys():
+            for plan_id in [p for p, prepared in self.plans.items() if prepared.segment_ids & segment_ids]:
                 del self.plans[plan_id]
-            self.kept_data = {kept for kept in self.kept_data if kept[0] not in dropped}
-            for segment_id in dropped:
+            self.kept_data = {kept for kept in self.kept_data if kept[0] not in segment_ids}
+            for segment_id in segment_ids:
                 segment = self.segments.pop(segment_id, None)
                 if segment is not None:
                     self._backend.forget_segment(segment)

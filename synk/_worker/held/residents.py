@@ -12,7 +12,7 @@ import itertools
 import operator
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from synk._wire.cell import cell
@@ -86,7 +86,7 @@ class Residents:
     def get(self, resident_id: int) -> RankResident:
         return self._objects[resident_id]
 
-    def forget(self, resident_ids: Sequence[int]) -> None:
+    def forget(self, resident_ids: Iterable[int]) -> None:
         """Drop objects; functions that still refer to one keep it."""
         for resident_id in resident_ids:
             self._objects.pop(resident_id, None)

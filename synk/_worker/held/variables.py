@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -259,11 +259,10 @@ class VariableStore:
             replica = self._replicas[variable_id] = self._replica_type(self)
         return replica
 
-    def declare(self, declarations: Sequence[Declaration]) -> None:
-        for declaration in declarations:
-            self.get(declaration.variable_id).declare(declaration)
+    def declare(self, declaration: Declaration) -> None:
+        self.get(declaration.variable_id).declare(declaration)
 
-    def forget(self, variable_ids: Sequence[int]) -> None:
+    def forget(self, variable_ids: Iterable[int]) -> None:
         for variable_id in variable_ids:
             replica = self._replicas.pop(variable_id, None)
             if replica is not None:

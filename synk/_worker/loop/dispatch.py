@@ -110,20 +110,26 @@ def _do(worker: Worker, kind: int, sequence: int, value: int, body: Body | None)
 def _take_in(worker: Worker, body: Body) -> None:
     """Take in what a body brings, before what it asks for."""
     worker.held.take_in(body)
-    if body.settings is not None:
-        worker.settings.take_in(body.settings)
-    segments = worker.held.segments
-    if body.slots is not None:
-        lane, segment_id, slot_nbytes = body.slots
-        slots = worker.lanes[lane].executor.outputs.slots
-        slots.segment, slots.nbytes = segments[segment_id], slot_nbytes
+    worker.variables.forget(body.dropped.get("variable", ()))
+    worker.residents.forget(body.dropped.get("resident", ()))
+    for kind, number, value in body.news:
+        if kind == "variable":
+            worker.variables.declare(value)
+        elif kind == "lane":
+            _set_lane(worker, number, *value)
+        else:
+            worker.settings.take_in(value)
+
+
+def _set_lane(worker: Worker, index: int, slots_id: int, slot_nbytes: int, collective_id: int) -> None:
+    """Use the memory that a lane has now."""
+    lane, segments = worker.lanes[index], worker.held.segments
+    slots = lane.executor.outputs.slots
+    if slots.segment is not segments[slots_id]:
+        slots.segment, slots.nbytes = segments[slots_id], slot_nbytes
         worker.held.forget_slots()
-    if body.collective is not None:
-        lane, segment_id = body.collective
-        worker.peers.connect(worker.lanes[lane], segments[segment_id])
-    worker.variables.forget(body.dropped_variables)
-    worker.variables.declare(body.declarations)
-    worker.residents.forget(body.dropped_residents)
+    if collective_id and lane.collective is not segments[collective_id]:
+        worker.peers.connect(lane, segments[collective_id])
 
 
 def _load(worker: Worker, body: Body | None) -> Reply:
