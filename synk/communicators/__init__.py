@@ -1,6 +1,6 @@
 """What a reduction needs of a group of workers: the protocol, in raw pointers, no array library's type.
 
-Implementations: ``_shm`` (CPU workers, shared memory), ``_nccl`` (GPUs, NCCL through pynccl or CuPy's binding),
+Implementations: ``_shm`` (CPU workers, shared memory), ``_nccl`` (GPUs, NCCL through nccl4py or pynccl),
 ``_staging`` (GPU arrays through host shared memory). What one of them lacks it says by ``UnsupportedError``.
 """
 

@@ -117,8 +117,9 @@ class _Reduction(NamedTuple):
 
 
 def _bind(method: Callable[..., int], *arguments: int) -> _Call:
-    """Return ``method`` with all arguments but the communicator."""
-    return lambda comm: method(comm, *arguments)
+    """Return ``method`` with all arguments but the communicator, which NCCL takes before the stream, the last one."""
+    *others, stream = arguments
+    return lambda comm: method(*others, comm, stream)
 
 
 class NcclCommunicator:
@@ -154,7 +155,7 @@ class NcclCommunicator:
 
     Notes
     -----
-    The communicator is non-blocking where the binding can ask for that: NCCL then launches each group in a thread of
+    The communicator is non-blocking from NCCL 2.27.3 on: NCCL then launches each group in a thread of
     its own, and a peer that never comes cannot hold this process. Launch several outputs in one ``group``.
     """
 

@@ -1,4 +1,4 @@
-"""Two ways to call NCCL behind one interface: the pynccl package, hardened, and CuPy's own binding.
+"""Two ways to call NCCL behind one interface: NVIDIA's nccl4py, and the pynccl package, hardened.
 
 Owns calls and their types, nothing else: no deadline, no splitting, no op's meaning. Both packages are imported when a
 binding is loaded, which only workers do. Methods return NCCL's status and never raise for it, because what a status
@@ -17,21 +17,32 @@ from collections.abc import Callable, Iterator, Mapping
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from typing import Any, ClassVar, Protocol
 
-from synk.cuda._nccl_library import SUCCESS, NcclError, find_library, mapped_library, status_name
+from synk.cuda._nccl_library import SUCCESS, NcclError, find_library, status_name
 from synk.errors import UnsupportedError
 
 BINDING_VARIABLE = "SYNK_NCCL_BINDING"
-BINDINGS = ("pynccl", "cupy")
+BINDINGS = ("nccl4py", "pynccl")
 UNIQUE_ID_NBYTES = 128
+
+# The low layer of nccl4py follows NCCL's header and moved between its releases.
+_NCCL4PY_RELEASE = "0.6."
+
+# NCCL has the non-blocking start since 2.17. Before 2.27.3 its own thread goes on reading thread-locals of the caller
+# (src/group.cc), which here is a thread that has ended by then.
+_NON_BLOCKING_VERSION = 22703
+_WEIGHTED_SUM_VERSION = 21100
+_LAST_ERROR_VERSION = 21300
 
 # The scalar of a weighted sum lies in host memory and is read during the call.
 _SCALAR_IN_HOST_MEMORY = 1
 
 
 class Binding(Protocol):
-    """NCCL's functions. ``comm`` is what ``init`` returned; pointers and streams are plain integers.
+    """NCCL's functions, with arguments in NCCL's order: the communicator stands before the stream.
 
-    ``dtype`` and ``op`` are NCCL's numbers, ``count`` is in elements of ``dtype``.
+    ``comm`` is what ``init`` returned; pointers and streams are plain integers. ``dtype`` and ``op`` are NCCL's
+    numbers, ``count`` is in elements of ``dtype``. A call that returns success may still be in progress, because
+    nccl4py does not tell the two apart: ``async_error`` does.
     """
 
     name: ClassVar[str]
@@ -43,7 +54,7 @@ class Binding(Protocol):
         """Return 128 bytes that name a new group. Opens a listening socket in this process; needs no GPU."""
 
     def init(self, world_size: int, unique_id: bytes, rank: int) -> tuple[int, Any]:
-        """Join the group: return the status, perhaps "in progress", and the communicator."""
+        """Join the group, without blocking where NCCL can: return the status and the communicator."""
 
     def async_error(self, comm: Any) -> int:
         """Return the state of the communicator: success, in progress, or an error."""
@@ -55,31 +66,97 @@ class Binding(Protocol):
     def destroy(self, comm: Any) -> int: ...
     def group_start(self) -> int: ...
     def group_end(self) -> int: ...
-    def all_reduce(self, comm: Any, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> int: ...
+    def all_reduce(self, send: int, recv: int, count: int, dtype: int, op: int, comm: Any, stream: int) -> int: ...
     def reduce(
-        self, comm: Any, send: int, recv: int, count: int, dtype: int, op: int, root: int, stream: int
+        self, send: int, recv: int, count: int, dtype: int, op: int, root: int, comm: Any, stream: int
     ) -> int: ...
-    def broadcast(self, comm: Any, send: int, recv: int, count: int, dtype: int, root: int, stream: int) -> int: ...
-    def all_gather(self, comm: Any, send: int, recv: int, count: int, dtype: int, stream: int) -> int: ...
-    def reduce_scatter(self, comm: Any, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> int: ...
-    def send(self, comm: Any, pointer: int, count: int, dtype: int, peer: int, stream: int) -> int: ...
-    def recv(self, comm: Any, pointer: int, count: int, dtype: int, peer: int, stream: int) -> int: ...
+    def broadcast(self, send: int, recv: int, count: int, dtype: int, root: int, comm: Any, stream: int) -> int: ...
+    def all_gather(self, send: int, recv: int, count: int, dtype: int, comm: Any, stream: int) -> int: ...
+    def reduce_scatter(self, send: int, recv: int, count: int, dtype: int, op: int, comm: Any, stream: int) -> int: ...
+    def send(self, pointer: int, count: int, dtype: int, peer: int, comm: Any, stream: int) -> int: ...
+    def recv(self, pointer: int, count: int, dtype: int, peer: int, comm: Any, stream: int) -> int: ...
 
-    def create_weighted_sum(self, comm: Any, weight: bytes, dtype: int) -> tuple[int, int]:
+    def create_weighted_sum(self, weight: bytes, dtype: int, comm: Any) -> tuple[int, int]:
         """Return the status and an op that multiplies by ``weight`` (one ``dtype``) before it sums."""
 
-    def destroy_op(self, comm: Any, op: int) -> int: ...
+    def destroy_op(self, op: int, comm: Any) -> int: ...
+
+
+class Nccl4pyBinding:
+    """NCCL through the low layer of NVIDIA's nccl4py, made from NCCL's header; it releases the GIL during each call.
+
+    The layer above it, ``nccl.core``, is left alone: it needs ``cuda.bindings`` and raises for statuses.
+
+    Parameters
+    ----------
+    nccl : module
+        ``nccl.bindings.nccl``.
+    """
+
+    name: ClassVar[str] = "nccl4py"
+
+    def __init__(self, nccl: Any) -> None:
+        self._nccl = nccl
+        self.library_path: str = nccl.get_library_path()
+        self.version: int = nccl.get_version()
+        self.has_weighted_sum = self.version >= _WEIGHTED_SUM_VERSION
+        self._is_non_blocking = self.version >= _NON_BLOCKING_VERSION
+        self.abort = self._returning_status(nccl.comm_abort)
+        self.destroy = self._returning_status(nccl.comm_destroy)
+        self.group_start = self._returning_status(nccl.group_start)
+        self.group_end = self._returning_status(nccl.group_end)
+        self.all_reduce = self._returning_status(nccl.all_reduce)
+        self.reduce = self._returning_status(nccl.reduce)
+        self.broadcast = self._returning_status(nccl.broadcast)
+        self.all_gather = self._returning_status(nccl.all_gather)
+        self.reduce_scatter = self._returning_status(nccl.reduce_scatter)
+        self.send = self._returning_status(nccl.send)
+        self.recv = self._returning_status(nccl.recv)
+        self.destroy_op = self._returning_status(nccl.red_op_destroy)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> tuple[int, Any]:
+        """Return the status of ``function(*arguments)`` and what it returned, None where it failed."""
+        try:
+            return SUCCESS, function(*arguments)
+        except self._nccl.NCCLError as error:
+            return int(error.status), None
+
+    def _returning_status(self, function: Callable[..., Any]) -> Callable[..., int]:
+        return lambda *arguments: self._call(function, *arguments)[0]
+
+    def new_unique_id(self) -> bytes:
+        status, unique_id = self._call(self._nccl.get_unique_id)
+        _raise_for(status, "make a group id", self.last_error)
+        return bytes(unique_id)
+
+    def init(self, world_size: int, unique_id: bytes, rank: int) -> tuple[int, Any]:
+        identifier = bytearray(unique_id)  # it takes writable memory only
+        if not self._is_non_blocking:
+            return self._call(self._nccl.comm_init_rank, world_size, identifier, rank)
+        config = self._nccl.Config()
+        config.blocking = 0
+        return self._call(self._nccl.comm_init_rank_config, world_size, identifier, rank, config)
+
+    def async_error(self, comm: Any) -> int:
+        status, state = self._call(self._nccl.comm_get_async_error, comm)
+        return status or int(state)
+
+    def last_error(self) -> str:
+        if self.version < _LAST_ERROR_VERSION:
+            return ""
+        return str(self._nccl.get_last_error(self._nccl.Comm())).strip()
+
+    def create_weighted_sum(self, weight: bytes, dtype: int, comm: Any) -> tuple[int, int]:
+        scalar = ctypes.create_string_buffer(weight, len(weight))
+        create = self._nccl.red_op_create_pre_mul_sum
+        status, op = self._call(create, ctypes.addressof(scalar), dtype, _SCALAR_IN_HOST_MEMORY, comm)
+        return status, op or 0
 
 
 class UniqueId(ctypes.Structure):
     """``ncclUniqueId``: bytes, not characters, or reading it stops at the first zero."""
 
     _fields_ = (("internal", ctypes.c_byte * UNIQUE_ID_NBYTES),)
-
-
-# NCCL has the non-blocking start since 2.17. Before 2.27.3 its own thread goes on reading thread-locals of the caller
-# (src/group.cc), which here is a thread that has ended by then.
-_NON_BLOCKING_VERSION = 22703
 
 
 class InitConfig(ctypes.Structure):
@@ -158,41 +235,6 @@ def retype(dll: ctypes.CDLL) -> None:
             function.argtypes = argtypes
 
 
-class _Library:
-    """What both bindings call in the library itself, because pynccl and CuPy do not have it.
-
-    Parameters
-    ----------
-    dll : ctypes.CDLL
-        Its functions are re-typed.
-    path : str
-        The file behind it.
-    """
-
-    def __init__(self, dll: ctypes.CDLL, path: str) -> None:
-        retype(dll)
-        self.dll = dll
-        self.path = path
-        version = c_int()
-        _raise_for(dll.ncclGetVersion(byref(version)), "ask for NCCL's version")
-        self.version = version.value
-        self.has_weighted_sum = hasattr(dll, "ncclRedOpCreatePreMulSum")  # NCCL 2.11
-
-    def last_error(self) -> str:
-        if not hasattr(self.dll, "ncclGetLastError"):  # NCCL 2.13
-            return ""
-        return (self.dll.ncclGetLastError(None) or b"").decode(errors="replace").strip()
-
-    def create_weighted_sum(self, pointer: int, weight: bytes, dtype: int) -> tuple[int, int]:
-        op = c_int()
-        scalar = ctypes.create_string_buffer(weight, len(weight))
-        status = self.dll.ncclRedOpCreatePreMulSum(byref(op), scalar, dtype, _SCALAR_IN_HOST_MEMORY, pointer)
-        return status, op.value
-
-    def destroy_op(self, pointer: int, op: int) -> int:
-        return self.dll.ncclRedOpDestroy(op, pointer)
-
-
 class PyncclBinding:
     """NCCL through the library object of pynccl, called by ctypes, which releases the GIL during each call.
 
@@ -202,36 +244,40 @@ class PyncclBinding:
     ----------
     dll : ctypes.CDLL
         ``pynccl.binding.libnccl().dll``; its functions are re-typed.
-    library_path : str
-        The file behind it.
     """
 
     name: ClassVar[str] = "pynccl"
 
-    def __init__(self, dll: ctypes.CDLL, library_path: str) -> None:
+    def __init__(self, dll: ctypes.CDLL) -> None:
+        retype(dll)
         self._dll = dll
-        self._library = _Library(dll, library_path)
-        self.library_path = library_path
-        self.version = self._library.version
-        self.has_weighted_sum = self._library.has_weighted_sum
-        self._has_config = self.version >= _NON_BLOCKING_VERSION and hasattr(dll, "ncclCommInitRankConfig")
-        self.abort: Callable[[int], int] = dll.ncclCommAbort
-        self.destroy: Callable[[int], int] = dll.ncclCommDestroy
-        self.group_start: Callable[[], int] = dll.ncclGroupStart
-        self.group_end: Callable[[], int] = dll.ncclGroupEnd
-        self.last_error = self._library.last_error
-        self.create_weighted_sum = self._library.create_weighted_sum
-        self.destroy_op = self._library.destroy_op
+        self.library_path: str = dll._name
+        version = c_int()
+        _raise_for(dll.ncclGetVersion(byref(version)), "ask for NCCL's version")
+        self.version = version.value
+        self.has_weighted_sum = self.version >= _WEIGHTED_SUM_VERSION
+        self._is_non_blocking = self.version >= _NON_BLOCKING_VERSION
+        self.abort: Callable[..., int] = dll.ncclCommAbort
+        self.destroy: Callable[..., int] = dll.ncclCommDestroy
+        self.group_start: Callable[..., int] = dll.ncclGroupStart
+        self.group_end: Callable[..., int] = dll.ncclGroupEnd
+        self.all_reduce: Callable[..., int] = dll.ncclAllReduce
+        self.reduce: Callable[..., int] = dll.ncclReduce
+        self.broadcast: Callable[..., int] = dll.ncclBroadcast
+        self.all_gather: Callable[..., int] = dll.ncclAllGather
+        self.reduce_scatter: Callable[..., int] = dll.ncclReduceScatter
+        self.send: Callable[..., int] = dll.ncclSend
+        self.recv: Callable[..., int] = dll.ncclRecv
 
     def new_unique_id(self) -> bytes:
         unique_id = UniqueId()
-        _raise_for(self._dll.ncclGetUniqueId(byref(unique_id)), "make a group id", self.last_error())
+        _raise_for(self._dll.ncclGetUniqueId(byref(unique_id)), "make a group id", self.last_error)
         return bytes(unique_id)
 
     def init(self, world_size: int, unique_id: bytes, rank: int) -> tuple[int, int]:
         comm = c_void_p()
         identifier = UniqueId.from_buffer_copy(unique_id)
-        if self._has_config:
+        if self._is_non_blocking:
             config = InitConfig.non_blocking()
             status = self._dll.ncclCommInitRankConfig(byref(comm), world_size, identifier, rank, byref(config))
         else:
@@ -242,105 +288,25 @@ class PyncclBinding:
         state = c_int()
         return self._dll.ncclCommGetAsyncError(comm, byref(state)) or state.value
 
-    def all_reduce(self, comm: int, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> int:
-        return self._dll.ncclAllReduce(send, recv, count, dtype, op, comm, stream)
+    def last_error(self) -> str:
+        if self.version < _LAST_ERROR_VERSION:
+            return ""
+        return (self._dll.ncclGetLastError(None) or b"").decode(errors="replace").strip()
 
-    def reduce(self, comm: int, send: int, recv: int, count: int, dtype: int, op: int, root: int, stream: int) -> int:
-        return self._dll.ncclReduce(send, recv, count, dtype, op, root, comm, stream)
+    def create_weighted_sum(self, weight: bytes, dtype: int, comm: int) -> tuple[int, int]:
+        op = c_int()
+        scalar = ctypes.create_string_buffer(weight, len(weight))
+        status = self._dll.ncclRedOpCreatePreMulSum(byref(op), scalar, dtype, _SCALAR_IN_HOST_MEMORY, comm)
+        return status, op.value
 
-    def broadcast(self, comm: int, send: int, recv: int, count: int, dtype: int, root: int, stream: int) -> int:
-        return self._dll.ncclBroadcast(send, recv, count, dtype, root, comm, stream)
-
-    def all_gather(self, comm: int, send: int, recv: int, count: int, dtype: int, stream: int) -> int:
-        return self._dll.ncclAllGather(send, recv, count, dtype, comm, stream)
-
-    def reduce_scatter(self, comm: int, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> int:
-        return self._dll.ncclReduceScatter(send, recv, count, dtype, op, comm, stream)
-
-    def send(self, comm: int, pointer: int, count: int, dtype: int, peer: int, stream: int) -> int:
-        return self._dll.ncclSend(pointer, count, dtype, peer, comm, stream)
-
-    def recv(self, comm: int, pointer: int, count: int, dtype: int, peer: int, stream: int) -> int:
-        return self._dll.ncclRecv(pointer, count, dtype, peer, comm, stream)
+    def destroy_op(self, op: int, comm: int) -> int:
+        return self._dll.ncclRedOpDestroy(op, comm)
 
 
-class CupyBinding:
-    """NCCL through ``cupy.cuda.nccl``, whose start always blocks."""
-
-    name: ClassVar[str] = "cupy"
-
-    def __init__(self, nccl: Any, library_path: str) -> None:
-        self._nccl = nccl
-        self._library = _Library(ctypes.CDLL(library_path), library_path)
-        self.library_path = library_path
-        self.version = int(nccl.get_version())
-        self.has_weighted_sum = self._library.has_weighted_sum
-        self.last_error = self._library.last_error
-
-    def _status(self, function: Callable[..., None], *args: int) -> int:
-        try:
-            function(*args)
-        except self._nccl.NcclError as error:
-            return int(error.status)
-        except KeyError as error:  # CuPy's table of names ends at 6: its error class fails on 7 and 8
-            return int(error.args[0])
-        return SUCCESS
-
-    def new_unique_id(self) -> bytes:
-        return bytes(self._nccl.get_unique_id())
-
-    def init(self, world_size: int, unique_id: bytes, rank: int) -> tuple[int, Any]:
-        made: list[Any] = []
-        status = self._status(lambda: made.append(self._nccl.NcclCommunicator(world_size, unique_id, rank)))
-        return status, made[0] if made else None
-
-    def async_error(self, comm: Any) -> int:
-        return self._status(comm.check_async_error)
-
-    def abort(self, comm: Any) -> int:
-        return self._status(comm.abort)
-
-    def destroy(self, comm: Any) -> int:
-        return self._status(comm.destroy)
-
-    def group_start(self) -> int:
-        return self._status(self._nccl.groupStart)
-
-    def group_end(self) -> int:
-        return self._status(self._nccl.groupEnd)
-
-    def all_reduce(self, comm: Any, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> int:
-        return self._status(comm.allReduce, send, recv, count, dtype, op, stream)
-
-    def reduce(self, comm: Any, send: int, recv: int, count: int, dtype: int, op: int, root: int, stream: int) -> int:
-        return self._status(comm.reduce, send, recv, count, dtype, op, root, stream)
-
-    def broadcast(self, comm: Any, send: int, recv: int, count: int, dtype: int, root: int, stream: int) -> int:
-        return self._status(comm.broadcast, send, recv, count, dtype, root, stream)
-
-    def all_gather(self, comm: Any, send: int, recv: int, count: int, dtype: int, stream: int) -> int:
-        return self._status(comm.allGather, send, recv, count, dtype, stream)
-
-    def reduce_scatter(self, comm: Any, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> int:
-        return self._status(comm.reduceScatter, send, recv, count, dtype, op, stream)
-
-    def send(self, comm: Any, pointer: int, count: int, dtype: int, peer: int, stream: int) -> int:
-        return self._status(comm.send, pointer, count, dtype, peer, stream)
-
-    def recv(self, comm: Any, pointer: int, count: int, dtype: int, peer: int, stream: int) -> int:
-        return self._status(comm.recv, pointer, count, dtype, peer, stream)
-
-    def create_weighted_sum(self, comm: Any, weight: bytes, dtype: int) -> tuple[int, int]:
-        return self._library.create_weighted_sum(comm.comm, weight, dtype)
-
-    def destroy_op(self, comm: Any, op: int) -> int:
-        return self._library.destroy_op(comm.comm, op)
-
-
-def _raise_for(status: int, action: str, last_error: str = "") -> None:
+def _raise_for(status: int, action: str, last_error: Callable[[], str] = str) -> None:
     """Raise ``NcclError`` unless ``status`` is success."""
     if status != SUCCESS:
-        raise NcclError(status, status_name(status), last_error, action)
+        raise NcclError(status, status_name(status), last_error(), action)
 
 
 @contextlib.contextmanager
@@ -357,51 +323,49 @@ def _variable(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
+def _load_nccl4py(path: str) -> Nccl4pyBinding:
+    """Load ``path`` through nccl4py. Raises ImportError if the package is missing or of another release."""
+    from importlib import metadata  # slow to import
+
+    release = metadata.version("nccl4py")
+    if not release.startswith(_NCCL4PY_RELEASE):
+        raise ImportError(f"got release {release}, expected {_NCCL4PY_RELEASE}*")
+    # It asks cuda.pathfinder for the library, which first takes what the process has mapped under NCCL's name.
+    ctypes.CDLL(path)
+    return Nccl4pyBinding(importlib.import_module("nccl.bindings.nccl"))
+
+
 def _load_pynccl(path: str) -> PyncclBinding:
     """Load ``path`` through pynccl. Raises ImportError if the package cannot be imported."""
     with warnings.catch_warnings():
         # With numba-cuda installed, numba's old driver module, which pynccl uses, warns that it will go.
         warnings.simplefilter("ignore", DeprecationWarning)
         binding = importlib.import_module("pynccl.binding")
-    # pynccl looks into this one folder and into sys.prefix/lib, nowhere else.
+    # pynccl looks for libnccl.so.<version> in this one folder and in sys.prefix/lib, nowhere else.
     with _variable("NUMBA_NCCLLIB", os.path.dirname(path)):
-        try:
-            dll = binding.libnccl().dll
-        except Exception as error:  # pynccl raises Exception itself
-            raise UnsupportedError(
-                f"cannot load {path} through pynccl: got {error}. pynccl only takes files named libnccl.so.<version>; "
-                f"set {BINDING_VARIABLE}=cupy to use CuPy's binding."
-            ) from error
-    loaded = dll._name
-    if not os.path.samefile(loaded, path):
-        raise UnsupportedError(
-            f"cannot load {path} through pynccl: it chose {loaded}. Leave one libnccl.so.<version> in that folder, or "
-            f"set {BINDING_VARIABLE}=cupy."
-        )
-    return PyncclBinding(dll, loaded)
+        return PyncclBinding(binding.libnccl().dll)
 
 
-def _load_cupy(path: str) -> CupyBinding:
-    """Use CuPy's binding with the library at ``path``. Raises ImportError if CuPy or its NCCL part is missing."""
-    # CuPy's module is linked against the library's name; what is mapped under that name first is what it gets.
-    ctypes.CDLL(path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # CuPy warns where it finds no NCCL; the error below says more
-        nccl = importlib.import_module("cupy.cuda.nccl")
-    if not nccl.available:
-        raise ImportError(f"cannot use cupy.cuda.nccl: it could not load NCCL from {path}.")
-    return CupyBinding(nccl, mapped_library() or path)
+_LOADERS: dict[str, Callable[[str], Binding]] = {"nccl4py": _load_nccl4py, "pynccl": _load_pynccl}
+
+
+def _load(name: str, path: str) -> Binding:
+    """Load ``path`` through the binding called ``name``; raise if it cannot, or has taken another file."""
+    binding = _LOADERS[name](path)
+    if not os.path.samefile(binding.library_path, path):
+        raise UnsupportedError(f"it chose {binding.library_path}")
+    return binding
 
 
 def load_binding(environ: Mapping[str, str] = os.environ) -> Binding:
-    """Load NCCL through the binding that ``SYNK_NCCL_BINDING`` names; by default pynccl, or CuPy's where it is missing.
+    """Load NCCL through the binding that ``SYNK_NCCL_BINDING`` names; by default nccl4py, or else pynccl.
 
     For workers only: pynccl brings numba, and neither package belongs into the master.
 
     Raises
     ------
     ValueError
-        If the variable has another value than ``pynccl`` or ``cupy``.
+        If the variable has another value than ``nccl4py`` or ``pynccl``.
     UnsupportedError
         If the binding asked for, or both, cannot be loaded, or there is no NCCL library.
     """
@@ -409,18 +373,17 @@ def load_binding(environ: Mapping[str, str] = os.environ) -> Binding:
     if choice and choice not in BINDINGS:
         raise ValueError(
             f"cannot choose an NCCL binding: got {BINDING_VARIABLE}={choice!r}, expected one of "
-            f"{', '.join(BINDINGS)}. Unset it to take pynccl where it is installed."
+            f"{', '.join(BINDINGS)}. Unset it to take nccl4py where it is installed."
         )
     path = find_library(environ)
-    loaders: dict[str, Callable[[str], Binding]] = {"pynccl": _load_pynccl, "cupy": _load_cupy}
     reasons = []
     for name in (choice,) if choice else BINDINGS:
         try:
-            return loaders[name](path)
+            return _load(name, path)
         except Exception as error:  # a package of another version than its parts may fail in any way
             reasons.append(f"{name}: {type(error).__name__}: {error}")
     other = f" or set {BINDING_VARIABLE}={next(name for name in BINDINGS if name != choice)}" if choice else ""
     raise UnsupportedError(
-        f"cannot load an NCCL binding: {'; '.join(reasons)}. Install one "
+        f"cannot load {path} through an NCCL binding: {'; '.join(reasons)}. Install one "
         f'(pip install "synkhronos[cuda12]" or "synkhronos[cuda13]"){other}.'
     )

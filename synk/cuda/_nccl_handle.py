@@ -108,7 +108,7 @@ class NcclHandle:
             Code 8 after ``timeout_s``, 6 if the runtime gave the group up, else NCCL's own.
         """
         action = f"join an NCCL group as rank {rank} of {world_size}"
-        # A blocking start (CuPy's binding, old NCCL, NCCL_COMM_BLOCKING=1) waits inside the call, hence the thread.
+        # A blocking start (old NCCL, NCCL_COMM_BLOCKING=1) waits inside the call, hence the thread.
         call = _Aside(functools.partial(self.binding.init, world_size, unique_id, rank))
         outcome = _watch(call.is_done, self._is_broken, self._timeout_s)
         if outcome != _DONE:
@@ -135,14 +135,17 @@ class NcclHandle:
             raise NcclError(status, "", self.binding.last_error(), action)
 
     def _settle(self, status: int, action: str) -> None:
-        """Return once NCCL has taken what returned ``status``: until then the communicator takes nothing else."""
+        """Return once NCCL has taken what returned ``status``: until then the communicator takes nothing else.
+
+        What returned success may be in progress: see ``Binding``.
+        """
 
         def is_settled() -> bool:
             nonlocal status
             status = self.state()
             return status != IN_PROGRESS
 
-        if status == IN_PROGRESS:
+        if status in (SUCCESS, IN_PROGRESS):
             outcome = _watch(is_settled, self._is_broken, self._timeout_s)
             if outcome != _DONE:
                 self.abort()
@@ -200,7 +203,7 @@ class NcclHandle:
     def weighted_sum(self, weight: bytes, dtype: int, action: str) -> Iterator[int]:
         """Yield an op that multiplies by ``weight`` before it sums."""
         with self._lock:
-            status, op = self.binding.create_weighted_sum(self.require(action), weight, dtype)
+            status, op = self.binding.create_weighted_sum(weight, dtype, self.require(action))
         self._raise_for(status, action)
         try:
             yield op
@@ -208,7 +211,7 @@ class NcclHandle:
             # NCCL reads the op while it takes a collective, so it may go before the stream has run.
             with self._lock:
                 if self._comm is not None:
-                    self.binding.destroy_op(self._comm, op)
+                    self.binding.destroy_op(op, self._comm)
 
     # Watching
 

@@ -184,7 +184,7 @@ def nccl_environment(environ: Mapping[str, str], *, ranks_per_device: int = 1) -
     Notes
     -----
     ``NCCL_COMM_ID`` is dropped: with it NCCL's handshake is a constant, and two groups would meet at one address.
-    ``NCCL_COMM_BLOCKING=0`` is dropped: synk asks for a non-blocking start itself where the binding can follow one.
+    ``NCCL_COMM_BLOCKING=0`` is dropped: synk asks for a non-blocking start itself where NCCL has a sound one.
     Source: the environment chapter of the NCCL user guide, ``src/bootstrap.cc`` and ``src/init.cc``.
     """
     result = dict(environ)

@@ -20,7 +20,7 @@ def test_devices_driver_and_the_missing_packages(monkeypatch: pytest.MonkeyPatch
     text = "\n".join(lines(monkeypatch, fake_gpus.snapshot(2), has_cupy=True))
     assert "driver 580.1 (CUDA 13.0)" in text
     assert text.count("Fake GPU, 16.0 GiB") == 2
-    assert 'packages: cupy-cuda13x 14.2.0. Missing: NCCL, pynccl. pip install "synkhronos[cuda13]"' in text
+    assert 'packages: cupy-cuda13x 14.2.0. Missing: NCCL, NCCL binding. pip install "synkhronos[cuda13]"' in text
 
 
 def test_no_driver_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,16 @@
-"""What the NCCL tests share: the compiled stub library, stand-ins for pynccl and CuPy, ranks as threads."""
+"""What the NCCL tests share: the compiled stub library, the bindings over it, ranks as threads."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import importlib
 import os
-import re
 import subprocess
-import sys
 import threading
 import types
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,18 +18,25 @@ import numpy as np
 import pytest
 
 from synk.communicators import Buffer
-from synk.cuda import _nccl_bindings, _nccl_library
+from synk.cuda import _nccl_library
 from synk.cuda._nccl import DeviceHooks, NcclCommunicator
-from synk.cuda._nccl_bindings import Binding, UniqueId
+from synk.cuda._nccl_bindings import Binding, load_binding
 
 STUB_SOURCE = Path(__file__).with_name("stub_nccl.c")
 
 
+NAMED = "-Wl,-soname,libnccl.so.2"
+
+
 def build_stub(folder: Path, *flags: str) -> Path:
-    """Compile the stub into ``folder`` and return the library's path."""
+    """Compile the stub into ``folder`` and return the library's path.
+
+    Without the flag ``NAMED`` it lacks NCCL's name for the dynamic linker, so that a torch that is imported into the
+    same process later is not linked to it.
+    """
     library = folder / "libnccl.so.2"
     compiler = os.environ.get("CC", "cc")
-    command = [compiler, *flags, "-shared", "-fPIC", "-O1", "-pthread", "-Wl,-soname,libnccl.so.2"]
+    command = [compiler, *flags, "-shared", "-fPIC", "-O1", "-pthread"]
     subprocess.run([*command, "-o", str(library), str(STUB_SOURCE), "-lm"], check=True)
     return library
 
@@ -84,121 +92,39 @@ class Stub:
         return [call for call in found if not names or call.name in names]
 
 
-def fake_pynccl() -> dict[str, types.ModuleType]:
-    """Return modules of pynccl 0.1.2's shape: the same search for the library, the same wrong types."""
+@functools.cache
+def give_nccl4py(stub: Stub) -> None:
+    """Have nccl4py load the stub, for all tests of this process: it loads one library, the first time it is called.
 
-    class NcclUniqueId(ctypes.Structure):
-        _fields_ = (("internal", ctypes.c_char * 512),)
-
-    class LibNccl:
-        def __init__(self) -> None:
-            folder = Path(os.environ["NUMBA_NCCLLIB"])
-            found = [
-                str(path) for path in folder.iterdir() if re.match(r"libnccl\.so\.[0-9]*([_\.][0-9]+)*$", path.name)
-            ]
-            if not found:
-                raise Exception("Cannot open library for nccl:\nlibrary nccl not found")
-            self.dll = ctypes.CDLL(max(found))
-            p, i = ctypes.c_void_p, ctypes.c_int
-            self.dll.ncclAllReduce.argtypes = (p, p, i, i, i, p, p)
-            self.dll.ncclBroadcast.argtypes = (p, p, i, i, i, p, p)
-            self.dll.ncclCommInitRank.argtypes = (ctypes.POINTER(p), i, NcclUniqueId, i)
-            self.dll.ncclGetUniqueId.argtypes = (ctypes.POINTER(NcclUniqueId),)
-            self.dll.ncclGetErrorString.restype = ctypes.POINTER(ctypes.c_char)
-
-    package, binding = types.ModuleType("pynccl"), types.ModuleType("pynccl.binding")
-    binding.libnccl = LibNccl  # type: ignore[attr-defined]
-    package.binding = binding  # type: ignore[attr-defined]
-    return {"pynccl": package, "pynccl.binding": binding}
+    By itself it takes a library of NCCL's name, which another package of this process may have loaded before. How it
+    gets the right one is tested in processes of their own.
+    """
+    found = types.SimpleNamespace(_handle_uint=stub.dll._handle, abs_path=str(stub.path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module("cuda.pathfinder"), "load_nvidia_dynamic_lib", lambda name: found)
+        importlib.import_module("nccl.bindings.nccl").get_version()
 
 
-def fake_cupy(path: Path) -> dict[str, types.ModuleType]:  # noqa: C901
-    """Return modules of ``cupy.cuda.nccl``'s shape over the library at ``path``: CuPy 14's names, errors and gaps."""
-    dll = ctypes.CDLL(str(path))
-    size_t, p, i = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
-    dll.ncclCommInitRank.argtypes = (p, i, UniqueId, i)
-    dll.ncclCommGetAsyncError.argtypes = (p, p)
-    names = {0: "SUCCESS", 1: "CUDA", 2: "SYSTEM", 3: "INTERNAL", 4: "ARGUMENT", 5: "USAGE", 6: "REMOTE"}
-    collectives = {
-        "allReduce": (dll.ncclAllReduce, (p, p, size_t, i, i)),
-        "reduce": (dll.ncclReduce, (p, p, size_t, i, i, i)),
-        "broadcast": (dll.ncclBroadcast, (p, p, size_t, i, i)),
-        "allGather": (dll.ncclAllGather, (p, p, size_t, i)),
-        "reduceScatter": (dll.ncclReduceScatter, (p, p, size_t, i, i)),
-        "send": (dll.ncclSend, (p, size_t, i, i)),
-        "recv": (dll.ncclRecv, (p, size_t, i, i)),
-    }
-    for function, argtypes in collectives.values():
-        function.argtypes = (*argtypes, p, p)
-
-    class NcclError(RuntimeError):
-        def __init__(self, status: int) -> None:
-            self.status = status
-            super().__init__(names[status])  # KeyError for 7 and 8, as in CuPy
-
-    def check(status: int) -> None:
-        if status:
-            raise NcclError(status)
-
-    class NcclCommunicator:
-        def __init__(self, ndev: int, comm_id: bytes, rank: int) -> None:
-            self._comm = p()
-            unique_id = UniqueId.from_buffer_copy(comm_id)
-            check(dll.ncclCommInitRank(ctypes.byref(self._comm), ndev, unique_id, rank))
-
-        @property
-        def comm(self) -> int | None:
-            return self._comm.value
-
-        def __getattr__(self, name: str) -> Callable[..., None]:
-            function = collectives[name][0]
-            return lambda *arguments: check(function(*arguments[:-1], self._comm, arguments[-1]))
-
-        def check_async_error(self) -> None:
-            state = i()
-            check(dll.ncclCommGetAsyncError(self._comm, ctypes.byref(state)))
-            check(state.value)
-
-        def destroy(self) -> None:
-            dll.ncclCommDestroy(self._comm)
-
-        def abort(self) -> None:
-            dll.ncclCommAbort(self._comm)
-
-    def get_version() -> int:
-        version = i()
-        check(dll.ncclGetVersion(ctypes.byref(version)))
-        return version.value
-
-    def get_unique_id() -> bytes:
-        unique_id = UniqueId()
-        check(dll.ncclGetUniqueId(ctypes.byref(unique_id)))
-        return bytes(unique_id)
-
-    cupy, cuda, nccl = (types.ModuleType(name) for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl"))
-    contents: dict[str, Any] = {
-        "available": True,
-        "NcclError": NcclError,
-        "NcclCommunicator": NcclCommunicator,
-        "get_version": get_version,
-        "get_unique_id": get_unique_id,
-        "groupStart": lambda: check(dll.ncclGroupStart()),
-        "groupEnd": lambda: check(dll.ncclGroupEnd()),
-    }
-    vars(nccl).update(contents)
-    return {"cupy": cupy, "cupy.cuda": cuda, "cupy.cuda.nccl": nccl}
+def require(binding: str) -> None:
+    """Skip the test where the package is not installed, which ``make test`` does."""
+    try:
+        metadata.version(binding)
+    except metadata.PackageNotFoundError:
+        pytest.skip(f"{binding} is not installed; `make test` installs it")
 
 
-def install(modules: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make ``modules`` importable for one test."""
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
+def make_binding(name: str, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> Binding:
+    """Load the binding called ``name`` over the stub, the way a worker does."""
+    require(name)
+    if name == "nccl4py":
+        give_nccl4py(stub)
+    forget_mapped_libraries(monkeypatch)
+    return load_binding({"SYNK_NCCL_LIB": str(stub.path), "SYNK_NCCL_BINDING": name})
 
 
 def forget_mapped_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the stubs that this process has mapped: other tests have stubs of their own."""
-    for module in (_nccl_library, _nccl_bindings):
-        monkeypatch.setattr(module, "mapped_library", lambda: "")
+    """Hide the libraries that this process has mapped: torch's, and stubs of other tests."""
+    monkeypatch.setattr(_nccl_library, "mapped_library", lambda: "")
 
 
 def host_hooks(scratch: np.ndarray) -> DeviceHooks:

@@ -59,7 +59,12 @@ static char last_error[256];
 static unsigned last_config_size, last_config_version;
 
 /* Knobs. */
-static int version = 23203, is_computing = 1, fail_code, delay_ms, init_polls, launch_polls, is_abort_stuck;
+#ifdef OLD_NCCL
+enum { VERSION = 2708 };
+#else
+enum { VERSION = 23203 };
+#endif
+static int version = VERSION, is_computing = 1, fail_code, delay_ms, init_polls, launch_polls, is_abort_stuck;
 static int is_stuck; /* calls that would block wait for this to become 0 */
 static pthread_cond_t unstuck = PTHREAD_COND_INITIALIZER;
 
@@ -426,7 +431,7 @@ void stub_set(const char *name, int value) {
 
 void stub_reset(void) {
   pthread_mutex_lock(&lock);
-  version = 23203, is_computing = 1, num_calls = num_worlds = 0, last_error[0] = 0;
+  version = VERSION, is_computing = 1, num_calls = num_worlds = 0, last_error[0] = 0;
   memset(worlds, 0, sizeof worlds); /* the ranks of the test have ended */
   fail_code = delay_ms = init_polls = launch_polls = is_abort_stuck = is_stuck = 0;
   pthread_cond_broadcast(&unstuck);

@@ -6,33 +6,21 @@ The stub works on host memory with threads as ranks; ``test_nccl_gpu.py`` runs t
 from __future__ import annotations
 
 import functools
-import importlib.util
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from nccl_fakes import (
-    Stub,
-    as_buffer,
-    build_stub,
-    fake_cupy,
-    fake_pynccl,
-    forget_mapped_libraries,
-    host_hooks,
-    install,
-    run_ranks,
-)
+from nccl_fakes import Stub, as_buffer, host_hooks, run_ranks
 
 from synk._pure.ops import REDUCE_OPS
 from synk.communicators import Buffer, Communicator
 from synk.cuda._nccl import NcclCommunicator, pack_scalar, split_count
-from synk.cuda._nccl_bindings import Binding, load_binding
+from synk.cuda._nccl_bindings import Binding
 from synk.cuda._nccl_library import NcclError
 from synk.errors import ClosedError, UnsupportedError
 
-BINDINGS = ["fake pynccl", "fake cupy"] + (["pynccl"] if importlib.util.find_spec("pynccl") else [])
 INTEGERS = ("int8", "uint8", "int32", "uint32", "int64", "uint64")
 FLOATS = ("float16", "float32", "float64")
 COMPLEXES = ("complex64", "complex128")
@@ -49,39 +37,6 @@ SUPPORTED = [
     *(("sum", dtype) for dtype in COMPLEXES),
     *((op, "bool") for op in ("min", "max")),
 ]
-
-
-@pytest.fixture(scope="session")
-def stub_library(tmp_path_factory: pytest.TempPathFactory) -> Stub:
-    return Stub(build_stub(tmp_path_factory.mktemp("nccl")))
-
-
-@pytest.fixture
-def stub(stub_library: Stub) -> Iterator[Stub]:
-    stub_library.reset()
-    yield stub_library
-    stub_library.reset()
-    for thread in threading.enumerate():
-        if thread.name == "synk-nccl":
-            thread.join()
-
-
-@pytest.fixture
-def pynccl(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> Binding:
-    return make_binding("fake pynccl", stub, monkeypatch)
-
-
-@pytest.fixture(params=BINDINGS)
-def binding(request: pytest.FixtureRequest, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> Binding:
-    return make_binding(request.param, stub, monkeypatch)
-
-
-def make_binding(name: str, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> Binding:
-    """Load the binding called ``name`` over the stub, the way a worker does."""
-    modules = {"fake pynccl": fake_pynccl, "fake cupy": lambda: fake_cupy(stub.path)}.get(name, dict)()
-    install(modules, monkeypatch)
-    forget_mapped_libraries(monkeypatch)
-    return load_binding({"SYNK_NCCL_LIB": str(stub.path), "SYNK_NCCL_BINDING": name.removeprefix("fake ")})
 
 
 def random_array(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
@@ -343,7 +298,7 @@ def test_weighted_sums_are_freed(binding: Binding, stub: Stub) -> None:
         for _ in range(100):  # the stub has room for 64
             communicator.all_reduce(as_buffer(data), as_buffer(data), "avg", weight=0.5)
         comm = communicator._handle._comm
-        return stub.dll.stub_num_custom_ops(getattr(comm, "comm", comm))
+        return stub.dll.stub_num_custom_ops(getattr(comm, "handle", comm))
 
     assert run_ranks(binding, 2, body) == [0, 0]
 
@@ -403,7 +358,7 @@ def test_what_a_dtype_does_not_have_is_refused(
     assert stub.calls("all_reduce", "reduce") == []
 
 
-def test_buffers_that_do_not_fit_are_refused(pynccl: Binding) -> None:
+def test_buffers_that_do_not_fit_are_refused(binding: Binding) -> None:
     def body(communicator: NcclCommunicator) -> None:
         x, y = Buffer(64, 4, "float32"), Buffer(64, 5, "float32")
         refused: list[Callable[[], None]] = [
@@ -427,14 +382,14 @@ def test_buffers_that_do_not_fit_are_refused(pynccl: Binding) -> None:
             communicator.barrier()
         assert communicator.poll() == "ok"  # the group held nothing, so nothing had to be aborted
 
-    run_ranks(pynccl, 2, body)
+    run_ranks(binding, 2, body)
 
 
-def test_a_group_needs_two_ranks_and_a_whole_id(pynccl: Binding) -> None:
+def test_a_group_needs_two_ranks_and_a_whole_id(binding: Binding) -> None:
     hooks = host_hooks(np.zeros(1, np.uint8))
     for unique_id, rank, world_size in ((b"x" * 128, 0, 1), (b"x" * 127, 0, 2), (b"x" * 128, 2, 2)):
         with pytest.raises(ValueError, match="cannot join an NCCL group"):
-            NcclCommunicator(pynccl, unique_id, rank, world_size, hooks)
+            NcclCommunicator(binding, unique_id, rank, world_size, hooks)
 
 
 # ----- joining, failing, ending
@@ -445,16 +400,14 @@ def join(binding: Binding, **options: Any) -> NcclCommunicator:
     return NcclCommunicator(binding, binding.new_unique_id(), 0, 2, host_hooks(np.zeros(1, np.uint8)), **options)
 
 
-def test_joining_waits_while_nccl_is_in_progress(pynccl: Binding, stub: Stub) -> None:
+def test_joining_waits_while_nccl_is_in_progress(binding: Binding, stub: Stub) -> None:
     stub.set("init_polls", 5)
-    communicator = join(pynccl)
+    communicator = join(binding)
     assert communicator.poll() == "ok"
-    assert stub.dll.stub_config_version() == 21700
-    assert stub.dll.stub_config_size() == 40  # bytes of ncclConfig_t in nccl.h of 2.17
     communicator.close()
 
 
-def test_launching_waits_while_nccl_is_in_progress(pynccl: Binding, stub: Stub) -> None:
+def test_launching_waits_while_nccl_is_in_progress(binding: Binding, stub: Stub) -> None:
     stub.set("launch_polls", 3)  # the stub refuses an operation on a communicator in progress
 
     def body(communicator: NcclCommunicator) -> list[float]:
@@ -467,21 +420,20 @@ def test_launching_waits_while_nccl_is_in_progress(pynccl: Binding, stub: Stub) 
         communicator.barrier()
         return data.tolist()
 
-    assert run_ranks(pynccl, 2, body) == [[16.0], [16.0]]
+    assert run_ranks(binding, 2, body) == [[16.0], [16.0]]
 
 
-def test_joining_ends_at_the_deadline(pynccl: Binding, stub: Stub) -> None:
+def test_joining_ends_at_the_deadline(binding: Binding, stub: Stub) -> None:
     stub.set("init_polls", -1)
     with pytest.raises(NcclError, match=r"cannot join an NCCL group as rank 0 of 2: .*not done after 0\.05 s") as info:
-        join(pynccl, timeout_s=0.05)
+        join(binding, timeout_s=0.05)
     assert (info.value.code, info.value.name) == (8, "ncclTimeout")
     assert len(stub.calls("abort")) == 1
 
 
 def test_a_blocking_start_ends_at_the_deadline(binding: Binding, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     stub.set("is_stuck", 1)
-    if binding.name == "pynccl":
-        monkeypatch.setattr(binding, "_has_config", False)
+    monkeypatch.setattr(binding, "_is_non_blocking", False)
     with pytest.raises(NcclError) as info:
         join(binding, timeout_s=0.05)
     assert info.value.code == 8

@@ -3,45 +3,35 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import pickle
 import subprocess
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
-from nccl_fakes import Stub, build_stub, fake_cupy, fake_pynccl, forget_mapped_libraries, install
+from nccl_fakes import NAMED, Stub, build_stub, forget_mapped_libraries, make_binding, require
 
 from synk.cuda import _nccl_library
-from synk.cuda._nccl_bindings import Binding, PyncclBinding, load_binding
+from synk.cuda._nccl_bindings import BINDINGS, Binding, InitConfig, PyncclBinding, load_binding
 from synk.cuda._nccl_library import NcclError, find_library, nccl_environment, version_text
 from synk.errors import SynkError, UnsupportedError
 
-HAS_PYNCCL = importlib.util.find_spec("pynccl") is not None
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Stub:
-    return Stub(build_stub(tmp_path_factory.mktemp("nccl")))
+@pytest.fixture(scope="session")
+def named_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stub under NCCL's own name, as nccl4py looks for it; for processes that load nothing else."""
+    return build_stub(tmp_path_factory.mktemp("named"), NAMED)
 
 
-@pytest.fixture
-def stub(library: Stub, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
+@pytest.fixture(autouse=True)
+def nothing_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_mapped_libraries(monkeypatch)
-    library.reset()
-    yield library
-    library.reset()
-
-
-@pytest.fixture(params=["pynccl", "cupy"])
-def binding(request: pytest.FixtureRequest, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> Binding:
-    install(fake_pynccl() | fake_cupy(stub.path), monkeypatch)
-    return load_binding({"SYNK_NCCL_LIB": str(stub.path), "SYNK_NCCL_BINDING": request.param})
 
 
 def run_python(program: str, **environ: str) -> str:
@@ -60,13 +50,13 @@ def test_a_count_arrives_whole_in_one_call(binding: Binding, stub: Stub, count: 
     _, comm = binding.init(2, binding.new_unique_id(), 0)
     binding.group_start()  # queued, not run: there is no memory behind the pointers
     for call in (
-        lambda: binding.all_reduce(comm, 64, 128, count, 7, 0, 3),
-        lambda: binding.reduce(comm, 64, 128, count, 7, 0, 1, 3),
-        lambda: binding.broadcast(comm, 64, 128, count, 7, 1, 3),
-        lambda: binding.all_gather(comm, 64, 128, count, 7, 3),
-        lambda: binding.reduce_scatter(comm, 64, 128, count, 7, 0, 3),
-        lambda: binding.send(comm, 64, count, 7, 1, 3),
-        lambda: binding.recv(comm, 64, count, 7, 1, 3),
+        lambda: binding.all_reduce(64, 128, count, 7, 0, comm, 3),
+        lambda: binding.reduce(64, 128, count, 7, 0, 1, comm, 3),
+        lambda: binding.broadcast(64, 128, count, 7, 1, comm, 3),
+        lambda: binding.all_gather(64, 128, count, 7, comm, 3),
+        lambda: binding.reduce_scatter(64, 128, count, 7, 0, comm, 3),
+        lambda: binding.send(64, count, 7, 1, comm, 3),
+        lambda: binding.recv(64, count, 7, 1, comm, 3),
     ):
         assert call() == 0
     calls = [call for call in stub.calls() if call.name != "init"]
@@ -92,7 +82,7 @@ def test_an_id_reaches_init_whole(binding: Binding) -> None:
     # An abort breaks the group of its id: rank 1 of the first id, not rank 0 of the other.
     binding.abort(comms[1])
     binding.abort(comms[0])
-    assert binding.all_reduce(comms[2], 64, 64, 1, 7, 0, 0) == 6
+    assert binding.all_reduce(64, 64, 1, 7, 0, comms[2], 0) == 6
 
 
 @pytest.mark.parametrize("code", range(9))
@@ -101,21 +91,20 @@ def test_statuses_come_back_as_numbers(binding: Binding, stub: Stub, code: int) 
     stub.set("fail_code", code)
     assert binding.async_error(comm) == code
     binding.group_start()
-    assert binding.all_reduce(comm, 64, 64, 1, 7, 0, 0) == code
+    status = binding.all_reduce(64, 64, 1, 7, 0, comm, 0)
+    assert status == code or (binding.name, status, code) == ("nccl4py", 0, 7)  # to which 7 is a success
     binding.abort(comm)
     binding.group_end()
 
 
-def test_other_threads_run_during_a_call(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(fake_pynccl(), monkeypatch)
-    binding = load_binding({"SYNK_NCCL_LIB": str(stub.path)})
+def test_other_threads_run_during_a_call(binding: Binding, stub: Stub) -> None:
     _, comm = binding.init(2, binding.new_unique_id(), 0)
     stub.set("is_stuck", 1)
     statuses: list[int] = []
 
     def call() -> None:
         binding.group_start()
-        statuses.append(binding.all_reduce(comm, 64, 64, 1, 7, 0, 0))
+        statuses.append(binding.all_reduce(64, 64, 1, 7, 0, comm, 0))
         binding.abort(comm)
         statuses.append(binding.group_end())
 
@@ -129,8 +118,8 @@ def test_other_threads_run_during_a_call(stub: Stub, monkeypatch: pytest.MonkeyP
     assert statuses == [0, 6]
 
 
-@pytest.mark.skipif(not HAS_PYNCCL, reason="pynccl is not installed")
-def test_pynccls_own_methods_are_mended_too(stub: Stub) -> None:
+def test_pynccls_own_methods_are_mended_too(named_library: Path) -> None:
+    require("pynccl")
     program = (
         "import os, sys\n"
         "from nccl_fakes import Stub\n"
@@ -144,111 +133,143 @@ def test_pynccls_own_methods_are_mended_too(stub: Stub) -> None:
         "library.ncclAllReduce(64, 64, 2**32 + 7, 7, 0, comm, 0)\n"
         "print(binding.name, Stub(Path(os.environ['SYNK_NCCL_LIB'])).calls('all_reduce')[0].count)\n"
     )
-    assert run_python(program, SYNK_NCCL_LIB=str(stub.path)) == f"pynccl {2**32 + 7}"
+    environ = {"SYNK_NCCL_LIB": str(named_library), "SYNK_NCCL_BINDING": "pynccl"}
+    assert run_python(program, **environ) == f"pynccl {2**32 + 7}"
 
 
-def test_texts_are_texts(stub: Stub) -> None:
-    binding = PyncclBinding(ctypes.CDLL(str(stub.path)), str(stub.path))
-    assert binding._dll.ncclGetErrorString(3) == b"an error of the stub"
+def test_texts_are_texts(binding: Binding, stub: Stub) -> None:
     stub.set("fail_code", 3)
-    with pytest.raises(NcclError, match="cannot make a group id: got ncclInternalError"):
+    with pytest.raises(NcclError, match=r"cannot make a group id: got ncclInternalError .*: the stub was told to fail"):
         binding.new_unique_id()
     assert binding.last_error() == "the stub was told to fail"
 
 
-def test_an_old_library_works_without_what_it_lacks(tmp_path: Path) -> None:
-    old = Stub(build_stub(tmp_path, "-DOLD_NCCL"))
-    binding = PyncclBinding(old.dll, str(old.path))
-    assert not binding.has_weighted_sum
-    assert binding.last_error() == ""
-    status, comm = binding.init(1, binding.new_unique_id(), 0)
-    assert status == 0 and comm
-    assert binding.all_reduce(comm, 0, 0, 0, 7, 0, 0) == 0
+def test_pynccls_error_string_is_a_text(stub: Stub) -> None:
+    binding = PyncclBinding(ctypes.CDLL(str(stub.path)))
+    assert binding._dll.ncclGetErrorString(3) == b"an error of the stub"
+
+
+def test_the_configuration_is_that_of_the_header() -> None:
+    """nccl4py's was generated from NCCL's header; pynccl has none, and synk brings the first fields of it."""
+    require("nccl4py")
+    from nccl.bindings.nccl import Config, config_dtype
+
+    ours = [(name, getattr(InitConfig, name).offset, getattr(InitConfig, name).size) for name, _ in InitConfig._fields_]
+    names = [name.rstrip("_") for name in config_dtype.names[: len(ours)]]
+    theirs = [(name, offset, kind.itemsize) for name, (kind, offset) in zip(names, config_dtype.fields.values())]
+    assert ours == theirs
+    mine, default = InitConfig.non_blocking(), Config()
+    assert mine.magic == default.magic
+    assert [mine.cga_cluster_size, mine.min_ctas, mine.max_ctas] == [default.blocking] * 3
+    assert ctypes.sizeof(InitConfig) == 40  # bytes of ncclConfig_t in nccl.h of 2.17
+
+
+@pytest.mark.parametrize("name", BINDINGS)
+def test_an_old_library_works_without_what_it_lacks(tmp_path: Path, name: str) -> None:
+    require(name)
+    library = build_stub(tmp_path, NAMED, "-DOLD_NCCL")
+    program = (
+        "from synk.cuda._nccl_bindings import load_binding\n"
+        "binding = load_binding()\n"
+        "status, comm = binding.init(1, binding.new_unique_id(), 0)\n"
+        "print(binding.name, binding.version, binding.has_weighted_sum, repr(binding.last_error()))\n"
+        "print(status, bool(comm))\n"
+        "print(binding.all_reduce(0, 0, 0, 7, 0, comm, 0))\n"
+    )
+    answer = run_python(program, SYNK_NCCL_LIB=str(library), SYNK_NCCL_BINDING=name)
+    assert answer == f"{name} 2708 False ''\n0 True\n0"
 
 
 def test_a_library_that_is_not_nccl_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="library without nccl"):
-        PyncclBinding(ctypes.CDLL(None), "")
+        PyncclBinding(ctypes.CDLL(None))
 
 
 # ----- the choice
 
 
-def test_pynccl_is_the_default(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(fake_pynccl() | fake_cupy(stub.path), monkeypatch)
+SAY_WHICH = (
+    "import os\n"
+    "from synk.cuda._nccl_bindings import load_binding\n"
+    "from synk.cuda._nccl_library import mapped_library\n"
+    "before = dict(os.environ)\n"
+    "binding = load_binding()\n"
+    "assert dict(os.environ) == before\n"
+    "assert os.path.samefile(binding.library_path, mapped_library())\n"
+    "print(binding.name, binding.library_path)\n"
+)
+
+
+@pytest.mark.parametrize("choice", ["", *BINDINGS])
+def test_nccl4py_is_the_default_and_takes_the_library_that_is_named(named_library: Path, choice: str) -> None:
+    for name in BINDINGS:
+        require(name)
+    answer = run_python(SAY_WHICH, SYNK_NCCL_LIB=str(named_library), SYNK_NCCL_BINDING=choice)
+    assert answer == f"{choice or 'nccl4py'} {named_library}"
+
+
+def test_the_library_that_is_mapped_is_taken(named_library: Path) -> None:
+    """As torch's, which comes first where a program's function has imported it."""
+    require("nccl4py")
+    assert run_python(f"import ctypes; ctypes.CDLL({str(named_library)!r})\n" + SAY_WHICH) == f"nccl4py {named_library}"
+
+
+def test_a_library_that_nccl4py_does_not_find_goes_through_pynccl(stub: Stub) -> None:
+    for name in BINDINGS:
+        require(name)
+    assert run_python(SAY_WHICH, SYNK_NCCL_LIB=str(stub.path)) == f"pynccl {stub.path}"
+
+
+def test_a_package_that_is_missing_is_named(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    pynccl = make_binding("pynccl", stub, monkeypatch)
     environ = {"SYNK_NCCL_LIB": str(stub.path)}
-    before = dict(os.environ)
-    assert load_binding(environ).name == "pynccl"
-    assert load_binding(environ | {"SYNK_NCCL_BINDING": "cupy"}).name == "cupy"
-    assert dict(os.environ) == before
-
-
-def test_cupy_is_taken_where_pynccl_is_missing(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(fake_cupy(stub.path), monkeypatch)
-    monkeypatch.setitem(sys.modules, "pynccl", None)
+    monkeypatch.setitem(sys.modules, "nccl.bindings.nccl", None)
+    assert load_binding(environ).name == pynccl.name
+    with pytest.raises(UnsupportedError, match=r"nccl4py: .* or set SYNK_NCCL_BINDING=pynccl\."):
+        load_binding(environ | {"SYNK_NCCL_BINDING": "nccl4py"})
     monkeypatch.setitem(sys.modules, "pynccl.binding", None)
-    assert load_binding({"SYNK_NCCL_LIB": str(stub.path)}).name == "cupy"
-    with pytest.raises(UnsupportedError, match=r"pynccl: .* or set SYNK_NCCL_BINDING=cupy\."):
-        load_binding({"SYNK_NCCL_LIB": str(stub.path), "SYNK_NCCL_BINDING": "pynccl"})
+    with pytest.raises(UnsupportedError, match=r'nccl4py: .*; pynccl: .*pip install "synkhronos\[cuda12\]"'):
+        load_binding(environ)
 
 
-def test_both_missing_names_both(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("pynccl", "pynccl.binding", "cupy", "cupy.cuda", "cupy.cuda.nccl"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UnsupportedError, match=r'pynccl: .*; cupy: .*pip install "synkhronos\[cuda12\]"'):
-        load_binding({"SYNK_NCCL_LIB": str(stub.path)})
+def test_another_release_of_nccl4py_is_left_alone(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "0.7.1")
+    with pytest.raises(UnsupportedError, match=r"nccl4py: ImportError: got release 0\.7\.1, expected 0\.6\.\*"):
+        load_binding({"SYNK_NCCL_LIB": str(stub.path), "SYNK_NCCL_BINDING": "nccl4py"})
 
 
-def test_cupy_without_its_nccl_is_missing(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = fake_cupy(stub.path)
-    modules["cupy.cuda.nccl"].available = False  # type: ignore[attr-defined]
-    install(modules, monkeypatch)
-    with pytest.raises(UnsupportedError, match="could not load NCCL"):
-        load_binding({"SYNK_NCCL_LIB": str(stub.path), "SYNK_NCCL_BINDING": "cupy"})
-
-
-@pytest.mark.parametrize("value", ["torch", "PYNCCL", "nccl4py"])
+@pytest.mark.parametrize("value", ["torch", "PYNCCL", "cupy"])
 def test_another_binding_is_refused(value: str) -> None:
-    with pytest.raises(ValueError, match=f"got SYNK_NCCL_BINDING='{value}', expected one of pynccl, cupy"):
+    with pytest.raises(ValueError, match=f"got SYNK_NCCL_BINDING='{value}', expected one of nccl4py, pynccl"):
         load_binding({"SYNK_NCCL_BINDING": value})
 
 
-def test_pynccls_deprecation_warning_is_silenced(stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pynccls_deprecation_warning_is_silenced(named_library: Path, tmp_path: Path) -> None:
     (tmp_path / "pynccl").mkdir()
     (tmp_path / "pynccl" / "__init__.py").write_text("")
     (tmp_path / "pynccl" / "binding.py").write_text(
-        "import warnings\n"
+        "import ctypes, os, warnings\n"
         "warnings.warn('cudadrv.drvapi is deprecated', DeprecationWarning)\n"
-        "from nccl_fakes import fake_pynccl\n"
-        "libnccl = fake_pynccl()['pynccl.binding'].libnccl\n"
+        "class libnccl:\n"
+        "    dll = ctypes.CDLL(os.environ['SYNK_NCCL_LIB'])\n"
     )
-    program = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from synk.cuda._nccl_bindings import load_binding\n"
-        "print(load_binding().name)\n"
-    )
-    assert run_python(program, SYNK_NCCL_LIB=str(stub.path)) == "pynccl"
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + SAY_WHICH
+    answer = run_python(program, SYNK_NCCL_LIB=str(named_library), SYNK_NCCL_BINDING="pynccl")
+    assert answer == f"pynccl {named_library}"
 
 
-def test_pynccl_that_loads_another_file_is_refused(stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(fake_pynccl(), monkeypatch)
+def test_a_binding_that_keeps_to_another_file_is_refused(binding: Binding, stub: Stub, tmp_path: Path) -> None:
     wanted = tmp_path / "libnccl.so.2"
     wanted.write_bytes(stub.path.read_bytes())
-    (tmp_path / "libnccl.so.9").write_bytes(stub.path.read_bytes())
-    with pytest.raises(UnsupportedError, match=r"it chose .*libnccl\.so\.9"):
-        load_binding({"SYNK_NCCL_LIB": str(wanted)})
-    odd = tmp_path / "odd"
-    odd.mkdir()
-    (odd / "nccl.so").write_bytes(stub.path.read_bytes())
-    with pytest.raises(UnsupportedError, match=r"only takes files named libnccl\.so\.<version>"):
-        load_binding({"SYNK_NCCL_LIB": str(odd / "nccl.so")})
+    with pytest.raises(UnsupportedError, match=f"cannot load {wanted} .*{binding.name}: .*: it chose {stub.path}"):
+        load_binding({"SYNK_NCCL_LIB": str(wanted), "SYNK_NCCL_BINDING": binding.name})
 
 
 def test_importing_the_communicator_loads_no_gpu_package() -> None:
     program = (
         "import sys\n"
         "import synk.cuda._nccl\n"
-        "heavy = {'pynccl', 'numba', 'cupy', 'cuda', 'torch'}\n"
+        "heavy = {'nccl', 'pynccl', 'numba', 'cupy', 'cuda', 'torch'}\n"
         "print(sorted(heavy & {name.partition('.')[0] for name in sys.modules}))\n"
     )
     assert run_python(program) == "[]"
@@ -292,17 +313,18 @@ def test_the_wheel_is_asked_for_by_pathfinder(monkeypatch: pytest.MonkeyPatch) -
     pathfinder = types.ModuleType("cuda.pathfinder")
     found = types.SimpleNamespace(abs_path="/wheel/lib/libnccl.so.2")
     pathfinder.load_nvidia_dynamic_lib = {"nccl": found}.get  # type: ignore[attr-defined]
-    install({"cuda": types.ModuleType("cuda"), "cuda.pathfinder": pathfinder}, monkeypatch)
+    monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", pathfinder)
     assert _nccl_library._library_of_wheel() == "/wheel/lib/libnccl.so.2"
     monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
     assert _nccl_library._library_of_wheel() == ""
 
 
-def test_a_mapped_library_is_found(library: Stub, tmp_path: Path) -> None:
+def test_a_mapped_library_is_found(stub: Stub, tmp_path: Path) -> None:
     folder = tmp_path / "with space"
     folder.mkdir()
     for name in ("libnccl.so.2", "libnccl-net.so"):
-        (folder / name).write_bytes(library.path.read_bytes())
+        (folder / name).write_bytes(stub.path.read_bytes())
     program = (
         "import ctypes\n"
         "from synk.cuda._nccl_library import find_library, mapped_library\n"

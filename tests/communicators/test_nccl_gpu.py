@@ -31,6 +31,7 @@ from nccl_gpu_rank import Rank
 
 from synk._pure.ops import REDUCE_OPS
 from synk.cuda._devices import choose_devices, ranks_per_device, visible_devices, worker_environment
+from synk.cuda._nccl_bindings import BINDINGS
 from synk.cuda._nccl_library import NcclError, nccl_environment
 from synk.cuda._nvml import discover
 
@@ -38,7 +39,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ANSWER_LIMIT_S = 120.0
-BINDINGS = ("pynccl", "cupy")
 INTEGERS = ("int8", "uint8", "int32", "uint32", "int64", "uint64")
 FLOATS = ("float16", "float32", "float64")
 COMPLEXES = ("complex64", "complex128")

@@ -103,12 +103,12 @@ class FakeBinding:
 
     group_end = group_start
 
-    def create_weighted_sum(self, comm: Comm, weight: bytes, dtype: int) -> tuple[int, int]:
+    def create_weighted_sum(self, weight: bytes, dtype: int, comm: Comm) -> tuple[int, int]:
         op = 100 + len(comm.factors)
         (comm.factors[op],) = struct.unpack({6: "e", 7: "f", 8: "d"}[dtype], weight)
         return 0, op
 
-    def destroy_op(self, comm: Comm, op: int) -> int:
+    def destroy_op(self, op: int, comm: Comm) -> int:
         return 0
 
     def _reduced(self, comm: Comm, data: np.ndarray, op: int) -> np.ndarray | None:
@@ -122,7 +122,7 @@ class FakeBinding:
             total = ufunc.reduce(parts, dtype=data.dtype)
         return (total / comm.size).astype(data.dtype) if op == 4 else total
 
-    def all_reduce(self, comm: Comm, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> int:
+    def all_reduce(self, send: int, recv: int, count: int, dtype: int, op: int, comm: Comm, stream: int) -> int:
         """Beside the function's stream it runs when somebody waits for it, with what the array holds by then."""
         act = partial(self._all_reduce, comm, send, recv, count, dtype, op)
         return 0 if sys.modules["cupy"].cuda.runtime.queue(stream, act) else act()
@@ -134,7 +134,7 @@ class FakeBinding:
         view(recv, count, dtype)[:] = total
         return 0
 
-    def reduce(self, comm: Comm, send: int, recv: int, count: int, dtype: int, op: int, root: int, stream: int) -> int:
+    def reduce(self, send: int, recv: int, count: int, dtype: int, op: int, root: int, comm: Comm, stream: int) -> int:
         total = self._reduced(comm, view(send, count, dtype), op)
         if total is None:
             return REMOTE_ERROR
@@ -142,21 +142,21 @@ class FakeBinding:
             view(recv, count, dtype)[:] = total
         return 0
 
-    def reduce_scatter(self, comm: Comm, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> int:
+    def reduce_scatter(self, send: int, recv: int, count: int, dtype: int, op: int, comm: Comm, stream: int) -> int:
         total = self._reduced(comm, view(send, count * comm.size, dtype), op)
         if total is None:
             return REMOTE_ERROR
         view(recv, count, dtype)[:] = total[comm.rank * count : (comm.rank + 1) * count]
         return 0
 
-    def broadcast(self, comm: Comm, send: int, recv: int, count: int, dtype: int, root: int, stream: int) -> int:
+    def broadcast(self, send: int, recv: int, count: int, dtype: int, root: int, comm: Comm, stream: int) -> int:
         parts = comm.share(view(send, count, dtype))
         if parts is None:
             return REMOTE_ERROR
         view(recv, count, dtype)[:] = parts[root]
         return 0
 
-    def all_gather(self, comm: Comm, send: int, recv: int, count: int, dtype: int, stream: int) -> int:
+    def all_gather(self, send: int, recv: int, count: int, dtype: int, comm: Comm, stream: int) -> int:
         parts = comm.share(view(send, count, dtype))
         if parts is None:
             return REMOTE_ERROR
