@@ -85,7 +85,7 @@ class Binding(Protocol):
 class Nccl4pyBinding:
     """NCCL through the low layer of NVIDIA's nccl4py, made from NCCL's header; it releases the GIL during each call.
 
-    The layer above it, ``nccl.core``, is left alone: it needs ``cuda.bindings`` and raises for statuses.
+    The layer above it, ``nccl.core``, is left alone: it needs ``cuda.bindings``, of one CUDA release.
 
     Parameters
     ----------

@@ -107,7 +107,7 @@ def _library_of_wheel() -> str:
     """Return the library of NVIDIA's wheel or toolkit as ``cuda.pathfinder`` finds it, or an empty string."""
     try:
         pathfinder = importlib.import_module("cuda.pathfinder")
-    except ImportError:  # comes with CuPy 14; without it only the linker's search is left
+    except ImportError:  # comes with CuPy 14 and nccl4py; without it only the linker's search is left
         return ""
     try:
         return str(pathfinder.load_nvidia_dynamic_lib("nccl").abs_path or "")

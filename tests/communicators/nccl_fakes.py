@@ -23,8 +23,6 @@ from synk.cuda._nccl import DeviceHooks, NcclCommunicator
 from synk.cuda._nccl_bindings import Binding, load_binding
 
 STUB_SOURCE = Path(__file__).with_name("stub_nccl.c")
-
-
 NAMED = "-Wl,-soname,libnccl.so.2"
 
 

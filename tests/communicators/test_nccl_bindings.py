@@ -191,11 +191,9 @@ def test_a_library_that_is_not_nccl_is_refused() -> None:
 SAY_WHICH = (
     "import os\n"
     "from synk.cuda._nccl_bindings import load_binding\n"
-    "from synk.cuda._nccl_library import mapped_library\n"
     "before = dict(os.environ)\n"
     "binding = load_binding()\n"
     "assert dict(os.environ) == before\n"
-    "assert os.path.samefile(binding.library_path, mapped_library())\n"
     "print(binding.name, binding.library_path)\n"
 )
 
