@@ -11,6 +11,7 @@ if _sys.platform != "linux":
     )
 
 from synk import errors
+from synk._pure.ops import Op
 from synk._version import __version__
 from synk._wire.cell import cell as _cell
 from synk._wire.program import is_worker as _is_worker
@@ -40,6 +41,7 @@ __all__ = [  # noqa: F405
     "Data",
     "Function",
     "FunctionWrapper",
+    "Op",
     "PendingCall",
     "Resident",
     "Runtime",

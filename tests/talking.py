@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import synk
-from synk._pure.ops import each_op
+from synk._pure.output_ops import each_op
 
 VERBS = {
     *("send", "recv", "isend", "irecv", "barrier", "broadcast", "gather", "scatter", "all_to_all"),

@@ -25,7 +25,7 @@ BELOW: dict[str, tuple[str, ...]] = {
     "_worker": ("cuda", "communicators", "backends", "_wire", "_pure", "errors", "_version"),
     "_api": ("_master", "cuda", "communicators", "backends", "_wire", "_pure", "errors", "_version"),
     "torch": ("_api", "_wire", "_pure", "errors"),
-    "": ("torch", "_api", "_master", "_worker", "_wire", "errors", "_version"),
+    "": ("torch", "_api", "_master", "_worker", "_wire", "_pure", "errors", "_version"),
     "__main__": ("",),
     "extensions": ("", "torch", "errors"),
 }

@@ -7,7 +7,7 @@ from typing import Any, Protocol, overload
 
 from synk._api.function import Function, P
 from synk._master.session import Session
-from synk._pure.ops import DEFAULT_OP
+from synk._pure.output_ops import DEFAULT_OP
 
 
 class Decorator(Protocol):

@@ -31,7 +31,7 @@ from synk._master.flight.pending import PendingCall
 from synk._master.session import Session, current_session
 from synk._pure.comparison import Tolerance
 from synk._pure.limits import check_timeout
-from synk._pure.ops import DEFAULT_OP, check_outputs
+from synk._pure.output_ops import DEFAULT_OP, check_outputs
 from synk._pure.show import table
 from synk._pure.tracebacks import outline
 from synk._wire.cell import refuse_inside_worker

@@ -17,7 +17,8 @@ from synk._master.calls.call import CallOptions
 from synk._master.calls.launched import Tried
 from synk._pure.comparison import MISSING, Tolerance, difference, fitting_ops, is_same
 from synk._pure.interrupts import is_from_handler
-from synk._pure.ops import Op, match_ops
+from synk._pure.ops import Op
+from synk._pure.output_ops import each_op, match_ops
 from synk._pure.partials import concatenate
 from synk._pure.show import Text
 from synk._pure.trees import paths
@@ -39,7 +40,7 @@ class VerifiedOutput:
     name : str
         Its place in the result, as ``"[0]['loss']"``; empty where the function returns one value.
     op : op, or None
-        For a variable ``"shard"`` or ``"replica"``.
+        As it was given in ``outputs``; for a variable ``"shard"`` or ``"replica"``.
     verdict : str
         ``"equal"`` or ``"different"``. ``"one per rank"`` (op None) is not compared. Where values differ for a reason,
         it is the reason: ``"random"``, ``"communicates"``, or ``"per rank"`` (built with ``per_rank=True``).
@@ -54,7 +55,7 @@ class VerifiedOutput:
     """
 
     name: str
-    op: Op
+    op: Any
     verdict: str
     difference: float = float("nan")
     matching: tuple[str, ...] = ()
@@ -155,8 +156,11 @@ def verify(
     serial_s = time.monotonic() - started
     apart = run(replace(options, num_slices=1, is_apart=True))  # what the function itself raises comes from here
     problem: Exception | None = None
+    whole: Tried | None = None
     try:
         combined: Tried | None = run(options)
+        if any(isinstance(op, Op) for op in each_op(outputs)):  # which may make another value of that of all rows
+            whole = run(replace(serial_options, is_apart=False))
     except (TypeError, ValueError) as error:  # its outputs cannot be combined so
         if is_from_handler(error):
             raise
@@ -173,10 +177,14 @@ def verify(
     results = []
     parts_at = dict(zip(paths(apart.skeleton), apart.leaves))
     values_at = dict(zip(paths(combined.skeleton), combined.leaves)) if combined is not None else {}
+    results_at = dict(zip(paths(whole.skeleton), whole.leaves)) if whole is not None else {}
     for path, op, serial_value, plain_value in zip(paths(serial.skeleton), ops, expected, plain_values):
         parts = [parts_at[path][rank] for rank in apart.ranks] if path in parts_at else []
         value = values_at.get(path, MISSING)
-        output = _compare(path, op, value, serial_value, parts, apart.rows, tolerance, reason)
+        output = _compare(path, op, value, results_at.get(path, serial_value), tolerance, reason)
+        if output.verdict not in ("equal", "one per rank"):
+            fitting = fitting_ops(parts, apart.rows, serial_value, tolerance)
+            output = replace(output, matching=tuple(word for word in fitting if word != op))
         results.append(_beside_plain(output, serial_value, plain_value, tolerance) if called.is_run else output)
     if combined is not None:
         results += _compare_variables(combined.assigned, serial.assigned, tolerance, reason)
@@ -207,7 +215,7 @@ _NOT_JUDGED = {
 }
 
 
-def _call_plain(plain: PlainCall, skeleton: Any, ops: Sequence[Op], reason: str, serial_s: float) -> PlainOutputs:
+def _call_plain(plain: PlainCall, skeleton: Any, ops: Sequence[Any], reason: str, serial_s: float) -> PlainOutputs:
     """Call the plain function, if its outputs mean the same as the serial ones."""
     why_not = plain.why_not() or _NOT_JUDGED.get(reason, "")
     if why_not:
@@ -232,11 +240,9 @@ def _notes(is_random: bool, traits: Traits, is_per_rank: bool) -> list[str]:
 
 def _compare(
     path: str,
-    op: Op,
+    op: Any,
     value: Any,
     serial: Any,
-    parts: Sequence[Any],
-    rows: Sequence[int],
     tolerance: Tolerance,
     reason: str,
 ) -> VerifiedOutput:
@@ -244,8 +250,7 @@ def _compare(
         return VerifiedOutput(path, op, "one per rank")
     if value is not MISSING and is_same(value, serial, tolerance):
         return VerifiedOutput(path, op, "equal", difference(value, serial))
-    matching = tuple(word for word in fitting_ops(parts, rows, serial, tolerance) if word != op)
-    return VerifiedOutput(path, op, reason, difference(value, serial), matching)
+    return VerifiedOutput(path, op, reason, difference(value, serial))
 
 
 def _beside_plain(output: VerifiedOutput, serial: Any, plain: Any, tolerance: Tolerance) -> VerifiedOutput:

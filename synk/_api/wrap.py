@@ -9,7 +9,7 @@ from synk._api.build import Decorator
 from synk._api.current import fork
 from synk._api.function import Function, P
 from synk._master.session import Session
-from synk._pure.ops import DEFAULT_OP
+from synk._pure.output_ops import DEFAULT_OP
 from synk._wire.cell import cell, refuse_inside_worker
 
 

@@ -18,7 +18,7 @@ from synk._master.session import Session
 from synk._master.state.variable import Variable
 from synk._master.workers.failures import raise_failures
 from synk._pure.arrays import copy_into
-from synk._pure.ops import REDUCE_OPS, check_op
+from synk._pure.ops import REDUCE_OPS, REDUCTIONS
 from synk._pure.ranges import chunk_bounds
 from synk._pure.read_only import ordinary
 from synk._pure.shards import Selection, select_rows, shard_bounds
@@ -233,7 +233,7 @@ def check_reduction(session: Session, variable: Variable, op: str) -> Shapes:
             f"{', '.join(map(repr, REDUCE_OPS))}."
         )
     for dtype in variable.dtypes:
-        check_op(op, dtype, f"variable {variable.name!r}")
+        REDUCTIONS[op].check(dtype, f"variable {variable.name!r}")
     fronts = [variable.shapes[rank][variable.front[rank]] for rank in range(session.world_size)]
     if len(set(fronts)) > 1:
         raise ValueError(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from synk._pure.ops import each_op
+from synk._pure.ops import EACH
+from synk._pure.output_ops import each_op
 from synk._pure.trees import flatten, unflatten
 
 MISSING = -1
@@ -50,9 +51,9 @@ def agreed(skeletons: Sequence[Any], outputs: Any, ranks: Sequence[int], world_s
 
     Examples
     --------
-    >>> agreed([(0, None), (0, 1)], ("sum", None), (0, 1), 2)
+    >>> agreed([(0, None), (0, 1)], ("sum", EACH), (0, 1), 2)
     Agreement(skeleton=(0, 1), positions=[[0, -1], [0, 1]], apart={})
-    >>> agreed([[], [0]], None, (0, 2), 3)
+    >>> agreed([[], [0]], EACH, (0, 2), 3)
     Agreement(skeleton=[[], None, [0]], positions=[[-1], [0]], apart={0: 1})
     >>> agreed([0, None], "sum", (0, 1), 2) is None
     True
@@ -65,13 +66,13 @@ def agreed(skeletons: Sequence[Any], outputs: Any, ranks: Sequence[int], world_s
         if not given:
             return None
         first = given[0]
-        if len(given) < len(nodes) and any(op is not None for op in each_op(outputs)):
+        if len(given) < len(nodes) and any(op is not EACH for op in each_op(outputs)):
             raise _Different
         keys = _common_keys(given)
         if isinstance(first, int):
             found.append([MISSING if node is None else node for node in nodes])
             return len(found) - 1
-        below = merge if outputs is None else merge_or_list
+        below = merge if outputs is EACH else merge_or_list
         parts = [below([None if node is None else node[key] for node in nodes], _op_of(outputs, key)) for key in keys]
         if isinstance(first, dict):
             return type(first)(zip(keys, parts))
@@ -82,7 +83,7 @@ def agreed(skeletons: Sequence[Any], outputs: Any, ranks: Sequence[int], world_s
         try:
             return merge(nodes, outputs)
         except _Different:
-            if outputs is not None:
+            if outputs is not EACH:
                 raise
         del found[num_found:]
         everyone: list[Any] = [None] * world_size

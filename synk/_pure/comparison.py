@@ -10,8 +10,8 @@ import numpy as np
 
 from synk._pure.dtypes import as_numbers, is_bfloat16
 from synk._pure.interrupts import is_from_handler
-from synk._pure.ops import REDUCE_OPS, check_op
-from synk._pure.partials import concatenate, join, reduce_into
+from synk._pure.ops import OPS, Op
+from synk._pure.partials import concatenate, join
 from synk._pure.table_outputs import check_table, combined, compared
 from synk._pure.tables import is_table
 from synk.errors import CollectiveMismatch
@@ -85,13 +85,13 @@ def difference(value: Any, serial: Any) -> float:
     return float(distance[~np.isnan(distance)].max(initial=0.0))
 
 
-def combine(op: str, parts: Sequence[Any], rows: Sequence[int]) -> Any:
+def combine(op: Op, parts: Sequence[Any], rows: Sequence[int]) -> Any:
     """Return the values of all ranks combined by ``op``, or nothing that equals anything where that has no meaning."""
-    if op == "first":
-        return parts[0] if parts else MISSING
-    if op == "gather" and parts and all(type(part) is list for part in parts):
+    if not op.is_of_arrays:
+        return op.combine(list(parts), list(rows))
+    if op.concatenates and all(type(part) is list for part in parts):
         return join(parts, None)
-    if parts and any(map(is_table, parts)):
+    if any(map(is_table, parts)):
         try:
             for part in parts:
                 check_table(op, part, "")
@@ -100,24 +100,21 @@ def combine(op: str, parts: Sequence[Any], rows: Sequence[int]) -> Any:
             if is_from_handler(error):
                 raise
             return MISSING
-    if not parts or not all(isinstance(part, (np.ndarray, np.generic, int, float, complex)) for part in parts):
+    if not all(isinstance(part, (np.ndarray, np.generic, int, float, complex)) for part in parts):
         return MISSING
     arrays = [np.ascontiguousarray(part) if np.ndim(part) else np.asarray(part) for part in parts]
-    alike = len({(array.dtype, array.shape[1:] if op == "gather" else array.shape) for array in arrays}) == 1
-    if not alike or (op == "gather" and arrays[0].ndim == 0):
+    alike = len({(array.dtype, array.shape[1:] if op.concatenates else array.shape) for array in arrays}) == 1
+    if not alike or (op.concatenates and arrays[0].ndim == 0):
         return MISSING
-    if op == "gather":
+    if op.concatenates:
         return concatenate(arrays)
     try:
-        check_op(op, arrays[0].dtype, "")
+        op.check(arrays[0].dtype, "")
     except TypeError as error:
         if is_from_handler(error):
             raise
         return MISSING
-    out = np.empty_like(arrays[0])
-    with np.errstate(all="ignore"):
-        reduce_into(op, arrays, rows, out)
-    return out
+    return op.combine(arrays, list(rows))
 
 
 def fitting_ops(parts: Sequence[Any], rows: Sequence[int], whole: Any, tolerance: Tolerance) -> tuple[str, ...]:
@@ -128,5 +125,4 @@ def fitting_ops(parts: Sequence[Any], rows: Sequence[int], whole: Any, tolerance
     >>> fitting_ops([3.0, 12.0], [2, 3], 15.0, Tolerance(None, None))
     ('sum',)
     """
-    words = (*REDUCE_OPS, "gather", "first")
-    return tuple(word for word in words if is_same(combine(word, parts, rows), whole, tolerance))
+    return tuple(word for word, op in OPS.items() if parts and is_same(combine(op, parts, rows), whole, tolerance))

@@ -4,45 +4,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from synk._pure.interrupts import is_from_handler
-from synk._pure.ops import Op, check_op, is_reducible
-from synk._pure.partials import reduce_into
+from synk._pure.ops import Op, Reduction
+from synk._pure.partials import Slices
 from synk._pure.tables import functions_for, is_table, kind_of, library_of, taken_rows
 from synk.errors import CollectiveMismatch
 
 
-@dataclass(frozen=True)
-class TableSlices:
-    """What a rank has returned over its slices: combined with that of the others, at once, so nothing is rounded twice.
-
-    Attributes
-    ----------
-    tables : list
-    rows : list of int
-        Behind each.
-    """
-
-    tables: list[Any]
-    rows: list[int]
-
-    def __len__(self) -> int:
-        return sum(map(len, self.tables))
-
-
 def num_rows(value: Any) -> int:
     """Return the rows of a table, or of the first of several slices."""
-    return len(value.tables[0] if isinstance(value, TableSlices) else value)
+    return len(value.values[0] if isinstance(value, Slices) else value)
 
 
 def check_table(op: Op, table: Any, what: str) -> None:
     """Raise TypeError where ``op`` has no meaning for a column of a table that ``what`` names."""
+    if not isinstance(op, Reduction):
+        return
     functions = functions_for(library_of(table))
-    for label, column in zip(functions.labels_of(table), functions.columns_of(table)) if is_reducible(op) else ():
+    for label, column in zip(functions.labels_of(table), functions.columns_of(table)):
         place = _place(table, label, what)
         arrays = functions.numbers(column)
         if arrays is None:
@@ -50,11 +33,11 @@ def check_table(op: Op, table: Any, what: str) -> None:
                 f"cannot reduce {place} with op {op!r}: got dtype {column.dtype}, expected numbers. Leave the column "
                 "out, or use op 'gather' or None."
             )
-        check_op(str(op), arrays[0].dtype, place)
+        op.check(arrays[0].dtype, place)
 
 
 def combined(
-    op: str,
+    op: Op,
     parts: Sequence[Any],
     rows: Sequence[int],
     what: str,
@@ -66,9 +49,9 @@ def combined(
 
     Parameters
     ----------
-    op : str
-        ``"gather"``, or one that reduces.
-    parts : sequence of tables or TableSlices
+    op : Op
+        One that concatenates or reduces.
+    parts : sequence of tables or Slices of them
     rows : sequence of int
         Behind each part.
     ranks : sequence of int
@@ -84,20 +67,20 @@ def combined(
     each = [
         (rank, table, count)
         for rank, part, num_rows in zip(ranks, parts, rows)
-        for table, count in (zip(part.tables, part.rows) if isinstance(part, TableSlices) else [(part, num_rows)])
+        for table, count in (zip(part.values, part.rows) if isinstance(part, Slices) else [(part, num_rows)])
     ]
     tables, weights = [table for _, table, _ in each], [count for _, _, count in each]
-    verb = {"gather": "gather", "avg": "average"}.get(op, op)
+    verb = (op.verb or op.name) if isinstance(op, Reduction) else "gather"
     kinds = {library_of(table) for table in tables}
     functions: Any = functions_for(kinds.pop()) if len(kinds) == 1 else None
-    has_rows = op != "gather"
-    found = [functions.differ(tables[0], table, has_rows=has_rows) if functions else "kind" for table in tables]
+    is_reduced = isinstance(op, Reduction)
+    found = [functions.differ(tables[0], table, has_rows=is_reduced) if functions else "kind" for table in tables]
     difference = next(filter(None, found), "")
     if difference:
         name = _kind if difference == "kind" else functools.partial(functions.described, difference=difference)
         texts = dict.fromkeys(f"rank {rank}: {name(table)}" for rank, table, _ in each)
         raise CollectiveMismatch(f"cannot {verb} {what}: got {'; '.join(texts)}, expected {_EXPECTED[difference]}.")
-    if op == "gather":
+    if not isinstance(op, Reduction):
         try:
             table = functions.joined(tables)
         except Exception as error:  # what is no mismatch of labels the library says in its own words
@@ -136,7 +119,7 @@ def _kind(part: Any) -> str:
     return kind_of(part) if is_table(part) else type(part).__name__
 
 
-def _reduced(op: str, columns: Sequence[Any], weights: Sequence[int], functions: Any, what: str) -> Any:
+def _reduced(op: Reduction, columns: Sequence[Any], weights: Sequence[int], functions: Any, what: str) -> Any:
     """Return the column that those of all ranks are together; where their dtypes differ, in one that holds all."""
     if any(column.dtype != columns[0].dtype for column in columns):
         dtypes = ", ".join(dict.fromkeys(str(column.dtype) for column in columns))
@@ -148,7 +131,7 @@ def _reduced(op: str, columns: Sequence[Any], weights: Sequence[int], functions:
     arrays = [functions.numbers(column) for column in columns]
     values = [np.ascontiguousarray(own[0]) for own in arrays]
     out = np.empty_like(values[0])
-    reduce_into(op, values, weights, out)
+    op.reduce_into(values, weights, out)
     masks = [own[1] for own in arrays if len(own) > 1]
     return functions.restored(columns[0], [out, np.logical_or.reduce(masks)] if masks else [out])
 

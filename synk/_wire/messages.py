@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from synk._pure.ops import Op, is_reducible
+from synk._pure.ops import Op, Reduction
 from synk._pure.ranges import LINE_NBYTES
 from synk._wire.logs import Levels
 
@@ -329,14 +329,14 @@ class LoadOrder(NamedTuple):
 
 def is_reduced_on_devices(leaf: Leaf, op: Op, has_group: bool) -> bool:
     """Whether the devices reduce an output of all ranks among themselves."""
-    return has_group and leaf.nbytes >= LARGE_NBYTES and is_reducible(op) and leaf.dtype.name in DEVICE_DTYPES
+    return has_group and leaf.nbytes >= LARGE_NBYTES and isinstance(op, Reduction) and leaf.dtype.name in DEVICE_DTYPES
 
 
 def is_in_slot(leaf: Leaf, op: Op, num_voters: int, has_group: bool) -> bool:
     """Whether an output, or what other ranks need of it, lies in the rank's slot."""
     if leaf.nbytes < LARGE_NBYTES:
         return True
-    return is_reducible(op) and num_voters > 1 and not is_reduced_on_devices(leaf, op, has_group)
+    return isinstance(op, Reduction) and num_voters > 1 and not is_reduced_on_devices(leaf, op, has_group)
 
 
 def slot_offsets(leaves: Sequence[Leaf], ops: Sequence[Op], num_voters: int, has_group: bool) -> tuple[list[int], int]:
@@ -348,7 +348,7 @@ def slot_offsets(leaves: Sequence[Leaf], ops: Sequence[Op], num_voters: int, has
     """
     offsets = [0] * len(leaves)
     offset = 0
-    for position in sorted(range(len(leaves)), key=lambda position: not is_reducible(ops[position])):
+    for position in sorted(range(len(leaves)), key=lambda position: not isinstance(ops[position], Reduction)):
         leaf = leaves[position]
         offsets[position] = offset
         if is_in_slot(leaf, ops[position], num_voters, has_group):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.partials import reduce_into
+from synk._pure.ops import REDUCTIONS
 from synk._wire.memory import Segment
 
 Place = tuple[int, int]
@@ -54,7 +54,7 @@ def run_steps(steps: Sequence[Step], segments: Mapping[int, Segment]) -> None:
 def _reduce(step: Reduce, segments: Mapping[int, Segment]) -> None:
     places = (*step.sources, step.target)
     *values, out = [segments[segment_id].view(at, (step.count,), step.dtype) for segment_id, at in places]
-    reduce_into(step.op, values, None, out)
+    REDUCTIONS[step.op].reduce_into(values, None, out)
 
 
 def _bytes(segments: Mapping[int, Segment], place: Place, nbytes: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from synk._pure.dtypes import dtype_name
-from synk._pure.partials import reduce_into
+from synk._pure.ops import REDUCTIONS
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk.communicators import Buffer
 from synk.communicators._buffers import as_array, named_dtype
@@ -121,7 +121,7 @@ class ShmCollectives:
         yield from self._meet()
         if is_receiver:
             parts = [self._part(rank, half, 0, source) for rank in self.ranks]
-            reduce_into(op, parts, self._weights, target)
+            REDUCTIONS[op].reduce_into(parts, self._weights, target)
 
     def _reduce_shares(self, source: np.ndarray, target: np.ndarray, op: str, is_receiver: bool) -> Steps:
         """Reduce in pieces: every rank its share of each, collected by the receivers at the next meeting.
@@ -159,7 +159,7 @@ class ShmCollectives:
             mine if rank == self.rank else self._part(rank, half, position * chunk_nbytes, mine) for rank in self.ranks
         ]
         result = self._part(self.rank, 1 - half, len(shares) * chunk_nbytes, mine)
-        reduce_into(op, parts, self._weights, result)
+        REDUCTIONS[op].reduce_into(parts, self._weights, result)
         return result
 
     def broadcast_steps(self, buffer: Buffer, root: int, *, stream: int = 0) -> Steps:

@@ -21,7 +21,7 @@ from synk._api.function import Function
 from synk._api.runtime import Runtime
 from synk._master.code.handles import Handle
 from synk._pure.interrupts import is_from_handler
-from synk._pure.ops import DEFAULT_OP, DefaultOp
+from synk._pure.output_ops import DEFAULT_OP, DefaultOp
 from synk._pure.tensors import num_torch_threads
 from synk._wire.control import Traits
 from synk.errors import ReentrancyError

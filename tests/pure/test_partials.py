@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from rank_arrays import FLOATS, INTEGERS, REDUCIBLE, assert_same, numbers, reduced
 
-from synk._pure.partials import Accumulator, combine, equal_reduction, finish, lift, reduce_into
+from synk._pure.ops import REDUCTIONS
+from synk._pure.partials import Accumulator
 
 ROWS = ((5, 1, 7), (2,), (11, 3), (4, 4, 4, 4))
 """Of the slices of each of four ranks."""
@@ -18,13 +19,13 @@ Shape = tuple[int, ...]
 
 
 def partial_of(op: str, values: Sequence[np.ndarray], rows: Sequence[int]) -> np.ndarray:
-    lifted = [lift(op, value, num_rows) for value, num_rows in zip(values, rows, strict=True)]
-    return functools.reduce(lambda first, second: np.asarray(combine(op, first, second)), lifted)
+    lifted = [REDUCTIONS[op].lift(value, num_rows) for value, num_rows in zip(values, rows, strict=True)]
+    return functools.reduce(lambda first, second: np.asarray(REDUCTIONS[op].merge(first, second)), lifted)
 
 
 def finished(op: str, partial: np.ndarray, rows: int, dtype: np.dtype) -> np.ndarray:
     out = np.empty(partial.shape, dtype)
-    finish(op, partial.copy(), rows, out)
+    REDUCTIONS[op].finish_into(partial.copy(), rows, out)
     return out
 
 
@@ -39,7 +40,7 @@ def by_rank(values: Sequence[np.ndarray]) -> list[tuple[list[np.ndarray], tuple[
 
 def two_levels(op: str, values: Sequence[np.ndarray]) -> np.ndarray:
     partials = [partial_of(op, *rank) for rank in by_rank(values)]
-    total = functools.reduce(lambda first, second: np.asarray(combine(op, first, second)), partials)
+    total = functools.reduce(lambda first, second: np.asarray(REDUCTIONS[op].merge(first, second)), partials)
     return finished(op, total, sum(FLAT), values[0].dtype)
 
 
@@ -114,9 +115,9 @@ def test_ranks_are_reduced_so(op: str, dtype: str, is_weighted: bool) -> None:
     values = arrays(dtype, (50,))
     rows = FLAT if is_weighted else (1,) * len(FLAT)
     out = np.empty_like(values[0])
-    reduce_into(op, values, FLAT if is_weighted else None, out)
+    REDUCTIONS[op].reduce_into(values, FLAT if is_weighted else None, out)
     assert_same(out, finished(op, partial_of(op, values, rows), sum(rows), out.dtype))
-    reduction = equal_reduction(op, values)
+    reduction = REDUCTIONS[op].equal_reduction(values)
     assert (reduction is None) == (dtype == "float16")
     if reduction is not None and not is_weighted:
         combine_two, parts, divisor = reduction
@@ -127,7 +128,7 @@ def test_ranks_are_reduced_so(op: str, dtype: str, is_weighted: bool) -> None:
 @pytest.mark.parametrize(("op", "dtype"), REDUCIBLE)
 def test_slices_are_accumulated_so(op: str, dtype: str) -> None:
     values = arrays(dtype, (50,))
-    accumulator = Accumulator(op, "a value")
+    accumulator = Accumulator(REDUCTIONS[op], "a value")
     for value, num_rows in zip(values, FLAT, strict=True):
         accumulator.add(value, num_rows)
     assert_same(accumulator.result(), one_level(op, values))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rank_arrays import REDUCIBLE, assert_same, reduced
 
-from synk._pure.partials import BLOCK_NBYTES
+from synk._pure.ops import BLOCK_NBYTES
 from synk._wire.memory import Segment
 from synk._wire.steps import Copy, Reduce, run_steps
 

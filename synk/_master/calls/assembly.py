@@ -15,16 +15,17 @@ import numpy as np
 
 from synk._pure.agreement import MISSING, Agreement, agreed
 from synk._pure.dtypes import describe_dtype
-from synk._pure.ops import Op, is_reducible, match_ops, wanted_leaves
-from synk._pure.partials import Reduction, concatenate, equal_reduction, finished, join, reduce_into
+from synk._pure.ops import EACH, REDUCTIONS, EqualReduction, Op, Reduction
+from synk._pure.output_ops import match_ops, wanted_leaves
+from synk._pure.partials import Slices, concatenate, join
 from synk._pure.ranges import LINE_NBYTES, block_bounds, chunk_bounds, round_up
-from synk._pure.table_outputs import TableSlices, combined
+from synk._pure.table_outputs import combined
 from synk._pure.tables import is_table
-from synk._pure.tensors import tensor_of
+from synk._pure.tensors import is_tensor, tensor_of
 from synk._pure.trees import flatten, output_name, unflatten
 from synk._wire.memory import Segment
 from synk._wire.messages import LARGE_NBYTES, Layout, Leaf, Move, is_reduced_on_devices, slot_offsets
-from synk.errors import CollectiveMismatch
+from synk.errors import CollectiveMismatch, add_note
 
 _ABSENT = Leaf((), None)
 """In the place of a leaf that a rank does not have: it returned None there."""
@@ -37,7 +38,7 @@ class Assembly:
     ----------
     name : str
         Of the function, for errors.
-    outputs : op or nesting of ops
+    outputs : Op or nesting of them
     subset : tuple or None
         Positions or keys of the outputs wanted.
     voters : list of int
@@ -79,16 +80,17 @@ class Assembly:
         leaves, self.structure = flatten(self.skeleton)
         self._num_leaves = len(leaves)
         self.layouts = [self._in_place(layout, own) for layout, own in zip(layouts, self._positions)]
-        self.ops = match_ops(outputs, self.skeleton, self._num_leaves, repr(name))
+        self.ops: list[Op] = match_ops(outputs, self.skeleton, self._num_leaves, repr(name))
         wanted = wanted_leaves(self.skeleton, subset, name)
         self._wanted = range(self._num_leaves) if wanted is None else sorted(wanted)
         # The sum of what ranks have of an average is divided once, at the end.
         first = self.layouts[0].leaves
         self._rank_ops: list[Op] = [
-            "sum" if op == "avg" and leaf.partial_of is not None else op for op, leaf in zip(self.ops, first)
+            REDUCTIONS["sum"] if op.is_weighted and leaf.partial_of is not None else op
+            for op, leaf in zip(self.ops, first)
         ]
         self._is_as_returned = not any(leaf.is_tensor or leaf.partial_of is not None for leaf in first)
-        self.has_averages = any(self.ops[leaf] == "avg" for leaf in self._wanted)
+        self.has_weights = any(self.ops[leaf].is_weighted for leaf in self._wanted)
         self._views: list[list[np.ndarray | None]] = []
         for rank, layout, own in zip(voters, layouts, self._positions):
             op_of = dict(zip(own, self.ops))
@@ -137,7 +139,7 @@ class Assembly:
         if all(flatten(skeleton) == (leaves, structure) for skeleton in skeletons[1:]):
             return Agreement(skeletons[0], [leaves] * len(skeletons), {})
         found = agreed(skeletons, outputs, self.voters, self._world_size)
-        if found is None or (found.apart and outputs is None and self._subset is not None):
+        if found is None or (found.apart and outputs is EACH and self._subset is not None):
             texts = [_describe(each) for each in skeletons]
             got = "; ".join(f"rank {rank}: {text}" for rank, text in zip(self.voters, texts))
             if len(set(texts)) == 1:
@@ -160,7 +162,7 @@ class Assembly:
 
     def _check_leaf(self, leaf: int) -> None:
         op = self.ops[leaf]
-        if not (is_reducible(op) or op == "gather"):
+        if not op.is_of_arrays:
             return
         kinds: list[tuple[Any, tuple[int, ...]]] = []
         for layout in self.layouts:
@@ -168,7 +170,7 @@ class Assembly:
             if item.dtype is None:  # a list or a table: what these hold is compared when they are combined
                 kinds.append((None, ()))
                 continue
-            shape = item.shape[1:] if op == "gather" else item.shape
+            shape = item.shape[1:] if op.concatenates else item.shape
             kinds.append((item.value_dtype, shape))
         if len(set(kinds)) > 1:
             got = "; ".join(
@@ -177,11 +179,11 @@ class Assembly:
             )
             is_text = all(dtype is not None and dtype.kind in "US" for dtype, _ in kinds)
             hint = "Give texts one width, as in astype('U20')." if is_text else "Use op None for values that differ."
-            if op != "gather" and len({(dtype, shape[1:]) for dtype, shape in kinds if shape}) == 1:
+            if not op.concatenates and len({(dtype, shape[1:]) for dtype, shape in kinds if shape}) == 1:
                 hint = 'Use outputs="gather" if it holds one value for each row.'
             raise CollectiveMismatch(
-                f"cannot {op} {output_name(self.skeleton, leaf)} of {self.name!r}: got {got}, expected the same dtype "
-                f"and {'trailing ' if op == 'gather' else ''}shape on all ranks. {hint}"
+                f"cannot {'gather' if op.concatenates else op} {self._named(leaf)}: got {got}, expected the same dtype "
+                f"and {'trailing ' if op.concatenates else ''}shape on all ranks. {hint}"
             )
 
     # -- places of large outputs --------------------------------------------------------------------------------------
@@ -197,7 +199,7 @@ class Assembly:
         items = [layout.leaves[leaf] for layout in self.layouts]
         if all(item.nbytes < LARGE_NBYTES for item in items):
             return
-        if is_reducible(op):
+        if isinstance(op, Reduction):
             offset = self._reserve(leaf, -1, items[0].nbytes)
             itemsize = items[0].dtype.itemsize
             count = items[0].nbytes // itemsize
@@ -205,8 +207,8 @@ class Assembly:
             if is_reduced_on_devices(items[0], op, self._has_group):
                 kind, bounds = "device", block_bounds(count, len(self.voters))
             for voter, (start, stop) in enumerate(bounds):
-                self._move(voter, leaf, kind, str(op), offset, start, stop)
-        elif op == "gather":
+                self._move(voter, leaf, kind, op.name, offset, start, stop)
+        elif op.concatenates:
             offset = self._reserve(leaf, -1, sum(item.nbytes for item in items))
             for voter, item in enumerate(items):
                 if item.nbytes >= LARGE_NBYTES:
@@ -214,7 +216,7 @@ class Assembly:
                 offset += item.nbytes
         else:
             for voter, item in enumerate(items):
-                if item.nbytes >= LARGE_NBYTES and (op != "first" or voter == 0):
+                if item.nbytes >= LARGE_NBYTES and (voter == 0 or not op.is_of_rank_0):
                     offset = self._reserve(leaf, voter, item.nbytes)
                     self._move(voter, leaf, "copy", "", offset)
 
@@ -254,16 +256,18 @@ class Assembly:
                 values[leaf] = self._as_returned(leaf, value, rows)
         return self._select(values)
 
-    def _reduced_slots(self) -> list[Reduction] | None:
+    def _reduced_slots(self) -> list[EqualReduction] | None:
         """Return the reduction of each output where all are small, reduced, and of full precision."""
         if self._subset is not None or self.result_nbytes:
             return None
         slots = ([view for row in self._views if (view := row[leaf]) is not None] for leaf in range(self._num_leaves))
-        found = [equal_reduction(op, views) for op, views in zip(self._rank_ops, slots)]
+        found = [
+            op.equal_reduction(views) if isinstance(op, Reduction) else None for op, views in zip(self._rank_ops, slots)
+        ]
         reductions = [reduction for reduction in found if reduction is not None]
         return reductions if len(reductions) == len(found) else None
 
-    def _build_small(self, reductions: list[Reduction], rows: Sequence[int]) -> Any:
+    def _build_small(self, reductions: list[EqualReduction], rows: Sequence[int]) -> Any:
         """Return the result of outputs that are only to be combined, and divided, where they lie."""
         values = []
         for combine, slots, divisor in reductions:
@@ -275,9 +279,9 @@ class Assembly:
 
     def _as_returned(self, leaf: int, value: Any, rows: Sequence[int]) -> Any:
         """Return an output of the caller's own as the function returned it: finished, and a tensor where it was one."""
-        item = self.layouts[0].leaves[leaf]
-        if item.partial_of is not None:
-            value = finished(str(self.ops[leaf]), value, sum(rows), item.partial_of)
+        item, op = self.layouts[0].leaves[leaf], self.ops[leaf]
+        if item.partial_of is not None and isinstance(op, Reduction):
+            value = op.finished(value, sum(rows), item.partial_of)
         return _tensor(value, item.is_tensor)
 
     def _parts(self, objects: list[list[Any]] | None) -> dict[int, list[Any]]:
@@ -315,63 +319,77 @@ class Assembly:
         return _view(root, self._places[leaf, voter], item.shape, item.dtype)
 
     def _value(self, leaf: int, parts: list[Any], rows: Sequence[int], root: np.ndarray | None, order: Any) -> Any:
-        op = self.ops[leaf]
-        if any(is_table(part) or isinstance(part, TableSlices) for part in parts) and (
-            is_reducible(op) or op == "gather"
-        ):
-            if op == "gather":
-                self._check_order(leaf, sum(map(len, parts)), order)
-            what = f"{output_name(self.skeleton, leaf)} of {self.name!r}"
-            return combined(str(op), parts, rows, what, ranks=self.voters, order=order)
-        if is_reducible(op):
-            return self._reduced(leaf, str(self._rank_ops[leaf]), rows, root)
-        items = [layout.leaves[leaf] for layout in self.layouts]
-        if op == "gather":
-            if items[0].dtype is None:
-                self._check_order(leaf, sum(map(len, parts)), order)
-                return join(parts, order)
-            return self._gathered(leaf, items, root, order)
-        count = 1 if op == "first" else len(items)
+        op, rank_op = self.ops[leaf], self._rank_ops[leaf]
+        is_table_op = op.is_of_arrays and any(is_table(part) or isinstance(part, Slices) for part in parts)
+        if isinstance(rank_op, Reduction) and not is_table_op:
+            return self._reduced(leaf, rank_op, rows, root)
+        if not op.is_of_arrays:
+            return self._combined(leaf, parts, rows, root)
+        if op.concatenates and parts:
+            self._check_order(leaf, sum(map(len, parts)), order)
+        value = (
+            combined(op, parts, rows, self._named(leaf), ranks=self.voters, order=order)
+            if is_table_op
+            else join(parts, order)
+            if parts
+            else self._gathered(leaf, root, order)
+        )
+        return self._finished(leaf, value)
+
+    def _combined(self, leaf: int, parts: list[Any], rows: Sequence[int], root: np.ndarray | None) -> Any:
+        """Return the values of all ranks combined by an op that takes any; not combined under op None."""
+        op, items = self.ops[leaf], [layout.leaves[leaf] for layout in self.layouts]
         values = [
             None
-            if items[voter] is _ABSENT
+            if item is _ABSENT
             else parts[voter]
-            if items[voter].dtype is None
-            else _own(self._array(leaf, voter, root))
-            for voter in range(count)
+            if item.dtype is None
+            else _tensor(_own(self._array(leaf, voter, root)), item.is_tensor)
+            for voter, item in enumerate(items[:1] if op.is_of_rank_0 else items)
         ]
-        if op == "first":
-            return values[0]
-        values = [_tensor(value, self.layouts[voter].leaves[leaf].is_tensor) for voter, value in enumerate(values)]
-        if op is None and leaf in self._apart:
+        if op is EACH and leaf in self._apart:
             return values[self._apart[leaf]]
-        if op is None:
+        if op is EACH:
             everyone: list[Any] = [None] * self._world_size
             for rank, value in zip(self.voters, values):
                 everyone[rank] = value
             return everyone
-        assert callable(op)
-        return fold(op, values)
+        each = [value if isinstance(value, Slices) else Slices([value], [num]) for value, num in zip(values, rows)]
+        values, counts = [v for part in each for v in part.values], [n for part in each for n in part.rows]
+        return _tensor(self._finished(leaf, values, counts), is_tensor(values[0]))
 
-    def _reduced(self, leaf: int, op: str, rows: Sequence[int], root: np.ndarray | None) -> Any:
+    def _named(self, leaf: int) -> str:
+        return f"{output_name(self.skeleton, leaf)} of {self.name!r}"
+
+    def _finished(self, leaf: int, value: Any, rows: list[int] | None = None) -> Any:
+        """Return the result of an op, of values to be combined where their ``rows`` are given."""
+        op = self.ops[leaf]
+        try:
+            return op.finish(value if rows is None else op.combine(value, rows))
+        except Exception as error:
+            add_note(error, f"Raised by op {op!r}, which combines {self._named(leaf)}.")
+            raise
+
+    def _reduced(self, leaf: int, op: Reduction, rows: Sequence[int], root: np.ndarray | None) -> Any:
         item = self.layouts[0].leaves[leaf]
         if (leaf, -1) in self._places:
             assert root is not None
             return _view(root, self._places[leaf, -1], item.shape, item.dtype)
         views = [row[leaf] for row in self._views]
         out = np.empty(item.shape, item.dtype)
-        reduce_into(op, views, rows, out)  # type: ignore[arg-type]
+        op.reduce_into(views, rows, out)  # type: ignore[arg-type]
         return out if item.shape else out[()]
 
     def _check_order(self, leaf: int, num_rows: int, order: np.ndarray | None) -> None:
         if order is not None and len(order) != num_rows:
             raise CollectiveMismatch(
-                f"cannot gather {output_name(self.skeleton, leaf)} of {self.name!r}: got {num_rows} rows for "
+                f"cannot gather {self._named(leaf)}: got {num_rows} rows for "
                 f"{len(order)} selected ones, expected one output row per input row where batch picks rows of sharded "
                 "variables."
             )
 
-    def _gathered(self, leaf: int, items: list[Leaf], root: np.ndarray | None, order: np.ndarray | None) -> Any:
+    def _gathered(self, leaf: int, root: np.ndarray | None, order: np.ndarray | None) -> Any:
+        items = [layout.leaves[leaf] for layout in self.layouts]
         if (leaf, -1) not in self._places:
             result = concatenate([view for row in self._views if (view := row[leaf]) is not None])
         else:
@@ -389,8 +407,8 @@ class Assembly:
         if order is not None:
             ordered = np.empty_like(result)
             ordered[order] = result
-            return ordered
-        return result
+            result = ordered
+        return _tensor(result, items[0].is_tensor)
 
 
 def _describe(skeleton: Any) -> str:

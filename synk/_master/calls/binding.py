@@ -16,7 +16,8 @@ from synk._master.calls.checked import Checks
 from synk._master.calls.plans import Call, CallOptions, IndexArrays
 from synk._master.session import Session
 from synk._master.state.variable import Variable
-from synk._pure.ops import each_op
+from synk._pure.ops import EACH
+from synk._pure.output_ops import each_op
 from synk._pure.shards import Assignment, Selection, shard_bounds
 from synk._pure.trees import flatten
 
@@ -81,7 +82,7 @@ def _divide(
         if not function.per_rank:
             sources = closed_over_shards(session, function, deadline)
             if not sources:
-                _check_rowless(function.outputs, name)
+                _check_rowless(function.ops, name)
         bounds, unequal = own_rows(sources, world_size, name)
     if options.is_serial:
         count = bounds[-1][1]
@@ -89,10 +90,10 @@ def _divide(
     ranks = [0] if options.is_serial else list(range(world_size))
     has_rows = selection is not None or bool(sources)
     # Of a function whose outputs are not combined, a rank without rows shows what else it has.
-    if selection is not None or (sources and any(op is not None for op in each_op(function.outputs))):
+    if selection is not None or (sources and any(op is not EACH for op in each_op(function.ops))):
         ranks = ranks_with_rows(bounds)
         if not ranks:
-            _check_no_rows(function.outputs, name, sources)
+            _check_no_rows(function.ops, name, sources)
             ranks = [0]
     num_rows = [bounds[rank][1] - bounds[rank][0] if has_rows else 1 for rank in ranks]
     indices = index_arrays(selection, owned, rows)
@@ -142,21 +143,21 @@ def closed_over_shards(session: Session, function: Callee, deadline: float | Non
     return sorted((v for v in function.variables if v.is_sharded), key=lambda variable: variable.id)
 
 
-def _check_no_rows(outputs: Any, name: str, sources: Sequence[Variable]) -> None:
+def _check_no_rows(ops: Any, name: str, sources: Sequence[Variable]) -> None:
     """With no rows at all only sums and gathers have a value."""
     step = "Build it with per_rank=True if it fills sharded variables that are empty" if sources else "Check the batch"
-    for op in each_op(outputs):
-        if op not in ("sum", "gather"):
+    for op in each_op(ops):
+        if not op.has_empty:
             raise ValueError(
                 f"cannot call {name!r} with no rows: op {op!r} has no value there, expected 'sum' or 'gather'. "
                 f"{step}, or skip the call."
             )
 
 
-def _check_rowless(outputs: Any, name: str) -> None:
+def _check_rowless(ops: Any, name: str) -> None:
     """Where no rows are divided every rank computes the same: a sum or gather would depend on how many they are."""
-    for op in each_op(outputs):
-        if callable(op) or op in ("sum", "prod", "gather"):
+    for op in each_op(ops):
+        if op.needs_rows:
             raise ValueError(
                 f"cannot call {name!r}: got op {op!r} and no rows to divide, expected a scattered argument or a "
                 "sharded variable that the function closes over. Use op 'first' if all ranks compute the same value, "

@@ -25,7 +25,7 @@ from synk._master.state.resident import ResidentHandle
 from synk._master.state.resident import check_owner as check_owner_of_resident
 from synk._master.state.variable import check_owner
 from synk._pure.interrupts import deferred
-from synk._pure.ops import DefaultOp
+from synk._pure.output_ops import DefaultOp, ops_of
 from synk.errors import StaleCaptureError, StaleCaptureWarning
 
 _waiting: weakref.WeakKeyDictionary[Callee, None] = weakref.WeakKeyDictionary()  # in the order they were made
@@ -70,6 +70,8 @@ class Callee:
         Whether all that it captured is to be compared in full before it is called.
     variables, residents : set of Variable, set of ResidentObject
         What it refers to.
+    ops : Op or nesting of them
+        What ``outputs`` means.
     is_unchecked : bool
         Whether nobody knows yet if the average, which is the default op, fits its outputs.
     plans : PlanCache
@@ -102,6 +104,7 @@ class Callee:
         self.signature = Signature(fn, bcast_inputs, name)
         is_default = isinstance(outputs, DefaultOp)
         self.outputs = str(outputs) if is_default else outputs
+        self.ops = ops_of(self.outputs)
         self.is_unchecked = is_default and not (per_rank or updates or changes or framework == "jax")
         self._updates = updates
         self._changed = tuple(changes)

@@ -18,7 +18,8 @@ from synk._master.state.results import Lease
 from synk._master.workers.failures import raise_failures
 from synk._master.workers.requests import Request
 from synk._pure.interrupts import is_from_handler
-from synk._pure.ops import match_ops
+from synk._pure.ops import EACH
+from synk._pure.output_ops import match_ops
 from synk._pure.tensors import array_of, is_plain, is_tensor
 from synk._pure.trees import flatten, leaves_of
 from synk._wire.control import Traits, Up
@@ -102,13 +103,13 @@ def _agree(session: Session, launched: Launched, layouts: list[Layout]) -> tuple
     assembly = cached.assembly
     is_new = assembly is None or not assembly.fits(call.ranks, layouts, lane.slots, call.has_group)
     if assembly is None or is_new:
-        outputs = None if call.options.is_apart else launched.function.outputs
+        ops = EACH if call.options.is_apart else launched.function.ops
         assembly = cached.assembly = Assembly(
-            launched.function.name, outputs, cached.plan.output_subset, call.ranks, layouts,
+            launched.function.name, ops, cached.plan.output_subset, call.ranks, layouts,
             lane.slots, lane.slot_nbytes, session.world_size, next(session.assembly_ids), call.has_group,
         )  # fmt: skip
         cached.output_nbytes = sum(leaf.nbytes for layout in layouts for leaf in layout.leaves)
-    if call.unequal and assembly.has_averages:
+    if call.unequal and assembly.has_weights:
         raise ValueError(call.unequal)
     return assembly, is_new
 
@@ -229,8 +230,8 @@ def _republish(session: Session, launched: Launched, layouts: list[Layout], wait
     needed = 0
     for layout in layouts:
         leaves, _ = flatten(layout.skeleton)
-        outputs = None if call.options.is_apart else function.outputs
-        ops = match_ops(outputs, layout.skeleton, len(leaves), repr(function.name))
+        own = EACH if call.options.is_apart else function.ops
+        ops = match_ops(own, layout.skeleton, len(leaves), repr(function.name))
         needed = max(needed, slot_offsets(layout.leaves, ops, len(ranks), call.has_group)[1])
     if needed > lane.slot_nbytes:
         session.grow_slots(lane, needed, [rank for rank in ranks if rank not in waiting])

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.ops import Op, is_reducible
-from synk._pure.partials import reduce_into
+from synk._pure.ops import REDUCTIONS, Op, Reduction
 from synk._pure.ranges import chunk_bounds
 from synk._wire.memory import Segment
 from synk._wire.messages import Leaf, Move, slot_offsets
@@ -64,7 +63,7 @@ class LargeOutputs:
 
     def publish(self, position: int, array: Any, view: np.ndarray, op: Op) -> None:
         """Copy what other ranks reduce of an output to the slot, and keep what this rank does with it itself."""
-        self._parts[position] = self._publish_chunks(array, view) if is_reducible(op) else array
+        self._parts[position] = self._publish_chunks(array, view) if isinstance(op, Reduction) else array
 
     def _publish_chunks(self, array: Any, view: np.ndarray) -> Any:
         """Copy the chunks that other ranks reduce; return the elements that this rank reduces itself."""
@@ -117,7 +116,7 @@ class LargeOutputs:
                 at = rank * slots.nbytes + offset + start * leaf.dtype.itemsize
                 values.append(slots.segment.view(at, (count,), leaf.dtype))
         with np.errstate(all="ignore"):
-            reduce_into(move.op, values, rows if move.op == "avg" else None, out)
+            REDUCTIONS[move.op].reduce_into(values, rows, out)
 
     def _reduce_on_devices(
         self, moves: Sequence[Move], leaves: Sequence[Leaf], rows: list[int], result: Segment
@@ -128,7 +127,8 @@ class LargeOutputs:
         assert self.collectives is not None
         share = rows[self._slots.rank] / sum(rows) if len(set(rows)) > 1 else None
         with self.collectives.guard():
-            items = [(self._parts[move.leaf], move.op, share if move.op == "avg" else None) for move in moves]
+            weights = [share if REDUCTIONS[move.op].is_weighted else None for move in moves]
+            items = [(self._parts[move.leaf], move.op, weight) for move, weight in zip(moves, weights)]
             blocks = self.collectives.reduce_blocks(items)
         for move, block in zip(moves, blocks):
             dtype = leaves[move.leaf].dtype

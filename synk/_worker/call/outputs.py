@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from synk._pure.dtypes import foreign_name
-from synk._pure.ops import is_reducible, match_ops, wanted_leaves
+from synk._pure.ops import Reduction
+from synk._pure.output_ops import match_ops, wanted_leaves
 from synk._pure.table_outputs import num_rows
 from synk._pure.trees import flatten, output_name, skeleton_of
 from synk._wire.memory import Segment
@@ -77,7 +78,7 @@ class Outputs:
         values, structure = flatten(result)
         if prepared.layout is None or structure != prepared.structure:
             skeleton = skeleton_of(structure, len(values))
-            prepared.ops = match_ops(function.outputs, skeleton, len(values), repr(function.name))
+            prepared.ops = match_ops(function.ops, skeleton, len(values), repr(function.name))
             prepared.structure = structure
             prepared.layout = None
         else:
@@ -102,7 +103,7 @@ class Outputs:
             else:
                 outputs.append(None)
                 # Of objects only tables are reduced, and these have rows.
-                leaves.append(Leaf((num_rows(array.value),) if is_reducible(op) else (), None))
+                leaves.append(Leaf((num_rows(array.value),) if isinstance(op, Reduction) else (), None))
                 objects.append(array.value if isinstance(array, Object) else array)
         layout = prepared.layout
         self.nbytes = sum(leaf.nbytes for leaf in leaves)
@@ -141,7 +142,7 @@ class Outputs:
         self.large.forget()
         is_first = self.slots.is_first
         for position, (array, view, op) in enumerate(zip(self._values, prepared.slot_views, prepared.ops)):
-            if array is None or (op == "first" and not is_first):
+            if array is None or (op.is_of_rank_0 and not is_first):
                 continue
             if array.nbytes < LARGE_NBYTES:
                 self._backend.to_host(array, view)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from synk._pure.ops import Op, is_reducible, match_ops
-from synk._pure.partials import Accumulator
-from synk._pure.table_outputs import TableSlices
+from synk._pure.ops import EACH, Folded, Op, Reduction
+from synk._pure.output_ops import match_ops
+from synk._pure.partials import Accumulator, Slices
 from synk._pure.tables import is_table
 from synk._pure.trees import flatten, output_name, skeleton_of, unflatten
 from synk._worker.call.values import Object, Partial, array_or_object, as_object, as_returned, snapshot, take_lists
@@ -48,11 +48,11 @@ def run_slices(
             structure = got_structure
             skeleton = skeleton_of(structure, len(values))
             were_tensors = [function.is_tensor(value) for value in values]
-            ops = match_ops(function.outputs, skeleton, len(values), repr(function.name))
+            ops = match_ops(function.ops, skeleton, len(values), repr(function.name))
             names = [output_name(skeleton, position) for position in range(len(values))]
             are_tables = [_joins(value, op) for value, op in zip(values, ops)]
             accumulators = [
-                Accumulator(None if is_kept else op, f"{name} of {function.name!r}", backend.xp)
+                Accumulator(EACH if is_kept else op, f"{name} of {function.name!r}", backend.xp)
                 for op, name, is_kept in zip(ops, names, are_tables)
             ]
         elif got_structure != structure:
@@ -68,34 +68,39 @@ def run_slices(
                 )
             value = array_or_object(backend, value, ops[position], names[position], function)
             value = snapshot(backend, value, names[position], function)
-            if callable(ops[position]):
+            if isinstance(ops[position], Folded):
                 value = as_returned(as_object(backend, value), were_tensors[position])
-            is_one = isinstance(value, Object) and (ops[position] == "gather" or are_tables[position])
+            is_one = isinstance(value, Object) and (ops[position].concatenates or are_tables[position])
             accumulator.add(value.value if is_one else value, stop - start)
         if function.to_framework is not None:  # the next slice sees the inputs as they were
             take_back(start, stop)
+    rows = [stop - start for start, stop in bounds]
     totals = [
-        Object(TableSlices(accumulator.result(), [stop - start for start, stop in bounds]))
+        Object(Slices(accumulator.result(), rows))
         if is_kept  # the master combines those of all ranks at once
-        else _total(function, backend, accumulator, op, was_tensor)
-        for accumulator, op, was_tensor, is_kept in zip(accumulators, ops, were_tensors, are_tables)
+        else _total(function, backend, accumulator, rows, was_tensor)
+        for accumulator, was_tensor, is_kept in zip(accumulators, were_tensors, are_tables)
     ]
     return unflatten(structure, totals)
 
 
-def _total(function: LoadedFunction, backend: Backend, accumulator: Accumulator, op: Op, was_tensor: bool) -> Any:
+def _total(
+    function: LoadedFunction, backend: Backend, accumulator: Accumulator, rows: list[int], was_tensor: bool
+) -> Any:
     """Return one output over all slices."""
-    is_partial = is_reducible(op)
+    op = accumulator.op
+    is_partial = isinstance(op, Reduction)
     total = accumulator.partial() if is_partial else accumulator.result()
-    if op is None:
-        total = Object([as_returned(as_object(backend, part), was_tensor) for part in total])
-    elif op == "gather" and isinstance(total, list):
+    if op.concatenates and isinstance(total, list):
         total = Object(total)
-    elif was_tensor and function.to_framework is not None and not callable(op):
+    elif op.keeps_slices and not op.is_of_arrays:
+        values = [as_returned(as_object(backend, part), was_tensor) for part in total]
+        total = Object(values if op is EACH else Slices(values, rows))
+    elif was_tensor and function.to_framework is not None and not isinstance(op, Folded):
         total = function.to_framework(total)
     return Partial(total, accumulator.dtype) if is_partial else total
 
 
 def _joins(value: Any, op: Op) -> bool:
     """Whether a value is a table that is combined with those of other slices."""
-    return is_table(value) and (is_reducible(op) or op == "gather")
+    return is_table(value) and op.is_of_arrays

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from synk._pure.generators import generator_states, restore_generators
+from synk._pure.ops import EACH
 from synk._wire.cell import cell
 from synk._wire.control import Traits
 from synk._wire.parcels import Pickler
@@ -57,7 +58,7 @@ class Trial:
     def __init__(self, function: LoadedFunction, *, is_apart: bool, max_nbytes: float = math.inf) -> None:
         self.function = copy.copy(function)
         if is_apart:
-            self.function.outputs = None
+            self.function.ops = EACH
         self.traits = Traits(0)
         self._classes: list[tuple[type, dict[str, Any]]] = []
         try:

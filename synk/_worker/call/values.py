@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.ops import Op, check_op, is_reducible
+from synk._pure.ops import Op
 from synk._pure.table_outputs import check_table
 from synk._pure.tables import is_table
 from synk._pure.tensors import tensor_of
@@ -42,15 +42,16 @@ class Partial:
 
 
 def take_lists(result: Any, outputs: Any) -> Any:
-    """Return a result in which each list under op ``"gather"`` is one output: the objects of the rank's rows.
+    """Return a result in which each list under an op that concatenates is one output: the objects of the rank's rows.
 
     A list is rows, as among the arguments, and a tuple is structure; so is a list that has a list of ops.
     """
-    if outputs == "gather" and type(result) is list:
+    is_op = isinstance(outputs, Op)
+    if is_op and outputs.concatenates and type(result) is list:
         return Object(result)
     if isinstance(outputs, (tuple, list)) and isinstance(result, (tuple, list)) and len(outputs) == len(result):
         parts: Any = outputs
-    elif isinstance(outputs, str) and isinstance(result, tuple):
+    elif is_op and isinstance(result, tuple):
         parts = [outputs] * len(result)
     elif isinstance(result, dict):
         ops = outputs if isinstance(outputs, dict) else dict.fromkeys(result, outputs)
@@ -70,22 +71,22 @@ def array_or_object(backend: Backend, value: Any, op: Op, name: str, function: L
         return Object(value)
     if function.from_framework is not None:
         value = function.from_framework(value)
-    is_number = isinstance(value, (int, float, complex)) and not isinstance(value, np.generic)
-    if is_number and not is_reducible(op) and op != "gather":
-        return value  # nothing is computed with it: a Python number stays one, of whatever class
-    array = backend.as_output(value)
     what = f"{name} of {function.name!r}"
+    is_number = isinstance(value, (int, float, complex)) and not isinstance(value, np.generic)
+    if is_number and not op.is_of_arrays:
+        op.check(np.asarray(value).dtype, what)
+        return value  # a Python number stays one, of whatever class
+    array = backend.as_output(value)
     if array is None:
-        if op is None or op == "first" or callable(op):
+        if not op.is_of_arrays:
             return Object(value) if isinstance(value, np.ndarray) else value
-        rows = "Return a list with an object for each row, or np.array(list). " if op == "gather" else ""
+        rows = "Return a list with an object for each row, or np.array(list). " if op.concatenates else ""
         raise TypeError(
             f"cannot apply op {op!r} to {what}: got {_kind_of(value)}, expected an array of numbers or a number. "
             f"{rows}Use op None to get one object per rank."
         )
-    if is_reducible(op):
-        check_op(str(op), array.dtype, what)
-    elif op == "gather" and array.ndim == 0:
+    op.check(array.dtype, what)
+    if op.concatenates and array.ndim == 0:
         raise ValueError(
             f"cannot gather {what}: got a single number, expected an array with rows on axis 0, or a list with an "
             "object for each row. Return np.array(list) or the list, not a tuple of values."

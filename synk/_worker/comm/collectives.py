@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 
 from synk._pure.dtypes import dtype_name
-from synk._pure.ops import check_op
+from synk._pure.ops import REDUCTIONS
 from synk._worker.comm.messages import Messages
 from synk._worker.comm.user_arrays import UserArrays
 from synk.backends import Backend, DeviceBackend
@@ -233,7 +233,7 @@ class Collectives:
     def _check(self, op: str, array: Any, weight: float | None) -> None:
         """Refuse what has no meaning, before the ranks agree on it."""
         if not self._is_exact:
-            check_op(op, array.dtype, "the array of a collective")
+            REDUCTIONS[op].check(array.dtype, "the array of a collective")
         check_reduction(op, dtype_name(array.dtype), weight)
 
     def _takes_as_it_is(self, array: Any, op: str, weight: float | None) -> bool:

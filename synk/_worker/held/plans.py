@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.ops import Op, each_op
+from synk._pure.ops import Op
+from synk._pure.output_ops import each_op, ops_of
 from synk._pure.tensors import is_tensor
 from synk._pure.trees import flatten
 from synk._wire.memory import Segment
@@ -38,8 +39,9 @@ class LoadedFunction:
     ) -> None:
         self.fn = Changing(fn, changes) if changes else Reading(fn, modules, name) if modules else fn
         self.name = name
-        self.outputs = outputs
-        self.lists = outputs if "gather" in each_op(outputs) else None  # also on trial, where no op combines anything
+        self.ops = ops_of(outputs)
+        # Also on trial, where no op combines anything.
+        self.lists = self.ops if any(op.concatenates for op in each_op(self.ops)) else None
         self.updates = updates
         self.to_framework: Callable[[Any], Any] | None = None
         self.from_framework: Callable[[Any], Any] | None = None

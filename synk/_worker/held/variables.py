@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from synk._pure.dtypes import BFLOAT16
+from synk._pure.ops import REDUCTIONS
 from synk._pure.partials import Accumulator
 from synk._pure.trees import describe, flatten, unflatten
 from synk._wire.control import Down
@@ -403,7 +404,7 @@ class VariableStore:
             if is_first:
                 what = f"the update of {replica.name!r}"
                 self._sums.append(
-                    [Accumulator(op, what, self.backend.xp, is_single=not self.is_sliced) for _ in leaves]
+                    [Accumulator(REDUCTIONS[op], what, self.backend.xp, is_single=not self.is_sliced) for _ in leaves]
                 )
                 self._structures.append(structure)
             elif structure != self._structures[position]:

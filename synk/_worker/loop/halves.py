@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from synk._pure.comparison import Tolerance, fitting_ops, is_same
+from synk._pure.ops import OPS
+from synk._pure.output_ops import DEFAULT_OP
 from synk._pure.tables import is_table
 from synk._pure.trees import flatten
 from synk._wire.control import Down, Traits
@@ -32,9 +34,6 @@ if TYPE_CHECKING:
     from synk._worker.rank import Worker
 
 _MAX_S, _MAX_NBYTES = 1.0, 1 << 26
-_OTHER_OPS = ("sum", "min", "max", "gather", "prod", "first")
-"""In the order in which they are named."""
-
 _DISTRIBUTED = ("torch.distributed", "torch.distributed.distributed_c10d")
 _ROUNDING = Tolerance(None, None)
 _GRADIENT_RTOL = 0.02
@@ -96,7 +95,7 @@ class Halves:
             if self._trial.compiles:
                 raise Unknown
             whole, self._sums = self._run(low, high)
-            fits: dict[int, tuple[str, ...]] = dict.fromkeys(range(len(whole)), ("avg", *_OTHER_OPS))
+            fits: dict[int, tuple[str, ...]] = dict.fromkeys(range(len(whole)), tuple(OPS))
             for cut in (rows // 2, rows // 4):  # two, so that no ratio of the rows hides anything
                 weights = [cut, rows - cut]
                 (first, own), (second, others) = self._run(low, low + cut), self._run(low + cut, high)
@@ -107,7 +106,7 @@ class Halves:
                     fits[position] = tuple(op for op in fits[position] if op in ops)
                 if any(map(functools.partial(_is_off, weights), self._sums, own, others)):
                     fits[-1] = ()
-            found = [(position, ops) for position, ops in fits.items() if "avg" not in ops]
+            found = [(position, ops) for position, ops in fits.items() if DEFAULT_OP not in ops]
             if found:
                 again, own = self._run(low, high)
                 is_random = any(_is_off([1, 1], total, each, each) for total, each in zip(self._sums, own))
@@ -138,7 +137,7 @@ class Halves:
         values, _ = flatten(result)
 
         def on_host(value: Any) -> Any:
-            return np.array(as_object(backend, array_or_object(backend, value, "avg", "", function)))
+            return np.array(as_object(backend, array_or_object(backend, value, OPS[DEFAULT_OP], "", function)))
 
         return [each if is_table(each) else on_host(each) for each in values]
 
