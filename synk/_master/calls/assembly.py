@@ -90,7 +90,10 @@ class Assembly:
             for op, leaf in zip(self.ops, first)
         ]
         self._is_as_returned = not any(leaf.is_tensor or leaf.partial_of is not None for leaf in first)
-        self.has_weights = any(self.ops[leaf].is_weighted for leaf in self._wanted)
+        self._reduced_leaves = [leaf for leaf in self._wanted if isinstance(self.ops[leaf], Reduction)]
+        self._other_leaves = [leaf for leaf in self._wanted if not isinstance(self.ops[leaf], Reduction)]
+        wanted_ops = [self.ops[leaf] for leaf in self._wanted]
+        self.has_weights = any(op.is_weighted and not op.concatenates for op in wanted_ops)
         self._views: list[list[np.ndarray | None]] = []
         for rank, layout, own in zip(voters, layouts, self._positions):
             op_of = dict(zip(own, self.ops))
@@ -250,10 +253,16 @@ class Assembly:
             return self._context.run(self._build_small, self._small, rows)
         parts = self._parts(objects)
         values: list[Any] = [None] * self._num_leaves
-        with np.errstate(all="ignore"):  # overflow and NaN are the caller's numbers, as in a NumPy reduction
-            for leaf in self._wanted:
+
+        def fill(leaves: Sequence[int]) -> None:
+            for leaf in leaves:
                 value = self._value(leaf, parts.get(leaf, []), rows, root, order)
                 values[leaf] = self._as_returned(leaf, value, rows)
+
+        fill(self._other_leaves)  # their ops may be the user's, under the program's own settings
+        if self._reduced_leaves:
+            with np.errstate(all="ignore"):  # overflow and NaN are the caller's numbers, as in a NumPy reduction
+                fill(self._reduced_leaves)
         return self._select(values)
 
     def _reduced_slots(self) -> list[EqualReduction] | None:
