@@ -80,9 +80,9 @@ def function(
         Parameters that every rank gets whole; all others are scattered along axis 0.
     outputs : op, or nesting of ops
         ``"avg"`` (weighted by rows), ``"sum"``, ``"prod"``, ``"min"``, ``"max"``, ``"gather"``, ``"first"``, None (a
-        list with one entry per rank) or a callable ``op(a, b)``. One for all outputs, or a
-        structure like that of the result. A Series or a DataFrame is one output: joined with its index under
-        ``"gather"``, and reduced only where its labels are equal on all ranks.
+        list with one entry per rank), a callable ``op(a, b)`` or an instance of your own subclass of :class:`synk.Op`.
+        One for all outputs, or a structure like that of the result. A Series or a DataFrame is one output: joined with
+        its index under ``"gather"``, and reduced only where its labels are equal on all ranks.
     updates : sequence of Shared, or of (Shared, op)
         Variables that the function updates; it then returns ``(outputs, new_values)``.
     changes : Resident or sequence of Resident

@@ -31,7 +31,7 @@ from synk._master.flight.pending import PendingCall
 from synk._master.session import Session, current_session
 from synk._pure.comparison import Tolerance
 from synk._pure.limits import check_timeout
-from synk._pure.output_ops import DEFAULT_OP, check_outputs
+from synk._pure.output_ops import DEFAULT_OP
 from synk._pure.show import table
 from synk._pure.tracebacks import outline
 from synk._wire.cell import refuse_inside_worker
@@ -104,7 +104,6 @@ class Function(FunctionHandle, Generic[P]):
     ) -> None:
         check_function(fn)
         name = name or getattr(fn, "__name__", None) or partial_name(fn) or type(fn).__name__
-        check_outputs(outputs, repr(name))
         check_updates(updates, name)
         if framework not in FRAMEWORKS:
             raise ValueError(f"cannot build {name!r}: got framework={framework!r}, expected one of {FRAMEWORKS}.")

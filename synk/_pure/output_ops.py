@@ -26,56 +26,45 @@ class DefaultOp(str):
 DEFAULT_OP = DefaultOp("avg")
 
 
-def ops_of(outputs: Any) -> Any:
+def ops_of(outputs: Any, what: str) -> Any:
     """Return the ops that are meant by ``outputs`` as a user gives it: one, or the same nesting of them.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Unless it is an op, or a nesting of tuples, lists and dicts of ops; ``what`` names the function.
 
     Examples
     --------
-    >>> ops_of(("sum", {"a": None}))
+    >>> ops_of(("sum", {"a": None}), "'f'")
     ('sum', {'a': None})
-    >>> ops_of("sum") is OPS["sum"]
+    >>> ops_of("sum", "'f'") is OPS["sum"]
     True
     """
-    if isinstance(outputs, dict):
-        return {key: ops_of(child) for key, child in outputs.items()}
-    if isinstance(outputs, (tuple, list)):
-        made = [ops_of(child) for child in outputs]
-        return made if isinstance(outputs, list) else tuple(made)
     if outputs is None:
         return EACH
-    if isinstance(outputs, str):
-        return OPS[outputs]
-    return outputs if isinstance(outputs, Op) else Folded(outputs)
-
-
-def check_outputs(outputs: Any, what: str) -> None:
-    """Raise unless ``outputs`` is an op, or a nesting of tuples, lists and dicts of ops."""
-    if outputs is None:
-        return
     if isinstance(outputs, Op) or (isinstance(outputs, type) and issubclass(outputs, Op)):
         _check_own(outputs, what)
-        return
+        return outputs
     if callable(outputs):
         _check_callable(outputs, what)
-        return
+        return Folded(outputs)
     if isinstance(outputs, str):
         if outputs not in OPS:
             raise ValueError(
                 f"cannot build {what}: got op {outputs!r}, expected one of {', '.join(map(repr, OPS))}, None or a "
                 f"callable."
             )
-        return
+        return OPS[outputs]
     if isinstance(outputs, dict):
-        children: Any = outputs.values()
-    elif isinstance(outputs, (tuple, list)):
-        children = outputs
-    else:
-        raise TypeError(
-            f"cannot build {what}: got outputs of type {type(outputs).__name__}, expected an op, or a tuple, list or "
-            "dict of ops."
-        )
-    for child in children:
-        check_outputs(child, what)
+        return {key: ops_of(child, what) for key, child in outputs.items()}
+    if isinstance(outputs, (tuple, list)):
+        ops = [ops_of(child, what) for child in outputs]
+        return ops if isinstance(outputs, list) else tuple(ops)
+    raise TypeError(
+        f"cannot build {what}: got outputs of type {type(outputs).__name__}, expected an op, or a tuple, list or "
+        "dict of ops."
+    )
 
 
 def _check_own(op: Any, what: str) -> None:

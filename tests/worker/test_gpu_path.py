@@ -797,6 +797,31 @@ def test_closed_over_shards_are_divided_and_verified(gpu: Any) -> None:
     assert f.verify(2.0)
 
 
+class OfRows(synk.Op):
+    concatenates = True
+
+    def finish(self, value: Any) -> Any:
+        assert type(value) is np.ndarray
+        return np.median(value, axis=0)
+
+
+class OfValues(synk.Op):
+    def combine(self, values: list[Any], rows: list[int]) -> Any:
+        assert all(type(value) is np.ndarray for value in values)
+        return np.average(values, axis=0, weights=rows)
+
+
+def test_ops_of_a_users_own_get_arrays_of_the_host(gpus: Gpus) -> None:
+    rt = gpus.reused(3)
+    for columns in (2, LARGE):
+        f = rt.function(lambda x: (2 * x, x.sum(axis=0) / len(x)), outputs=(OfRows(), OfValues()), name="f")
+        x = np.random.default_rng(0).normal(size=(7, columns))
+        for call in (f, f, lambda x, f=f: f(x, num_slices=2), lambda x, f=f: f.submit(x).result(), f.serial):
+            median, mean = call(x)
+            np.testing.assert_array_equal(median, np.median(2 * x, axis=0))
+            np.testing.assert_allclose(mean, x.mean(axis=0), rtol=1e-12, atol=1e-12)
+
+
 def test_nothing_of_a_call_on_trial_is_left_on_the_devices(gpu: Any) -> None:
     rt = gpu.reused(2)
     w = rt.shared(np.zeros(3))

@@ -92,8 +92,7 @@ class Assembly:
         self._is_as_returned = not any(leaf.is_tensor or leaf.partial_of is not None for leaf in first)
         self._reduced_leaves = [leaf for leaf in self._wanted if isinstance(self.ops[leaf], Reduction)]
         self._other_leaves = [leaf for leaf in self._wanted if not isinstance(self.ops[leaf], Reduction)]
-        wanted_ops = [self.ops[leaf] for leaf in self._wanted]
-        self.has_weights = any(op.is_weighted and not op.concatenates for op in wanted_ops)
+        self.has_weights = any(self.ops[k].is_weighted and not self.ops[k].concatenates for k in self._wanted)
         self._views: list[list[np.ndarray | None]] = []
         for rank, layout, own in zip(voters, layouts, self._positions):
             op_of = dict(zip(own, self.ops))

@@ -48,7 +48,7 @@ class Callee:
     Parameters
     ----------
     fn, bcast_inputs, outputs, updates, framework, name, per_rank
-        As for :func:`synk.function`, checked.
+        As for :func:`synk.function`, checked but for ``outputs``.
     changes : sequence of ResidentHandle
     session : Session or None
         The only one that may call it; None: any. Afterwards ``fixed_session``.
@@ -97,6 +97,7 @@ class Callee:
         per_rank: bool = False,
         session: Session | None = None,
     ) -> None:
+        self.ops = ops_of(outputs, repr(name))
         self.fn = fn
         self.name = name
         self.title = repr(name)
@@ -104,7 +105,6 @@ class Callee:
         self.signature = Signature(fn, bcast_inputs, name)
         is_default = isinstance(outputs, DefaultOp)
         self.outputs = str(outputs) if is_default else outputs
-        self.ops = ops_of(self.outputs)
         self.is_unchecked = is_default and not (per_rank or updates or changes or framework == "jax")
         self._updates = updates
         self._changed = tuple(changes)

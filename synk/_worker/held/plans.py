@@ -39,7 +39,7 @@ class LoadedFunction:
     ) -> None:
         self.fn = Changing(fn, changes) if changes else Reading(fn, modules, name) if modules else fn
         self.name = name
-        self.ops = ops_of(outputs)
+        self.ops = ops_of(outputs, repr(name))
         # Also on trial, where no op combines anything.
         self.lists = self.ops if any(op.concatenates for op in each_op(self.ops)) else None
         self.updates = updates
