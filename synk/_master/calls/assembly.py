@@ -252,16 +252,12 @@ class Assembly:
             return self._context.run(self._build_small, self._small, rows)
         parts = self._parts(objects)
         values: list[Any] = [None] * self._num_leaves
-
-        def fill(leaves: Sequence[int]) -> None:
-            for leaf in leaves:
-                value = self._value(leaf, parts.get(leaf, []), rows, root, order)
-                values[leaf] = self._as_returned(leaf, value, rows)
-
-        fill(self._other_leaves)  # their ops may be the user's, under the program's own settings
+        for leaf in self._other_leaves:  # their ops may be the user's, and compute under the program's own settings
+            values[leaf] = self._value(leaf, parts.get(leaf, []), rows, root, order)
         if self._reduced_leaves:
             with np.errstate(all="ignore"):  # overflow and NaN are the caller's numbers, as in a NumPy reduction
-                fill(self._reduced_leaves)
+                for leaf in self._reduced_leaves:
+                    values[leaf] = self._as_returned(leaf, self._reduced(leaf, parts.get(leaf, []), rows, root), rows)
         return self._select(values)
 
     def _reduced_slots(self) -> list[EqualReduction] | None:
@@ -327,22 +323,20 @@ class Assembly:
         return _view(root, self._places[leaf, voter], item.shape, item.dtype)
 
     def _value(self, leaf: int, parts: list[Any], rows: Sequence[int], root: np.ndarray | None, order: Any) -> Any:
-        op, rank_op = self.ops[leaf], self._rank_ops[leaf]
-        is_table_op = op.is_of_arrays and any(is_table(part) or isinstance(part, Slices) for part in parts)
-        if isinstance(rank_op, Reduction) and not is_table_op:
-            return self._reduced(leaf, rank_op, rows, root)
-        if not op.is_of_arrays:
+        """Return the result of an output that is not reduced."""
+        op = self.ops[leaf]
+        if not op.concatenates:
             return self._combined(leaf, parts, rows, root)
-        if op.concatenates and parts:
+        if not parts:
+            value = self._gathered(leaf, root, order)
+        else:
             self._check_order(leaf, sum(map(len, parts)), order)
-        value = (
-            combined(op, parts, rows, self._named(leaf), ranks=self.voters, order=order)
-            if is_table_op
-            else join(parts, order)
-            if parts
-            else self._gathered(leaf, root, order)
-        )
-        return self._finished(leaf, value)
+            is_tabular = any(map(_is_tabular, parts))
+            value = self._table(leaf, parts, rows, order) if is_tabular else join(parts, order)
+        return _tensor(self._finished(leaf, value), self.layouts[0].leaves[leaf].is_tensor)
+
+    def _table(self, leaf: int, parts: list[Any], rows: Sequence[int], order: np.ndarray | None) -> Any:
+        return combined(self.ops[leaf], parts, rows, self._named(leaf), ranks=self.voters, order=order)
 
     def _combined(self, leaf: int, parts: list[Any], rows: Sequence[int], root: np.ndarray | None) -> Any:
         """Return the values of all ranks combined by an op that takes any; not combined under op None."""
@@ -362,8 +356,10 @@ class Assembly:
             for rank, value in zip(self.voters, values):
                 everyone[rank] = value
             return everyone
-        each = [value if isinstance(value, Slices) else Slices([value], [num]) for value, num in zip(values, rows)]
-        values, counts = [v for part in each for v in part.values], [n for part in each for n in part.rows]
+        counts = list(rows)
+        if any(isinstance(value, Slices) for value in values):
+            each = [value if isinstance(value, Slices) else Slices([value], [num]) for value, num in zip(values, rows)]
+            values, counts = [v for part in each for v in part.values], [n for part in each for n in part.rows]
         return _tensor(self._finished(leaf, values, counts), is_tensor(values[0]))
 
     def _named(self, leaf: int) -> str:
@@ -378,8 +374,11 @@ class Assembly:
             add_note(error, f"Raised by op {op!r}, which combines {self._named(leaf)}.")
             raise
 
-    def _reduced(self, leaf: int, op: Reduction, rows: Sequence[int], root: np.ndarray | None) -> Any:
-        item = self.layouts[0].leaves[leaf]
+    def _reduced(self, leaf: int, parts: list[Any], rows: Sequence[int], root: np.ndarray | None) -> Any:
+        if any(map(_is_tabular, parts)):
+            return self._table(leaf, parts, rows, None)
+        item, op = self.layouts[0].leaves[leaf], self._rank_ops[leaf]
+        assert isinstance(op, Reduction)
         if (leaf, -1) in self._places:
             assert root is not None
             return _view(root, self._places[leaf, -1], item.shape, item.dtype)
@@ -432,6 +431,10 @@ def _name_of(dtype: np.dtype | None) -> str:
 class _Value:
     def __repr__(self) -> str:
         return "value"
+
+
+def _is_tabular(part: Any) -> bool:
+    return is_table(part) or isinstance(part, Slices)
 
 
 def _tensor(value: Any, is_tensor: bool) -> Any:
