@@ -161,7 +161,7 @@ def test_every_import_follows_the_rule() -> None:
         ("synk._master.calls.call", "from synk import _worker"),
         ("synk._master.workers.workers", "def f():\n    from synk._master.calls.call import run_call"),
         ("synk._api.runtime", "from synk._worker.rank import Worker"),
-        ("synk._api.data", "from synk import Runtime"),
+        ("synk._master.objects.data", "from synk import Runtime"),
         ("synk.backends._numpy", "from synk.communicators import open_communicator"),
         ("synk.errors", "from synk._pure import ops"),
         ("synk.extensions.updates", "from synk._api.function import Function"),

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, ParamSpec, overload
 
-from synk._api.data import Data, make_data
+from synk._master.objects.data import Data, make_data
 from synk._api.options import (
     FRAMEWORKS,
     check_changes,

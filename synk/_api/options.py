@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from synk._api.resident import Resident
-from synk._api.shared import Shared
+from synk._master.objects.resident import Resident
+from synk._master.objects.shared import Shared
 from synk._pure.interrupts import is_from_handler
 from synk._pure.ops import REDUCE_OPS
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._api.data import Data
+from synk._master.objects.data import Data
 from synk._api.plain_copy import NotComparable, why_no_handle
 from synk._master.calls.arguments import Rows, select
 from synk._master.calls.callee import Callee

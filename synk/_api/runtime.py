@@ -11,13 +11,13 @@ from typing import Any, overload
 import numpy as np
 
 from synk._api.build import Decorator, build_function
-from synk._api.data import Data, make_data
+from synk._master.objects.data import Data, make_data
 from synk._api.function import Function, P
 from synk._api.inline import InlineProcess
 from synk._api.mapping import map_items
 from synk._api.options import check_on_restart, entropy_of
-from synk._api.resident import Resident, make_resident
-from synk._api.shared import Shared
+from synk._master.objects.resident import Resident, make_resident
+from synk._master.objects.shared import Shared
 from synk._master import collectives
 from synk._master.calls.callee import Callee, distribute
 from synk._master.calls.ends import watch_over

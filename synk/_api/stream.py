@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from synk._api.data import Data
-from synk._api.shared import Shared
+from synk._master.objects.data import Data
+from synk._master.objects.shared import Shared
 from synk._pure.interrupts import deferred, is_from_handler
 from synk._pure.nested import SINGLE_VALUES, build, check_no_list, is_nested, paths, take_apart
 from synk._pure.tables import is_table, taken_rows

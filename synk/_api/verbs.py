@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from synk._api.current import current
-from synk._api.data import Data
-from synk._api.resident import Resident
-from synk._api.shared import Shared
+from synk._master.objects.data import Data
+from synk._master.objects.resident import Resident
+from synk._master.objects.shared import Shared
 from synk._master.state.profile import Profile
 from synk._pure.cores import num_cores
 from synk._pure.show import Text

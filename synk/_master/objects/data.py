@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from synk._api.array_like import ArrayLike
+from synk._master.objects.array_like import ArrayLike
 from synk._master.contents import Contents, DataHandle
 from synk._master.session import Session
 from synk._pure.arrays import as_plain_array, check_shareable
