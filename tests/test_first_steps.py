@@ -243,6 +243,6 @@ def test_what_a_runtime_numbers_it_numbers_itself(runtime: Any) -> None:
         assert second(data) == first(data) == 3.0
         assert (first._callee.id, second._callee.id) == (2, 1), "in the order in which they are sent"
         plans = rt._session.workers.by_rank[0].known.held["plan"]
-        return w._variable.id, data._contents.segment.id, rt._session.lanes.first.slots.id, sorted(plans)
+        return w._referent.id, data._contents.segment.id, rt._session.lanes.first.slots.id, sorted(plans)
 
     assert numbers() == numbers()

@@ -32,7 +32,7 @@ BELOW: dict[str, tuple[str, ...]] = {
 """What each folder, or file beside the folders, may import; ``""`` is the package's own ``__init__``."""
 
 INNER = {
-    "_master": ("code processes", "workers", "state", "session", "contents", "collectives", "calls", "flight"),
+    "_master": ("code processes", "workers", "state", "session", "collectives", "objects", "calls", "flight"),
     "_worker": ("failpoints held", "failures comm", "call", "rank", "loop"),
 }
 """The folders, and files beside them, of each half, from the ground up; those of one floor do not know each other."""

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, overload
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 from synk._api.function import Function, P
+from synk._api.options import FunctionOptions, check_names
 from synk._master.session import Session
-from synk._pure.output_ops import DEFAULT_OP
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Decorator(Protocol):
@@ -17,58 +23,35 @@ class Decorator(Protocol):
         """Build the function."""
 
 
-def build_function(fn: Any, options: dict[str, Any], session: Session | None) -> Any:
+def build_function(fn: Any, options: Any, session: Session | None, kind: type[Function[Any]] = Function) -> Any:
     """Return a Function, or a decorator where ``fn`` is None.
 
     Also on a worker, which imports modules whose functions are decorated; only a call is refused there.
     """
+    check_names(options)
     if fn is None:
-        return lambda target: Function(target, session=session, **options)
-    return Function(fn, session=session, **options)
+        return lambda target: kind(target, session=session, **options)
+    return kind(fn, session=session, **options)
+
+
+def with_options(verb: F) -> F:
+    """Have ``help`` and editors show the options of a verb that passes them on, with their defaults."""
+    _, fn, *options = inspect.signature(Function.__init__).parameters.values()
+    shown = [fn.replace(default=None), *(option for option in options if option.name != "session")]
+    verb.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    return verb
 
 
 @overload
-def function(
-    fn: Callable[P, Any],
-    *,
-    bcast_inputs: str | Sequence[str] = (),
-    outputs: Any = DEFAULT_OP,
-    updates: Any = (),
-    changes: Any = (),
-    framework: str | None = None,
-    name: str | None = None,
-    retry: int = 0,
-    per_rank: bool = False,
-) -> Function[P]: ...
+def function(fn: Callable[P, Any], **options: Unpack[FunctionOptions]) -> Function[P]: ...
 
 
 @overload
-def function(
-    fn: None = None,
-    *,
-    bcast_inputs: str | Sequence[str] = (),
-    outputs: Any = DEFAULT_OP,
-    updates: Any = (),
-    changes: Any = (),
-    framework: str | None = None,
-    name: str | None = None,
-    retry: int = 0,
-    per_rank: bool = False,
-) -> Decorator: ...
+def function(fn: None = None, **options: Unpack[FunctionOptions]) -> Decorator: ...
 
 
-def function(
-    fn: Callable[..., Any] | None = None,
-    *,
-    bcast_inputs: str | Sequence[str] = (),
-    outputs: Any = DEFAULT_OP,
-    updates: Any = (),
-    changes: Any = (),
-    framework: str | None = None,
-    name: str | None = None,
-    retry: int = 0,
-    per_rank: bool = False,
-) -> Any:
+@with_options
+def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Build a :class:`synk.Function` from a plain Python function; also a decorator, with or without arguments.
 
     Parameters
@@ -138,14 +121,4 @@ def function(
     ...     total(np.arange(10.0))
     np.float64(45.0)
     """
-    options = {
-        "bcast_inputs": bcast_inputs,
-        "outputs": outputs,
-        "updates": updates,
-        "changes": changes,
-        "framework": framework,
-        "name": name,
-        "retry": retry,
-        "per_rank": per_rank,
-    }
     return build_function(fn, options, None)

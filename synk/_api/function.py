@@ -10,7 +10,6 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, ParamSpec, overload
 
-from synk._master.objects.data import Data, make_data
 from synk._api.options import (
     FRAMEWORKS,
     check_changes,
@@ -28,6 +27,7 @@ from synk._api.verify import Report, verify
 from synk._master.calls.call import UNFIT, CallOptions, call_again, run_call
 from synk._master.calls.callee import Callee, FunctionHandle
 from synk._master.flight.pending import PendingCall
+from synk._master.objects.data import Data, make_data
 from synk._master.session import Session, current_session
 from synk._pure.comparison import Tolerance
 from synk._pure.limits import check_timeout

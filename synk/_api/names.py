@@ -4,11 +4,8 @@ from synk._api.build import function as function
 from synk._api.current import close as close
 from synk._api.current import current as current
 from synk._api.current import fork as fork
-from synk._master.objects.data import Data as Data
 from synk._api.function import Function as Function
-from synk._master.objects.resident import Resident as Resident
 from synk._api.runtime import Runtime as Runtime
-from synk._master.objects.shared import Shared as Shared
 from synk._api.verbs import all_gather as all_gather
 from synk._api.verbs import all_reduce as all_reduce
 from synk._api.verbs import broadcast as broadcast
@@ -29,3 +26,6 @@ from synk._api.verbs import shared as shared
 from synk._api.wrap import wrap as wrap
 from synk._api.wrapper import FunctionWrapper as FunctionWrapper
 from synk._master.flight.pending import PendingCall as PendingCall
+from synk._master.objects.data import Data as Data
+from synk._master.objects.resident import Resident as Resident
+from synk._master.objects.shared import Shared as Shared

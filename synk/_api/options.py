@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -15,6 +16,28 @@ from synk._pure.interrupts import is_from_handler
 from synk._pure.ops import REDUCE_OPS
 
 FRAMEWORKS = (None, "torch", "jax")
+
+
+class FunctionOptions(TypedDict, total=False):
+    """The options of :func:`synk.function`, for type checkers; their defaults stand at :class:`synk.Function`."""
+
+    bcast_inputs: str | Sequence[str]
+    outputs: Any
+    updates: Any
+    changes: Any
+    framework: str | None
+    name: str | None
+    retry: int
+    per_rank: bool
+
+
+def check_names(options: dict[str, Any]) -> None:
+    """Raise for an option that functions do not have."""
+    names = FunctionOptions.__annotations__
+    for option in options.keys() - names.keys():
+        close = get_close_matches(option, names, 1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise TypeError(f"cannot build a function: got option {option!r}, expected {', '.join(names)}.{hint}")
 
 
 def entropy_of(seed: Any) -> int:

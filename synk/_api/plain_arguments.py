@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from synk._master.objects.data import Data
 from synk._api.plain_copy import NotComparable, why_no_handle
 from synk._master.calls.arguments import Rows, select
 from synk._master.calls.callee import Callee
 from synk._master.code.handles import Handle
+from synk._master.objects.data import Data
 from synk._pure.nested import SINGLE_VALUES, build, take_apart
 from synk._pure.sparse import is_csr
 from synk._pure.tables import is_table, taken_rows

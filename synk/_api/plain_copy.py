@@ -14,7 +14,7 @@ from cloudpickle.cloudpickle import _make_skeleton_class, _make_skeleton_enum
 from synk._master.calls.arguments import ObjectPickler
 from synk._master.code.handles import Handle, HandlePickler
 from synk._master.code.modules import is_users_module
-from synk._master.state.variable import VariableHandle
+from synk._master.objects.shared import Shared
 from synk._pure.interrupts import is_from_handler
 from synk._wire.memory import available_nbytes
 from synk._wire.parcels import Pickler
@@ -29,7 +29,7 @@ class NotComparable(Exception):
 
 def why_no_handle(handle: Handle) -> str:
     """Return why a function that gets a handle cannot be called in the program."""
-    return SHARED if isinstance(handle, VariableHandle) else RESIDENT
+    return SHARED if isinstance(handle, Shared) else RESIDENT
 
 
 @dataclass(frozen=True)

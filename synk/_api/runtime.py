@@ -6,23 +6,23 @@ In one file because it is one class: all that can be done with a runtime, each v
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from synk._api.build import Decorator, build_function
-from synk._master.objects.data import Data, make_data
 from synk._api.function import Function, P
 from synk._api.inline import InlineProcess
 from synk._api.mapping import map_items
-from synk._api.options import check_on_restart, entropy_of
-from synk._master.objects.resident import Resident, make_resident
-from synk._master.objects.shared import Shared
+from synk._api.options import FunctionOptions, check_on_restart, entropy_of
 from synk._master import collectives
 from synk._master.calls.callee import Callee, distribute
 from synk._master.calls.ends import watch_over
 from synk._master.flight.queue import Queue
 from synk._master.flight.tasks import Tasks
+from synk._master.objects.data import Data, make_data
+from synk._master.objects.resident import Resident, make_resident
+from synk._master.objects.shared import Shared
 from synk._master.processes.placement import place
 from synk._master.processes.program import check_program
 from synk._master.processes.reports import where
@@ -35,6 +35,9 @@ from synk._pure.show import Text, table
 from synk._pure.tensors import num_torch_threads
 from synk._wire.cell import refuse_inside_worker
 from synk.errors import ClosedError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 watch_over()
 
@@ -170,10 +173,10 @@ class Runtime:
         return make_resident(self._session, obj, name, dump, load)
 
     @overload
-    def function(self, fn: Callable[P, Any], **options: Any) -> Function[P]: ...
+    def function(self, fn: Callable[P, Any], **options: Unpack[FunctionOptions]) -> Function[P]: ...
 
     @overload
-    def function(self, fn: None = None, **options: Any) -> Decorator: ...
+    def function(self, fn: None = None, **options: Unpack[FunctionOptions]) -> Decorator: ...
 
     def function(self, fn: Any = None, **options: Any) -> Any:
         """Build a :class:`synk.Function` bound to this runtime; see :func:`synk.function`."""
@@ -213,8 +216,8 @@ class Runtime:
         for shared in listed:
             if not isinstance(shared, Shared):
                 raise TypeError(f"cannot {verb}: got {type(shared).__name__}, expected a Shared or several.")
-            check_owner(shared._variable, self._session.variables, f"{verb} argument")
-        return [shared._variable for shared in listed]
+            check_owner(shared._referent, self._session.variables, f"{verb} argument")
+        return [shared._referent for shared in listed]
 
     def broadcast(self, variables: Any, values: Any = None) -> None:
         """Copy rank 0's value, or ``values``, to all ranks; see :func:`synk.broadcast`."""

@@ -2,59 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, overload
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, overload
 
-from synk._api.build import Decorator
+from synk._api.build import Decorator, build_function, with_options
 from synk._api.current import fork
 from synk._api.function import Function, P
+from synk._api.options import FunctionOptions
 from synk._master.session import Session
-from synk._pure.output_ops import DEFAULT_OP
 from synk._wire.cell import cell, refuse_inside_worker
 
-
-@overload
-def wrap(
-    fn: Callable[P, Any],
-    *,
-    bcast_inputs: str | Sequence[str] = (),
-    outputs: Any = DEFAULT_OP,
-    updates: Any = (),
-    changes: Any = (),
-    framework: str | None = None,
-    name: str | None = None,
-    retry: int = 0,
-    per_rank: bool = False,
-) -> Function[P]: ...
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @overload
-def wrap(
-    fn: None = None,
-    *,
-    bcast_inputs: str | Sequence[str] = (),
-    outputs: Any = DEFAULT_OP,
-    updates: Any = (),
-    changes: Any = (),
-    framework: str | None = None,
-    name: str | None = None,
-    retry: int = 0,
-    per_rank: bool = False,
-) -> Decorator: ...
+def wrap(fn: Callable[P, Any], **options: Unpack[FunctionOptions]) -> Function[P]: ...
 
 
-def wrap(
-    fn: Callable[..., Any] | None = None,
-    *,
-    bcast_inputs: str | Sequence[str] = (),
-    outputs: Any = DEFAULT_OP,
-    updates: Any = (),
-    changes: Any = (),
-    framework: str | None = None,
-    name: str | None = None,
-    retry: int = 0,
-    per_rank: bool = False,
-) -> Any:
+@overload
+def wrap(fn: None = None, **options: Unpack[FunctionOptions]) -> Decorator: ...
+
+
+@with_options
+def wrap(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Make one function of an existing program parallel, without any other change.
 
     As :func:`function`, but forks at the first call where no runtime is there. The workers end with the program.
@@ -67,19 +38,7 @@ def wrap(
     np.float64(5.0)
     >>> synk.close()
     """
-    options = {
-        "bcast_inputs": bcast_inputs,
-        "outputs": outputs,
-        "updates": updates,
-        "changes": changes,
-        "framework": framework,
-        "name": name,
-        "retry": retry,
-        "per_rank": per_rank,
-    }
-    if fn is None:
-        return lambda target: WrappedFunction(target, **options)
-    return WrappedFunction(fn, **options)
+    return build_function(fn, options, None, WrappedFunction)
 
 
 class WrappedFunction(Function[P]):

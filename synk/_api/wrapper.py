@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
-from synk._master.objects.data import Data
 from synk._api.function import Function
 from synk._api.verify import Report
 from synk._master.flight.pending import PendingCall
+from synk._master.objects.data import Data
 
 
 class WrappedCall:

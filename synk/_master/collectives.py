@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from synk._master.contents import DataHandle
 from synk._master.session import Session
 from synk._master.state.variable import Variable
 from synk._master.workers.failures import raise_failures
@@ -41,7 +40,7 @@ def pair(variables: Any, listed: Sequence[Variable], values: Any) -> list[tuple[
         return [(variable, None) for variable in listed]
     pairs = _paired(variables, listed, values)
     for variable, value in pairs:
-        variable.check(value.data if isinstance(value, DataHandle) else value)
+        variable.check(value)
     return pairs
 
 
@@ -145,7 +144,7 @@ def _copy(leaf: np.ndarray) -> np.ndarray:
 
 def check_scatter(variable: Variable, value: Any, batch: Any) -> tuple[list[np.ndarray], Selection]:
     """Return the arrays to scatter and the rows that ``batch`` picks of them."""
-    arrays = variable.check(value.data if isinstance(value, DataHandle) else value)
+    arrays = variable.check(value)
     if any(array.ndim == 0 for array in arrays) or len({len(array) for array in arrays}) > 1:
         raise ValueError(
             f"cannot scatter to variable {variable.name!r}: got shapes {[array.shape for array in arrays]}, "

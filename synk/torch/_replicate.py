@@ -162,6 +162,7 @@ class Replicated(Handle):
         self._resident = runtime.resident(
             _rank.RankReplica(objects, options), name=name, dump=_rank.dump, load=_rank.load
         )
+        self._referent = None
         self._reference = (on_rank, (self._resident._reference[1][0],))
         self._note_seen([_state.fingerprint(obj) for obj in objects])
         self._linked = [obj for obj in objects if link(obj, self._refresh)]
@@ -247,7 +248,7 @@ class Replicated(Handle):
 
     def _state(self, verb: str) -> dict[str, Any]:
         """Return the state that the ranks have."""
-        session, resident = self._runtime._session, self._resident._resident
+        session, resident = self._runtime._session, self._resident._referent
         with session.entered(verb):
             session.begin(verb)
             resident.check(verb)
@@ -332,7 +333,7 @@ class Replicated(Handle):
             for index, obj in enumerate(self._objects)
             if (part := _state.changes(obj, was[index], now[index]))
         }
-        session, resident = self._runtime._session, self._resident._resident
+        session, resident = self._runtime._session, self._resident._referent
         with session.entered("push"):
             session.begin("push")
             resident.check("push")

@@ -343,7 +343,7 @@ def test_a_shared_variable_bound_anew_is_the_one_that_counts(shared_runtimes: An
     old, main["w"] = main["w"], rt.shared(10.0)
     np.testing.assert_array_equal(f(X), 11 * X)
     assert (old.value, main["w"].value) == (2.0, 11.0)
-    assert main["w"]._variable in f._callee.variables
+    assert main["w"]._referent in f._callee.variables
 
 
 def test_what_cannot_be_sent_is_an_error_and_the_next_call_is_right(shared_runtimes: Any) -> None:

@@ -304,7 +304,7 @@ class Sequences(RuleBasedStateMachine):
     @invariant()
     def no_rank_writes_into_what_another_one_reads(self) -> None:
         for variable in self.variables:
-            held = variable.shared._variable
+            held = variable.shared._referent
             firsts = [pair[front] for pair, front in zip(held.buffers, held.front, strict=True)]
             seconds = [pair[1 - front] for pair, front in zip(held.buffers, held.front, strict=True)]
             for rank, second in enumerate(seconds):

@@ -83,16 +83,16 @@ def test_a_value_that_is_equal_on_all_ranks_lies_in_memory_once(shared_runtimes:
 
 def firsts_of(w: Any) -> set[int]:
     """Return the segments that hold the ranks' values."""
-    return {pair[front].id for pair, front in zip(w._variable.buffers, w._variable.front, strict=True)}
+    return {pair[front].id for pair, front in zip(w._referent.buffers, w._referent.front, strict=True)}
 
 
 def test_a_parameter_of_many_workers_costs_its_size_once(shared_runtimes: Any) -> None:
     rt = shared_runtimes[4]
     nbytes = 1 << 24
     w = rt.shared(np.ones(nbytes // 8))
-    assert [segment.nbytes for segment in w._variable._all_segments()] == [nbytes]
+    assert [segment.nbytes for segment in w._referent._all_segments()] == [nbytes]
     rt.all_reduce(w, "sum")
-    assert [segment.nbytes for segment in w._variable._all_segments()] == [nbytes] * 2
+    assert [segment.nbytes for segment in w._referent._all_segments()] == [nbytes] * 2
     assert rt.function(lambda x: float(w.value[-1]), outputs="sum")(np.ones(4)) == 4 * 4
 
 
@@ -109,7 +109,7 @@ def test_values_that_meet_and_part_again_and_again_lie_in_the_same_buffers(
             rt.set_value(w, np.full(4, k + rank), rank=rank)
         rt.reduce(w, "sum") if k % 2 else rt.all_reduce(w, "sum")
         assert rt.get_value(w)[0] == 3 * k + 3
-        seen.update(segment.id for segment in w._variable._all_segments())
+        seen.update(segment.id for segment in w._referent._all_segments())
         rt.broadcast(w)
     assert len(seen) <= 2 * 3
 

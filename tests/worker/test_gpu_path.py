@@ -677,12 +677,12 @@ def test_variables_are_on_the_device_until_they_are_read(gpus: Gpus, count: int)
     scale = scaler(rt, w)
     scale(np.ones(3))
     scale(np.ones(3))
-    assert w._variable.is_stale == [True] * 3
+    assert w._referent.is_stale == [True] * 3
     np.testing.assert_array_equal(rt.gather(w), start * np.array([[1], [4], [9]]))
-    assert w._variable.is_stale == [False] * 3
+    assert w._referent.is_stale == [False] * 3
     scale(np.ones(3))
     rt.all_reduce(w, "sum")
-    assert w._variable.is_stale == [gpus.has_nccl] * 3
+    assert w._referent.is_stale == [gpus.has_nccl] * 3
     np.testing.assert_array_equal(rt.gather(w), np.stack([start * 36] * 3))
     scale(np.ones(3))
     rt.broadcast(w)

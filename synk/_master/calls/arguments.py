@@ -12,7 +12,7 @@ import cloudpickle
 import numpy as np
 
 from synk._master.code.culprits import culprit_in
-from synk._master.contents import Contents
+from synk._master.objects.data import Contents
 from synk._master.state.variable import Variable
 from synk._pure.interrupts import is_from_handler
 from synk._pure.ranges import LINE_NBYTES

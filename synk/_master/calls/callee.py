@@ -19,9 +19,9 @@ from synk._master.calls.signature import Signature
 from synk._master.code.book import Book
 from synk._master.code.capture import Capture, place_of
 from synk._master.code.modules import is_users_module
+from synk._master.objects.resident import Resident
 from synk._master.session import Session
 from synk._master.state.captured import Changes, Referred, captured_in, check_captured, check_optimizers, referred_in
-from synk._master.state.resident import ResidentHandle
 from synk._master.state.resident import check_owner as check_owner_of_resident
 from synk._master.state.variable import check_owner
 from synk._pure.interrupts import deferred
@@ -48,8 +48,13 @@ class Callee:
     Parameters
     ----------
     fn, bcast_inputs, outputs, updates, framework, name, per_rank
+<<<<<<< HEAD
         As for :func:`synk.function`, checked but for ``outputs``.
     changes : sequence of ResidentHandle
+=======
+        As for :func:`synk.function`, checked.
+    changes : sequence of Resident
+>>>>>>> 79b89c3 (Three handle bases less: calls know Data, Shared and Resident by their classes; the options of functions are written once)
     session : Session or None
         The only one that may call it; None: any. Afterwards ``fixed_session``.
 
@@ -92,7 +97,7 @@ class Callee:
         bcast_inputs: str | Sequence[str] = (),
         outputs: Any = "avg",
         updates: tuple[Any, ...] = (),
-        changes: Sequence[ResidentHandle] = (),
+        changes: Sequence[Resident] = (),
         framework: str | None = None,
         per_rank: bool = False,
         session: Session | None = None,
@@ -108,7 +113,7 @@ class Callee:
         self.is_unchecked = is_default and not (per_rank or updates or changes or framework == "jax")
         self._updates = updates
         self._changed = tuple(changes)
-        self.changes = tuple(handle._resident for handle in changes)
+        self.changes = tuple(handle._referent for handle in changes)
         self.framework = framework
         self.per_rank = per_rank
         self.fixed_session = session

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 
 from synk._master.calls.arguments import PLAIN_TYPES, Argument, Nest
-from synk._master.contents import Contents, DataHandle
+from synk._master.objects.data import Contents, Data
+from synk._master.objects.resident import Resident
+from synk._master.objects.shared import Shared
 from synk._master.session import Session
-from synk._master.state.resident import ResidentHandle, ResidentObject
+from synk._master.state.resident import ResidentObject
 from synk._master.state.resident import check_owner as check_owner_of_resident
-from synk._master.state.variable import Variable, VariableHandle, check_owner
+from synk._master.state.variable import Variable, check_owner
 from synk._pure.arrays import as_plain_array, check_shareable
 from synk._pure.dtypes import foreign_name, storage
 from synk._pure.interrupts import is_from_handler
@@ -67,14 +69,14 @@ class Checks:
         return arguments
 
     def _broadcast(self, label: str, keyword: str, value: Any) -> Argument:
-        if isinstance(value, DataHandle):
+        if isinstance(value, Data):
             return self._data(label, keyword, "whole", value)
-        if isinstance(value, VariableHandle):
+        if isinstance(value, Shared):
             variable = self._owned(label, value)
             if variable.is_sharded:
                 raise self._misplaced(label, variable, "take it out of bcast_inputs")
             return Argument(label, keyword, "replica", value=variable)
-        if isinstance(value, ResidentHandle):
+        if isinstance(value, Resident):
             return self._resident(label, keyword, value)
         self._check_constants(label, value)
         if is_tensor(value) and self._framework == "torch":
@@ -132,12 +134,12 @@ class Checks:
 
     def _leaf(self, label: str, keyword: str, value: Any) -> Argument:
         """Classify what is not nested: ``rows`` or ``shard``, and ``whole`` or ``replica`` where there are no rows."""
-        if isinstance(value, DataHandle):
+        if isinstance(value, Data):
             return self._data(label, keyword, "rows" if value.ndim else "whole", value)
-        if isinstance(value, VariableHandle):
+        if isinstance(value, Shared):
             variable = self._owned(label, value)
             return Argument(label, keyword, "shard" if variable.is_sharded else "replica", value=variable)
-        if isinstance(value, ResidentHandle):
+        if isinstance(value, Resident):
             return self._resident(label, keyword, value)
         if isinstance(value, ReadOnlyArray):
             value = value.view(np.ndarray)
@@ -179,18 +181,18 @@ class Checks:
                 f"expected an array. Pass {label}{made_by.cure}."
             )
 
-    def _data(self, label: str, keyword: str, kind: str, value: DataHandle) -> Argument:
+    def _data(self, label: str, keyword: str, kind: str, value: Data) -> Argument:
         value._check_owner(self._session, f"{label} of {self._name!r}")
         return Argument(label, keyword, kind, data=value, contents=value._contents)
 
-    def _owned(self, label: str, value: VariableHandle) -> Variable:
-        variable = value._variable
+    def _owned(self, label: str, value: Shared) -> Variable:
+        variable = value._referent
         check_owner(variable, self._session.variables, f"{label} of {self._name!r}")
         return variable
 
-    def _resident(self, label: str, keyword: str, value: ResidentHandle) -> Argument:
-        check_owner_of_resident(value._resident, self._session.residents, f"{label} of {self._name!r}")
-        return Argument(label, keyword, "resident", value=value._resident)
+    def _resident(self, label: str, keyword: str, value: Resident) -> Argument:
+        check_owner_of_resident(value._referent, self._session.residents, f"{label} of {self._name!r}")
+        return Argument(label, keyword, "resident", value=value._referent)
 
     def _check_constants(self, label: str, value: Any) -> None:
         """Refuse tensors that require grad in a broadcast argument and its containers; a module takes its own along."""

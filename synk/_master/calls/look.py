@@ -13,7 +13,7 @@ import numpy as np
 from synk._master.calls.arguments import Argument, is_plain_object, padded, rows_of
 from synk._master.calls.binding import choose_rows, index_arrays, ranks_with_rows
 from synk._master.calls.plans import Call
-from synk._master.code.handles import ArgumentHandle
+from synk._master.code.handles import Handle
 from synk._pure.interrupts import is_from_handler
 from synk._pure.nested import SINGLE_VALUES, take_apart
 from synk._pure.read_only import ReadOnlyArray
@@ -114,7 +114,7 @@ class Look:
                 or leaf._contents.array is not second()
                 or leaf.minibatch is not is_minibatch
                 if second is not None
-                else not isinstance(leaf, ArgumentHandle) or leaf._meant is not first()
+                else not isinstance(leaf, Handle) or leaf._referent is not first()
             ):
                 return None
         return values

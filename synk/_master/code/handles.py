@@ -10,27 +10,19 @@ from synk._wire.parcels import Pickler
 
 
 class Handle:
-    """The base of :class:`synk.Shared` and :class:`synk.Resident`, which are known by their class.
+    """The base of :class:`synk.Shared`, :class:`synk.Resident` and replicated modules, which are known by their class.
 
     Attributes
     ----------
     _reference : (callable, tuple)
         What becomes of it in a pickle: how a worker finds what it has itself.
+    _referent : object
+        What a call knows it by, if it can be an argument of one.
     """
 
-    __slots__ = ("_reference",)
+    __slots__ = ("_reference", "_referent")
     _reference: tuple[Callable[..., Any], tuple[Any, ...]]
-
-
-class ArgumentHandle(Handle):
-    """One that can be an argument of a call."""
-
-    __slots__ = ()
-
-    @property
-    def _meant(self) -> Any:
-        """What a call knows it by."""
-        raise NotImplementedError
+    _referent: Any
 
 
 class HandlePickler(Pickler):

@@ -17,9 +17,9 @@ from synk._master.calls.compiled import compile_call
 from synk._master.calls.launched import Launched
 from synk._master.calls.replies import collecting, conclude
 from synk._master.flight.pending import PendingCall, cancelled, is_foreign, outcome
+from synk._master.objects.shared import Shared
 from synk._master.session import Session
 from synk._master.state.under_way import ChunksUnderWay
-from synk._master.state.variable import VariableHandle
 from synk._master.workers.requests import Request
 from synk._pure.interrupts import is_from_handler, num_cancels
 from synk._pure.limits import as_seconds
@@ -58,7 +58,7 @@ class Queue:
         """Send a call and return at once, or as soon as fewer than ``NUM_LANES`` are under way. The runtime is held."""
         session, verb = self._session, f"submit {function.name!r}"
         # What rows a rank has of a sharded variable can depend on what the calls before assign.
-        has_variables = any(holds(value, VariableHandle) for value in (*args, *kwargs.values())) or any(
+        has_variables = any(holds(value, Shared) for value in (*args, *kwargs.values())) or any(
             variable.is_sharded for variable in function.variables
         )
         if has_variables or not self._can_join(function):

@@ -10,13 +10,12 @@ import numbers
 import operator
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from synk._master.objects.array_like import ArrayLike
-from synk._master.contents import Contents, DataHandle
 from synk._master.session import Session
 from synk._pure.arrays import as_plain_array, check_shareable
 from synk._pure.interrupts import deferred
@@ -24,9 +23,26 @@ from synk._pure.nested import check_no_list
 from synk._pure.show import table
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.memory import Segment
+from synk.errors import ClosedError
 
 
-class Data(DataHandle, ArrayLike):
+class Contents(NamedTuple):
+    """What a ``Data`` holds at one moment, or where an array lies in a file.
+
+    Replaced as a whole, so that whoever has taken it has the memory and the rows of one moment.
+    """
+
+    segment: Segment | None
+    array: np.ndarray
+    offset: int = 0
+    """Of the array in the segment, in bytes."""
+
+    @property
+    def segment_id(self) -> int:
+        return self.segment.id if self.segment is not None else 0
+
+
+class Data(ArrayLike):
     """An array in shared memory, of fixed dtype and number of axes; axis 0 is the rows that calls scatter.
 
     Made by :func:`synk.data`. Reads like a NumPy array: indexing gives views, assignment writes through to where the
@@ -100,6 +116,20 @@ class Data(DataHandle, ArrayLike):
         self.set_shape(shape if shape is not None else (0,) * self._ndim, oversize=oversize)
 
     # -- reading ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _label(self) -> str:
+        return f"Data {self.name!r}" if self.name else "Data"
+
+    @property
+    def data(self) -> np.ndarray:
+        """The array, a view of the shared memory; shape as ``shape``."""
+        self._session.check_open(f"use {self._label}")
+        return self._await_readers().array
+
+    @property
+    def ndim(self) -> int:
+        return self._ndim
 
     def _operand(self) -> np.ndarray:
         self._session.check_open(f"use {self._label}")
@@ -302,6 +332,24 @@ class Data(DataHandle, ArrayLike):
         contents = getattr(self, "_contents", None)
         if session is not None and contents is not None and contents.segment is not None and not session.is_closed:
             session.memory.released.append(contents.segment)
+
+    def _await_readers(self) -> Contents:
+        """Wait for submitted calls that read this: they must see it as it was. Return what may be written to."""
+        while True:
+            contents = self._contents
+            if contents.segment is not None:
+                self._session.queue.release(contents.segment)
+            if self._contents is contents:
+                return contents
+
+    def _check_owner(self, session: Session, what: str) -> None:
+        """Raise where this belongs to another runtime."""
+        if self._session is not session:
+            if self._session.is_closed:
+                raise ClosedError(f"cannot pass {what}: its runtime was closed. Make it again with synk.data(...).")
+            raise ValueError(
+                f"cannot pass {what}: it belongs to another runtime. Make it with this runtime's data(...)."
+            )
 
 
 def make_data(session: Session, value: Any = None, **options: Any) -> Data:

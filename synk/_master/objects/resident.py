@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from synk._master.code.handles import Handle
 from synk._master.session import Session
-from synk._master.state.resident import ResidentHandle, ResidentObject
+from synk._master.state.resident import ResidentObject
 from synk._pure.interrupts import deferred
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.residents import resolve_resident
 
 
-class Resident(ResidentHandle):
+class Resident(Handle):
     """A Python object of which every rank has one of its own between calls. Made by :func:`synk.resident`.
 
     Functions refer to it by closing over it: inside a function ``r.value`` is this rank's object. Or they get it as an
@@ -36,12 +37,12 @@ class Resident(ResidentHandle):
 
     def __init__(self, session: Session, resident: ResidentObject) -> None:
         self._session = session
-        self._resident = resident
+        self._referent = resident
         self._reference = (resolve_resident, (resident.id,))
 
     @property
     def name(self) -> str:
-        return self._resident.name
+        return self._referent.name
 
     @property
     def value(self) -> Any:
@@ -62,7 +63,7 @@ class Resident(ResidentHandle):
         WorkerDied
             If its state was lost.
         """
-        session, resident = self._session, self._resident
+        session, resident = self._session, self._referent
         verb = f"get resident object {self.name!r}"
         if not 0 <= rank < session.world_size:
             raise IndexError(f"cannot {verb}: got rank {rank}, expected 0 to {session.world_size - 1}.")
@@ -83,7 +84,7 @@ class Resident(ResidentHandle):
         verb = f"set resident object {self.name!r}"
         with session.entered(verb):
             session.begin(verb)
-            self._resident.replace(value, next(session.numbers))
+            self._referent.replace(value, next(session.numbers))
             session.residents.settle(session.deadline(None))
 
     def __reduce__(self) -> Any:

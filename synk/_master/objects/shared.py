@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 
 from synk._master import collectives
+from synk._master.code.handles import Handle
 from synk._master.session import Session
-from synk._master.state.variable import Variable, VariableHandle
+from synk._master.state.variable import Variable
 from synk._pure.read_only import read_only
 from synk._pure.show import table
 from synk._wire.variables import resolve_variable, value_as_array
 
 
-class Shared(VariableHandle):
+class Shared(Handle):
     """A variable on every rank: an array, or a nesting of arrays (the parameters of a model). Made by
     :func:`synk.shared`.
 
@@ -30,17 +31,17 @@ class Shared(VariableHandle):
 
     def __init__(self, session: Session, variable: Variable) -> None:
         self._session = session
-        self._variable = variable
+        self._referent = variable
         self._reference = (resolve_variable, (variable.id,))
 
     @property
     def name(self) -> str:
-        return self._variable.name
+        return self._referent.name
 
     @property
     def is_sharded(self) -> bool:
         """Whether each rank holds a part of the rows, and not a replica."""
-        return self._variable.is_sharded
+        return self._referent.is_sharded
 
     @property
     def value(self) -> Any:
@@ -48,12 +49,12 @@ class Shared(VariableHandle):
         with self._session.entered("read"):
             self._session.begin("read")
             read = collectives.gather if self.is_sharded else collectives.get_value
-            value = read(self._session, self._variable, 0)
+            value = read(self._session, self._referent, 0)
         return read_only(value)
 
     @value.setter
     def value(self, value: Any) -> None:
-        session, variable = self._session, self._variable
+        session, variable = self._session, self._referent
         verb = "scatter" if self.is_sharded else "set_value"
         with session.entered(verb):
             session.begin(verb)
@@ -63,18 +64,18 @@ class Shared(VariableHandle):
                 collectives.set_values(session, variable, [variable], value, None, None)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return value_as_array(self, self._variable.structure, dtype, copy)
+        return value_as_array(self, self._referent.structure, dtype, copy)
 
     @property
     def dtype(self) -> Any:
         """Of the array, or a nesting of dtypes."""
-        variable = self._variable
+        variable = self._referent
         return variable.build(variable.dtypes) if variable.is_nested else variable.dtypes[0]
 
     @property
     def shape(self) -> Any:
         """Of rank 0's replica, or of all shards together."""
-        variable = self._variable
+        variable = self._referent
         shapes = [pairs[front] for pairs, front in zip(variable.shapes, variable.front)]
         whole = list(shapes[0])
         if variable.is_sharded:
@@ -90,7 +91,7 @@ class Shared(VariableHandle):
         ValueError
             If the variable has no axis 0.
         """
-        return self._variable.lengths
+        return self._referent.lengths
 
     def __reduce__(self) -> Any:
         raise TypeError(

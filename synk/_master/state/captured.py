@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from synk._master.code.capture import place_of
 from synk._master.code.culprits import culprit_in
 from synk._master.code.handles import HandlePickler
-from synk._master.state.resident import ResidentHandle, ResidentObject
-from synk._master.state.variable import Variable, VariableHandle
+from synk._master.state.resident import ResidentObject
+from synk._master.state.variable import Variable
 from synk._pure.interrupts import is_from_handler
 from synk.errors import SerializationError
 
@@ -142,6 +142,6 @@ def find_culprit(fn: Any) -> str:
 def referred_in(handles: Sequence[Any]) -> Referred:
     """Return what the handles that a function captured stand for."""
     return Referred(
-        {handle._variable for handle in handles if isinstance(handle, VariableHandle)},
-        {handle._resident for handle in handles if isinstance(handle, ResidentHandle)},
+        {handle._referent for handle in handles if isinstance(handle._referent, Variable)},
+        {handle._referent for handle in handles if isinstance(handle._referent, ResidentObject)},
     )

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from synk._master.code.handles import ArgumentHandle, HandlePickler
+from synk._master.code.handles import HandlePickler
 from synk._master.processes.log import Dropped
 from synk._master.processes.program import search_path
 from synk._master.workers.failures import raise_failures
@@ -280,17 +280,6 @@ class Residents:
         """Have the workers forget objects that no longer exist."""
         while self.dropped:
             self._workers.log.drop_held("resident", self.dropped.popleft())
-
-
-class ResidentHandle(ArgumentHandle):
-    """The base of :class:`synk.Resident`. Calls know one by its class."""
-
-    __slots__ = ("_resident",)
-    _resident: ResidentObject
-
-    @property
-    def _meant(self) -> ResidentObject:
-        return self._resident
 
 
 def check_owner(resident: ResidentObject, residents: Residents, what: str) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from synk._master.code.handles import ArgumentHandle
 from synk._master.processes.log import Dropped
 from synk._master.processes.processes import Processes
 from synk._master.state.memory import Memory
@@ -414,17 +413,6 @@ class Variables:
         self.is_closed = True
         for variable in self.living():
             variable.close()
-
-
-class VariableHandle(ArgumentHandle):
-    """The base of :class:`synk.Shared`. Calls know one by its class; a mark could be borne by other objects."""
-
-    __slots__ = ("_variable",)
-    _variable: Variable
-
-    @property
-    def _meant(self) -> Variable:
-        return self._variable
 
 
 def check_owner(variable: Variable, variables: Variables, what: str) -> None:
