@@ -1,13 +1,41 @@
-"""Nested results: flat lists of leaves and back. Flat tuples and lists take a short way; the rest is optree's."""
+"""Nested results: flat lists of leaves and back. What is one container takes a short way; the rest is optree's."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 _FLAT = (tuple, list)
+_NODES = (tuple, list, dict, type(None))
+
+
+class DictStructure:
+    """The structure of a dict without containers in it. Equal for equal keys, as optree's, whatever their order.
+
+    Attributes
+    ----------
+    keys : tuple of str
+        As the leaves are sorted.
+    order : tuple of str
+        As they stand in the dict.
+    """
+
+    __slots__ = ("keys", "order")
+
+    def __init__(self, keys: tuple[str, ...], order: tuple[str, ...]) -> None:
+        self.keys, self.order = keys, order
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is DictStructure and self.keys == other.keys
+
+    def __hash__(self) -> int:
+        return hash(self.keys)
+
+    def __str__(self) -> str:
+        return f"{{{', '.join(f'{key!r}: *' for key in self.keys)}}}"
 
 
 def _is_node(value: Any) -> bool:
@@ -17,6 +45,10 @@ def _is_node(value: Any) -> bool:
 def _is_leaf(value: Any) -> bool:
     # Containers that optree knows but the documentation does not promise (deque, ...) are plain objects here.
     return not _is_node(value)
+
+
+def _has_nodes(parts: Iterable[Any]) -> bool:
+    return any(issubclass(kind, _NODES) for kind in set(map(type, parts)))
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
@@ -36,8 +68,11 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     if not _is_node(tree):
         return [tree], "leaf"
     kind = type(tree)
-    if kind in _FLAT and not any(_is_node(child) for child in tree):
+    if kind in _FLAT and not _has_nodes(tree):
         return list(tree), (kind, len(tree))
+    if kind is dict and not _has_nodes(tree.values()) and set(map(type, tree)) == {str}:
+        keys = tuple(sorted(tree))
+        return [tree[key] for key in keys], DictStructure(keys, tuple(tree))
     leaves, structure = _optree().tree_flatten(tree, is_leaf=_is_leaf)
     return leaves, structure
 
@@ -107,6 +142,8 @@ def leaves_of(structure: Any, tree: Any) -> list[Any]:
         return [tree]
     if isinstance(structure, tuple):
         return list(tree)
+    if type(structure) is DictStructure:
+        return [tree[key] for key in structure.keys]
     return list(structure.flatten_up_to(tree))
 
 
@@ -117,6 +154,9 @@ def unflatten(structure: Any, leaves: list[Any]) -> Any:
     if isinstance(structure, tuple):
         kind, _ = structure
         return kind(leaves)
+    if type(structure) is DictStructure:
+        values = dict(zip(structure.keys, leaves))
+        return values if structure.keys == structure.order else {key: values[key] for key in structure.order}
     return _optree().tree_unflatten(structure, leaves)
 
 

@@ -10,9 +10,6 @@ import numpy as np
 
 from synk._wire.cell import cell
 
-PLAIN_TYPES = frozenset((bool, int, float, complex, str, bytes, type(None)))
-"""What needs nothing but the plain pickler, which takes a tenth of the time."""
-
 
 class Items(NamedTuple):
     """What an ITEMS message says.

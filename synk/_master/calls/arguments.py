@@ -15,6 +15,7 @@ from synk._master.code.culprits import culprit_in
 from synk._master.objects.data import Contents
 from synk._master.state.variable import Variable
 from synk._pure.interrupts import is_from_handler
+from synk._pure.nested import PLAIN_TYPES
 from synk._pure.ranges import LINE_NBYTES
 from synk._pure.shards import Assignment, Selection, assign_local, assign_owned, bounds_of, select_common
 from synk._pure.tensors import array_of, copied_tensor, dtype_of, is_ordinary, is_tensor
@@ -23,9 +24,6 @@ from synk._wire.parcels import Pickler
 from synk.errors import SerializationError
 
 _PAGE = 4096
-PLAIN_TYPES = frozenset((int, float, complex, bool, str, bytes, type(None)))
-_SCALAR_TYPES = frozenset(np.sctypeDict.values()) - {np.object_, np.void}
-_MAX_DEPTH = 8
 
 
 class Nest(NamedTuple):
@@ -33,6 +31,8 @@ class Nest(NamedTuple):
 
     num_leaves: int
     structure: Any
+    is_whole: bool = False
+    """Whether it goes whole to every rank, so that lists in it are structure."""
 
 
 @dataclass
@@ -258,19 +258,9 @@ def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> 
     return data, [buffer.raw() for buffer in buffers]
 
 
-def is_plain_object(value: Any, depth: int = _MAX_DEPTH) -> bool:
-    """Whether a value is a number, a text, None, or a tuple, list or dict of such: no code of the user's pickles it."""
-    if type(value) in PLAIN_TYPES or type(value) in _SCALAR_TYPES:
-        return True
-    if not depth or type(value) not in (tuple, list, dict):
-        return False
-    parts = [*value, *value.values()] if type(value) is dict else value
-    return all(is_plain_object(part, depth - 1) for part in parts)
-
-
 def pickle_nests(arguments: Sequence[Argument], function_name: str) -> bytes:
     """Pickle ``(first, num_leaves, structure)`` of each nested argument; nothing where there are none."""
-    nests = [(first, *a.nest) for first, a in enumerate(arguments) if a.nest is not None]
+    nests = [(first, a.nest.num_leaves, a.nest.structure) for first, a in enumerate(arguments) if a.nest is not None]
     if not nests:
         return b""
     try:

@@ -165,7 +165,7 @@ def _send_new(session: Session, launched: Launched) -> None:
 
 def complete(session: Session, launched: Launched) -> Any:
     """Wait for the replies to a call and return its result."""
-    doorbells, steps = launched.doorbells, None
+    doorbells, assembly, steps = launched.doorbells, launched.assembly, None
     try:
         if doorbells is not None and doorbells.hear(launched, is_assembled=launched.lease is not None):
             return conclude(session, launched, None, launched.lease)
@@ -175,7 +175,8 @@ def complete(session: Session, launched: Launched) -> Any:
             request = steps.send(session.workers.wait(request))
     except BaseException as error:
         if steps is not None and isinstance(error, StopIteration) and not is_from_handler(error):
-            compile_call(session, launched)
+            if doorbells is None or launched.assembly is not assembly:
+                compile_call(session, launched)
             return error.value
         if steps is not None:
             steps.close()

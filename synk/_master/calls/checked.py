@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from synk._master.calls.arguments import PLAIN_TYPES, Argument, Nest
+from synk._master.calls.arguments import Argument, Nest
+from synk._master.code.handles import Handle
 from synk._master.objects.data import Contents, Data
 from synk._master.objects.resident import Resident
 from synk._master.objects.shared import Shared
@@ -22,9 +23,21 @@ from synk._master.state.variable import Variable, check_owner
 from synk._pure.arrays import as_plain_array, check_shareable
 from synk._pure.dtypes import foreign_name, storage
 from synk._pure.interrupts import is_from_handler
-from synk._pure.nested import SINGLE_VALUES, check_no_list, has_inner_rows, is_nested, places, take_apart
+from synk._pure.nested import (
+    LEAF,
+    PLAIN_TYPES,
+    SINGLE_VALUES,
+    check_no_list,
+    has_inner_rows,
+    is_nested,
+    paths,
+    places,
+    take_apart,
+    take_apart_whole,
+)
 from synk._pure.read_only import ReadOnlyArray
 from synk._pure.tensors import check_no_grad, check_tensor, is_tensor
+from synk._wire.messages import DEVICE_DTYPES
 
 
 class Checks:
@@ -61,12 +74,35 @@ class Checks:
         arguments: list[Argument] = []
         for label, keyword, is_broadcast, value in bound:
             if is_broadcast:
-                arguments.append(self._broadcast(label, keyword, value))
+                arguments += self._whole(label, keyword, value)
             elif is_nested(value) or has_inner_rows(value):
                 arguments += self._nested(label, keyword, value)
             else:
                 arguments.append(self._scattered(label, keyword, value))
         return arguments
+
+    def _whole(self, label: str, keyword: str, value: Any) -> list[Argument]:
+        """Classify what goes whole to every rank: arrays in dicts, lists, tuples and dataclasses one by one."""
+        if type(value) is np.ndarray or isinstance(value, (Data, Handle)):
+            return [self._broadcast(label, keyword, value)]
+        self._check_constants(label, value)
+        leaves, structure = take_apart_whole(value)
+        if structure is LEAF:
+            return [self._broadcast(label, keyword, value)]
+        steps = paths(structure)
+        if any(isinstance(leaf, (Data, Handle)) for leaf in leaves):
+            return [Argument(label, keyword, "object", value=value)]  # its pickling says where these can stand
+        arguments = [self._inner(label + step, keyword, leaf) for step, leaf in zip(steps, leaves)]
+        arguments[0].nest = Nest(len(arguments), structure, is_whole=True)
+        return arguments
+
+    def _inner(self, label: str, keyword: str, value: Any) -> Argument:
+        """Classify a leaf of what goes whole; what no device takes stays on the host there, as in any object."""
+        argument = self._broadcast(label, keyword, value)
+        dtype = None if argument.shape is None else np.asarray(value).dtype
+        if dtype is not None and self._session.has_devices and not (dtype.isnative and dtype.name in DEVICE_DTYPES):
+            return Argument(label, keyword, "object", value=value)
+        return argument
 
     def _broadcast(self, label: str, keyword: str, value: Any) -> Argument:
         if isinstance(value, Data):

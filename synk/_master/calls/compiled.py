@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from synk._master.calls.arguments import is_plain_object
 from synk._master.calls.callee import Callee
 from synk._master.calls.launched import Launched
 from synk._master.calls.look import Look
@@ -26,6 +25,7 @@ from synk._master.calls.plans import Call
 from synk._master.calls.trials import can_check
 from synk._master.session import Session
 from synk._pure.interrupts import num_cancels
+from synk._pure.nested import is_plain_object
 
 _SIGINT, _raises_keyboard_interrupt = int(signal.SIGINT), signal.default_int_handler
 
@@ -145,8 +145,8 @@ def _why_new(session: Session, launched: Launched) -> str:
         return "its rows are those of a sharded variable that it closes over"
     if can_check(launched.function, call):  # it took too long, as first calls do that import something: look again
         return "the check of its op is still to come"
-    if assembly is None or not assembly.is_plain:
-        return "its outputs are no arrays or numbers"
+    if assembly is None:
+        return "its outputs are not put together"
     # Ranks that know their parts of large outputs bring them into place without being asked.
     known = [session.workers.by_rank[rank].known.held["plan"].get(plan_id) for rank in call.ranks]
     if not cached.is_agreed or (assembly.result_nbytes and any(number != assembly.number for number in known)):

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from synk._master.calls.arguments import Argument, is_plain_object, padded, rows_of
+from synk._master.calls.arguments import Argument, Nest, padded, rows_of
 from synk._master.calls.binding import choose_rows, index_arrays, ranks_with_rows
 from synk._master.calls.plans import Call
 from synk._master.code.handles import Handle
 from synk._pure.interrupts import is_from_handler
-from synk._pure.nested import SINGLE_VALUES, take_apart
+from synk._pure.nested import SINGLE_VALUES, is_plain_object, take_apart, take_apart_whole
 from synk._pure.read_only import ReadOnlyArray
 from synk._pure.tensors import memory_of, torch_dtypes
 
@@ -71,8 +71,8 @@ class Look:
             self.leaves.append((pickled.dtype, pickled.shape, pickled, False))
         self.pickled_nbytes = 0
         self._keywords: tuple[str, ...] = ()
-        self._nests: list[tuple[int, Any]] = []  # positions and structures, the last ones first
-        self._inner: set[int] = set()  # leaves of nestings
+        self._nests: list[tuple[int, Nest]] = []  # with their positions, the last ones first
+        self._inner: set[int] = set()  # leaves of nestings that have rows
         self._num_values = 0
         self._note_passed(arguments)
         self._is_flat = not (self._keywords or self._nests or self._tensors or self._objects)
@@ -87,8 +87,9 @@ class Look:
                 num_inner -= 1
                 continue
             if argument.nest is not None:
-                self._nests.insert(0, (self._num_values, argument.nest.structure))
-                self._inner.update(range(position, position + argument.nest.num_leaves))
+                self._nests.insert(0, (self._num_values, argument.nest))
+                if not argument.nest.is_whole:
+                    self._inner.update(range(position, position + argument.nest.num_leaves))
                 num_inner = argument.nest.num_leaves - 1
             if argument.keyword:
                 self._keywords = (*self._keywords, argument.keyword)
@@ -125,9 +126,10 @@ class Look:
         if tuple(kwargs) != self._keywords or len(values) != self._num_values:
             return None
         try:
-            for position, structure in self._nests:
-                leaves, found = take_apart(values[position], by_rows=True)
-                if found != structure:
+            for position, nest in self._nests:
+                value = values[position]
+                leaves, found = take_apart_whole(value) if nest.is_whole else take_apart(value, by_rows=True)
+                if found != nest.structure:
                     return None
                 values[position : position + 1] = leaves
         except (TypeError, RecursionError) as error:  # a new call says what is wrong

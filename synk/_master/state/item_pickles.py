@@ -19,7 +19,8 @@ import numpy as np
 
 from synk._master.code.handles import HandlePickler
 from synk._pure.interrupts import deferred
-from synk._wire.items import PLAIN_TYPES, array_in_segment
+from synk._pure.nested import PLAIN_TYPES
+from synk._wire.items import array_in_segment
 from synk._wire.memory import Segment
 from synk.errors import SharedMemoryError
 

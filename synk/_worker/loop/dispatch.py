@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+from synk._pure.nested import is_plain_object
 from synk._wire.cell import cell
 from synk._wire.control import Phase, Up
 from synk._wire.failures import Failure
@@ -219,8 +220,8 @@ def _pickle_reply(worker: Worker, status: Status, flags: int, content: Any) -> t
             packed = []
             for position, item in enumerate(objects):
                 what = f"object {position} of its result"
-                packed.append(dumps(item))
-            data = dumps((layout, packed))
+                packed.append(pickle.dumps(item, protocol=5) if is_plain_object(item) else dumps(item))
+            data = pickle.dumps((None, packed), protocol=5) if layout is None else dumps((layout, packed))
         finally:
             worker.is_interruptible = False
     except Interrupted:

@@ -9,10 +9,11 @@ import pickle
 import time
 from typing import Any
 
+from synk._pure.nested import PLAIN_TYPES
 from synk._pure.texts import short_repr
 from synk._wire.control import Down, Phase, Up, is_interrupted
 from synk._wire.failures import Failure
-from synk._wire.items import PLAIN_TYPES, Items, ItemsDone
+from synk._wire.items import Items, ItemsDone
 from synk._wire.messages import Body
 from synk._worker.held.plans import LoadedFunction
 from synk._worker.rank import Interrupted, Reply, Worker
