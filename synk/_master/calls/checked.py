@@ -99,9 +99,10 @@ class Checks:
     def _inner(self, label: str, keyword: str, value: Any) -> Argument:
         """Classify a leaf of what goes whole; what no device takes stays on the host there, as in any object."""
         argument = self._broadcast(label, keyword, value)
-        dtype = None if argument.shape is None else np.asarray(value).dtype
-        if dtype is not None and self._session.has_devices and not (dtype.isnative and dtype.name in DEVICE_DTYPES):
-            return Argument(label, keyword, "object", value=value)
+        dtype = argument.dtype if argument.contents is None else argument.contents.array.dtype
+        if self._session.has_devices and dtype is not None and not argument.tensor_dtype:
+            if not (dtype.isnative and dtype.name in DEVICE_DTYPES):
+                return Argument(label, keyword, "object", value=value)
         return argument
 
     def _broadcast(self, label: str, keyword: str, value: Any) -> Argument:
