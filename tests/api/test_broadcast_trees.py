@@ -58,27 +58,13 @@ def asked(rt: Any, **options: Any) -> Any:
     return rt.function(lambda p, x: told(p), bcast_inputs="p", outputs="first", **options)
 
 
+CONTAINERS = ("dict", "list", "tuple", "pair", "layer", "frozen", "custom")
+
+
 def made(draw: random.Random, depth: int = 3) -> Any:
     """Return a random nesting, with arrays and without."""
-    kind = draw.choice(
-        [
-            "dict",
-            "list",
-            "tuple",
-            "pair",
-            "layer",
-            "frozen",
-            "custom",
-            "array",
-            "array",
-            "array",
-            "scalar",
-            "text",
-            "none",
-            "numbers",
-        ]
-    )
-    if depth == 0 and kind in ("dict", "list", "tuple", "pair", "layer", "frozen", "custom"):
+    kind = draw.choice((*CONTAINERS, "array", "array", "array", "scalar", "text", "none", "numbers"))
+    if depth == 0 and kind in CONTAINERS:
         kind = "array"
     parts = [made(draw, depth - 1) for _ in range(draw.randrange(4))] if depth else []
     dtype = draw.choice(["f8", "f4", "i4", "?", "c16", "U3", "M8[s]"])

@@ -100,9 +100,10 @@ class Checks:
         """Classify a leaf of what goes whole; what no device takes stays on the host there, as in any object."""
         argument = self._broadcast(label, keyword, value)
         dtype = argument.dtype if argument.contents is None else argument.contents.array.dtype
-        if self._session.has_devices and dtype is not None and not argument.tensor_dtype:
-            if not (dtype.isnative and dtype.name in DEVICE_DTYPES):
-                return Argument(label, keyword, "object", value=value)
+        if dtype is None or argument.tensor_dtype or not self._session.has_devices:
+            return argument
+        if not (dtype.isnative and dtype.name in DEVICE_DTYPES):
+            return Argument(label, keyword, "object", value=value)
         return argument
 
     def _broadcast(self, label: str, keyword: str, value: Any) -> Argument:
