@@ -37,11 +37,12 @@ DEMO_EXTRAS := demos,plot
 CHECK_EXTRAS := dev,test-jax,test-pytensor
 GPU_EXTRAS = $(CUDA),test
 
-.PHONY: help demo test jax pytensor bench gpu-test gpu-bench storm faults checks lint doctest docs smoke clean
+.PHONY: help demo test jax pytensor bench gpu-test gpu-bench storm faults checks lint quick doctest docs smoke clean
 
 help:
 	@echo "make demo      trains on handwritten digits, serial and on 1, 2, ... workers: a table, and a picture of the speed-up"
 	@echo "make test      the test suite; a part of it: make test ARGS=\"-k digits -x\""
+	@echo "make quick     lint, types, and the tests of what you have changed, in about a minute"
 	@echo "make jax       installs JAX and optax: make test then runs the tests that need them, too"
 	@echo "make pytensor  installs PyTensor, likewise"
 	@echo
@@ -88,6 +89,13 @@ lint: $(DEV)
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
+
+# What a change is likely to break, in about a minute.
+quick: $(DEV) $(TEST)
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+	@OMP_NUM_THREADS=1 $(PY) tests/quick.py $(ARGS)
 
 doctest: $(TEST)
 	@$(PY) -m pytest --doctest-modules $(if $(wildcard $(PYTENSOR)),,--ignore=synk/extensions/pytensor.py) synk $(ARGS)

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-TARGETS = ("help", "demo", "test", "jax", "pytensor", "bench", "checks", "docs", "lint", "smoke", "gpu-test")
+TARGETS = ("help", "demo", "test", "jax", "pytensor", "bench", "checks", "docs", "lint", "quick", "smoke", "gpu-test")
 
 
 @pytest.mark.parametrize("target", TARGETS)
