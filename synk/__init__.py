@@ -39,6 +39,7 @@ def __dir__() -> list[str]:
 
 __all__ = [  # noqa: F405
     "Data",
+    "Executor",
     "Function",
     "FunctionWrapper",
     "Op",

@@ -4,6 +4,7 @@ from synk._api.build import function as function
 from synk._api.current import close as close
 from synk._api.current import current as current
 from synk._api.current import fork as fork
+from synk._api.executor import Executor as Executor
 from synk._api.function import Function as Function
 from synk._api.runtime import Runtime as Runtime
 from synk._api.verbs import all_gather as all_gather

@@ -5,6 +5,7 @@ There is no thread: who waits for a task drives the others, and calls back for t
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable
@@ -53,7 +54,7 @@ class Tasks:
         self._pickler = ItemPickler(session.memory.copies)
         self._waiting: deque[Task] = deque()
         self._sent: list[Task] = []
-        self._num_tasks = 0
+        self._numbers = itertools.count()
 
     def submit(self, task: Callable[[], Any], callback: Callable[[Task], Any] | None = None) -> Task:
         """Hand a task over, pickled; ``callback(task)`` is called when it has ended, in a ``result`` of any task.
@@ -63,6 +64,13 @@ class Tasks:
         SerializationError
             If it cannot be pickled.
         """
+        made = self.packed(task, callback)
+        self._waiting.append(made)
+        self._send()
+        return made
+
+    def packed(self, task: Callable[[], Any], callback: Callable[[Task], Any] | None = None) -> Task:
+        """Return a task, pickled, that is not handed over yet; for any thread."""
         try:
             data, copies = self._pickler.dumps(task)
         except Exception as error:
@@ -71,13 +79,25 @@ class Tasks:
             raise SerializationError(
                 f"cannot send a task to a worker: {type(error).__name__}: {str(error).rstrip('.')}."
             ) from error
-        chunk = Chunk(self._num_tasks)
+        chunk = Chunk(next(self._numbers))
         chunk.add(data, copies)
-        self._num_tasks += 1
-        self._waiting.append(Task(chunk, callback))
-        made = self._waiting[-1]
-        self._send()
-        return made
+        return Task(chunk, callback)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a worker is free for one more, or will be soon."""
+        return self._chunks.has_room
+
+    @property
+    def are_under_way(self) -> bool:
+        return bool(self._sent)
+
+    def look(self, task: Task | None) -> None:
+        """Hand ``task`` over, if there is one, and take in what has ended, without waiting."""
+        if task is not None:
+            self._sent.append(task)
+        self._chunks.step(None if task is None else task.chunk, is_waiting=False)
+        self._call_back()
 
     def _send(self) -> None:
         while self._waiting and self._chunks.has_room:
@@ -102,6 +122,11 @@ class Tasks:
             self._call_back()
             self._send()
         self._call_back()
+        return self.outcome(task)
+
+    @staticmethod
+    def outcome(task: Task) -> Any:
+        """Return the result of a task that has ended, once, or raise what has ended it."""
         if task.chunk.error is not None:
             error = task.chunk.error
             outline(error)

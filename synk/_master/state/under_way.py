@@ -39,6 +39,9 @@ class UnderWay(Protocol):
     def drain(self, verb: str, deadline: float | None) -> None:
         """Wait for all of them."""
 
+    def descriptors(self) -> list[int]:
+        """Return what tells of workers that have answered, or died."""
+
     def reads(self, segment: Segment) -> bool:
         """Whether one reads a segment."""
 

@@ -1,0 +1,241 @@
+"""``Executor``: the workers as a pool of the standard library's kind, for programs that take one.
+
+Whoever waits for a future of the standard library does so by its own means, so a thread drives the tasks here. It holds
+the runtime only for the moment in which it sends a task or takes in what has ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import contextlib
+import functools
+import itertools
+import os
+import select
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from synk._api.current import current, fork
+from synk._api.runtime import Runtime
+from synk._master.flight.tasks import Task, Tasks
+from synk._master.processes.processes import eventfd
+from synk._wire.cell import cell, refuse_inside_worker
+
+_LOOK_MS = 50
+"""How often the thread looks while tasks are under way: another operation may have taken in their ends."""
+
+
+class Executor(concurrent.futures.Executor):
+    """The workers as an executor of ``concurrent.futures``: each task runs on the next worker that is free.
+
+    For what takes an executor: ``loop.run_in_executor``, ``dask.config.set(scheduler=executor)``, the ``workers=`` of
+    SciPy by ``executor.map``, ``emcee`` by ``pool=``. For a loop over items :func:`synk.map` needs none and sends several
+    items at once; for rows of arrays there is :func:`synk.function`.
+
+    Parameters
+    ----------
+    max_workers : int, optional
+        How many workers are used; all of them by default.
+    runtime : Runtime, optional
+        The current one by default; where there is none, it is forked.
+
+    Raises
+    ------
+    ValueError
+        For a number of workers below 1.
+    NotForkedError, ClosedError, ReentrancyError
+
+    Notes
+    -----
+    Functions, arguments and results are pickled as by :func:`synk.map`, so lambdas and functions of notebooks can be
+    passed; arrays of 1 MB and more cross to the workers once, and arrive read-only. A worker that dies ends its task
+    with ``WorkerDied``, and another one takes its place: the executor stays usable. Calls of functions of the same
+    runtime wait for the tasks that workers are at. :meth:`shutdown` ends the executor and leaves the workers to the
+    runtime.
+
+    Examples
+    --------
+    >>> import synk
+    >>> with synk.fork(2), synk.Executor() as executor:
+    ...     list(executor.map(lambda n: n * n, range(4)))
+    [0, 1, 4, 9]
+    """
+
+    def __init__(self, max_workers: int | None = None, *, runtime: Runtime | None = None) -> None:
+        refuse_inside_worker("make an executor")
+        if max_workers is not None and (isinstance(max_workers, bool) or max_workers < 1):
+            raise ValueError(f"cannot make an executor: got max_workers={max_workers}, expected 1 or more, or None.")
+        if runtime is None:
+            runtime = fork() if cell.runtime is None else current()
+        self._runtime = runtime
+        num_workers = min(max_workers or runtime.world_size, runtime.world_size)
+        runtime._session.check_open("make an executor")
+        self._driver = _Driver(runtime, num_workers)
+        self._finalizer = weakref.finalize(self, _Driver.stop, self._driver)
+        self._finalizer.atexit = False
+        _open.add(self)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+        """Run ``fn(*args, **kwargs)`` on a worker; return a future of ``concurrent.futures``.
+
+        Raises
+        ------
+        RuntimeError
+            After :meth:`shutdown`.
+        """
+        return self._driver.submit(functools.partial(fn, *args, **kwargs))
+
+    def map(
+        self, fn: Callable[..., Any], *iterables: Iterable[Any], timeout: float | None = None, chunksize: int = 1
+    ) -> Iterator[Any]:
+        """Return an iterator over ``fn(*items)`` in the order of the iterables, which are taken at once.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds from now until ``TimeoutError``.
+        chunksize : int
+            Items that go to a worker as one task.
+        """
+        if chunksize < 1:
+            raise ValueError(f"cannot map: got chunksize={chunksize}, expected 1 or more.")
+        chunks = super().map(functools.partial(_run_chunk, fn), _chunks(zip(*iterables), chunksize), timeout=timeout)
+        return itertools.chain.from_iterable(chunks)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more tasks; safe to repeat.
+
+        Parameters
+        ----------
+        wait : bool
+            Return when all tasks have ended.
+        cancel_futures : bool
+            Cancel those that no worker has begun.
+        """
+        self._driver.stop(cancel_futures=cancel_futures)
+        if wait:
+            self._driver.join()
+
+    def __repr__(self) -> str:
+        return f"<synk.Executor on {self._runtime!r}>"
+
+
+_open: weakref.WeakSet[Executor] = weakref.WeakSet()
+
+
+@atexit.register
+def _shut_down() -> None:
+    """Wait for the tasks of all executors at the end of the program, before their runtimes are closed."""
+    for executor in list(_open):
+        executor.shutdown()
+
+
+def _run_chunk(fn: Callable[..., Any], chunk: list[tuple[Any, ...]]) -> list[Any]:
+    return [fn(*items) for items in chunk]
+
+
+def _chunks(items: Iterator[tuple[Any, ...]], size: int) -> Iterator[list[tuple[Any, ...]]]:
+    while chunk := list(itertools.islice(items, size)):
+        yield chunk
+
+
+class _Driver:
+    """The thread behind one executor. Begins with the first task, and ends when no more can come."""
+
+    def __init__(self, runtime: Runtime, num_workers: int) -> None:
+        self._session = runtime._session
+        self._tasks: Tasks = runtime._tasks(num_workers)
+        self._waiting: deque[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = deque()
+        self._futures: dict[Task, concurrent.futures.Future[Any]] = {}
+        self._is_stopping = False
+        self._lock = threading.Lock()
+        self._bell = eventfd()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, task: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+        with self._lock:
+            if self._is_stopping:
+                raise RuntimeError("cannot submit a task: the executor was shut down. Make another one.")
+            self._session.check_open("submit a task")
+            future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+            self._waiting.append((future, task))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._drive, name="synk.Executor", daemon=True)
+                self._thread.start()
+        self._ring()
+        return future
+
+    def stop(self, *, cancel_futures: bool = False) -> None:
+        with self._lock:
+            self._is_stopping = True
+            while cancel_futures and self._waiting:
+                self._waiting.popleft()[0].cancel()
+        self._ring()
+
+    def join(self) -> None:
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _ring(self) -> None:
+        os.eventfd_write(self._bell, 1)
+
+    # -- in the thread ------------------------------------------------------------------------------------------------
+
+    def _drive(self) -> None:
+        while self._waiting or self._futures or not self._is_stopping:
+            try:
+                self._send()
+                if self._futures:
+                    self._tasks.look(None)
+                if not (self._waiting and self._tasks.has_room):
+                    self._wait()
+            except Exception as error:  # the runtime was closed, say: nothing will come of what is there
+                self._fail_all(error)
+
+    def _wait(self) -> None:
+        """Wait until a worker has answered, or somebody rings."""
+        poll = select.poll()
+        poll.register(self._bell, select.POLLIN)
+        if self._futures:
+            for fd in self._session.queue.descriptors():
+                poll.register(fd, select.POLLIN)
+        poll.poll(_LOOK_MS if self._futures else None)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+
+    def _send(self) -> None:
+        while self._waiting and self._tasks.has_room:
+            future, fn = self._waiting.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                task = self._tasks.packed(fn, self._end)
+            except Exception as error:
+                future.set_exception(error)
+                continue
+            self._futures[task] = future
+            self._tasks.look(task)
+
+    def _end(self, task: Task) -> None:
+        """Give a future its outcome. Whatever its callbacks do, they do it here, where no operation is under way."""
+        future = self._futures.pop(task)
+        try:
+            future.set_result(self._tasks.outcome(task))
+        except BaseException as error:
+            if isinstance(error, concurrent.futures.InvalidStateError):
+                raise
+            future.set_exception(error)
+
+    def _fail_all(self, error: BaseException) -> None:
+        lost, self._futures = self._futures, {}
+        self._tasks.cancel()
+        for future in lost.values():
+            future.set_exception(error)
+        while self._waiting:
+            future, _ = self._waiting.popleft()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
