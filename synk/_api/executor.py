@@ -33,8 +33,8 @@ class Executor(concurrent.futures.Executor):
     """The workers as an executor of ``concurrent.futures``: each task runs on the next worker that is free.
 
     For what takes an executor: ``loop.run_in_executor``, ``dask.config.set(scheduler=executor)``, the ``workers=`` of
-    SciPy by ``executor.map``, ``emcee`` by ``pool=``. For a loop over items :func:`synk.map` needs none and sends several
-    items at once; for rows of arrays there is :func:`synk.function`.
+    SciPy by ``executor.map``, ``emcee`` by ``pool=``. For a loop over items :func:`synk.map` needs none and sends
+    several items at once; for rows of arrays there is :func:`synk.function`.
 
     Parameters
     ----------

@@ -48,13 +48,8 @@ class Callee:
     Parameters
     ----------
     fn, bcast_inputs, outputs, updates, framework, name, per_rank
-<<<<<<< HEAD
         As for :func:`synk.function`, checked but for ``outputs``.
-    changes : sequence of ResidentHandle
-=======
-        As for :func:`synk.function`, checked.
     changes : sequence of Resident
->>>>>>> 79b89c3 (Three handle bases less: calls know Data, Shared and Resident by their classes; the options of functions are written once)
     session : Session or None
         The only one that may call it; None: any. Afterwards ``fixed_session``.
 
