@@ -329,7 +329,7 @@ def _load_nccl4py(path: str) -> Nccl4pyBinding:
 
     release = metadata.version("nccl4py")
     if not release.startswith(_NCCL4PY_RELEASE):
-        raise ImportError(f"cannot use nccl4py: got release {release}, expected {_NCCL4PY_RELEASE}*.")
+        raise ImportError(f"got release {release}, expected {_NCCL4PY_RELEASE}*")
     # It asks cuda.pathfinder for the library, which first takes what the process has mapped under NCCL's name.
     ctypes.CDLL(path)
     return Nccl4pyBinding(importlib.import_module("nccl.bindings.nccl"))
