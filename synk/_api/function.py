@@ -30,6 +30,7 @@ from synk._master.calls.callee import Callee, FunctionHandle
 from synk._master.flight.pending import PendingCall
 from synk._master.session import Session, current_session
 from synk._pure.comparison import Tolerance
+from synk._pure.interrupts import operation
 from synk._pure.limits import check_timeout
 from synk._pure.ops import DEFAULT_OP, check_outputs
 from synk._pure.show import table
@@ -168,18 +169,19 @@ class Function(FunctionHandle, Generic[P]):
     ) -> Any:
         has_looked = False
         try:
-            if output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
-                callee = self._callee
-                compiled, capture, session = callee.plans.compiled[0], callee.capture, callee.session
-                if compiled is not None and session and capture and capture.is_current() and not self._retry:
-                    result = call_again(session, callee, compiled, args, kwargs, batch, shard_batch)
-                    if result is not UNFIT:
-                        return result
-                    has_looked = True
-            options = CallOptions(
-                batch, shard_batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout)
-            )
-            return self._run(args, kwargs, options, has_looked)
+            with operation():
+                if output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
+                    callee = self._callee
+                    compiled, capture, session = callee.plans.compiled[0], callee.capture, callee.session
+                    if compiled is not None and session and capture and capture.is_current() and not self._retry:
+                        result = call_again(session, callee, compiled, args, kwargs, batch, shard_batch)
+                        if result is not UNFIT:
+                            return result
+                        has_looked = True
+                options = CallOptions(
+                    batch, shard_batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout)
+                )
+                return self._run(args, kwargs, options, has_looked)
         except Exception as error:
             __tracebackhide__ = True
             outline(error)

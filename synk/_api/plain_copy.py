@@ -15,7 +15,6 @@ from synk._master.calls.arguments import ObjectPickler
 from synk._master.code.handles import Handle, HandlePickler
 from synk._master.code.modules import is_users_module
 from synk._master.state.variable import VariableHandle
-from synk._pure.interrupts import is_from_handler
 from synk._wire.memory import available_nbytes
 from synk._wire.parcels import Pickler
 
@@ -59,9 +58,7 @@ class Copy:
             _ClassesOut(file, self.copies).dump(result)
             file.seek(0)
             return _ClassesIn(file, self.classes).load()
-        except Exception as error:  # what cannot be pickled is compared as it is
-            if is_from_handler(error):
-                raise
+        except Exception:  # what cannot be pickled is compared as it is
             return result
 
 

@@ -6,7 +6,6 @@ is settled, the dead are started again. Everything above (calls, collectives, th
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import sys
@@ -31,7 +30,7 @@ from synk._master.state.under_way import UnderWay
 from synk._master.state.variable import Variables
 from synk._master.workers.waiting import interrupted
 from synk._master.workers.workers import Workers
-from synk._pure.interrupts import deferred, is_from_handler, num_cancels
+from synk._pure.interrupts import deferred, operation, safe_point
 from synk._pure.limits import lock_s
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.memory import Segment
@@ -40,6 +39,32 @@ from synk.errors import ClosedError, NotForkedError, ReentrancyError, Unsupporte
 _COUNTERS = (
     "messages_down", "messages_up", "bytes_down", "bytes_up", "bytes_pickled", "bytes_staged", "calls", "restarts",
 )  # fmt: skip
+
+
+class Held(operation):
+    """One thread's operation on a session: the signal handlers are held back, and the lock is held."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self, lock: Any) -> None:
+        super().__init__()
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        try:
+            if not self._lock.acquire(blocking=False):
+                safe_point(self._lock.acquire)
+        except BaseException as error:  # by a handler, which may come when the lock has just been taken
+            if self._lock._is_owned():
+                self._lock.release()
+            super().__exit__(type(error), error, None)
+            raise
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._lock.release()
+        super().__exit__(*exc_info)
+
 
 open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -153,10 +178,8 @@ class Session:
                 f"cannot {verb}: this process is a forked copy of the master, and the workers belong to the original."
             )
 
-    def entered(self, verb: str) -> contextlib.AbstractContextManager[Any]:
+    def entered(self, verb: str) -> Held:
         """Return the lock to hold for one operation; :meth:`begin` is the first thing to do under it.
-
-        The lock is the interpreter's own, because its ``with`` has no gap in which an interrupt could leave it held.
 
         Raises
         ------
@@ -170,28 +193,26 @@ class Session:
             raise ReentrancyError(
                 f"cannot {verb} while this thread is in another call: got here from a signal handler or a finalizer."
             )
-        return self._lock
+        return Held(self._lock)
+
+    def held(self) -> Held:
+        """Return the lock to hold, as ``entered`` does, where what it checks is known."""
+        return Held(self._lock)
 
     def if_free(self, action: Callable[[], None], timeout: float = 0.0) -> bool:
         """Do ``action`` under the lock if it can be had within ``timeout`` seconds; return whether it was done."""
         if self.is_mine():
             return False
         lock = self._lock
-        has_acted = False
-        try:
-            # An interrupt may come as soon as the lock is taken, and before the next line of Python anywhere; it is
-            # given back by C code that nothing can come before.
-            if lock.acquire(timeout=lock_s(timeout)):
-                action()
-                has_acted = True
-        finally:
+        with operation():
             try:
-                lock.release()
-            except RuntimeError as error:
-                if is_from_handler(error):
-                    raise
-                # Another thread holds it.
-        return has_acted
+                is_free: bool = lock.acquire(blocking=False) or safe_point(lock.acquire, timeout=lock_s(timeout))
+                if is_free:
+                    action()
+                return is_free
+            finally:
+                if self.is_mine():
+                    lock.release()
 
     def is_mine(self) -> bool:
         """Whether this thread is in an operation."""
@@ -220,7 +241,6 @@ class Session:
     def resume(self, verb: str, deadline: float | None) -> None:
         """Do as ``begin`` in the middle of an operation: nothing is freed, because it may be in use."""
         self.check_open(verb)  # it may have been closed while this thread waited for the lock
-        self.workers.waiting.num_cancels = num_cancels()
         if self.queue.calls or self.queue.chunks is not None:
             num_interrupts = self.workers.waiting.num_interrupts
             self.queue.drain(verb, deadline)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from synk._pure.dtypes import describe_dtype, is_bfloat16
-from synk._pure.interrupts import is_from_handler
 from synk._pure.trees import flatten
 
 Op = str | Callable[[Any, Any], Any] | None
@@ -98,9 +97,7 @@ def _check_callable(op: Callable[..., Any], what: str) -> None:
     """Raise unless ``op`` takes two values. Those for which a second argument means something else combine wrongly."""
     try:
         parameters = list(inspect.signature(op).parameters.values())
-    except (TypeError, ValueError) as error:  # some built-in functions have none: max and min, ufuncs
-        if is_from_handler(error):
-            raise
+    except (TypeError, ValueError):  # some built-in functions have none: max and min, ufuncs
         return
     values = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     num_required = sum(p.default is p.empty for p in values)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from synk._pure.dtypes import as_numbers, assign, describe_dtype, is_bfloat16
+from synk._pure.interrupts import safe_point
 from synk._pure.ops import Op, check_op, is_reducible
 
 # An accumulator block of this size stays in the second-level cache while every rank's part streams through it.
@@ -166,7 +167,7 @@ class Accumulator:
         elif not self._parts:
             self._parts = [value]  # as it is: with one slice nothing is computed
         elif callable(op):
-            self._parts = [op(self._parts[0], value)]
+            self._parts = [safe_point(op, self._parts[0], value)]
         elif op != "first":
             self._combine(op, value, num_rows)
 

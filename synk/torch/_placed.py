@@ -25,7 +25,7 @@ import torch
 
 from synk._api.function import Function
 from synk._api.runtime import Runtime
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import safe_point
 from synk.errors import ClosedError, SerializationError, WorkerDied
 from synk.torch import _kept_graphs as ranks
 from synk.torch import _module_parts as parts
@@ -170,10 +170,8 @@ class Placed:
 
     def _dumped(self, nesting: Any) -> bytes:
         try:
-            return cloudpickle.dumps(nesting, protocol=5)
+            return safe_point(cloudpickle.dumps, nesting, protocol=5)
         except Exception as error:
-            if is_from_handler(error):
-                raise
             raise SerializationError(
                 f"cannot send the inputs of {self._name!r}: {type(error).__name__}: {error}. What is no tensor must be "
                 "picklable."

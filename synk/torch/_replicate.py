@@ -20,7 +20,6 @@ from synk._api.current import current
 from synk._api.function import Function
 from synk._api.runtime import Runtime
 from synk._master.code.handles import Handle
-from synk._pure.interrupts import is_from_handler
 from synk._pure.ops import DEFAULT_OP, DefaultOp
 from synk._pure.tensors import num_torch_threads
 from synk._wire.control import Traits
@@ -346,8 +345,6 @@ class Replicated(Handle):
             if self._is_behind:
                 self.pull()
         except Exception as error:
-            if is_from_handler(error):
-                raise
             warnings.warn(
                 f"{', '.join(type(obj).__name__ for obj in self._objects)} could not be brought up to date before the "
                 f"runtime was closed, and holds what it held at the last pull: {error}",

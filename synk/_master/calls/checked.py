@@ -19,7 +19,6 @@ from synk._master.state.resident import check_owner as check_owner_of_resident
 from synk._master.state.variable import Variable, VariableHandle, check_owner
 from synk._pure.arrays import as_plain_array, check_shareable
 from synk._pure.dtypes import foreign_name, storage
-from synk._pure.interrupts import is_from_handler
 from synk._pure.nested import SINGLE_VALUES, check_no_list, has_inner_rows, is_nested, places, take_apart
 from synk._pure.read_only import ReadOnlyArray
 from synk._pure.tensors import check_no_grad, check_tensor, is_tensor
@@ -100,8 +99,6 @@ class Checks:
         try:
             leaves, structure = take_apart(value, by_rows=True)
         except TypeError as error:
-            if is_from_handler(error):
-                raise
             raise TypeError(f"cannot scatter {what}: {error}. Pass its arrays in a dict or a tuple.") from None
         except RecursionError:
             raise ValueError(

@@ -14,7 +14,6 @@ from synk._master.calls.arguments import Argument, is_plain_object, padded, rows
 from synk._master.calls.binding import choose_rows, index_arrays, ranks_with_rows
 from synk._master.calls.plans import Call
 from synk._master.code.handles import ArgumentHandle
-from synk._pure.interrupts import is_from_handler
 from synk._pure.nested import SINGLE_VALUES, take_apart
 from synk._pure.read_only import ReadOnlyArray
 from synk._pure.tensors import memory_of, torch_dtypes
@@ -130,9 +129,7 @@ class Look:
                 if found != structure:
                     return None
                 values[position : position + 1] = leaves
-        except (TypeError, RecursionError) as error:  # a new call says what is wrong
-            if is_from_handler(error):
-                raise
+        except (TypeError, RecursionError):  # a new call says what is wrong
             return None
         for position, dtype, plain in self._tensors:
             array = values[position] = memory_of(values[position], dtype, plain)

@@ -36,7 +36,7 @@ from synk._master.code.handles import Handle
 from synk._master.code.modules import Located, inside, is_told_by_import, reached_from, source_of
 from synk._master.code.packing import Address, PartsPickler, Shared
 from synk._master.code.parcels import Host, Node, Parcel
-from synk._pure.interrupts import deferred, is_from_handler
+from synk._pure.interrupts import deferred
 from synk._wire.memory import Segment
 from synk._wire.messages import Reload
 from synk._wire.parcels import Absent, make_cell
@@ -180,7 +180,7 @@ class Book:
             parcel = self._pack([(kind, Address(node), change.key, value)], is_optional=is_first)
         except Exception as error:
             facet.forget(change)
-            if is_from_handler(error) or isinstance(error, MemoryError):
+            if isinstance(error, MemoryError):
                 raise
             if not (self._is_of_module(node) or node.parcel.is_optional):
                 what = f"{change.key!r} ({type(change.value).__name__})"

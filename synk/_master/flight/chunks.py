@@ -19,7 +19,7 @@ from synk._master.state.device_values import check_not_lost
 from synk._master.state.item_pickles import ArrayCopy
 from synk._master.workers.failures import rebuild
 from synk._master.workers.requests import Request
-from synk._pure.interrupts import is_from_handler, num_cancels
+from synk._pure.interrupts import HandlerRaised, raised_by_handler, safe_point
 from synk._wire.failures import Failure
 from synk._wire.items import Items, ItemsDone
 from synk._wire.messages import Kind, Reply, Status
@@ -85,10 +85,10 @@ class Chunk:
         position = self.first + self.num_items - len(self.values)
         data = self.values.popleft()
         try:
-            return pickle.loads(data)
+            return safe_point(pickle.loads, data)
+        except HandlerRaised:
+            raise
         except BaseException as error:  # the user's classes are built here
-            if is_from_handler(error):
-                raise
             raise SerializationError(
                 f"cannot load what {name!r} returned for item {position}: {type(error).__name__}: {error}. Return "
                 "arrays, numbers or objects whose class can be loaded in the master."
@@ -147,7 +147,6 @@ class Chunks:
         """
         session = self._session
         with session.entered(self.verb):
-            session.workers.waiting.num_cancels = num_cancels()
             if chunk is not None:
                 self._send(chunk)
             if self._in_flight:
@@ -284,11 +283,11 @@ class Chunks:
     def _lose(self, error: BaseException) -> None:
         """After ``error``: end the chunks that it has taken along."""
         lost: Exception
-        if isinstance(error, Exception) and not is_from_handler(error):
+        if isinstance(error, Exception):
             lost = error
         else:
             lost = CallCancelled(f"{self.verb}: its items were ended by an interrupt. Map them again.")
-            lost.__cause__ = error
+            lost.__cause__ = raised_by_handler(error)
         for chunk in list(self._in_flight):
             if chunk.request is None or chunk.request.is_lost:
                 self._forget(chunk, lost)

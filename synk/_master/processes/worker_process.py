@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from synk._master.processes.output import Output, Records
 from synk._master.processes.program import command, startup_text, write_setup
-from synk._pure.interrupts import deferred, is_from_handler
+from synk._pure.interrupts import deferred
 from synk._wire.channel import Channel
 from synk._wire.descriptors import NONE, Descriptor, packet_pair, pipe
 from synk._wire.lifeline import Pulse
@@ -215,9 +215,7 @@ class WorkerProcess:
         try:
             with deferred(), open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
                 state = file.read().rsplit(")", 1)[1].split()[0]
-        except (OSError, IndexError) as error:
-            if is_from_handler(error):
-                raise
+        except (OSError, IndexError):
             return "the process is gone"
         if state in "TtZ":
             return "the process is stopped (SIGSTOP)" if state in "Tt" else "the process has ended"
@@ -311,8 +309,6 @@ def _exit_text(code: int | None, is_known: bool) -> str:
     if code < 0:
         try:
             return signal.Signals(-code).name
-        except ValueError as error:
-            if is_from_handler(error):
-                raise
+        except ValueError:
             return f"signal {-code}"
     return f"exit {code}"

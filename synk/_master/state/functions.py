@@ -19,7 +19,7 @@ from synk._master.state.lanes import Lanes
 from synk._master.state.memory import Memory
 from synk._master.workers.failures import rebuild
 from synk._master.workers.workers import Workers
-from synk._pure.interrupts import deferred, is_from_handler
+from synk._pure.interrupts import deferred
 from synk._wire.logs import levels
 from synk._wire.memory import Segment
 from synk._wire.messages import Kind, LoadOrder, ParcelOrder, Reload, Status
@@ -160,7 +160,7 @@ class Functions:
                 try:
                     update = book.update(function_id, fn, options, is_thorough=is_thorough, capture=capture)
                 except Exception as error:
-                    if is_from_handler(error) or isinstance(error, SynkError):
+                    if isinstance(error, SynkError):
                         raise
                     raise unsendable(names, fn, error) from error
                 reloads += update.reloads

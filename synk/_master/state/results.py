@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from synk._pure.interrupts import deferred, is_from_handler
+from synk._pure.interrupts import deferred
 from synk._wire.mapping import MappedFile
 from synk._wire.memory import Segment, forks
 
@@ -165,8 +165,6 @@ def before_fork() -> None:
         try:
             mapping.make_private()
         except OSError as error:  # the fork must go on
-            if is_from_handler(error):
-                raise
             _logger.warning(
                 "a large result stays shared with a forked child (%s): each sees what the other writes into it. "
                 "Copy it before the fork.",
