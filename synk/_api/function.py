@@ -30,7 +30,7 @@ from synk._master.calls.callee import Callee, FunctionHandle
 from synk._master.flight.pending import PendingCall
 from synk._master.session import Session, current_session
 from synk._pure.comparison import Tolerance
-from synk._pure.interrupts import operation
+from synk._pure.interrupts import as_operation, operation
 from synk._pure.limits import check_timeout
 from synk._pure.ops import DEFAULT_OP, check_outputs
 from synk._pure.show import table
@@ -89,6 +89,7 @@ class Function(FunctionHandle, Generic[P]):
 
     _known = Traits(0)  # what it does that means the same in a serial call
 
+    @as_operation
     def __init__(
         self,
         fn: Callable[P, Any],
@@ -206,8 +207,9 @@ class Function(FunctionHandle, Generic[P]):
             batch, None, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout), is_serial=True
         )
         try:
-            self._callee.check_all()
-            return self._run(args, kwargs, options)
+            with operation():
+                self._callee.check_all()
+                return self._run(args, kwargs, options)
         except Exception as error:
             __tracebackhide__ = True
             outline(error)
@@ -235,6 +237,7 @@ class Function(FunctionHandle, Generic[P]):
         """
         self._callee.refresh()
 
+    @as_operation
     def verify(
         self,
         /,
@@ -322,6 +325,7 @@ class Function(FunctionHandle, Generic[P]):
         """Return what to compare instead of a function that draws random numbers, where there is such a thing."""
         return None
 
+    @as_operation
     def submit(
         self,
         /,
@@ -420,6 +424,7 @@ class Function(FunctionHandle, Generic[P]):
         results = stream(lambda batch: self.submit(*arguments(batch)), self.name, iter(batches))
         return with_progress(results, self.name, operator.length_hint(batches)) if progress else results
 
+    @as_operation
     def rows(self, /, *args: Any, batch_size: int, progress: bool = False, **kwargs: Any) -> Iterator[Any]:
         """Call the function for consecutive blocks of rows, and return an iterator over the results, in order.
 

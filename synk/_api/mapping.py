@@ -14,10 +14,11 @@ from synk._master.calls.callee import Callee, FunctionHandle
 from synk._master.flight.chunks import check_mapped
 from synk._master.flight.item_map import ItemMap
 from synk._master.session import Session
-from synk._pure.interrupts import safe_point
+from synk._pure.interrupts import as_operation, safe_point
 from synk._wire.cell import refuse_inside_worker
 
 
+@as_operation
 def map_items(
     session: Session,
     fn: Callable[[Any], Any],

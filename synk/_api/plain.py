@@ -18,6 +18,7 @@ from synk._api.plain_arguments import plain_arguments
 from synk._api.plain_copy import RESIDENT, SHARED, Copy, NotComparable, copied
 from synk._master.calls.callee import Callee
 from synk._pure.generators import generator_states, restore_generators
+from synk._pure.interrupts import safe_point
 from synk._pure.tensors import array_of, is_plain, is_tensor
 from synk._wire.settings import kept
 from synk.backends._frameworks import Converter, host_converters
@@ -109,7 +110,7 @@ class PlainCall:
 
     def _called(self, copy: Copy, skeleton: Any) -> PlainOutputs:
         try:
-            result = copy.fn(*copy.args, **copy.kwargs)
+            result = safe_point(copy.fn, *copy.args, **copy.kwargs)
         except ReentrancyError:
             raise NotComparable("it uses synk.comm, which has no meaning outside of a worker") from None
         except MemoryError:

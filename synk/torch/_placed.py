@@ -25,7 +25,7 @@ import torch
 
 from synk._api.function import Function
 from synk._api.runtime import Runtime
-from synk._pure.interrupts import safe_point
+from synk._pure.interrupts import as_operation, safe_point
 from synk.errors import ClosedError, SerializationError, WorkerDied
 from synk.torch import _kept_graphs as ranks
 from synk.torch import _module_parts as parts
@@ -168,6 +168,7 @@ class Placed:
     def _call(self, number: int) -> _Call:
         return _Call(self.freed, self._parameters, self._versions, number)
 
+    @as_operation
     def _dumped(self, nesting: Any) -> bytes:
         try:
             return safe_point(cloudpickle.dumps, nesting, protocol=5)

@@ -20,6 +20,7 @@ from synk._api.current import current
 from synk._api.function import Function
 from synk._api.runtime import Runtime
 from synk._master.code.handles import Handle
+from synk._pure.interrupts import as_operation
 from synk._pure.ops import DEFAULT_OP, DefaultOp
 from synk._pure.tensors import num_torch_threads
 from synk._wire.control import Traits
@@ -339,6 +340,7 @@ class Replicated(Handle):
             session.residents.restore(resident, state, next(session.numbers), session.deadline(None))
         self._note_seen(now)
 
+    @as_operation
     def _leave(self) -> None:
         """The runtime is about to be closed: the objects are ordinary ones then, with what they have learned."""
         try:

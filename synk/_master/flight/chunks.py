@@ -19,7 +19,7 @@ from synk._master.state.device_values import check_not_lost
 from synk._master.state.item_pickles import ArrayCopy
 from synk._master.workers.failures import rebuild
 from synk._master.workers.requests import Request
-from synk._pure.interrupts import HandlerRaised, raised_by_handler, safe_point
+from synk._pure.interrupts import HandlerRaised, as_operation, raised_by_handler, safe_point
 from synk._wire.failures import Failure
 from synk._wire.items import Items, ItemsDone
 from synk._wire.messages import Kind, Reply, Status
@@ -74,6 +74,7 @@ class Chunk:
         self.error, self.is_done = error, True
         self.pickles, self.copies = [], []
 
+    @as_operation
     def value(self, name: str) -> Any:
         """Return the next result.
 

@@ -14,7 +14,7 @@ from synk._master.calls.callee import Callee
 from synk._master.flight.chunks import LONG_NS, Chunk, Chunks
 from synk._master.session import Session
 from synk._master.state.item_pickles import ItemPickler
-from synk._pure.interrupts import safe_point
+from synk._pure.interrupts import as_operation, safe_point
 from synk._pure.texts import short_repr
 from synk._pure.tracebacks import outline
 from synk.errors import SerializationError
@@ -79,6 +79,7 @@ class ItemMap:
             self._chunks.is_abandoned = True
             chunk = self._error = None  # whose traceback holds this frame
 
+    @as_operation
     def _next_chunk(self) -> Chunk | None:
         """Return the next chunk that has an outcome, while the workers are kept busy; None at the end."""
         chunks = self._chunks

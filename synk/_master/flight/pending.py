@@ -12,7 +12,7 @@ from synk._master.calls.launched import Launched
 from synk._master.calls.trials import tell_of_end
 from synk._master.workers.workers import Request
 from synk._pure.arrivals import wait_readable
-from synk._pure.interrupts import raised_by_handler, safe_point
+from synk._pure.interrupts import as_operation, raised_by_handler, safe_point
 from synk._pure.show import table
 from synk._wire.messages import Reply
 from synk.errors import CallCancelled, CallTimeout, ClosedError, WorkerDied
@@ -133,6 +133,7 @@ class PendingCall:
         if self._launched is None:
             self._call_back()
 
+    @as_operation
     def _call_back(self) -> None:
         while self._callbacks:
             try:

@@ -14,6 +14,7 @@ from synk._master.calls.callee import Callee
 from synk._master.flight.chunks import Chunk, Chunks
 from synk._master.session import Session
 from synk._master.state.item_pickles import ItemPickler
+from synk._pure.interrupts import as_operation
 from synk._pure.tracebacks import outline
 from synk._wire.items import call
 from synk.errors import CallCancelled, SerializationError
@@ -54,6 +55,7 @@ class Tasks:
         self._sent: list[Task] = []
         self._num_tasks = 0
 
+    @as_operation
     def submit(self, task: Callable[[], Any], callback: Callable[[Task], Any] | None = None) -> Task:
         """Hand a task over, pickled; ``callback(task)`` is called when it has ended, in a ``result`` of any task.
 
