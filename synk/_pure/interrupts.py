@@ -40,72 +40,76 @@ class HandlerRaised(BaseException):
         self.error = error
 
 
-class _Gate:
-    """What is in place of all handlers while an operation runs, and notes which of them were to run.
+class _StandIn:
+    """What is in place of a handler while an operation runs.
 
-    One store closes it and one opens it. A handler that raises while they are being exchanged leaves an open gate in
-    the place of some others, and so does whoever puts back the handlers that he has met in an operation: it lets
-    signals through and puts their handler back.
+    A handler that raises while they are being exchanged leaves some, and so does whoever puts back what he has met in
+    an operation: with no operation it lets the signal through and puts its handler back.
     """
+
+    def __init__(self, handler: Any) -> None:
+        self.handler = handler
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        gate = _gate
+        if gate.state == _OUT:
+            try:
+                _signal.signal(signum, self.handler)
+            finally:
+                self.handler(signum, frame)
+        elif gate.state == _OPEN:
+            gate.run(signum, self.handler, frame)
+        else:
+            gate.came[signum] = self.handler
+            if gate.on_interrupt is not None and signum == signal.SIGINT and _ends_calls(self.handler):
+                gate.on_interrupt()
+
+
+class _Gate:
+    """Whether handlers run now, and which of them are to run later. One store opens it, and one closes it."""
 
     def __init__(self) -> None:
         self.state = _OUT
         self.raised: BaseException | None = None  # by the last handler that has run at a safe point
+        self.came: dict[int, Any] = {}  # handlers that are to run, by signal
         self.on_interrupt: Callable[[], None] | None = None
         self.thread = 0
-        self._handlers: dict[int, Any] = {}
-        self._came: dict[int, Any] = {}
         self._found: list[Any] = []  # in place of all signals, when handlers were looked for last
-        self._placed: list[Any] = []  # the same, with the gate in place of handlers
-        self._signals: list[int] = []  # that have one
-
-    def __call__(self, signum: int, frame: FrameType | None) -> None:
-        handler = self._handlers[signum]
-        if self.state == _OUT:
-            try:
-                _signal.signal(signum, handler)
-            finally:
-                handler(signum, frame)
-        elif self.state == _OPEN:
-            self._run(signum, handler, frame)
-        else:
-            self._came[signum] = handler
-            if self.on_interrupt is not None and signum == signal.SIGINT and _ends_calls(handler):
-                self.on_interrupt()
+        self._placed: list[Any] = []  # the same, with stand-ins for handlers
+        self._signals: list[tuple[int, Any]] = []  # that have one, with what stands for it
 
     def place(self) -> None:
-        """Take the place of all handlers."""
+        """Take the place of all handlers that are Python's. All signals are asked, but as a whole they rarely differ."""
         found = list(map(_signal.getsignal, _NUMBERS))
         if found == self._placed:
             return
         if found != self._found:
+            is_new = [callable(each) and type(each) is not _StandIn for each in found]
+            self._placed = [_StandIn(each) if new else each for each, new in zip(found, is_new)]
+            self._signals = [pair for pair in zip(_NUMBERS, self._placed) if type(pair[1]) is _StandIn]
             self._found = found
-            self._placed = [self if callable(handler) else handler for handler in found]
-            self._signals = [signum for signum, handler in zip(_NUMBERS, found) if callable(handler)]
-        for signum in self._signals:
-            handler = _signal.getsignal(signum)
-            if handler is not self:
-                self._handlers[signum] = handler
-                _signal.signal(signum, self)
+        for signum, stand_in in self._signals:
+            _signal.signal(signum, stand_in)
 
     def leave(self) -> None:
         """Put the handlers back."""
         self.state = _OUT
         self.raised = None
-        for signum in self._signals:
-            if _signal.getsignal(signum) is self:
-                _signal.signal(signum, self._handlers[signum])
+        for signum, _ in self._signals:
+            found = _signal.getsignal(signum)
+            if type(found) is _StandIn:
+                _signal.signal(signum, found.handler)
 
     def run_late(self) -> None:
         """Run the handlers of signals that have come, all of them, whatever they raise."""
-        if self._came:
-            signum, handler = self._came.popitem()
+        if self.came:
+            signum, handler = self.came.popitem()
             try:
-                self._run(signum, handler, sys._getframe())
+                self.run(signum, handler, sys._getframe())
             finally:
                 self.run_late()
 
-    def _run(self, signum: int, handler: Any, frame: FrameType | None) -> None:
+    def run(self, signum: int, handler: Any, frame: FrameType | None) -> None:
         if signum == signal.SIGINT and _ends_calls(handler):
             handler = _default
         try:
@@ -117,7 +121,7 @@ class _Gate:
     def forget(self) -> None:
         """In a forked child whose main thread is another: nobody is in an operation."""
         if self.state != _OUT and self.thread != threading.get_ident():
-            self._came.clear()
+            self.came.clear()
             self.leave()
 
 
@@ -217,17 +221,19 @@ def safe_point(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     if gate.state != _CLOSED or not _is_main_thread():
         return fn(*args, **kwargs)
     try:
-        gate.state = _OPEN
-        if gate._came:
-            gate.run_late()
-        return fn(*args, **kwargs)
+        try:
+            gate.state = _OPEN
+            if gate.came:
+                gate.run_late()
+            return fn(*args, **kwargs)
+        finally:
+            gate.state = _CLOSED
     except BaseException as error:
-        gate.state = _CLOSED
+        gate.state = _CLOSED  # a handler may have come before the store above
         if error is gate.raised:
             raise HandlerRaised(error) from None
         raise
     finally:
-        gate.state = _CLOSED
         gate.place()  # the user's code may have set others
 
 
