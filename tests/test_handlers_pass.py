@@ -1,8 +1,8 @@
 """What a signal handler of the program raises may be of any type, and is no answer to anything that synk tries.
 
-It comes where synk waits or calls the user's code, and passes whatever catches an ``Exception``; so nobody asks where an
-error came from. Who catches everything lets it pass. Read from the source: an exception at the one step that matters is
-not met by any number of random ones.
+It comes where synk waits or calls the user's code, and passes whatever catches an ``Exception``; so nobody asks where
+an error came from. Who catches everything lets it pass. Read from the source: an exception at the one step that matters
+is not met by any number of random ones.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def careless(tree: ast.AST, name: str = "") -> Iterator[str]:
                 let_pass = let_pass or ("HandlerRaised" in caught(handler) and is_raised)
                 if "BaseException" in caught(handler) and not (let_pass or is_raised):
                     yield f"{inner}:{handler.lineno}"
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
-            if any("BaseException" in ast.unparse(each) for each in node.args):
-                yield f"{inner}:{node.lineno}"
+        is_suppressing = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress")
+        if is_suppressing and "BaseException" in ast.unparse(node):
+            yield f"{inner}:{node.lineno}"
         yield from careless(node, inner)
 
 
