@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from synk._master.workers.starting import own_versions
-from synk._pure.interrupts import deferred, safe_point
+from synk._pure.interrupts import safe_point
 from synk._wire.cell import cell
 from synk._wire.channel import Channel
 from synk._wire.descriptors import NONE, Descriptor, pipe
@@ -113,8 +113,7 @@ class InlineProcess:
         extra_fds: dict[str, int],
     ) -> None:
         """Make the rank, which says hello at once; the environment and the import path are those of this process."""
-        with deferred():  # until the mapping owns it, the descriptor has no owner
-            control = Segment(os.dup(control_fd), setup["control_nbytes"], is_writable=True, segment_id=0)
+        control = Segment(os.dup(control_fd), setup["control_nbytes"], is_writable=True, segment_id=0)
         eventfds = [extra_fds[f"event{rank}"] for rank in range(setup["world_size"])]
         worker = Worker(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
         control.close_fd()
@@ -154,15 +153,14 @@ class InlineProcess:
             return
         if segment.arena is not None:  # the message says where in the arena
             return
-        with deferred():  # until the mapping owns it, the descriptor has no owner
-            fd = segment.duplicate_fd()
-            try:
-                twin = self._worker.held.map_segment(fd, segment.id, segment.nbytes, False, segment.is_staging)
-            except SharedMemoryError:  # it was not mapped
-                os.close(fd)
-                raise
-            twin.is_arena, twin.is_file = segment.is_arena, segment.is_file
-            self._worker.held.add_segment(twin)
+        fd = segment.duplicate_fd()
+        try:
+            twin = self._worker.held.map_segment(fd, segment.id, segment.nbytes, False, segment.is_staging)
+        except SharedMemoryError:  # it was not mapped
+            os.close(fd)
+            raise
+        twin.is_arena, twin.is_file = segment.is_arena, segment.is_file
+        self._worker.held.add_segment(twin)
 
     def interrupt(self) -> None:
         """The call is over: it runs in the thread that is here now."""

@@ -294,22 +294,20 @@ class Session:
         """Return the staging segment of a lane, grown to at least ``nbytes`` bytes."""
         if lane.staging is None or lane.staging.nbytes < nbytes:
             self.workers.log.note()
-            with deferred():
-                old = lane.replace_staging(nbytes)
-                if old is not None:
-                    self.memory.forget(old)
-                    for function in list(self.functions.bound):  # their views of the old one would keep its memory
-                        function.plans.drop_staging(old.id, self.workers.log)
+            old = lane.replace_staging(nbytes)
+            if old is not None:
+                self.memory.forget(old)
+                for function in list(self.functions.bound):  # their views of the old one would keep its memory
+                    function.plans.drop_staging(old.id, self.workers.log)
         assert lane.staging is not None
         return lane.staging
 
     def grow_slots(self, lane: Lane, slot_nbytes: int, published: Sequence[int]) -> None:
         """Make room for ``slot_nbytes`` bytes of outputs per rank; what ``published`` ranks wrote is carried over."""
-        with deferred():
-            self.memory.forget(lane.replace_slots(slot_nbytes, published))
-            self.workers.log.tell("lane", lane.index)
-            for function in list(self.functions.bound):
-                function.plans.drop_assemblies(lane)
+        self.memory.forget(lane.replace_slots(slot_nbytes, published))
+        self.workers.log.tell("lane", lane.index)
+        for function in list(self.functions.bound):
+            function.plans.drop_assemblies(lane)
 
     # -- ending -------------------------------------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ class _Gate:
         self._signals: list[tuple[int, Any]] = []  # that have one, with what stands for it
 
     def place(self) -> None:
-        """Take the place of all handlers that are Python's. All signals are asked, but as a whole they rarely differ."""
+        """Take the place of all handlers that are Python's: all signals are asked, which rarely have others."""
         found = list(map(_signal.getsignal, _NUMBERS))
         if found == self._placed:
             return

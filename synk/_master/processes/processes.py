@@ -213,11 +213,10 @@ class Processes:
         StartupError
             If a process cannot be started.
         """
-        with deferred():  # a handler's TimeoutError, raised after it, is no refusal of the operating system
-            try:
-                self._open()
-            except OSError as error:
-                raise StartupError(startup_text("the runtime", error)) from error
+        try:
+            self._open()
+        except OSError as error:
+            raise StartupError(startup_text("the runtime", error)) from error
 
     def _open(self) -> None:
         self.poll_set.open()

@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 from synk._master.processes.output import Output, Records
 from synk._master.processes.program import command, startup_text, write_setup
-from synk._pure.interrupts import deferred
 from synk._wire.channel import Channel
 from synk._wire.descriptors import NONE, Descriptor, packet_pair, pipe
 from synk._wire.lifeline import Pulse
@@ -180,11 +179,10 @@ class WorkerProcess:
     ) -> int:
         """Send a message with its body; segments in arenas have no descriptor of their own."""
         data = pickle.dumps(body, protocol=5)
-        with deferred():
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its death is found in the wait
-                self.channel.send_body(sequence, data, [each.fd for each in segments if each.arena is None])
-            self.channel.ring(kind, HAS_BODY | flags, sequence, value)
-            note()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its death is found in the wait
+            self.channel.send_body(sequence, data, [each.fd for each in segments if each.arena is None])
+        self.channel.ring(kind, HAS_BODY | flags, sequence, value)
+        note()
         return len(data)
 
     def interrupt(self) -> None:
@@ -213,7 +211,7 @@ class WorkerProcess:
     def stacks(self, timeout_s: float) -> str:
         """Return the Python stacks of the worker's threads, innermost frame first, or why there are none."""
         try:
-            with deferred(), open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
+            with open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
                 state = file.read().rsplit(")", 1)[1].split()[0]
         except (OSError, IndexError):
             return "the process is gone"

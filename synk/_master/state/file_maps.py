@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synk._master.state.item_pickles import Ended
-from synk._pure.interrupts import deferred
 from synk._wire.descriptors import above_streams
 from synk._wire.memory import Segment
 from synk.errors import SharedMemoryError
@@ -81,11 +80,10 @@ class FileMaps:
         return file.segment, offset
 
     def _note(self, owner: np.memmap) -> Ended:
-        with deferred():  # the segment has no owner before
-            file = _open(owner, self._new_ids)
-            known = Ended(owner.base, self._released.append)
-            known.owner, known.held, known.key = self, file, id(owner.base)
-            self._by_mapping[known.key] = known
+        file = _open(owner, self._new_ids)
+        known = Ended(owner.base, self._released.append)
+        known.owner, known.held, known.key = self, file, id(owner.base)
+        self._by_mapping[known.key] = known
         return known
 
     def forget(self, ended: Ended) -> Segment | None:

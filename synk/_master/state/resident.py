@@ -21,7 +21,7 @@ from synk._master.processes.log import Dropped
 from synk._master.processes.program import search_path
 from synk._master.workers.failures import raise_failures
 from synk._master.workers.workers import Workers
-from synk._pure.interrupts import deferred, safe_point
+from synk._pure.interrupts import safe_point
 from synk._wire.messages import Kind, Reply
 from synk._wire.residents import NEVER, Adopt, Dump, Report, Restore, methods_of
 from synk.errors import ClosedError, SerializationError, WorkerDied, add_note
@@ -74,10 +74,9 @@ class ResidentObject:
     def replace(self, value: Any, version: int) -> None:
         """Have all ranks make ``value`` their object; they are told before anything else."""
         data = self._pickled(value)
-        with deferred():
-            self.pickle, self.lost = data, ""
-            self.version = self.first_version = version
-            self.residents.note_unsettled()
+        self.pickle, self.lost = data, ""
+        self.version = self.first_version = version
+        self.residents.note_unsettled()
 
     def check(self, verb: str) -> None:
         """Raise where there is no state to work with.

@@ -266,12 +266,11 @@ class Recovery:
 
     def _start_again(self, workers: Sequence[WorkerState]) -> None:
         self._on_idle()
-        with deferred():  # a rank that has a process but is not noted here would miss what replacements are given
-            for worker in workers:
-                self._counters["restarts"] += 1
-                self._processes.start_again(worker)
-                worker.is_prepared = False
-                self.restarted.append(worker.rank)
+        for worker in workers:
+            self._counters["restarts"] += 1
+            self._processes.start_again(worker)
+            worker.is_prepared = False
+            self.restarted.append(worker.rank)
 
     def replace_all(self) -> None:
         """End all workers, which are idle, and start others in their place; they are still to come up."""
