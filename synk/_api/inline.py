@@ -138,7 +138,7 @@ class InlineProcess:
         segments: Sequence[Segment],
         note: Callable[[], None],
     ) -> int:
-        """Act on a message with a body, which is not pickled. Ctrl-C is not held back: user code runs in here."""
+        """Act on a message with a body, which is not pickled."""
         for segment in segments:
             self._give(segment)
         note()
