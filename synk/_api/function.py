@@ -325,7 +325,6 @@ class Function(FunctionHandle, Generic[P]):
         """Return what to compare instead of a function that draws random numbers, where there is such a thing."""
         return None
 
-    @as_operation
     def submit(
         self,
         /,
@@ -372,21 +371,22 @@ class Function(FunctionHandle, Generic[P]):
                 f"cannot submit {self.name!r}: it was built with retry={self._retry}, and a submitted call is never "
                 "run again. Call it, or build it without retry."
             )
-        has_looked = False
-        if output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
-            callee = self._callee
-            session, capture = callee.session, callee.capture
-            if session is not None and capture is not None and capture.is_current():
-                has_looked = True
-                pending: PendingCall | None = session.queue.submit_again(callee, args, kwargs, batch, shard_batch)
-                if pending is not None:
-                    return pending
-        function = self if has_looked else self._renewed()
-        session = function._bound_session()
-        subset, limit = check_subset(output_subset), check_timeout(timeout)
-        options = CallOptions(batch, shard_batch, check_slices(num_slices), subset, limit, is_submitted=True)
-        with session.entered(f"submit {self.name!r}"):
-            return session.queue.submit(function._callee, args, kwargs, options, session.deadline(options.timeout))
+        with operation():
+            has_looked = False
+            if output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
+                callee = self._callee
+                session, capture = callee.session, callee.capture
+                if session is not None and capture is not None and capture.is_current():
+                    has_looked = True
+                    pending: PendingCall | None = session.queue.submit_again(callee, args, kwargs, batch, shard_batch)
+                    if pending is not None:
+                        return pending
+            function = self if has_looked else self._renewed()
+            session = function._bound_session()
+            subset, limit = check_subset(output_subset), check_timeout(timeout)
+            options = CallOptions(batch, shard_batch, check_slices(num_slices), subset, limit, is_submitted=True)
+            with session.entered(f"submit {self.name!r}"):
+                return session.queue.submit(function._callee, args, kwargs, options, session.deadline(options.timeout))
 
     def stream(self, batches: Iterable[Any], *, progress: bool = False) -> Iterator[Any]:
         """Call the function for each batch of an iterable, and return an iterator over the results, in order.

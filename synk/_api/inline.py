@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from synk._master.workers.starting import own_versions
-from synk._pure.interrupts import safe_point
+from synk._pure.interrupts import waiting
 from synk._wire.cell import cell
 from synk._wire.channel import Channel
 from synk._wire.descriptors import NONE, Descriptor, pipe
@@ -44,7 +44,7 @@ class InlineChannel:
     def ring(self, kind: int, flags: int, sequence: int, value: int, body: Body | None = None) -> None:
         """Act on a message. A body comes with it, as the object that it is."""
         if kind != Kind.PREFETCH:  # else the call has its inputs at once, and this message gets no answer
-            safe_point(self._act, kind, flags, sequence, value, body)
+            waiting(self._act, kind, flags, sequence, value, body)
 
     def _act(self, kind: int, flags: int, sequence: int, value: int, body: Body | None) -> None:
         worker = self._worker

@@ -30,7 +30,7 @@ from synk._master.state.under_way import UnderWay
 from synk._master.state.variable import Variables
 from synk._master.workers.waiting import interrupted
 from synk._master.workers.workers import Workers
-from synk._pure.interrupts import deferred, operation, safe_point
+from synk._pure.interrupts import deferred, holding, operation, waiting
 from synk._pure.limits import lock_s
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.memory import Segment
@@ -39,32 +39,6 @@ from synk.errors import ClosedError, NotForkedError, ReentrancyError, Unsupporte
 _COUNTERS = (
     "messages_down", "messages_up", "bytes_down", "bytes_up", "bytes_pickled", "bytes_staged", "calls", "restarts",
 )  # fmt: skip
-
-
-class Held(operation):
-    """One thread's operation on a session: the signal handlers are held back, and the lock is held."""
-
-    __slots__ = ("_lock",)
-
-    def __init__(self, lock: Any) -> None:
-        super().__init__()
-        self._lock = lock
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        try:
-            if not self._lock.acquire(blocking=False):
-                safe_point(self._lock.acquire)
-        except BaseException as error:  # by a handler, which may come when the lock has just been taken
-            if self._lock._is_owned():
-                self._lock.release()
-            super().__exit__(type(error), error, None)
-            raise
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self._lock.release()
-        super().__exit__(*exc_info)
-
 
 open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -178,7 +152,7 @@ class Session:
                 f"cannot {verb}: this process is a forked copy of the master, and the workers belong to the original."
             )
 
-    def entered(self, verb: str) -> Held:
+    def entered(self, verb: str) -> holding:
         """Return the lock to hold for one operation; :meth:`begin` is the first thing to do under it.
 
         Raises
@@ -193,11 +167,7 @@ class Session:
             raise ReentrancyError(
                 f"cannot {verb} while this thread is in another call: got here from a signal handler or a finalizer."
             )
-        return Held(self._lock)
-
-    def held(self) -> Held:
-        """Return the lock to hold, as ``entered`` does, where what it checks is known."""
-        return Held(self._lock)
+        return holding(self._lock)
 
     def if_free(self, action: Callable[[], None], timeout: float = 0.0) -> bool:
         """Do ``action`` under the lock if it can be had within ``timeout`` seconds; return whether it was done."""
@@ -206,7 +176,7 @@ class Session:
         lock = self._lock
         with operation():
             try:
-                is_free: bool = lock.acquire(blocking=False) or safe_point(lock.acquire, timeout=lock_s(timeout))
+                is_free: bool = lock.acquire(blocking=False) or waiting(lock.acquire, timeout=lock_s(timeout))
                 if is_free:
                     action()
                 return is_free

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # the public functions make an enum of each handler: ten times the rest
 import functools
+import os
 import signal
 import sys
 import threading
@@ -58,6 +59,7 @@ class _StandIn:
             finally:
                 self.handler(signum, frame)
         elif gate.state == _OPEN:
+            gate.has_run = True
             gate.run(signum, self.handler, frame)
         else:
             gate.came[signum] = self.handler
@@ -72,8 +74,9 @@ class _Gate:
         self.state = _OUT
         self.raised: BaseException | None = None  # by the last handler that has run at a safe point
         self.came: dict[int, Any] = {}  # handlers that are to run, by signal
+        self.has_run = False  # whether one has run, and may have set others, at a safe point that is a wait
         self.on_interrupt: Callable[[], None] | None = None
-        self.thread = 0
+        self.main_thread = threading.main_thread().ident
         self._found: list[Any] = []  # in place of all signals, when handlers were looked for last
         self._placed: list[Any] = []  # the same, with stand-ins for handlers
         self._signals: list[tuple[int, Any]] = []  # that have one, with what stands for it
@@ -118,19 +121,16 @@ class _Gate:
             self.raised = error if self.state == _OPEN else None
             raise
 
-    def forget(self) -> None:
-        """In a forked child whose main thread is another: nobody is in an operation."""
-        if self.state != _OUT and self.thread != threading.get_ident():
+    def begin_anew(self) -> None:
+        """In a forked child, where another thread may be the main one: then nobody is in an operation."""
+        if self.main_thread != threading.get_ident():
+            self.main_thread = threading.get_ident()
             self.came.clear()
             self.leave()
 
 
 _gate = _Gate()
-in_forked_child = _gate.forget
-
-
-def _is_main_thread() -> bool:
-    return threading.get_ident() == threading.main_thread().ident
+os.register_at_fork(after_in_child=_gate.begin_anew)
 
 
 class operation:
@@ -140,18 +140,14 @@ class operation:
     another operation it is part of that one. Only the main thread has handlers, so in others it does nothing.
     """
 
-    __slots__ = ("_before",)
     _state: ClassVar[int] = _CLOSED
-
-    def __init__(self) -> None:
-        self._before = _LOCKED
+    _before = _LOCKED  # it holds nothing back
 
     def __enter__(self) -> None:
         before = _gate.state
-        if before < self._state and _is_main_thread():
+        if before < self._state and threading.get_ident() == _gate.main_thread:
             if before <= _OPEN:  # else no code of the user's has run since the last look
                 _gate.place()
-                _gate.thread = threading.get_ident()
             self._before = before
             _gate.state = self._state
 
@@ -167,9 +163,10 @@ class operation:
                 _gate.leave()
         finally:
             try:
-                _gate.run_late()
+                if _gate.came:
+                    _gate.run_late()
             finally:
-                if isinstance(error, HandlerRaised):
+                if error is not None and type(error) is HandlerRaised:
                     _raise(error.error)
 
 
@@ -191,11 +188,9 @@ class deferred(operation):
         Called at each Ctrl-C while the body runs, where that ends what the main thread does.
     """
 
-    __slots__ = ("_on_interrupt",)
     _state = _LOCKED
 
     def __init__(self, on_interrupt: Callable[[], None] | None = None) -> None:
-        super().__init__()
         self._on_interrupt = on_interrupt
 
     def __enter__(self) -> None:
@@ -210,7 +205,7 @@ class deferred(operation):
 
 
 def safe_point(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Return ``fn(*args, **kwargs)``, which waits or is the user's code: handlers run in it, and before it.
+    """Return ``fn(*args, **kwargs)``, which is the user's code: handlers run in it, and before it.
 
     Raises
     ------
@@ -218,7 +213,18 @@ def safe_point(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         If a handler has raised what comes out of ``fn``. The operation ends with what it has raised.
     """
     gate = _gate
-    if gate.state != _CLOSED or not _is_main_thread():
+    if gate.state != _CLOSED or threading.get_ident() != gate.main_thread:
+        return fn(*args, **kwargs)
+    try:
+        return waiting(fn, *args, **kwargs)
+    finally:
+        gate.place()  # it may have set others
+
+
+def waiting(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Do as :func:`safe_point` with a function that waits, and runs no code of the user's but handlers."""
+    gate = _gate
+    if gate.state != _CLOSED or threading.get_ident() != gate.main_thread:
         return fn(*args, **kwargs)
     try:
         try:
@@ -234,7 +240,39 @@ def safe_point(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
             raise HandlerRaised(error) from None
         raise
     finally:
-        gate.place()  # the user's code may have set others
+        if gate.has_run:
+            gate.has_run = False
+            gate.place()
+
+
+def await_lock(lock: Any) -> None:
+    """Wait for a lock (``threading.RLock``) that another thread has."""
+    try:
+        waiting(lock.acquire)
+    except BaseException:  # by a handler, which may come when the lock has just been taken
+        if lock._is_owned():
+            lock.release()
+        raise
+
+
+class holding(operation):
+    """An operation that holds a lock."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        try:
+            if not self._lock.acquire(blocking=False):
+                await_lock(self._lock)
+        except BaseException as error:
+            super().__exit__(type(error), error, None)
+            raise
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self._lock.release()
+        super().__exit__(kind, error, traceback)
 
 
 def as_operation(fn: Callable[P, R]) -> Callable[P, R]:

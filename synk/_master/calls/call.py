@@ -24,6 +24,7 @@ from synk._master.session import Session
 from synk._master.state.device_values import check_not_lost
 from synk._master.state.lanes import Lane
 from synk._master.state.results import Lease
+from synk._pure.interrupts import await_lock
 from synk._wire.cell import cell
 from synk._wire.control import Down
 from synk._wire.messages import Kind
@@ -60,7 +61,9 @@ def call_again(
     if session._lock._is_owned() or cell.worker is not None:  # type: ignore[attr-defined]
         return UNFIT
     started = time.monotonic_ns()
-    with session.held():
+    if not session._lock.acquire(blocking=False):
+        await_lock(session._lock)
+    try:
         if session.workers.requests or session.queue.calls:
             return UNFIT
         launched = compiled.fits(session, function, args, kwargs, batch, shard_batch, started)
@@ -72,6 +75,8 @@ def call_again(
             abandon(session, launched, error)
             raise
         return complete(session, launched)
+    finally:
+        session._lock.release()
 
 
 def launch(

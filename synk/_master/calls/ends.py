@@ -9,7 +9,7 @@ import threading
 
 from synk._master.session import open_sessions
 from synk._master.state.results import before_fork
-from synk._pure.interrupts import deferred, in_forked_child
+from synk._pure.interrupts import deferred
 from synk.errors import SynkError
 
 
@@ -39,7 +39,6 @@ def _after_fork() -> None:
 def _in_forked_child() -> None:
     """A child must not hold descriptors that tell workers whether the master lives, nor memory that nobody can use."""
     _after_fork()
-    in_forked_child()
     for session in list(open_sessions):
         session.workers.processes.abandon()
         session.abandon_memory()

@@ -21,6 +21,7 @@ from synk._master.session import Session
 from synk._master.state.under_way import ChunksUnderWay
 from synk._master.state.variable import VariableHandle
 from synk._master.workers.requests import Request
+from synk._pure.interrupts import await_lock
 from synk._pure.limits import as_seconds
 from synk._pure.nested import holds
 from synk._wire.cell import cell
@@ -89,7 +90,9 @@ class Queue:
         if session.is_mine() or cell.worker is not None:
             return None
         started = time.monotonic_ns()
-        with session.held():
+        if not session._lock.acquire(blocking=False):
+            await_lock(session._lock)
+        try:
             if len(calls) >= NUM_LANES:
                 self._make_room(f"submit {function.name!r}", None)
             newest = calls[-1]._launched if calls else None
@@ -112,6 +115,8 @@ class Queue:
                 self._end_lost(error)
                 raise
             self._append(pending, launched, is_step)
+        finally:
+            session._lock.release()
         return pending
 
     def _append(self, pending: PendingCall, launched: Launched, is_alone: bool) -> None:

@@ -16,7 +16,7 @@ from synk._master.processes.placement import Placement
 from synk._master.processes.process import Process
 from synk._master.processes.program import setup_message, startup_text
 from synk._pure.environment import spin_s
-from synk._pure.interrupts import deferred, safe_point
+from synk._pure.interrupts import deferred, waiting
 from synk._wire.control import Down, control_blocks, control_nbytes
 from synk._wire.descriptors import NONE, Descriptor
 from synk._wire.memory import Segment
@@ -76,7 +76,7 @@ class PollSet:
     def wait(self, timeout_ms: int | None) -> Events:
         """Return what has happened within a time limit (None: none)."""
         events = Events([], [], [], False)
-        for fd, _ in safe_point(self.poll.poll, timeout_ms):
+        for fd, _ in waiting(self.poll.poll, timeout_ms):
             kind, rank = self._fds.get(fd, ("", -1))
             if kind == "up":
                 events.doorbells.append(rank)
