@@ -24,7 +24,7 @@ from synk._master.session import Session
 from synk._master.state.device_values import check_not_lost
 from synk._master.state.lanes import Lane
 from synk._master.state.results import Lease
-from synk._pure.interrupts import await_lock
+from synk._pure.interrupts import await_lock, raised_by_handler
 from synk._wire.cell import cell
 from synk._wire.control import Down
 from synk._wire.messages import Kind
@@ -199,7 +199,7 @@ def abandon(session: Session, launched: Launched, error: BaseException) -> None:
     if session.is_closed and not is_known:
         raise ClosedError("the call was ended: the runtime was closed by another thread.") from error
     if launched.sequence and function.changes and not cached.plan.is_trial:
-        session.residents.note_failed(function.changes, error)
+        session.residents.note_failed(function.changes, raised_by_handler(error))
 
 
 def _load(session: Session, function: Callee, call: Call, deadline: float | None) -> None:

@@ -13,13 +13,13 @@ from collections import deque
 from typing import Any
 
 from synk._master.calls.callee import Callee
-from synk._master.flight.pending import is_foreign
+from synk._master.flight.pending import caused_by, is_foreign
 from synk._master.session import Session
 from synk._master.state.device_values import check_not_lost
 from synk._master.state.item_pickles import ArrayCopy
 from synk._master.workers.failures import rebuild
 from synk._master.workers.requests import Request
-from synk._pure.interrupts import HandlerRaised, as_operation, raised_by_handler, safe_point
+from synk._pure.interrupts import HandlerRaised, as_operation, safe_point
 from synk._wire.failures import Failure
 from synk._wire.items import Items, ItemsDone
 from synk._wire.messages import Kind, Reply, Status
@@ -287,8 +287,8 @@ class Chunks:
         if isinstance(error, Exception):
             lost = error
         else:
-            lost = CallCancelled(f"{self.verb}: its items were ended by an interrupt. Map them again.")
-            lost.__cause__ = raised_by_handler(error)
+            what = f"{self.verb}: its items were ended by an interrupt. Map them again."
+            lost = caused_by(error, CallCancelled(what))
         for chunk in list(self._in_flight):
             if chunk.request is None or chunk.request.is_lost:
                 self._forget(chunk, lost)

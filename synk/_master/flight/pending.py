@@ -219,6 +219,9 @@ def outcome(pending: PendingCall, error: BaseException) -> BaseException:
 
 def cancelled(pending: PendingCall, error: BaseException | None) -> CallCancelled:
     why = f"together with another: {error}" if isinstance(error, Exception) else "by an interrupt."
-    cancelled = CallCancelled(f"the call of {pending.name!r} was ended {why} Submit it again.")
+    return caused_by(error, CallCancelled(f"the call of {pending.name!r} was ended {why} Submit it again."))
+
+
+def caused_by(error: BaseException | None, cancelled: CallCancelled) -> CallCancelled:
     cancelled.__cause__ = error if error is None else raised_by_handler(error)
     return cancelled
