@@ -351,7 +351,7 @@ class Replicated(Handle):
                 f"{', '.join(type(obj).__name__ for obj in self._objects)} could not be brought up to date before the "
                 f"runtime was closed, and holds what it held at the last pull: {error}",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         for obj in self._linked:
             unlink(obj)
