@@ -30,6 +30,7 @@ from synk._master.flight.pending import PendingCall
 from synk._master.objects.data import Data, make_data
 from synk._master.session import Session, current_session
 from synk._pure.comparison import Tolerance
+from synk._pure.interrupts import as_operation, operation
 from synk._pure.limits import check_timeout
 from synk._pure.output_ops import DEFAULT_OP
 from synk._pure.show import table
@@ -88,6 +89,7 @@ class Function(FunctionHandle, Generic[P]):
 
     _known = Traits(0)  # what it does that means the same in a serial call
 
+    @as_operation
     def __init__(
         self,
         fn: Callable[P, Any],
@@ -167,18 +169,19 @@ class Function(FunctionHandle, Generic[P]):
     ) -> Any:
         has_looked = False
         try:
-            if output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
-                callee = self._callee
-                compiled, capture, session = callee.plans.compiled[0], callee.capture, callee.session
-                if compiled is not None and session and capture and capture.is_current() and not self._retry:
-                    result = call_again(session, callee, compiled, args, kwargs, batch, shard_batch)
-                    if result is not UNFIT:
-                        return result
-                    has_looked = True
-            options = CallOptions(
-                batch, shard_batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout)
-            )
-            return self._run(args, kwargs, options, has_looked)
+            with operation():
+                if output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
+                    callee = self._callee
+                    compiled, capture, session = callee.plans.compiled[0], callee.capture, callee.session
+                    if compiled is not None and session and capture and capture.is_current() and not self._retry:
+                        result = call_again(session, callee, compiled, args, kwargs, batch, shard_batch)
+                        if result is not UNFIT:
+                            return result
+                        has_looked = True
+                options = CallOptions(
+                    batch, shard_batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout)
+                )
+                return self._run(args, kwargs, options, has_looked)
         except Exception as error:
             __tracebackhide__ = True
             outline(error)
@@ -203,8 +206,9 @@ class Function(FunctionHandle, Generic[P]):
             batch, None, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout), is_serial=True
         )
         try:
-            self._callee.check_all()
-            return self._run(args, kwargs, options)
+            with operation():
+                self._callee.check_all()
+                return self._run(args, kwargs, options)
         except Exception as error:
             __tracebackhide__ = True
             outline(error)
@@ -232,6 +236,7 @@ class Function(FunctionHandle, Generic[P]):
         """
         self._callee.refresh()
 
+    @as_operation
     def verify(
         self,
         /,
@@ -365,21 +370,22 @@ class Function(FunctionHandle, Generic[P]):
                 f"cannot submit {self.name!r}: it was built with retry={self._retry}, and a submitted call is never "
                 "run again. Call it, or build it without retry."
             )
-        has_looked = False
-        if output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
-            callee = self._callee
-            session, capture = callee.session, callee.capture
-            if session is not None and capture is not None and capture.is_current():
-                has_looked = True
-                pending: PendingCall | None = session.queue.submit_again(callee, args, kwargs, batch, shard_batch)
-                if pending is not None:
-                    return pending
-        function = self if has_looked else self._renewed()
-        session = function._bound_session()
-        subset, limit = check_subset(output_subset), check_timeout(timeout)
-        options = CallOptions(batch, shard_batch, check_slices(num_slices), subset, limit, is_submitted=True)
-        with session.entered(f"submit {self.name!r}"):
-            return session.queue.submit(function._callee, args, kwargs, options, session.deadline(options.timeout))
+        with operation():
+            has_looked = False
+            if output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
+                callee = self._callee
+                session, capture = callee.session, callee.capture
+                if session is not None and capture is not None and capture.is_current():
+                    has_looked = True
+                    pending: PendingCall | None = session.queue.submit_again(callee, args, kwargs, batch, shard_batch)
+                    if pending is not None:
+                        return pending
+            function = self if has_looked else self._renewed()
+            session = function._bound_session()
+            subset, limit = check_subset(output_subset), check_timeout(timeout)
+            options = CallOptions(batch, shard_batch, check_slices(num_slices), subset, limit, is_submitted=True)
+            with session.entered(f"submit {self.name!r}"):
+                return session.queue.submit(function._callee, args, kwargs, options, session.deadline(options.timeout))
 
     def stream(self, batches: Iterable[Any], *, progress: bool = False) -> Iterator[Any]:
         """Call the function for each batch of an iterable, and return an iterator over the results, in order.
@@ -417,6 +423,7 @@ class Function(FunctionHandle, Generic[P]):
         results = stream(lambda batch: self.submit(*arguments(batch)), self.name, iter(batches))
         return with_progress(results, self.name, operator.length_hint(batches)) if progress else results
 
+    @as_operation
     def rows(self, /, *args: Any, batch_size: int, progress: bool = False, **kwargs: Any) -> Iterator[Any]:
         """Call the function for consecutive blocks of rows, and return an iterator over the results, in order.
 

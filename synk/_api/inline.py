@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from synk._master.workers.starting import own_versions
-from synk._pure.interrupts import deferred
+from synk._pure.interrupts import waiting
 from synk._wire.cell import cell
 from synk._wire.channel import Channel
 from synk._wire.descriptors import NONE, Descriptor, pipe
@@ -43,8 +43,10 @@ class InlineChannel:
 
     def ring(self, kind: int, flags: int, sequence: int, value: int, body: Body | None = None) -> None:
         """Act on a message. A body comes with it, as the object that it is."""
-        if kind == Kind.PREFETCH:  # the call has its inputs at once, and this message gets no answer
-            return
+        if kind != Kind.PREFETCH:  # else the call has its inputs at once, and this message gets no answer
+            waiting(self._act, kind, flags, sequence, value, body)
+
+    def _act(self, kind: int, flags: int, sequence: int, value: int, body: Body | None) -> None:
         worker = self._worker
         assert worker is not None
         quiet = worker.held.quiet.get(value) if kind == Kind.CALL and body is None else None
@@ -111,8 +113,7 @@ class InlineProcess:
         extra_fds: dict[str, int],
     ) -> None:
         """Make the rank, which says hello at once; the environment and the import path are those of this process."""
-        with deferred():  # until the mapping owns it, the descriptor has no owner
-            control = Segment(os.dup(control_fd), setup["control_nbytes"], is_writable=True, segment_id=0)
+        control = Segment(os.dup(control_fd), setup["control_nbytes"], is_writable=True, segment_id=0)
         eventfds = [extra_fds[f"event{rank}"] for rank in range(setup["world_size"])]
         worker = Worker(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
         control.close_fd()
@@ -137,7 +138,7 @@ class InlineProcess:
         segments: Sequence[Segment],
         note: Callable[[], None],
     ) -> int:
-        """Act on a message with a body, which is not pickled. Ctrl-C is not held back: user code runs in here."""
+        """Act on a message with a body, which is not pickled."""
         for segment in segments:
             self._give(segment)
         note()
@@ -152,15 +153,14 @@ class InlineProcess:
             return
         if segment.arena is not None:  # the message says where in the arena
             return
-        with deferred():  # until the mapping owns it, the descriptor has no owner
-            fd = segment.duplicate_fd()
-            try:
-                twin = self._worker.held.map_segment(fd, segment.id, segment.nbytes, False, segment.is_staging)
-            except SharedMemoryError:  # it was not mapped
-                os.close(fd)
-                raise
-            twin.is_arena, twin.is_file = segment.is_arena, segment.is_file
-            self._worker.held.add_segment(twin)
+        fd = segment.duplicate_fd()
+        try:
+            twin = self._worker.held.map_segment(fd, segment.id, segment.nbytes, False, segment.is_staging)
+        except SharedMemoryError:  # it was not mapped
+            os.close(fd)
+            raise
+        twin.is_arena, twin.is_file = segment.is_arena, segment.is_file
+        self._worker.held.add_segment(twin)
 
     def interrupt(self) -> None:
         """The call is over: it runs in the thread that is here now."""

@@ -14,10 +14,11 @@ from synk._master.calls.callee import Callee, FunctionHandle
 from synk._master.flight.chunks import check_mapped
 from synk._master.flight.item_map import ItemMap
 from synk._master.session import Session
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import as_operation, safe_point
 from synk._wire.cell import refuse_inside_worker
 
 
+@as_operation
 def map_items(
     session: Session,
     fn: Callable[[Any], Any],
@@ -36,10 +37,8 @@ def map_items(
                 f"cannot map {name!r}: got batch_size={batch_size!r}, expected an integer above 0 or None."
             )
     try:
-        iterator = iter(items)
-    except TypeError as error:
-        if is_from_handler(error):
-            raise
+        iterator = safe_point(iter, items)
+    except TypeError:
         raise TypeError(
             f"cannot map {name!r}: got items of type {type(items).__name__}, expected an iterable."
         ) from None

@@ -12,7 +12,6 @@ import numpy as np
 
 from synk._master.objects.resident import Resident
 from synk._master.objects.shared import Shared
-from synk._pure.interrupts import is_from_handler
 from synk._pure.ops import REDUCE_OPS
 
 FRAMEWORKS = (None, "torch", "jax")
@@ -55,14 +54,11 @@ def check_on_restart(fn: Any) -> None:
     try:
         inspect.signature(fn).bind()
     except TypeError as error:
-        if is_from_handler(error):
-            raise
         raise TypeError(
             f"cannot fork: got an on_restart that needs arguments ({error}), expected one without."
         ) from None
-    except ValueError as error:  # a built-in function that does not tell
-        if is_from_handler(error):
-            raise
+    except ValueError:  # a built-in function that does not tell
+        pass
 
 
 def check_function(fn: Any) -> None:

@@ -18,7 +18,7 @@ from synk._api.plain_arguments import plain_arguments
 from synk._api.plain_copy import RESIDENT, SHARED, Copy, NotComparable, copied
 from synk._master.calls.callee import Callee
 from synk._pure.generators import generator_states, restore_generators
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import safe_point
 from synk._pure.tensors import array_of, is_plain, is_tensor
 from synk._wire.settings import kept
 from synk.backends._frameworks import Converter, host_converters
@@ -103,21 +103,19 @@ class PlainCall:
             args, kwargs = plain_arguments(self.callee, self.args, self.kwargs, self.batch)
             return copied(self.callee.fn, args, kwargs)
         except Exception as error:
-            if is_from_handler(error) or isinstance(error, NotComparable):
+            if isinstance(error, NotComparable):
                 raise
             text = f"{type(error).__name__}: {str(error).rstrip('.')}"
             raise NotComparable(f"it cannot be copied with its arguments ({text})") from None
 
     def _called(self, copy: Copy, skeleton: Any) -> PlainOutputs:
         try:
-            result = copy.fn(*copy.args, **copy.kwargs)
+            result = safe_point(copy.fn, *copy.args, **copy.kwargs)
         except ReentrancyError:
             raise NotComparable("it uses synk.comm, which has no meaning outside of a worker") from None
         except MemoryError:
             raise NotComparable("the program has not enough memory for it") from None
         except Exception as error:
-            if is_from_handler(error):
-                raise
             text = f"The plain function raised {type(error).__name__}: {error}, and the serial call did not."
             return PlainOutputs(True, None, text)
         leaves: dict[int, Any] = {}

@@ -15,7 +15,7 @@ from synk._master.calls.arguments import ObjectPickler
 from synk._master.code.handles import Handle, HandlePickler
 from synk._master.code.modules import is_users_module
 from synk._master.objects.shared import Shared
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import safe_point
 from synk._wire.memory import available_nbytes
 from synk._wire.parcels import Pickler
 
@@ -56,12 +56,10 @@ class Copy:
             return result
         file = io.BytesIO()
         try:
-            _ClassesOut(file, self.copies).dump(result)
+            safe_point(_ClassesOut(file, self.copies).dump, result)
             file.seek(0)
-            return _ClassesIn(file, self.classes).load()
-        except Exception as error:  # what cannot be pickled is compared as it is
-            if is_from_handler(error):
-                raise
+            return safe_point(_ClassesIn(file, self.classes).load)
+        except Exception:  # what cannot be pickled is compared as it is
             return result
 
 
@@ -84,13 +82,13 @@ def copied(fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> C
         buffers.append(buffer)
 
     copier = _Copier(file, buffer_callback=keep)
-    copier.dump((fn, args, kwargs, copier.classes))  # the list comes last, when it is complete
+    safe_point(copier.dump, (fn, args, kwargs, copier.classes))  # the list comes last, when it is complete
     if copier.handles:
         raise NotComparable(why_no_handle(copier.handles[0]))
     objects = _objects_in(copier.modules)
     if objects.keys() & copier.memo.copy().keys() or any(type(each) in copier.classes for each in objects.values()):
         raise NotComparable("it shares an object with a module, which would not be copied with it")
-    parts = pickle.loads(file.getbuffer(), buffers=[bytearray(buffer.raw()) for buffer in buffers])
+    parts = safe_point(pickle.loads, file.getbuffer(), buffers=[bytearray(buffer.raw()) for buffer in buffers])
     fn, args, kwargs, copies = parts
     return Copy(fn, args, kwargs, copier.classes, copies)
 

@@ -30,6 +30,7 @@ from synk._master.processes.worker_process import WorkerProcess
 from synk._master.session import Session
 from synk._master.state.profile import Profile
 from synk._master.state.variable import Variable, check_owner
+from synk._pure.interrupts import as_operation
 from synk._pure.limits import check_timeout
 from synk._pure.show import Text, table
 from synk._pure.tensors import num_torch_threads
@@ -84,6 +85,7 @@ class Runtime:
         If a worker cannot be started. One that starts and then fails raises it at the first use.
     """
 
+    @as_operation
     def __init__(
         self,
         num_workers: int | None = None,
@@ -140,6 +142,7 @@ class Runtime:
         return self._session.timeout
 
     @timeout.setter
+    @as_operation
     def timeout(self, timeout: float | None) -> None:
         self._session.timeout = check_timeout(timeout)
 
@@ -153,6 +156,7 @@ class Runtime:
         """Make a :class:`synk.Data` of this runtime; see :func:`synk.data`."""
         return make_data(self._session, value, **options)
 
+    @as_operation
     def shared(self, value: Any, *, sharded: bool = False, name: str | None = None) -> Shared:
         """Make a :class:`synk.Shared` of this runtime; see :func:`synk.shared`."""
         refuse_inside_worker("make a shared variable")

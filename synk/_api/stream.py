@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -10,7 +11,7 @@ import numpy as np
 
 from synk._master.objects.data import Data
 from synk._master.objects.shared import Shared
-from synk._pure.interrupts import deferred, is_from_handler
+from synk._pure.interrupts import deferred, operation, safe_point
 from synk._pure.nested import SINGLE_VALUES, build, check_no_list, is_nested, paths, take_apart
 from synk._pure.tables import is_table, taken_rows
 from synk._wire.control import NUM_LANES
@@ -41,14 +42,13 @@ def stream(submit: Callable[[Any], Submitted], name: str, batches: Iterator[Any]
     is_at_end = False
     while calls or not is_at_end:
         if not is_at_end:
-            try:
-                calls.append(submit(next(batches)))
-            except StopIteration:
-                is_at_end = True
-            except Exception as raised:  # by the iterable, or bad input: behind the results before it
-                if is_from_handler(raised):
-                    raise
-                is_at_end, error = True, raised
+            with operation():
+                try:
+                    calls.append(submit(safe_point(next, batches)))
+                except StopIteration:
+                    is_at_end = True
+                except Exception as raised:  # by the iterable, or bad input: behind the results before it
+                    is_at_end, error = True, raised
         while calls and (is_at_end or len(calls) == NUM_LANES or calls[0].done()):
             yield _result(calls, name, number)
             number += 1
@@ -63,21 +63,14 @@ def arguments(batch: Any) -> tuple[Any, ...]:
 
 def _result(calls: deque[Submitted], name: str, number: int) -> Any:
     """Return the result of the oldest call; where it has failed the others end before it is told."""
-    try:
-        return calls.popleft().result()
-    except Exception as error:
-        if not is_from_handler(error):
+    with operation():
+        try:
+            return calls.popleft().result()
+        except Exception as error:
             add_note(error, f"for batch {number} of the stream of {name!r}")
             for call in calls:  # nobody will ask for their results
-                _settle(call)
-        raise
-
-
-def _settle(call: Submitted) -> None:
-    try:
-        call.result()
-    except Exception as error:
-        if is_from_handler(error):
+                with contextlib.suppress(Exception):
+                    call.result()
             raise
 
 
@@ -147,9 +140,7 @@ def _num_rows(value: Any, label: str, name: str) -> int:
     if length is None:
         try:
             length = len(value)
-        except TypeError as error:
-            if is_from_handler(error):
-                raise
+        except TypeError:
             raise TypeError(
                 f"cannot go through the rows for {name!r}: got {label} of type {type(value).__name__}, expected an "
                 "array. Name what every rank gets whole in bcast_inputs."

@@ -16,7 +16,6 @@ from synk._api.plain import PlainCall, PlainOutputs
 from synk._master.calls.call import CallOptions
 from synk._master.calls.launched import Tried
 from synk._pure.comparison import MISSING, Tolerance, difference, fitting_ops, is_same
-from synk._pure.interrupts import is_from_handler
 from synk._pure.ops import Op
 from synk._pure.output_ops import each_op, match_ops
 from synk._pure.partials import concatenate
@@ -162,8 +161,6 @@ def verify(
         if any(isinstance(op, Op) for op in each_op(outputs)):  # which may make another value of that of all rows
             whole = run(replace(serial_options, is_apart=False))
     except (TypeError, ValueError) as error:  # its outputs cannot be combined so
-        if is_from_handler(error):
-            raise
         combined, problem = None, error
     expected = [parts[0] for parts in serial.leaves]
     is_random = _are_different(serial, again)

@@ -6,7 +6,6 @@ is settled, the dead are started again. Everything above (calls, collectives, th
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import sys
@@ -31,7 +30,7 @@ from synk._master.state.under_way import UnderWay
 from synk._master.state.variable import Variables
 from synk._master.workers.waiting import interrupted
 from synk._master.workers.workers import Workers
-from synk._pure.interrupts import deferred, is_from_handler, num_cancels
+from synk._pure.interrupts import deferred, holding, operation, waiting
 from synk._pure.limits import lock_s
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.memory import Segment
@@ -153,10 +152,8 @@ class Session:
                 f"cannot {verb}: this process is a forked copy of the master, and the workers belong to the original."
             )
 
-    def entered(self, verb: str) -> contextlib.AbstractContextManager[Any]:
+    def entered(self, verb: str) -> holding:
         """Return the lock to hold for one operation; :meth:`begin` is the first thing to do under it.
-
-        The lock is the interpreter's own, because its ``with`` has no gap in which an interrupt could leave it held.
 
         Raises
         ------
@@ -170,28 +167,22 @@ class Session:
             raise ReentrancyError(
                 f"cannot {verb} while this thread is in another call: got here from a signal handler or a finalizer."
             )
-        return self._lock
+        return holding(self._lock)
 
     def if_free(self, action: Callable[[], None], timeout: float = 0.0) -> bool:
         """Do ``action`` under the lock if it can be had within ``timeout`` seconds; return whether it was done."""
         if self.is_mine():
             return False
         lock = self._lock
-        has_acted = False
-        try:
-            # An interrupt may come as soon as the lock is taken, and before the next line of Python anywhere; it is
-            # given back by C code that nothing can come before.
-            if lock.acquire(timeout=lock_s(timeout)):
-                action()
-                has_acted = True
-        finally:
+        with operation():
             try:
-                lock.release()
-            except RuntimeError as error:
-                if is_from_handler(error):
-                    raise
-                # Another thread holds it.
-        return has_acted
+                is_free: bool = lock.acquire(blocking=False) or waiting(lock.acquire, timeout=lock_s(timeout))
+                if is_free:
+                    action()
+                return is_free
+            finally:
+                if self.is_mine():
+                    lock.release()
 
     def is_mine(self) -> bool:
         """Whether this thread is in an operation."""
@@ -220,7 +211,6 @@ class Session:
     def resume(self, verb: str, deadline: float | None) -> None:
         """Do as ``begin`` in the middle of an operation: nothing is freed, because it may be in use."""
         self.check_open(verb)  # it may have been closed while this thread waited for the lock
-        self.workers.waiting.num_cancels = num_cancels()
         if self.queue.calls or self.queue.chunks is not None:
             num_interrupts = self.workers.waiting.num_interrupts
             self.queue.drain(verb, deadline)
@@ -274,22 +264,20 @@ class Session:
         """Return the staging segment of a lane, grown to at least ``nbytes`` bytes."""
         if lane.staging is None or lane.staging.nbytes < nbytes:
             self.workers.log.note()
-            with deferred():
-                old = lane.replace_staging(nbytes)
-                if old is not None:
-                    self.memory.forget(old)
-                    for function in list(self.functions.bound):  # their views of the old one would keep its memory
-                        function.plans.drop_staging(old.id, self.workers.log)
+            old = lane.replace_staging(nbytes)
+            if old is not None:
+                self.memory.forget(old)
+                for function in list(self.functions.bound):  # their views of the old one would keep its memory
+                    function.plans.drop_staging(old.id, self.workers.log)
         assert lane.staging is not None
         return lane.staging
 
     def grow_slots(self, lane: Lane, slot_nbytes: int, published: Sequence[int]) -> None:
         """Make room for ``slot_nbytes`` bytes of outputs per rank; what ``published`` ranks wrote is carried over."""
-        with deferred():
-            self.memory.forget(lane.replace_slots(slot_nbytes, published))
-            self.workers.log.tell("lane", lane.index)
-            for function in list(self.functions.bound):
-                function.plans.drop_assemblies(lane)
+        self.memory.forget(lane.replace_slots(slot_nbytes, published))
+        self.workers.log.tell("lane", lane.index)
+        for function in list(self.functions.bound):
+            function.plans.drop_assemblies(lane)
 
     # -- ending -------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from synk._pure.dtypes import foreign_name
-from synk._pure.interrupts import deferred, is_from_handler
+from synk._pure.interrupts import deferred, safe_point
 from synk._pure.read_only import ReadOnlyArray
 from synk._pure.tables import is_table, kind_of
 from synk._pure.tensors import check_tensor, is_tensor
@@ -77,10 +77,8 @@ def as_plain_array(value: Any, what: str) -> np.ndarray:
             )
     else:
         try:
-            array = np.asarray(value)
+            array = safe_point(np.asarray, value)
         except Exception as error:
-            if is_from_handler(error):
-                raise
             if isinstance(value, list) and "inhomogeneous" in str(error):
                 got = "a list whose entries differ in length or shape, expected rows of one shape"
             else:

@@ -7,7 +7,7 @@ import select
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import operation
 
 _LONGEST_S = 0.1
 
@@ -24,11 +24,8 @@ async def wait_readable(descriptors: Callable[[], Iterable[int]]) -> None:
     arrived = loop.create_future()
     with contextlib.closing(select.epoll()) as waiting:
         for fd in descriptors():
-            try:
+            with operation(), contextlib.suppress(OSError):  # closed by another thread: its worker is replaced
                 waiting.register(fd, select.EPOLLIN)
-            except OSError as error:  # closed by another thread: its worker is replaced
-                if is_from_handler(error):
-                    raise
         loop.add_reader(waiting.fileno(), _note, arrived)
         try:
             await asyncio.wait([arrived], timeout=_LONGEST_S)

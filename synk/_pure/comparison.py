@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from synk._pure.dtypes import as_numbers, is_bfloat16
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import safe_point
 from synk._pure.ops import OPS, Op
 from synk._pure.partials import concatenate, join
 from synk._pure.table_outputs import check_table, combined, compared
@@ -65,10 +66,8 @@ def is_same(value: Any, serial: Any, tolerance: Tolerance) -> bool:
     if isinstance(value, np.ndarray) or isinstance(serial, np.ndarray):
         return np.shape(value) == np.shape(serial) and bool(np.all(np.asarray(value) == np.asarray(serial)))
     try:
-        return bool(value == serial)
-    except Exception as error:  # a comparison is the user's code, and may say anything
-        if is_from_handler(error):
-            raise
+        return bool(safe_point(operator.eq, value, serial))
+    except Exception:  # a comparison is the user's code, and may say anything
         return False
 
 
@@ -88,7 +87,7 @@ def difference(value: Any, serial: Any) -> float:
 def combine(op: Op, parts: Sequence[Any], rows: Sequence[int]) -> Any:
     """Return the values of all ranks combined by ``op``, or nothing that equals anything where that has no meaning."""
     if not op.is_of_arrays:
-        return op.combine(list(parts), list(rows))
+        return safe_point(op.combine, list(parts), list(rows))
     if op.concatenates and all(type(part) is list for part in parts):
         return join(parts, None)
     if any(map(is_table, parts)):
@@ -96,9 +95,7 @@ def combine(op: Op, parts: Sequence[Any], rows: Sequence[int]) -> Any:
             for part in parts:
                 check_table(op, part, "")
             return combined(op, parts, rows, "", ranks=range(len(parts)))
-        except (TypeError, CollectiveMismatch) as error:
-            if is_from_handler(error):
-                raise
+        except (TypeError, CollectiveMismatch):
             return MISSING
     if not all(isinstance(part, (np.ndarray, np.generic, int, float, complex)) for part in parts):
         return MISSING
@@ -110,9 +107,7 @@ def combine(op: Op, parts: Sequence[Any], rows: Sequence[int]) -> Any:
         return concatenate(arrays)
     try:
         op.check(arrays[0].dtype, "")
-    except TypeError as error:
-        if is_from_handler(error):
-            raise
+    except TypeError:
         return MISSING
     return op.combine(arrays, list(rows))
 

@@ -7,8 +7,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from synk._pure.interrupts import is_from_handler
-
 
 def num_cores(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
     """Return how many cores this process may use, at least 1.
@@ -48,7 +46,5 @@ def _read(path: Path) -> str:
     """Return the text of a file; nothing where there is none to read."""
     try:
         return path.read_text(encoding="ascii", errors="replace")
-    except OSError as error:
-        if is_from_handler(error):
-            raise
+    except OSError:
         return ""

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 import os
 
-from synk._pure.interrupts import is_from_handler
-
 
 def _number(name: str, default: str, expected: str) -> float:
     text = os.environ.get(name, default)
     try:
         number = float(text)
-    except ValueError as error:
-        if is_from_handler(error):
-            raise
+    except ValueError:
         number = math.nan
     if math.isnan(number):
         raise ValueError(f"cannot read {name}: got {text!r}, expected {expected}.")

@@ -6,8 +6,6 @@ import math
 import threading
 from typing import Any
 
-from synk._pure.interrupts import is_from_handler
-
 _MAX_POLL_MS = (1 << 31) - 1
 
 
@@ -22,9 +20,7 @@ def check_timeout(timeout: Any) -> float | None:
         return None
     try:
         seconds = as_seconds(timeout)
-    except (TypeError, ValueError) as error:
-        if is_from_handler(error):
-            raise
+    except (TypeError, ValueError):
         seconds = math.nan
     if isinstance(timeout, (str, bytes)) or not seconds > 0:
         raise ValueError(f"cannot set a timeout: got {timeout!r}, expected seconds above 0, or None.")

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import safe_point
 from synk._pure.sparse import csr_parts, is_csr
 from synk._pure.tables import is_table, table_parts
 from synk._pure.tensors import is_tensor
@@ -318,8 +318,6 @@ def _field_names(cls: Any) -> tuple[str, ...]:
     try:
         inspect.signature(cls).bind(**dict.fromkeys(names))
     except TypeError as error:
-        if is_from_handler(error):
-            raise
         raise TypeError(f"the dataclass {cls.__qualname__} cannot be built from its fields ({error})") from None
     return names
 
@@ -342,10 +340,8 @@ def _maker(cls: type, parts: Any, plain: type) -> Callable[..., Any]:
     is_built_so = _is_built_so.get(cls)
     if is_built_so is None:
         try:
-            is_built_so = len(cls(parts)) == len(parts)
-        except Exception as error:  # whatever the user's constructor raises
-            if is_from_handler(error):
-                raise
+            is_built_so = len(safe_point(cls, parts)) == len(parts)
+        except Exception:  # whatever the user's constructor raises
             is_built_so = False
         _is_built_so[cls] = is_built_so
     return cls if is_built_so else plain
@@ -357,9 +353,7 @@ def holds(value: Any, kind: type) -> bool:
         return isinstance(value, kind)
     try:
         return any(isinstance(leaf, kind) for leaf in take_apart(value)[0])
-    except (TypeError, RecursionError) as error:
-        if is_from_handler(error):
-            raise
+    except (TypeError, RecursionError):
         return False
 
 

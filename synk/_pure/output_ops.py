@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from synk._pure.interrupts import is_from_handler
 from synk._pure.ops import EACH, OPS, OWN_NAMES, Folded, Op
 from synk._pure.trees import flatten
 
@@ -91,9 +90,7 @@ def _check_callable(op: Callable[..., Any], what: str) -> None:
     """Raise unless ``op`` takes two values. Those for which a second argument means something else combine wrongly."""
     try:
         parameters = list(inspect.signature(op).parameters.values())
-    except (TypeError, ValueError) as error:  # some built-in functions have none: max and min, ufuncs
-        if is_from_handler(error):
-            raise
+    except (TypeError, ValueError):  # some built-in functions have none: max and min, ufuncs
         return
     values = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     num_required = sum(p.default is p.empty for p in values)

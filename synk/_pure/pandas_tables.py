@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
-
-from synk._pure.interrupts import is_from_handler
 
 _MASKED = (pd.arrays.IntegerArray, pd.arrays.FloatingArray, pd.arrays.BooleanArray)
 
@@ -98,11 +97,8 @@ def built(template: Any, columns: Sequence[Any], numbers: np.ndarray | None) -> 
         return with_columns(template, own, columns[index.nlevels :])
     own = pd.Index(columns[0], dtype=index.dtype, name=index.name, copy=False)
     if getattr(index, "freq", None) is not None and not isinstance(index, pd.PeriodIndex):
-        try:
+        with contextlib.suppress(ValueError):  # the rows do not follow one another
             own.freq = index.freq
-        except ValueError as error:  # the rows do not follow one another
-            if is_from_handler(error):
-                raise
     return with_columns(template, own, columns[1:])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import safe_point
 
 
 def shard_bounds(num_rows: int, world_size: int) -> list[tuple[int, int]]:
@@ -136,10 +136,8 @@ def _index_array(batch: Any, num_rows: int, what: str) -> npt.NDArray[np.int64]:
 
 def _as_array(batch: Any, what: str) -> np.ndarray:
     try:
-        return np.asarray(batch)
+        return safe_point(np.asarray, batch)
     except Exception as error:
-        if is_from_handler(error):
-            raise
         raise TypeError(
             f"cannot select rows of {what}: got a batch of type {type(batch).__name__} ({error})."
         ) from error

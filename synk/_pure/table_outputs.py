@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.interrupts import is_from_handler
 from synk._pure.ops import Op, Reduction
 from synk._pure.partials import Slices
 from synk._pure.tables import functions_for, is_table, kind_of, library_of, taken_rows
@@ -84,8 +83,6 @@ def combined(
         try:
             table = functions.joined(tables)
         except Exception as error:  # what is no mismatch of labels the library says in its own words
-            if is_from_handler(error):
-                raise
             raise CollectiveMismatch(f"cannot gather {what}: {type(error).__name__}: {error}") from error
         if order is None:
             return table

@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import safe_point
 
 _MODULES = {"pandas": "synk._pure.pandas_tables", "polars": "synk._pure.polars_tables"}
 _BLOCK = 1 << 13
@@ -173,15 +173,11 @@ def _loaded(column: Any, parts: Iterator[np.ndarray], numbers: np.ndarray | None
 def _dumps(value: Any, what: str) -> bytes:
     try:
         try:  # two thirds of the time for what has no classes of the script's
-            data = pickle.dumps(value, protocol=5)
-        except Exception as error:
-            if is_from_handler(error):
-                raise
+            data = safe_point(pickle.dumps, value, protocol=5)
+        except Exception:
             data = b"__main__"
-        return cloudpickle.dumps(value, protocol=5) if b"__main__" in data else data
+        return safe_point(cloudpickle.dumps, value, protocol=5) if b"__main__" in data else data
     except Exception as error:
-        if is_from_handler(error):
-            raise
         raise TypeError(f"its {what} cannot be pickled ({type(error).__name__}: {error})") from error
 
 

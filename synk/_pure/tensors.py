@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from synk._pure.dtypes import dtype_name, foreign, foreign_name, storage
-from synk._pure.interrupts import is_from_handler
 
 _SHARED_DTYPES = frozenset(
     (
@@ -81,9 +80,7 @@ def memory_of(tensor: Any, dtype: Any, plain: Any) -> np.ndarray | None:
         return None
     try:
         array: np.ndarray = (tensor if plain is None else tensor.view(plain)).numpy()
-    except (TypeError, RuntimeError) as error:  # on a device, sparse, conjugated, of a transformation
-        if is_from_handler(error):
-            raise
+    except (TypeError, RuntimeError):  # on a device, sparse, conjugated, of a transformation
         return None
     return array
 
@@ -140,8 +137,6 @@ def check_tensor(tensor: Any, what: str) -> np.ndarray:
     try:
         return array_of(tensor)
     except Exception as error:  # a subclass of the user's, or of a transformation of torch's
-        if is_from_handler(error):
-            raise
         raise TypeError(
             f"cannot share {what}: got a {type(tensor).__name__} whose memory cannot be read ({error})."
         ) from error

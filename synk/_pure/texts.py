@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import safe_point
 
 _MAX_LENGTH = 80
 
@@ -23,9 +23,7 @@ def short_repr(value: object) -> str:
     True
     """
     try:
-        text = " ".join(_repr.repr(value).split())
-    except Exception as error:  # reprlib guards instances, but no containers of odd classes
-        if is_from_handler(error):
-            raise
+        text = " ".join(safe_point(_repr.repr, value).split())
+    except Exception:  # reprlib guards instances, but no containers of odd classes
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from synk._pure.interrupts import deferred, is_from_handler
+from synk._pure.interrupts import deferred
 from synk._pure.ranges import round_up
 from synk._wire.mapping import punch
 from synk._wire.memory import PAGE_NBYTES, Segment, forks
@@ -36,9 +36,7 @@ class _Arena:
         """Return the offset of a free place, which is the caller's from now on; None where there is none."""
         try:
             return self.free.popleft()
-        except IndexError as error:
-            if is_from_handler(error):
-                raise
+        except IndexError:
             return None
 
 
@@ -120,9 +118,7 @@ class Arenas:
         while self._ended:
             try:
                 tenant = self._ended.popleft()
-            except IndexError as error:  # another thread was faster
-                if is_from_handler(error):
-                    raise
+            except IndexError:  # another thread was faster
                 return
             self._tenants.pop(id(tenant), None)
             arena = tenant.arena
@@ -144,9 +140,7 @@ class Arenas:
         if len(taken) + len(arena.burnt) == arena.num_places:
             try:
                 arenas.remove(arena)
-            except ValueError as error:  # another thread was faster
-                if is_from_handler(error):
-                    raise
+            except ValueError:  # another thread was faster
                 return
             self._released.append(arena.segment)
         else:
@@ -164,7 +158,5 @@ class Arenas:
 def _clear(arena: Segment, offset: int, nbytes: int) -> None:
     try:
         punch(arena.fd, offset, nbytes)
-    except OSError as error:  # not every file can
-        if is_from_handler(error):
-            raise
+    except OSError:  # not every file can
         arena.buffer[offset : offset + nbytes] = 0

@@ -13,7 +13,6 @@ import os
 
 import numpy as np
 
-from synk._pure.interrupts import is_from_handler
 from synk._wire.descriptors import orphans
 
 _MAP_FIXED = 0x10
@@ -96,9 +95,7 @@ class MappedFile(mmap.mmap):
         """
         try:
             held = memoryview(self)  # no other thread unmaps it meanwhile
-        except ValueError as error:  # one has
-            if is_from_handler(error):
-                raise
+        except ValueError:  # one has
             return
         with held:
             self._make_private(held.nbytes)

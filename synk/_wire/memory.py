@@ -7,6 +7,7 @@ nothing of arrays beyond bytes, nothing of workers.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import math
@@ -17,7 +18,7 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from synk._pure.interrupts import deferred, is_from_handler
+from synk._pure.interrupts import deferred
 from synk._pure.ranges import round_up
 from synk._wire.descriptors import above_streams, orphans
 from synk._wire.mapping import MappedFile, punch
@@ -39,9 +40,8 @@ def available_nbytes() -> int:
                 if line.startswith("MemAvailable:"):
                     available = int(line.split()[1]) * 1024
                     break
-    except OSError as error:  # not Linux, or /proc hidden: posix_fallocate is then the only check
-        if is_from_handler(error):
-            raise
+    except OSError:  # not Linux, or /proc hidden: posix_fallocate is then the only check
+        pass
     try:
         with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
             limit = file.read().strip()
@@ -49,9 +49,8 @@ def available_nbytes() -> int:
             used = int(file.read())
         if limit != "max":
             available = min(available, int(limit) - used)
-    except (OSError, ValueError) as error:  # no cgroup v2, or none of our own
-        if is_from_handler(error):
-            raise
+    except (OSError, ValueError):  # no cgroup v2, or none of our own
+        pass
     return available
 
 
@@ -99,8 +98,6 @@ def create_fd(nbytes: int, *, is_reserved: bool = True, tail_nbytes: int = 0) ->
         fd = above_streams(os.memfd_create("synk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         is_sealable = True
     except (AttributeError, OSError) as error:
-        if is_from_handler(error):
-            raise
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             raise
         # memfd missing or blocked (old kernel, seccomp): an unlinked file has no name either.
@@ -117,11 +114,8 @@ def create_fd(nbytes: int, *, is_reserved: bool = True, tail_nbytes: int = 0) ->
         else:
             os.ftruncate(fd, nbytes)
         if tail_nbytes:
-            try:
+            with contextlib.suppress(OSError):  # a limit on the size of files: there is no tail
                 os.ftruncate(fd, nbytes + tail_nbytes)
-            except OSError as error:  # a limit on the size of files: there is no tail
-                if is_from_handler(error):
-                    raise
         if is_sealable:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except BaseException:
@@ -259,8 +253,6 @@ class Segment:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             fd = create_fd(nbytes, is_reserved=is_reserved, tail_nbytes=tail_nbytes)
         except OSError as error:
-            if is_from_handler(error):
-                raise
             raise _no_memory(nbytes, error) from error
         try:
             segment = cls(fd, nbytes, is_writable=True, segment_id=segment_id)
@@ -280,8 +272,6 @@ class Segment:
         try:
             os.posix_fallocate(self.fd, offset, nbytes)
         except OSError as error:
-            if is_from_handler(error):
-                raise
             raise _no_memory(nbytes, error) from error
         return self.part(segment_id, offset, nbytes)
 
@@ -308,8 +298,6 @@ class Segment:
         try:
             return os.dup(self.fd)
         except OSError as error:
-            if is_from_handler(error):
-                raise
             raise _no_memory(self.nbytes, error) from error
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -371,9 +359,8 @@ class Segment:
             mapping.close()
             if self.generation == forks.count:
                 punch(fd, 0, self.nbytes)
-        except (BufferError, OSError) as error:  # views exist; or the file cannot
-            if is_from_handler(error):
-                raise
+        except (BufferError, OSError):  # views exist; or the file cannot
+            pass
         finally:
             orphans.close(fd)
 
@@ -382,8 +369,6 @@ def _map(fd: int, nbytes: int, is_writable: bool, is_private: bool) -> MappedFil
     try:
         return MappedFile(fd, nbytes, is_writable=is_writable, is_private=is_private)
     except OSError as error:
-        if is_from_handler(error):
-            raise
         limit = "open files (ulimit -n)" if error.errno == errno.EMFILE else "address space (ulimit -v)"
         raise SharedMemoryError(
             f"cannot map a shared segment of {nbytes} bytes: {os.strerror(error.errno or 0)}. Free some Data, or raise "

@@ -14,7 +14,7 @@ import cloudpickle
 import numpy as np
 from cloudpickle.cloudpickle import _is_registered_pickle_by_value, _lookup_module_and_qualname
 
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import safe_point
 
 
 class Mapped(NamedTuple):
@@ -38,9 +38,7 @@ def locate(module: str, steps: tuple[tuple[str, Any], ...]) -> Any:
                 found = vars(found)
             else:
                 found = found.__closure__[key] if kind == "closure" else getattr(found, key)
-    except Exception as error:  # the function that needs it says so itself, if there is one
-        if is_from_handler(error):
-            raise
+    except Exception:  # the function that needs it says so itself, if there is one
         return {} if steps and steps[-1][0] == "table" else types.SimpleNamespace()
     return found
 
@@ -109,4 +107,4 @@ class Pickler(cloudpickle.Pickler):
 def reduced(obj: Any) -> Any:
     """Return the recipe by which an object is pickled, made anew: a name, or what ``__reduce_ex__`` returns."""
     rule = Pickler.dispatch_table.get(type(obj))
-    return obj.__reduce_ex__(5) if rule is None else rule(obj)
+    return safe_point(obj.__reduce_ex__, 5) if rule is None else safe_point(rule, obj)

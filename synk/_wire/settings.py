@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy._core import umath
 
-from synk._pure.interrupts import is_from_handler
-
 
 class Setting(NamedTuple):
     """A setting of a library.
@@ -74,9 +72,7 @@ def _set_cudnn(name: str) -> Callable[[Any, Any], None]:
 def _matmul_precision(torch: Any) -> str | None:
     try:
         return str(torch.get_float32_matmul_precision())
-    except RuntimeError as error:
-        if is_from_handler(error):
-            raise
+    except RuntimeError:
         return None  # the precisions of single backends have been set, which torch does not let one read together
 
 
@@ -148,9 +144,7 @@ class Reader:
                 try:
                     found[name] = setting.reader(module)
                     found[name]()
-                except AttributeError as error:  # another thread is importing it
-                    if is_from_handler(error):
-                        raise
+                except AttributeError:  # another thread is importing it
                     found.pop(name, None)
                     num_modules = 0
         self.names, self._readers, self._num_modules = list(found), list(found.values()), num_modules

@@ -17,7 +17,6 @@ import resource
 
 import numpy as np
 
-from synk._pure.interrupts import is_from_handler
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk._wire.mapping import give_back, populate
 from synk._wire.memory import PAGE_NBYTES, Segment, available_nbytes
@@ -37,9 +36,7 @@ def _can_populate() -> bool:
     try:
         with _probe() as probe:
             populate(probe.address, PAGE_NBYTES)
-    except (OSError, SharedMemoryError) as error:
-        if is_from_handler(error):
-            raise
+    except (OSError, SharedMemoryError):
         return False
     return True
 
@@ -132,8 +129,6 @@ class Outbox:
                 raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
             populate(self._address + self._populated, nbytes)
         except OSError as error:
-            if is_from_handler(error):
-                raise
             raise SharedMemoryError(
                 f"cannot leave a message of {nbytes} bytes for its receiver: {error.strerror}. Wait for messages that "
                 "were sent before, or send it by send, which waits for the receiver."
@@ -167,9 +162,8 @@ class Outbox:
         """Give all memory from ``start`` on back."""
         try:
             give_back(self._address + start, self._begin + self._nbytes - start)
-        except OSError as error:  # it stays, and is used again
-            if is_from_handler(error):
-                raise
+        except OSError:  # it stays, and is used again
+            pass
         else:
             self._populated = start
 

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from synk._pure.interrupts import is_from_handler
 from synk._wire.residents import resolve_resident
 
 
@@ -47,9 +46,7 @@ def body_of(
     body.__name__ = getattr(fn, "__name__", type(fn).__name__)
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError) as error:
-        if is_from_handler(error):
-            raise
+    except (TypeError, ValueError):
         return body
     parameters = list(signature.parameters.values())
     own = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]

@@ -11,7 +11,7 @@ import cloudpickle
 import torch
 
 from synk._api.runtime import Runtime
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import as_operation, safe_point
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk.errors import SerializationError, UnsupportedError
 from synk.torch import _kept_graphs as ranks
@@ -86,13 +86,12 @@ class _Pickler(cloudpickle.Pickler):
         return self._numbers.get(id(obj)) if isinstance(obj, torch.Tensor) else None
 
 
+@as_operation
 def pickled(name: str, module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> bytes:
     file = io.BytesIO()
     try:
-        _Pickler(file, tensors).dump(module)
+        safe_point(_Pickler(file, tensors).dump, module)
     except Exception as error:
-        if is_from_handler(error):
-            raise
         raise SerializationError(
             f"cannot send module {name!r} to the workers: {type(error).__name__}: {str(error).rstrip('.')}. Make it of "
             "what can be pickled."

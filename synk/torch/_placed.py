@@ -25,7 +25,7 @@ import torch
 
 from synk._api.function import Function
 from synk._api.runtime import Runtime
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import as_operation, safe_point
 from synk.errors import ClosedError, SerializationError, WorkerDied
 from synk.torch import _kept_graphs as ranks
 from synk.torch import _module_parts as parts
@@ -168,12 +168,11 @@ class Placed:
     def _call(self, number: int) -> _Call:
         return _Call(self.freed, self._parameters, self._versions, number)
 
+    @as_operation
     def _dumped(self, nesting: Any) -> bytes:
         try:
-            return cloudpickle.dumps(nesting, protocol=5)
+            return safe_point(cloudpickle.dumps, nesting, protocol=5)
         except Exception as error:
-            if is_from_handler(error):
-                raise
             raise SerializationError(
                 f"cannot send the inputs of {self._name!r}: {type(error).__name__}: {error}. What is no tensor must be "
                 "picklable."

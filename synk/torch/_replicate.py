@@ -20,7 +20,7 @@ from synk._api.current import current
 from synk._api.function import Function
 from synk._api.runtime import Runtime
 from synk._master.code.handles import Handle
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import as_operation
 from synk._pure.output_ops import DEFAULT_OP, DefaultOp
 from synk._pure.tensors import num_torch_threads
 from synk._wire.control import Traits
@@ -341,19 +341,18 @@ class Replicated(Handle):
             session.residents.restore(resident, state, next(session.numbers), session.deadline(None))
         self._note_seen(now)
 
+    @as_operation
     def _leave(self) -> None:
         """The runtime is about to be closed: the objects are ordinary ones then, with what they have learned."""
         try:
             if self._is_behind:
                 self.pull()
         except Exception as error:
-            if is_from_handler(error):
-                raise
             warnings.warn(
                 f"{', '.join(type(obj).__name__ for obj in self._objects)} could not be brought up to date before the "
                 f"runtime was closed, and holds what it held at the last pull: {error}",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         for obj in self._linked:
             unlink(obj)

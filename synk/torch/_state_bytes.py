@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from synk._pure.interrupts import is_from_handler
 from synk._wire.parcels import Pickler
 from synk.torch._state import State, dump, is_module, load, submodules, tensors_of
 from synk.torch._take_over import CODE
@@ -109,9 +108,8 @@ def dump_all(objects: Sequence[Any]) -> bytes:
     states = {index: dump(obj) for index, obj in enumerate(objects)}
     try:
         return as_bytes(objects, states)
-    except Exception as error:
-        if is_from_handler(error):
-            raise
+    except Exception:
+        pass
     references = {id(obj): key for key, obj in referents(objects).items()}
     for obj, state in zip(objects, states.values()):
         if is_module(obj):
@@ -135,9 +133,7 @@ def can_pickle(value: Any, references: dict[int, Any], code: list[Any] | None = 
     """Whether ``dumps`` does."""
     try:
         dumps(value, references, code)
-    except Exception as error:
-        if is_from_handler(error):
-            raise
+    except Exception:
         return False
     return True
 

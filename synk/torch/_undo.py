@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from synk._pure.generators import generator_states, restore_generators
-from synk._pure.interrupts import is_from_handler
 from synk._wire.cell import cell
 from synk.torch import _state as states
 from synk.torch import _state_bytes
@@ -171,9 +170,7 @@ class Undo:
         code: list[Any] = []
         try:
             data = _state_bytes.dumps(mutable, self._references, code)
-        except Exception as error:
-            if is_from_handler(error):
-                raise
+        except Exception:
             kept = {k: each for k, each in mutable.items() if _state_bytes.can_pickle(each, self._references, [])}
             return self._pickled(kept if len(kept) < len(mutable) else {})
         return data, {("code", number): each for number, each in enumerate(code)}

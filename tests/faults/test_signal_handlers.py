@@ -8,7 +8,6 @@ import itertools
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 from harness import Scenario, same_workers, script
 
 from synk._master.code import book
-from synk._pure.interrupts import deferred, is_from_handler
 from synk._wire.descriptors import orphans
 from synk._wire.memory import Segment
 from synk.errors import CallCancelled
@@ -81,129 +79,6 @@ def alarm() -> Iterator[Alarm]:
     sys.settrace(None)
     made.raised.clear()  # their frames hold what the census would count
     signal.signal(signal.SIGALRM, before)
-
-
-# -- sections ---------------------------------------------------------------------------------------------------------
-
-
-def test_handlers_run_after_a_section_and_are_in_place_again(alarm: Alarm) -> None:
-    steps = []
-    handler = signal.getsignal(signal.SIGALRM)
-    with pytest.raises(Limit) as caught, deferred():
-        alarm.ring()
-        steps.append(1)
-        with deferred():
-            alarm.ring()
-        steps.append(2)
-    assert steps == [1, 2]
-    assert alarm.raised == [caught.value]
-    assert signal.getsignal(signal.SIGALRM) == handler
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_all_handlers_run_where_several_signals_came(alarm: Alarm) -> None:
-    with pytest.raises((Limit, KeyboardInterrupt)) as caught, deferred():
-        alarm.ring()
-        signal.raise_signal(signal.SIGINT)
-    assert {type(caught.value), type(caught.value.__context__)} == {Limit, KeyboardInterrupt}
-
-
-def test_a_signal_is_not_lost_where_a_section_fails(alarm: Alarm) -> None:
-    with pytest.raises(Limit) as caught, deferred():
-        alarm.ring()
-        raise LookupError
-    assert isinstance(caught.value.__context__, LookupError)
-
-
-@pytest.mark.parametrize("name", ["__enter__", "close", "open", "_run_late", "__exit__"])
-def test_a_signal_at_the_edge_of_a_section_comes_once_and_in_time(alarm: Alarm, name: str) -> None:
-    handler = signal.getsignal(signal.SIGALRM)
-
-    def section() -> None:
-        with deferred():
-            pass
-
-    def interrupted_section() -> None:
-        alarm.ring_in(name)
-        section()
-
-    with pytest.raises(Limit):
-        interrupted_section()
-    section()
-    assert len(alarm.raised) == 1
-    assert signal.getsignal(signal.SIGALRM) == handler
-
-
-def test_a_section_of_another_thread_holds_nothing_back(alarm: Alarm) -> None:
-    entered, leave = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with deferred():
-            entered.set()
-            leave.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    entered.wait()
-    try:
-        with pytest.raises(Limit):
-            alarm.ring()
-    finally:
-        leave.set()
-        thread.join()
-
-
-class Handlers:
-    """Handlers of all shapes."""
-
-    def method(self, signum: int, frame: Any) -> None:
-        raise Limit
-
-    def __call__(self, *arguments: Any) -> None:
-        self.deeper()
-
-    def deeper(self) -> None:
-        raise Limit
-
-    @staticmethod
-    def that_gives_up_its_place(signum: int, frame: Any) -> None:
-        signal.signal(signum, signal.SIG_IGN)
-        raise Limit
-
-
-@pytest.mark.parametrize(
-    "handler",
-    [
-        Handlers().method,
-        Handlers(),
-        Handlers.that_gives_up_its_place,
-        functools.partial(lambda extra, signum, frame: Handlers().deeper(), "extra"),
-        lambda *_: Handlers().deeper(),
-    ],
-)
-def test_what_a_handler_raised_is_told_apart(alarm: Alarm, handler: Any) -> None:
-    signal.signal(signal.SIGALRM, handler)
-    try:
-        alarm.ring()
-    except Limit as error:
-        assert is_from_handler(error)
-    signal.signal(signal.SIGALRM, handler)
-    try:
-        with deferred():
-            alarm.ring()
-    except Limit as error:
-        assert is_from_handler(error)
-
-
-def test_what_other_functions_raise_is_not_taken_for_a_handlers() -> None:
-    def with_a_frame(frame: Any, number: int) -> None:
-        raise Limit
-
-    try:
-        with_a_frame(sys._getframe(), 1)
-    except Limit as error:
-        assert not is_from_handler(error)
-    assert not is_from_handler(Limit())
 
 
 # -- what it comes out as ---------------------------------------------------------------------------------------------

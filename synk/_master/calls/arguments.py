@@ -14,7 +14,7 @@ import numpy as np
 from synk._master.code.culprits import culprit_in
 from synk._master.objects.data import Contents
 from synk._master.state.variable import Variable
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import operation, safe_point
 from synk._pure.nested import PLAIN_TYPES
 from synk._pure.ranges import LINE_NBYTES
 from synk._pure.shards import Assignment, Selection, assign_local, assign_owned, bounds_of, select_common
@@ -208,7 +208,8 @@ class ObjectPickler(Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if is_tensor(obj) and is_ordinary(obj):
-            array: Any = np.ascontiguousarray(array_of(obj)).reshape(-1).view(np.uint8)
+            with operation():
+                array: Any = np.ascontiguousarray(array_of(obj)).reshape(-1).view(np.uint8)
             buffer = pickle.PickleBuffer(array)
             return copied_tensor, (buffer, dtype_of(obj), tuple(obj.shape))
         return super().reducer_override(obj)
@@ -238,17 +239,13 @@ def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> 
         return pickle.dumps(tuple(values), protocol=5), []
     try:
         file = io.BytesIO()
-        ObjectPickler(file, protocol=5, buffer_callback=buffers.append).dump(tuple(values))
+        safe_point(ObjectPickler(file, protocol=5, buffer_callback=buffers.append).dump, tuple(values))
         data = file.getvalue()
     except Exception as error:
-        if is_from_handler(error):
-            raise
         for label, value in zip(labels, values):
             try:
-                cloudpickle.dumps(value, protocol=5)
+                safe_point(cloudpickle.dumps, value, protocol=5)
             except Exception as inner:
-                if is_from_handler(inner):
-                    raise
                 place, part = culprit_in(label, value, cloudpickle.dumps)
                 raise SerializationError(
                     f"cannot send {place} of {function_name!r} ({type(part).__name__}): {type(inner).__name__}: "
@@ -264,10 +261,8 @@ def pickle_nests(arguments: Sequence[Argument], function_name: str) -> bytes:
     if not nests:
         return b""
     try:
-        return cloudpickle.dumps(nests, protocol=5)
+        return safe_point(cloudpickle.dumps, nests, protocol=5)
     except Exception as error:
-        if is_from_handler(error):
-            raise
         raise SerializationError(
             f"cannot send the structure of the arguments of {function_name!r}: {type(error).__name__}: {error}. Keys "
             "and classes of nested arguments must be picklable."

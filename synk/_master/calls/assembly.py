@@ -15,6 +15,7 @@ import numpy as np
 
 from synk._pure.agreement import MISSING, Agreement, agreed
 from synk._pure.dtypes import describe_dtype
+from synk._pure.interrupts import safe_point
 from synk._pure.ops import EACH, REDUCTIONS, EqualReduction, Op, Reduction
 from synk._pure.output_ops import match_ops, wanted_leaves
 from synk._pure.partials import Slices, concatenate, join
@@ -369,7 +370,7 @@ class Assembly:
         """Return the result of an op, of values to be combined where their ``rows`` are given."""
         op = self.ops[leaf]
         try:
-            return op.finish(value if rows is None else op.combine(value, rows))
+            return safe_point(op.finish, value if rows is None else safe_point(op.combine, value, rows))
         except Exception as error:
             add_note(error, f"Raised by op {op!r}, which combines {self._named(leaf)}.")
             raise

@@ -24,7 +24,7 @@ from synk._master.session import Session
 from synk._master.state.device_values import check_not_lost
 from synk._master.state.lanes import Lane
 from synk._master.state.results import Lease
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import await_lock, raised_by_handler
 from synk._wire.cell import cell
 from synk._wire.control import Down
 from synk._wire.messages import Kind
@@ -61,7 +61,9 @@ def call_again(
     if session._lock._is_owned() or cell.worker is not None:  # type: ignore[attr-defined]
         return UNFIT
     started = time.monotonic_ns()
-    with session._lock:
+    if not session._lock.acquire(blocking=False):
+        await_lock(session._lock)
+    try:
         if session.workers.requests or session.queue.calls:
             return UNFIT
         launched = compiled.fits(session, function, args, kwargs, batch, shard_batch, started)
@@ -73,6 +75,8 @@ def call_again(
             abandon(session, launched, error)
             raise
         return complete(session, launched)
+    finally:
+        session._lock.release()
 
 
 def launch(
@@ -139,7 +143,6 @@ def send(session: Session, launched: Launched, before: Callable[[], bool] | None
         return True
     lane.first_down[_RESULT] = 0 if launched.lease is None else launched.lease.segment.id
     launched.began = workers.began = launched.started_ns * 1e-9
-    workers.waiting.num_cancels = -1
     cached.is_agreed = False  # until the call has ended well: a worker may tell of a layout that is not taken in
     session.counters["bytes_pickled"] += launched.pickled_nbytes
     doorbells.ring(launched, _CALL, cached.plan.plan_id, lane.index)
@@ -174,7 +177,7 @@ def complete(session: Session, launched: Launched) -> Any:
         while True:
             request = steps.send(session.workers.wait(request))
     except BaseException as error:
-        if steps is not None and isinstance(error, StopIteration) and not is_from_handler(error):
+        if steps is not None and isinstance(error, StopIteration):
             if doorbells is None or launched.assembly is not assembly:
                 compile_call(session, launched)
             return error.value
@@ -194,10 +197,10 @@ def abandon(session: Session, launched: Launched, error: BaseException) -> None:
     if launched.lease is not None:
         session.memory.results.give_back(launched.lease)
     is_known = not isinstance(error, Exception) or isinstance(error, SynkError)
-    if session.is_closed and not is_known and not is_from_handler(error):
+    if session.is_closed and not is_known:
         raise ClosedError("the call was ended: the runtime was closed by another thread.") from error
     if launched.sequence and function.changes and not cached.plan.is_trial:
-        session.residents.note_failed(function.changes, error)
+        session.residents.note_failed(function.changes, raised_by_handler(error))
 
 
 def _load(session: Session, function: Callee, call: Call, deadline: float | None) -> None:

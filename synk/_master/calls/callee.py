@@ -24,7 +24,6 @@ from synk._master.session import Session
 from synk._master.state.captured import Changes, Referred, captured_in, check_captured, check_optimizers, referred_in
 from synk._master.state.resident import check_owner as check_owner_of_resident
 from synk._master.state.variable import check_owner
-from synk._pure.interrupts import deferred
 from synk._pure.output_ops import DefaultOp, ops_of
 from synk.errors import StaleCaptureError, StaleCaptureWarning
 
@@ -315,8 +314,7 @@ def distribute(session: Session, only: Sequence[Callee] | None = None, *, deadli
         if function.id in book.sent_anew:
             book.sent_anew.discard(function.id)
             function.plans.drop_all(session.workers.log)
-        with deferred():  # what is on the workers must be dropped there some day
-            function.note_loaded(session, _referred(function, book))
+        function.note_loaded(session, _referred(function, book))
     if len(functions) == 1:
         functions[0].large_changes.note(functions[0].fn, sent, session.counters["calls"])
 

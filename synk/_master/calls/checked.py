@@ -22,7 +22,6 @@ from synk._master.state.resident import check_owner as check_owner_of_resident
 from synk._master.state.variable import Variable, check_owner
 from synk._pure.arrays import as_plain_array, check_shareable
 from synk._pure.dtypes import foreign_name, storage
-from synk._pure.interrupts import is_from_handler
 from synk._pure.nested import (
     LEAF,
     PLAIN_TYPES,
@@ -140,8 +139,6 @@ class Checks:
         try:
             leaves, structure = take_apart(value, by_rows=True)
         except TypeError as error:
-            if is_from_handler(error):
-                raise
             raise TypeError(f"cannot scatter {what}: {error}. Pass its arrays in a dict or a tuple.") from None
         except RecursionError:
             raise ValueError(

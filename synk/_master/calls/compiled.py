@@ -10,9 +10,7 @@ compile another.
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # the public functions make an enum of each handler
 import os
-import signal
 from dataclasses import replace
 from typing import Any
 
@@ -24,10 +22,7 @@ from synk._master.calls.look import Look
 from synk._master.calls.plans import Call
 from synk._master.calls.trials import can_check
 from synk._master.session import Session
-from synk._pure.interrupts import num_cancels
 from synk._pure.nested import is_plain_object
-
-_SIGINT, _raises_keyboard_interrupt = int(signal.SIGINT), signal.default_int_handler
 
 _NO_BATCH: Any = object()
 """In the place of a batch that is another one even where it is equal: an array can be changed in place."""
@@ -82,8 +77,6 @@ class CompiledCall:
             or os.getpid() != session.pid  # a copy of the master that was made without at-fork hooks
             or not self.cached.is_agreed
             or self.cached.assembly is not self._assembly
-            # Ctrl-C would only cancel a task of asyncio, and not be heard here.
-            or (_signal.getsignal(_SIGINT) is not _raises_keyboard_interrupt and num_cancels() >= 0)
         ):
             return None
         values = self.look.values(args, kwargs)

@@ -14,7 +14,6 @@ from synk._master.calls.arguments import Argument, Nest, padded, rows_of
 from synk._master.calls.binding import choose_rows, index_arrays, ranks_with_rows
 from synk._master.calls.plans import Call
 from synk._master.code.handles import Handle
-from synk._pure.interrupts import is_from_handler
 from synk._pure.nested import SINGLE_VALUES, is_plain_object, take_apart, take_apart_whole
 from synk._pure.read_only import ReadOnlyArray
 from synk._pure.tensors import memory_of, torch_dtypes
@@ -132,9 +131,7 @@ class Look:
                 if found != nest.structure:
                     return None
                 values[position : position + 1] = leaves
-        except (TypeError, RecursionError) as error:  # a new call says what is wrong
-            if is_from_handler(error):
-                raise
+        except (TypeError, RecursionError):  # a new call says what is wrong
             return None
         for position, dtype, plain in self._tensors:
             array = values[position] = memory_of(values[position], dtype, plain)

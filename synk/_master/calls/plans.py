@@ -17,7 +17,6 @@ from synk._master.calls.assembly import Assembly
 from synk._master.processes.log import Log
 from synk._master.state.lanes import Lane
 from synk._master.state.variable import Variable
-from synk._pure.interrupts import deferred
 from synk._pure.shards import Assignment, Selection
 from synk._wire.control import NUM_LANES
 from synk._wire.memory import Segment
@@ -105,14 +104,13 @@ class PlanCache:
         return cached
 
     def put(self, key: Any, cached: CachedPlan, log: Log) -> None:
-        with deferred():  # a plan that is lost here would stay with the workers
-            broken = self._plans.pop(key, None)
-            if broken is not None:
-                log.drop_held("plan", broken.plan.plan_id)
-            self._plans[key] = cached
-            while len(self._plans) > _MAX_PLANS:
-                _, old = self._plans.popitem(last=False)
-                log.drop_held("plan", old.plan.plan_id)
+        broken = self._plans.pop(key, None)
+        if broken is not None:
+            log.drop_held("plan", broken.plan.plan_id)
+        self._plans[key] = cached
+        while len(self._plans) > _MAX_PLANS:
+            _, old = self._plans.popitem(last=False)
+            log.drop_held("plan", old.plan.plan_id)
 
     def drop_staging(self, segment_id: int, log: Log) -> None:
         """Forget the plans that use a staging segment which has been replaced: nobody finds them any more."""
@@ -144,10 +142,9 @@ class PlanCache:
 
     def discard(self, cached: CachedPlan, log: Log) -> None:
         """Forget one plan, here and on the workers."""
-        with deferred():
-            self.compiled[cached.lane.index] = None
-            self._plans = OrderedDict((key, value) for key, value in self._plans.items() if value is not cached)
-            log.drop_held("plan", cached.plan.plan_id)
+        self.compiled[cached.lane.index] = None
+        self._plans = OrderedDict((key, value) for key, value in self._plans.items() if value is not cached)
+        log.drop_held("plan", cached.plan.plan_id)
 
 
 @dataclass

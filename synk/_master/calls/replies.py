@@ -17,7 +17,7 @@ from synk._master.session import Session
 from synk._master.state.results import Lease
 from synk._master.workers.failures import raise_failures
 from synk._master.workers.requests import Request
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import HandlerRaised, safe_point
 from synk._pure.ops import EACH
 from synk._pure.output_ops import match_ops
 from synk._pure.tensors import array_of, is_plain, is_tensor
@@ -188,10 +188,10 @@ def _take_layouts(name: str, cached: CachedPlan, ranks: Sequence[int], replies: 
 
 def _unpickle(data: bytes, name: str, rank: int, what: str) -> Any:
     try:
-        return pickle.loads(data)
+        return safe_point(pickle.loads, data)
+    except HandlerRaised:
+        raise
     except BaseException as error:  # the user's classes are built here: whatever they do must not end the session
-        if is_from_handler(error):
-            raise
         raise SerializationError(
             f"cannot load a result of {name!r} from rank {rank} ({what}): {type(error).__name__}: {error}. "
             "Return arrays, numbers or objects whose class can be loaded in the master."

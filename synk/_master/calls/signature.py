@@ -6,8 +6,6 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from synk._pure.interrupts import is_from_handler
-
 OPTION_NAMES = frozenset({"batch", "shard_batch", "num_slices", "output_subset", "timeout"})
 """Keywords that a call takes for itself."""
 
@@ -37,9 +35,7 @@ class Signature:
         self.broadcast = frozenset([bcast_inputs] if isinstance(bcast_inputs, str) else bcast_inputs)
         try:
             self._signature: inspect.Signature | None = inspect.signature(fn)
-        except (TypeError, ValueError) as error:  # some builtins have none: arguments by position are then scattered
-            if is_from_handler(error):
-                raise
+        except (TypeError, ValueError):  # some builtins have none: arguments by position are then scattered
             self._signature = None
         parameters = list(self._signature.parameters.values()) if self._signature else []
         self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -83,8 +79,6 @@ class Signature:
         try:
             self._signature.bind(*args, **kwargs)
         except TypeError as error:
-            if is_from_handler(error):
-                raise
             names = self._signature.parameters
             unknown = [key for key in kwargs if key not in names]
             if unknown:  # not that the argument it was meant for is missing

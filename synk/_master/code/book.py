@@ -36,7 +36,6 @@ from synk._master.code.handles import Handle
 from synk._master.code.modules import Located, inside, is_told_by_import, reached_from, source_of
 from synk._master.code.packing import Address, PartsPickler, Shared
 from synk._master.code.parcels import Host, Node, Parcel
-from synk._pure.interrupts import deferred, is_from_handler
 from synk._wire.memory import Segment
 from synk._wire.messages import Reload
 from synk._wire.parcels import Absent, make_cell
@@ -180,7 +179,7 @@ class Book:
             parcel = self._pack([(kind, Address(node), change.key, value)], is_optional=is_first)
         except Exception as error:
             facet.forget(change)
-            if is_from_handler(error) or isinstance(error, MemoryError):
+            if isinstance(error, MemoryError):
                 raise
             if not (self._is_of_module(node) or node.parcel.is_optional):
                 what = f"{change.key!r} ({type(change.value).__name__})"
@@ -219,10 +218,9 @@ class Book:
         parcel.handles, parcel.optimizers = pickler.handles, pickler.optimizers
         parcel.modules_met, parcel.imports = pickler.modules_met, pickler.imports
         parcel.uncompared = pickler.uncompared
-        with deferred():
-            self.parcels[parcel.number] = parcel
-            for obj, facets in pickler.met:
-                self._know(obj, parcel, facets)
+        self.parcels[parcel.number] = parcel
+        for obj, facets in pickler.met:
+            self._know(obj, parcel, facets)
         return parcel
 
     @staticmethod
@@ -249,11 +247,10 @@ class Book:
             parcel = Parcel(next(self._numbers))
             base = {k: table[k] for k in ("__package__", "__name__", "__path__", "__file__") if k in table}
             parcel.data = pickle.dumps([], protocol=5) + pickle.dumps((base,), protocol=5)
-            with deferred():
-                self.parcels[parcel.number] = parcel
-                self._unsettled.append(parcel)
-                node = self.namespaces[id(table)] = Node(table, parcel, 0, [Names(table)])
-                parcel.nodes.append(node)
+            self.parcels[parcel.number] = parcel
+            self._unsettled.append(parcel)
+            node = self.namespaces[id(table)] = Node(table, parcel, 0, [Names(table)])
+            parcel.nodes.append(node)
         return node, node.facets[0]  # type: ignore[return-value]
 
     def meet_cell(self, cell: types.CellType) -> bool:
@@ -267,10 +264,9 @@ class Book:
         parcel.data = _CELL
         facet = contents(cell)
         facet.told.clear()
-        with deferred():
-            self.parcels[parcel.number] = parcel
-            self._unsettled.append(parcel)
-            self._know(cell, parcel, [facet])
+        self.parcels[parcel.number] = parcel
+        self._unsettled.append(parcel)
+        self._know(cell, parcel, [facet])
         return True
 
     def tell(self, node: Node, facet: Facet, change: Change, parcel: Parcel) -> None:
@@ -348,11 +344,10 @@ class Book:
         names = tuple(located[0].obj)
         places = tuple((each.module, each.steps) for each in located), names
         parcel.data = pickle.dumps([("locate", places, None, None)], protocol=5) + pickle.dumps((), protocol=5)
-        with deferred():
-            self.parcels[parcel.number] = parcel
-            self._unsettled.append(parcel)
-            for each in located:
-                self._know(each.obj, parcel, [_imported_facet(each)])
+        self.parcels[parcel.number] = parcel
+        self._unsettled.append(parcel)
+        for each in located:
+            self._know(each.obj, parcel, [_imported_facet(each)])
         return parcel
 
     def _forget_module(self, known: _Module) -> None:
@@ -368,24 +363,22 @@ class Book:
 
     def commit(self) -> None:
         """What was packed has arrived: let go of what it has replaced."""
-        with deferred():
-            self._unsettled.clear()
-            self._modules_before.clear()
-            self.collect()
+        self._unsettled.clear()
+        self._modules_before.clear()
+        self.collect()
 
     def roll_back(self) -> None:
         """What was packed has not arrived everywhere, as if it never had: it is sent again."""
         if self._unsettled:
-            with deferred():
-                unsettled = set(self._unsettled)
-                while self._unsettled:
-                    self._discard(self._unsettled.pop(), has_failed=True)
-                self._entries = {key: each for key, each in self._entries.items() if each.parcel not in unsettled}
-                while self._modules_before:  # the order to renew one is given again
-                    name, known = self._modules_before.popitem()
-                    del self._modules[name]
-                    if known is not None:
-                        self._modules[name] = known
+            unsettled = set(self._unsettled)
+            while self._unsettled:
+                self._discard(self._unsettled.pop(), has_failed=True)
+            self._entries = {key: each for key, each in self._entries.items() if each.parcel not in unsettled}
+            while self._modules_before:  # the order to renew one is given again
+                name, known = self._modules_before.popitem()
+                del self._modules[name]
+                if known is not None:
+                    self._modules[name] = known
 
     def forget_function(self, function_id: int) -> None:
         """Forget a function; what only this one needs goes with :meth:`collect`."""

@@ -37,7 +37,6 @@ from synk._master.code.facets import (
 )
 from synk._master.code.modules import globals_in, is_users_module
 from synk._master.code.parcels import Node
-from synk._pure.interrupts import is_from_handler
 
 MAX_SIZE = 1000
 """How many objects are compared at each call."""
@@ -348,9 +347,7 @@ class Capture:
                 return self._end()
             if any(self._empty) or not self.is_valid:
                 return self._end()
-        except Exception as error:  # a cell that was emptied, a container that another thread changes
-            if is_from_handler(error):
-                raise
+        except Exception:  # a cell that was emptied, a container that another thread changes
             return self._end()
         if has_turns and (self._in_turn or self._slow):
             self._num_looks += 1
@@ -466,9 +463,7 @@ def _addresses(values: Iterable[Any], count: int) -> bytes:
 def _is_current(facet: Facet) -> bool:
     try:
         return facet.is_current()
-    except Exception as error:  # as in a call
-        if is_from_handler(error):
-            raise
+    except Exception:  # as in a call
         return False
 
 
@@ -476,9 +471,7 @@ def _contents_of(cell: types.CellType) -> Callable[[str, Any], Any]:
     def get(name: str, default: Any) -> Any:
         try:
             return cell.cell_contents
-        except ValueError as error:
-            if is_from_handler(error):
-                raise
+        except ValueError:
             return default
 
     return get

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import safe_point
 
 _MAX_DEPTH = 6
 
@@ -26,10 +26,8 @@ def culprit_in(place: str, value: Any, pickle: Callable[[Any], Any], depth: int 
 
 def _can(pickle: Callable[[Any], Any], value: Any) -> bool:
     try:
-        pickle(value)
-    except Exception as error:
-        if is_from_handler(error):
-            raise
+        safe_point(pickle, value)
+    except Exception:
         return False
     return True
 
@@ -43,10 +41,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{position}]", part) for position, part in enumerate(value))
         return
     try:
-        state = value.__reduce_ex__(4)[2]
-    except Exception as error:  # it has no state that could be looked at
-        if is_from_handler(error):
-            raise
+        state = safe_point(value.__reduce_ex__, 4)[2]
+    except Exception:  # it has no state that could be looked at
         return
     if isinstance(state, dict):
         yield from ((f".{name}", part) for name, part in state.items())

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synk._pure.alike import NUMBERS, alike, keep
-from synk._pure.interrupts import is_from_handler
 
 MISSING: Any = enum.Enum("Missing", "MISSING").MISSING  # type: ignore[attr-defined]
 """In the place of a value that does not exist."""
@@ -283,17 +282,14 @@ class State(Facet):
         if self.is_generator:  # of numbers alone, and asked for often
             try:
                 return bool(self.told == now)
-            except ValueError as error:  # an array among them
-                if is_from_handler(error):
-                    raise
+            except ValueError:  # an array among them
+                pass
         return alike(self.told, now)
 
     def _now(self) -> tuple[Any, Any, Any]:
         try:
             return recipe_of(self._reduce(self.obj))
         except Exception as error:  # the user's code
-            if is_from_handler(error):
-                raise
             return error, (), None
 
     def changes(self) -> list[Change]:
@@ -375,9 +371,7 @@ def contents(cell: types.CellType) -> Table:
     def read() -> dict[str, Any]:
         try:
             return {"": cell.cell_contents}
-        except ValueError as error:  # empty
-            if is_from_handler(error):
-                raise
+        except ValueError:  # empty
             return {}
 
     return Table(cell, "cell", read, read())
@@ -407,9 +401,7 @@ def table_of(obj: Any) -> dict[str, Any] | None:
     """Return the dict of an instance's attributes; None for one that has none. Runs no code of the user's."""
     try:
         table = object.__getattribute__(obj, "__dict__")
-    except (AttributeError, TypeError) as error:
-        if is_from_handler(error):
-            raise
+    except (AttributeError, TypeError):
         return None
     return table if isinstance(table, dict) else None
 
@@ -429,7 +421,5 @@ def slot(obj: Any, name: str) -> Any:
     """Return what an instance keeps in a slot, or ``MISSING``."""
     try:
         return object.__getattribute__(obj, name)
-    except AttributeError as error:
-        if is_from_handler(error):
-            raise
+    except AttributeError:
         return MISSING

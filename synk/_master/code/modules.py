@@ -19,7 +19,6 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from synk._pure.interrupts import is_from_handler
 from synk._wire.parcels import CACHED, is_by_reference
 
 _WRAPPERS = (property, staticmethod, classmethod, functools.cached_property, functools.partialmethod)
@@ -171,7 +170,5 @@ def source_of(module: types.ModuleType) -> str | None:
     try:
         with tokenize.open(str(module.__file__)) as file:
             return file.read()
-    except (OSError, SyntaxError, ValueError) as error:
-        if is_from_handler(error):
-            raise
+    except (OSError, SyntaxError, ValueError):
         return None

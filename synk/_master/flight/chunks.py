@@ -13,13 +13,13 @@ from collections import deque
 from typing import Any
 
 from synk._master.calls.callee import Callee
-from synk._master.flight.pending import is_foreign
+from synk._master.flight.pending import caused_by, is_foreign
 from synk._master.session import Session
 from synk._master.state.device_values import check_not_lost
 from synk._master.state.item_pickles import ArrayCopy
 from synk._master.workers.failures import rebuild
 from synk._master.workers.requests import Request
-from synk._pure.interrupts import is_from_handler, num_cancels
+from synk._pure.interrupts import HandlerRaised, as_operation, safe_point
 from synk._wire.failures import Failure
 from synk._wire.items import Items, ItemsDone
 from synk._wire.messages import Kind, Reply, Status
@@ -74,6 +74,7 @@ class Chunk:
         self.error, self.is_done = error, True
         self.pickles, self.copies = [], []
 
+    @as_operation
     def value(self, name: str) -> Any:
         """Return the next result.
 
@@ -85,10 +86,10 @@ class Chunk:
         position = self.first + self.num_items - len(self.values)
         data = self.values.popleft()
         try:
-            return pickle.loads(data)
+            return safe_point(pickle.loads, data)
+        except HandlerRaised:
+            raise
         except BaseException as error:  # the user's classes are built here
-            if is_from_handler(error):
-                raise
             raise SerializationError(
                 f"cannot load what {name!r} returned for item {position}: {type(error).__name__}: {error}. Return "
                 "arrays, numbers or objects whose class can be loaded in the master."
@@ -147,7 +148,6 @@ class Chunks:
         """
         session = self._session
         with session.entered(self.verb):
-            session.workers.waiting.num_cancels = num_cancels()
             if chunk is not None:
                 self._send(chunk)
             if self._in_flight:
@@ -284,11 +284,11 @@ class Chunks:
     def _lose(self, error: BaseException) -> None:
         """After ``error``: end the chunks that it has taken along."""
         lost: Exception
-        if isinstance(error, Exception) and not is_from_handler(error):
+        if isinstance(error, Exception):
             lost = error
         else:
-            lost = CallCancelled(f"{self.verb}: its items were ended by an interrupt. Map them again.")
-            lost.__cause__ = error
+            what = f"{self.verb}: its items were ended by an interrupt. Map them again."
+            lost = caused_by(error, CallCancelled(what))
         for chunk in list(self._in_flight):
             if chunk.request is None or chunk.request.is_lost:
                 self._forget(chunk, lost)

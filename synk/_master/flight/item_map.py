@@ -14,7 +14,7 @@ from synk._master.calls.callee import Callee
 from synk._master.flight.chunks import LONG_NS, Chunk, Chunks
 from synk._master.session import Session
 from synk._master.state.item_pickles import ItemPickler
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import as_operation, safe_point
 from synk._pure.texts import short_repr
 from synk._pure.tracebacks import outline
 from synk.errors import SerializationError
@@ -79,6 +79,7 @@ class ItemMap:
             self._chunks.is_abandoned = True
             chunk = self._error = None  # whose traceback holds this frame
 
+    @as_operation
     def _next_chunk(self) -> Chunk | None:
         """Return the next chunk that has an outcome, while the workers are kept busy; None at the end."""
         chunks = self._chunks
@@ -125,18 +126,14 @@ class ItemMap:
     def _pull_one(self, chunk: Chunk) -> None:
         """Pull an item; what fails here comes out behind the results of the items before it."""
         try:
-            item = next(self._items)
-        except BaseException as error:
-            if not isinstance(error, Exception) or is_from_handler(error):
-                raise
+            item = safe_point(next, self._items)
+        except Exception as error:
             self._is_at_end = True
             self._error = None if isinstance(error, StopIteration) else error
             return
         try:
             data, copies = self._pickler.dumps(item)
-        except BaseException as error:
-            if not isinstance(error, Exception) or is_from_handler(error):
-                raise
+        except Exception as error:
             self._is_at_end = True
             position = self._position + chunk.num_items
             self._error = SerializationError(

@@ -12,7 +12,7 @@ from synk._master.calls.launched import Launched
 from synk._master.calls.trials import tell_of_end
 from synk._master.workers.workers import Request
 from synk._pure.arrivals import wait_readable
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import as_operation, raised_by_handler, safe_point
 from synk._pure.show import table
 from synk._wire.messages import Reply
 from synk.errors import CallCancelled, CallTimeout, ClosedError, WorkerDied
@@ -133,19 +133,16 @@ class PendingCall:
         if self._launched is None:
             self._call_back()
 
+    @as_operation
     def _call_back(self) -> None:
         while self._callbacks:
             try:
                 fn = self._callbacks.popleft()  # each once, whatever thread is here too
-            except IndexError as error:
-                if is_from_handler(error):
-                    raise
+            except IndexError:
                 return
             try:
-                fn(self)
-            except Exception as error:
-                if is_from_handler(error):
-                    raise
+                safe_point(fn, self)
+            except Exception:
                 _logger.exception("a callback of the call of %r failed", self.name)
 
     def done(self) -> bool:
@@ -203,7 +200,7 @@ class _Unasked:
 
 def is_foreign(error: BaseException) -> bool:
     """Whether ``error`` is about no call: it comes from a signal handler, and belongs to what the main thread does."""
-    return not isinstance(error, Exception) or is_from_handler(error)
+    return not isinstance(error, Exception)
 
 
 def outcome(pending: PendingCall, error: BaseException) -> BaseException:
@@ -222,6 +219,9 @@ def outcome(pending: PendingCall, error: BaseException) -> BaseException:
 
 def cancelled(pending: PendingCall, error: BaseException | None) -> CallCancelled:
     why = f"together with another: {error}" if isinstance(error, Exception) else "by an interrupt."
-    cancelled = CallCancelled(f"the call of {pending.name!r} was ended {why} Submit it again.")
-    cancelled.__cause__ = error
+    return caused_by(error, CallCancelled(f"the call of {pending.name!r} was ended {why} Submit it again."))
+
+
+def caused_by(error: BaseException | None, cancelled: CallCancelled) -> CallCancelled:
+    cancelled.__cause__ = error if error is None else raised_by_handler(error)
     return cancelled

@@ -21,7 +21,7 @@ from synk._master.objects.shared import Shared
 from synk._master.session import Session
 from synk._master.state.under_way import ChunksUnderWay
 from synk._master.workers.requests import Request
-from synk._pure.interrupts import is_from_handler, num_cancels
+from synk._pure.interrupts import await_lock
 from synk._pure.limits import as_seconds
 from synk._pure.nested import holds
 from synk._wire.cell import cell
@@ -74,7 +74,7 @@ class Queue:
             launched = launch(session, function, args, kwargs, options, deadline, lane, is_alone=is_alone)
         except BaseException as error:
             self._end_lost(error)
-            if isinstance(error, CallCancelled) and not is_from_handler(error):  # by a step before it that failed
+            if isinstance(error, CallCancelled):  # by a step before it that failed
                 pending._end(None, error)
                 return pending
             raise
@@ -90,7 +90,9 @@ class Queue:
         if session.is_mine() or cell.worker is not None:
             return None
         started = time.monotonic_ns()
-        with session._lock:
+        if not session._lock.acquire(blocking=False):
+            await_lock(session._lock)
+        try:
             if len(calls) >= NUM_LANES:
                 self._make_room(f"submit {function.name!r}", None)
             newest = calls[-1]._launched if calls else None
@@ -113,6 +115,8 @@ class Queue:
                 self._end_lost(error)
                 raise
             self._append(pending, launched, is_step)
+        finally:
+            session._lock.release()
         return pending
 
     def _append(self, pending: PendingCall, launched: Launched, is_alone: bool) -> None:
@@ -125,7 +129,6 @@ class Queue:
 
     def _make_room(self, verb: str, deadline: float | None) -> None:
         """Wait until another call can be sent."""
-        self._session.workers.waiting.num_cancels = num_cancels()
         while len(self.calls) >= NUM_LANES:
             self._collect_oldest(verb, deadline)
 
@@ -135,7 +138,6 @@ class Queue:
         Return False where one has failed, of which a new call tells.
         """
         deadline = self._session.deadline(None)
-        self._session.workers.waiting.num_cancels = num_cancels()
         while self.calls:
             self._collect_oldest(f"submit {function.name!r}", deadline)
         return self._failed_before(function) is None
@@ -218,7 +220,6 @@ class Queue:
             )
 
     def _wait(self, pending: PendingCall, until: float | None) -> None:
-        self._session.workers.waiting.num_cancels = num_cancels()
         while pending._launched is not None and self.calls:
             if not self._step_oldest(until):
                 return
@@ -300,7 +301,7 @@ class Queue:
             return True
         steps = pending._steps
         try:
-            doorbells = None if steps is not None or until is not None or num_cancels() >= 0 else launched.doorbells
+            doorbells = None if steps is not None or until is not None else launched.doorbells
             if doorbells is not None and doorbells.hear(launched, is_assembled=launched.lease is not None):
                 pending._is_stepping = True
                 pending._end(conclude(session, launched, None, launched.lease), None)
@@ -315,7 +316,7 @@ class Queue:
             pending._request = steps.send(session.workers.wait(request))
             pending._is_stepping = False
         except BaseException as error:
-            if steps is not None and isinstance(error, StopIteration) and not is_from_handler(error):
+            if steps is not None and isinstance(error, StopIteration):
                 pending._end(error.value, None)
                 compile_call(session, launched)
             else:

@@ -15,7 +15,7 @@ from synk._master.calls.callee import Callee
 from synk._master.flight.chunks import Chunk, Chunks
 from synk._master.session import Session
 from synk._master.state.item_pickles import ItemPickler
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import as_operation
 from synk._pure.tracebacks import outline
 from synk._wire.items import call
 from synk.errors import CallCancelled, SerializationError
@@ -56,6 +56,7 @@ class Tasks:
         self._sent: list[Task] = []
         self._numbers = itertools.count()
 
+    @as_operation
     def submit(self, task: Callable[[], Any], callback: Callable[[Task], Any] | None = None) -> Task:
         """Hand a task over, pickled; ``callback(task)`` is called when it has ended, in a ``result`` of any task.
 
@@ -74,8 +75,6 @@ class Tasks:
         try:
             data, copies = self._pickler.dumps(task)
         except Exception as error:
-            if is_from_handler(error):
-                raise
             raise SerializationError(
                 f"cannot send a task to a worker: {type(error).__name__}: {str(error).rstrip('.')}."
             ) from error

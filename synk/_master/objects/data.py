@@ -18,7 +18,7 @@ import numpy.typing as npt
 from synk._master.objects.array_like import ArrayLike
 from synk._master.session import Session
 from synk._pure.arrays import as_plain_array, check_shareable
-from synk._pure.interrupts import deferred
+from synk._pure.interrupts import as_operation, deferred
 from synk._pure.nested import check_no_list
 from synk._pure.show import table
 from synk._wire.cell import refuse_inside_worker
@@ -201,6 +201,7 @@ class Data(ArrayLike):
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
+    @as_operation
     def set_value(self, value: Any, *, force_cast: bool = False, oversize: float = 1.0) -> None:
         """Replace the whole contents.
 
@@ -352,6 +353,7 @@ class Data(ArrayLike):
             )
 
 
+@as_operation
 def make_data(session: Session, value: Any = None, **options: Any) -> Data:
     """Make a :class:`Data` of a runtime that is open."""
     refuse_inside_worker("make Data")

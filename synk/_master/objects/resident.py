@@ -8,7 +8,6 @@ from typing import Any
 from synk._master.code.handles import Handle
 from synk._master.session import Session
 from synk._master.state.resident import ResidentObject
-from synk._pure.interrupts import deferred
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.residents import resolve_resident
 
@@ -111,7 +110,6 @@ def make_resident(
     verb = "make a resident object"
     with session.entered(verb):
         session.begin(verb)
-        with deferred():
-            resident = ResidentObject(session.residents, value, name, dump, load)
+        resident = ResidentObject(session.residents, value, name, dump, load)
         session.residents.settle(session.deadline(None))
     return Resident(session, resident)

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import HandlerRaised, safe_point
 from synk._wire.cell import cell
 from synk._wire.descriptors import NONE, Descriptor
 from synk._wire.logs import unpack_record
@@ -144,10 +144,10 @@ class Output:
         if stream is None:
             return True
         try:
-            self._unwritten = _write_some(stream, text)
+            self._unwritten = safe_point(_write_some, stream, text)
+        except HandlerRaised:
+            raise
         except BaseException as error:
-            if is_from_handler(error):
-                raise
             self._report(error)
         return not self._unwritten
 
@@ -183,9 +183,7 @@ def _write_some(stream: TextIO, text: str) -> str:
     try:
         poll = select.poll()
         poll.register(stream.fileno(), select.POLLOUT)
-    except (AttributeError, OSError, ValueError, TypeError) as error:  # a notebook's or a test's stream: never blocks
-        if is_from_handler(error):
-            raise
+    except (AttributeError, OSError, ValueError, TypeError):  # a notebook's or a test's stream: never blocks
         poll = None
     while text:
         if poll is not None and not poll.poll(_STALL_MS):
@@ -204,18 +202,19 @@ def _write_some(stream: TextIO, text: str) -> str:
 def report(message: str, *args: Any) -> None:
     """Log a warning. What a handler of the user's raises is not the fault of whoever is waited for."""
     try:
-        _logger.warning(message, *args)
-    except BaseException as error:
-        if is_from_handler(error):
-            raise
+        safe_point(_logger.warning, message, *args)
+    except HandlerRaised:
+        raise
+    except BaseException:
+        pass
 
 
 def _text(error: BaseException) -> str:
     try:
-        return str(error)
-    except BaseException as inner:
-        if is_from_handler(inner):
-            raise
+        return safe_point(str, error)
+    except HandlerRaised:
+        raise
+    except BaseException:
         return "?"
 
 
@@ -256,10 +255,10 @@ class Records:
             record = unpack_record(line, self._rank)
             logger: Any = logging.getLogger(record.name)
             if logger.isEnabledFor(record.levelno):
-                logger.handle(record)
+                safe_point(logger.handle, record)
+        except HandlerRaised:
+            raise
         except BaseException as error:  # cut off by an interrupt, or whatever a handler of the user's raises
-            if is_from_handler(error):
-                raise
             report("a log record of rank %d is lost: %s: %s", self._rank, type(error).__name__, error)
 
     def note_backlog(self) -> None:

@@ -16,7 +16,7 @@ from synk._master.processes.placement import Placement
 from synk._master.processes.process import Process
 from synk._master.processes.program import setup_message, startup_text
 from synk._pure.environment import spin_s
-from synk._pure.interrupts import deferred
+from synk._pure.interrupts import deferred, waiting
 from synk._wire.control import Down, control_blocks, control_nbytes
 from synk._wire.descriptors import NONE, Descriptor
 from synk._wire.memory import Segment
@@ -76,7 +76,7 @@ class PollSet:
     def wait(self, timeout_ms: int | None) -> Events:
         """Return what has happened within a time limit (None: none)."""
         events = Events([], [], [], False)
-        for fd, _ in self.poll.poll(timeout_ms):
+        for fd, _ in waiting(self.poll.poll, timeout_ms):
             kind, rank = self._fds.get(fd, ("", -1))
             if kind == "up":
                 events.doorbells.append(rank)
@@ -213,11 +213,10 @@ class Processes:
         StartupError
             If a process cannot be started.
         """
-        with deferred():  # a handler's TimeoutError, raised after it, is no refusal of the operating system
-            try:
-                self._open()
-            except OSError as error:
-                raise StartupError(startup_text("the runtime", error)) from error
+        try:
+            self._open()
+        except OSError as error:
+            raise StartupError(startup_text("the runtime", error)) from error
 
     def _open(self) -> None:
         self.poll_set.open()

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from synk._master.processes.placement import Placement
-from synk._pure.interrupts import is_from_handler
 from synk._wire.cell import cell
 from synk._wire.descriptors import Descriptor
 from synk._wire.memory import create_fd
@@ -102,9 +101,8 @@ def _candidates() -> Iterator[str]:
         program = os.readlink("/proc/self/exe")
         if _PYTHON_NAME.fullmatch(os.path.basename(program)):  # not a program that embeds Python: it has no -c
             yield program
-    except OSError as error:
-        if is_from_handler(error):
-            raise
+    except OSError:
+        pass
     for prefix in (sys.exec_prefix, sys.base_exec_prefix):
         yield os.path.join(prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}")
 

@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 from synk._master.processes.output import Output, Records
 from synk._master.processes.program import command, startup_text, write_setup
-from synk._pure.interrupts import deferred, is_from_handler
 from synk._wire.channel import Channel
 from synk._wire.descriptors import NONE, Descriptor, packet_pair, pipe
 from synk._wire.lifeline import Pulse
@@ -180,11 +179,10 @@ class WorkerProcess:
     ) -> int:
         """Send a message with its body; segments in arenas have no descriptor of their own."""
         data = pickle.dumps(body, protocol=5)
-        with deferred():
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its death is found in the wait
-                self.channel.send_body(sequence, data, [each.fd for each in segments if each.arena is None])
-            self.channel.ring(kind, HAS_BODY | flags, sequence, value)
-            note()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its death is found in the wait
+            self.channel.send_body(sequence, data, [each.fd for each in segments if each.arena is None])
+        self.channel.ring(kind, HAS_BODY | flags, sequence, value)
+        note()
         return len(data)
 
     def interrupt(self) -> None:
@@ -213,11 +211,9 @@ class WorkerProcess:
     def stacks(self, timeout_s: float) -> str:
         """Return the Python stacks of the worker's threads, innermost frame first, or why there are none."""
         try:
-            with deferred(), open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
+            with open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
                 state = file.read().rsplit(")", 1)[1].split()[0]
-        except (OSError, IndexError) as error:
-            if is_from_handler(error):
-                raise
+        except (OSError, IndexError):
             return "the process is gone"
         if state in "TtZ":
             return "the process is stopped (SIGSTOP)" if state in "Tt" else "the process has ended"
@@ -311,8 +307,6 @@ def _exit_text(code: int | None, is_known: bool) -> str:
     if code < 0:
         try:
             return signal.Signals(-code).name
-        except ValueError as error:
-            if is_from_handler(error):
-                raise
+        except ValueError:
             return f"signal {-code}"
     return f"exit {code}"

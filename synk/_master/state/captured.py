@@ -12,7 +12,7 @@ from synk._master.code.culprits import culprit_in
 from synk._master.code.handles import HandlePickler
 from synk._master.state.resident import ResidentObject
 from synk._master.state.variable import Variable
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import safe_point
 from synk.errors import SerializationError
 
 LARGE_CHANGE_NBYTES = 1 << 20
@@ -71,7 +71,7 @@ class Captured(NamedTuple):
 def captured_in(value: Any) -> Captured:
     """Return what ``value`` refers to; raise what its pickling raises."""
     pickler = HandlePickler(_Nowhere(), buffer_callback=lambda buffer: None)
-    pickler.dump(value)
+    safe_point(pickler.dump, value)
     parts = {id(part) for module in pickler.modules for part in list(module.modules())[1:]}
     return Captured(
         referred_in(pickler.handles),
@@ -93,8 +93,6 @@ def check_captured(name: str, options: dict[str, Any]) -> Captured:
     try:
         captured = captured_in(options)
     except Exception as error:
-        if is_from_handler(error):
-            raise
         raise unsendable(repr(name), options["fn"], error) from error
     check_optimizers(name, captured.optimizers)
     return captured
@@ -124,16 +122,12 @@ def find_culprit(fn: Any) -> str:
     target = getattr(target, "__func__", target)
     try:
         variables = inspect.getclosurevars(target)
-    except (TypeError, ValueError) as error:
-        if is_from_handler(error):
-            raise
+    except (TypeError, ValueError):
         return ""
     for name, value in {**owner, **variables.nonlocals, **variables.globals}.items():
         try:
             captured_in(value)
-        except Exception as error:
-            if is_from_handler(error):
-                raise
+        except Exception:
             place, part = culprit_in(name, value, captured_in)
             return f"its variable {place!r} ({type(part).__name__}) cannot be pickled. "
     return ""

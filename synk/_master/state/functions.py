@@ -19,7 +19,6 @@ from synk._master.state.lanes import Lanes
 from synk._master.state.memory import Memory
 from synk._master.workers.failures import rebuild
 from synk._master.workers.workers import Workers
-from synk._pure.interrupts import deferred, is_from_handler
 from synk._wire.logs import levels
 from synk._wire.memory import Segment
 from synk._wire.messages import Kind, LoadOrder, ParcelOrder, Reload, Status
@@ -117,11 +116,10 @@ class Functions:
         if not self.dropped:
             return
         while self.dropped:
-            with deferred():
-                function_id, plans = self.dropped.popleft()
-                self.book.forget_function(function_id)
-                plans.drop_all(self._workers.log)
-                self._workers.log.drop("function", function_id)
+            function_id, plans = self.dropped.popleft()
+            self.book.forget_function(function_id)
+            plans.drop_all(self._workers.log)
+            self._workers.log.drop("function", function_id)
         self.book.collect()
 
     # -- loading ------------------------------------------------------------------------------------------------------
@@ -160,7 +158,7 @@ class Functions:
                 try:
                     update = book.update(function_id, fn, options, is_thorough=is_thorough, capture=capture)
                 except Exception as error:
-                    if is_from_handler(error) or isinstance(error, SynkError):
+                    if isinstance(error, SynkError):
                         raise
                     raise unsendable(names, fn, error) from error
                 reloads += update.reloads

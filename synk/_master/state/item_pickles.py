@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from synk._master.code.handles import HandlePickler
-from synk._pure.interrupts import deferred
+from synk._pure.interrupts import deferred, safe_point
 from synk._pure.nested import PLAIN_TYPES
 from synk._wire.items import array_in_segment
 from synk._wire.memory import Segment
@@ -144,7 +144,7 @@ class ItemPickler:
             return pickle.dumps(item, protocol=5), []
         file = io.BytesIO()
         pickler = _Pickler(file, self._copies)
-        pickler.dump(item)
+        safe_point(pickler.dump, item)
         if pickler.handles:
             raise TypeError(
                 f"got {type(pickler.handles[0]).__name__}, expected objects that each worker gets a copy of. Have the "

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from synk._master.processes.processes import Processes
-from synk._pure.interrupts import deferred
 from synk._pure.ranges import round_up
 from synk._wire.control import NUM_LANES
 from synk._wire.memory import PAGE_NBYTES, Segment
@@ -85,23 +84,21 @@ class Lane:
             start = rank * self.slot_nbytes
             slot = self.slots.buffer[start : start + self.slot_nbytes]
             larger.buffer[rank * slot_nbytes : rank * slot_nbytes + self.slot_nbytes] = slot
-        with deferred():
-            old, self.slots, self.slot_nbytes = self.slots, larger, slot_nbytes
+        old, self.slots, self.slot_nbytes = self.slots, larger, slot_nbytes
         return old
 
     def connect(self, processes: Processes) -> None:
         """Make the segment through which functions communicate, where there is none yet."""
         if self.collective is None:
             nbytes = required_nbytes(processes.world_size, _COLLECTIVE_SLOT_NBYTES)
-            with deferred():  # the workers learn of it by its id
-                self.collective = Segment.create(
-                    nbytes,
-                    is_worker_writable=True,
-                    segment_id=next(self._ids),
-                    tail_nbytes=tail_nbytes(processes.world_size),
-                )
-                reset(self.collective, processes.world_size, processes.eventfds)
-                processes.log.tell("lane", self.index)
+            self.collective = Segment.create(
+                nbytes,
+                is_worker_writable=True,
+                segment_id=next(self._ids),
+                tail_nbytes=tail_nbytes(processes.world_size),
+            )
+            reset(self.collective, processes.world_size, processes.eventfds)
+            processes.log.tell("lane", self.index)
 
     def abort_collectives(self, processes: Processes) -> None:
         """Have ranks that wait for one another give up."""

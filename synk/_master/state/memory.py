@@ -10,7 +10,6 @@ from synk._master.processes.processes import Processes
 from synk._master.state.file_maps import FileMaps
 from synk._master.state.item_pickles import ArrayCopies, Ended
 from synk._master.state.results import Lease, ResultPool
-from synk._pure.interrupts import deferred
 from synk._wire.arenas import Arenas
 from synk._wire.descriptors import orphans
 from synk._wire.memory import Segment
@@ -58,18 +57,16 @@ class Memory:
         if orphans.ended:
             orphans.close_all()
         while self.released:
-            with deferred():
-                self._free(self.released.popleft())
+            self._free(self.released.popleft())
 
     def free_copies(self) -> None:
         """Free copies of arrays that no item needs any more, though workers are at other items."""
         for _ in range(len(self.released)):
-            with deferred():
-                dropped = self.released.popleft()
-                if isinstance(dropped, Ended):
-                    self._free(dropped)
-                else:
-                    self.released.append(dropped)
+            dropped = self.released.popleft()
+            if isinstance(dropped, Ended):
+                self._free(dropped)
+            else:
+                self.released.append(dropped)
 
     def _free(self, dropped: Segment | Ended) -> None:
         if not isinstance(dropped, Ended):
@@ -82,17 +79,15 @@ class Memory:
 
         Its memory is given back at once; or, where workers may have kept arrays on it, with the last of these.
         """
-        with deferred():  # all of them, or an interrupt would leave some that hold what is gone
-            self._processes.log.drop_held("segment", segment.id)
-            segment.close() if is_kept else segment.discard()
-            self.arenas.sweep()
+        self._processes.log.drop_held("segment", segment.id)
+        segment.close() if is_kept else segment.discard()
+        self.arenas.sweep()
 
     def lease_result(self, nbytes: int) -> Lease:
         """Lease a buffer for large results."""
-        with deferred():
-            lease, dropped = self.results.take(nbytes)
-            for old in dropped:
-                self.forget(old)
+        lease, dropped = self.results.take(nbytes)
+        for old in dropped:
+            self.forget(old)
         return lease
 
     def lease_known(self, nbytes: int, ranks: Collection[int]) -> Lease | None:

@@ -21,7 +21,7 @@ from synk._master.processes.log import Dropped
 from synk._master.processes.program import search_path
 from synk._master.workers.failures import raise_failures
 from synk._master.workers.workers import Workers
-from synk._pure.interrupts import deferred, is_from_handler
+from synk._pure.interrupts import safe_point
 from synk._wire.messages import Kind, Reply
 from synk._wire.residents import NEVER, Adopt, Dump, Report, Restore, methods_of
 from synk.errors import ClosedError, SerializationError, WorkerDied, add_note
@@ -63,10 +63,8 @@ class ResidentObject:
         dump, load = (self._dump, self._load) if self._load is not None else methods_of(value)
         file = io.BytesIO()
         try:
-            HandlePickler(file).dump((value, dump, load))
+            safe_point(HandlePickler(file).dump, (value, dump, load))
         except Exception as error:
-            if is_from_handler(error):
-                raise
             raise SerializationError(
                 f"cannot send resident object {self.name!r} to the workers: {type(error).__name__}: "
                 f"{str(error).rstrip('.')}. Make it of what can be pickled."
@@ -76,10 +74,9 @@ class ResidentObject:
     def replace(self, value: Any, version: int) -> None:
         """Have all ranks make ``value`` their object; they are told before anything else."""
         data = self._pickled(value)
-        with deferred():
-            self.pickle, self.lost = data, ""
-            self.version = self.first_version = version
-            self.residents.note_unsettled()
+        self.pickle, self.lost = data, ""
+        self.version = self.first_version = version
+        self.residents.note_unsettled()
 
     def check(self, verb: str) -> None:
         """Raise where there is no state to work with.
@@ -148,9 +145,7 @@ class Residents:
             return
         try:
             reports = self._reports(residents, living, time.monotonic() + ASK_S)
-        except Exception as inner:
-            if is_from_handler(inner):
-                raise
+        except Exception:
             return  # the next operation asks again
         names = ", ".join(repr(resident.name) for resident in residents)
         whole = [
@@ -253,10 +248,8 @@ class Residents:
 
     def _loaded(self, resident: ResidentObject, data: bytes, rank: int) -> Any:
         try:
-            return pickle.loads(data)
+            return safe_point(pickle.loads, data)
         except Exception as error:
-            if is_from_handler(error):
-                raise
             raise SerializationError(
                 f"cannot load resident object {resident.name!r} from rank {rank}: {type(error).__name__}: {error}."
             ) from error

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from synk._pure.interrupts import deferred, is_from_handler
 from synk._wire.mapping import MappedFile
 from synk._wire.memory import Segment, forks
 
@@ -119,11 +118,10 @@ class ResultPool:
 
     def give_back(self, lease: Lease) -> None:
         """Take a buffer back whose call has failed: a traceback may keep the root. Safe to repeat."""
-        with deferred():
-            for key, record in list(self._leases.items()):
-                if record.reference() is lease.root:
-                    del self._leases[key]
-                    self._take_back(record)
+        for key, record in list(self._leases.items()):
+            if record.reference() is lease.root:
+                del self._leases[key]
+                self._take_back(record)
 
     def prepare_fork(self) -> list[MappedFile]:
         """Return the memory of the results that the child will hold; ``forks.count`` counts the fork already."""
@@ -165,8 +163,6 @@ def before_fork() -> None:
         try:
             mapping.make_private()
         except OSError as error:  # the fork must go on
-            if is_from_handler(error):
-                raise
             _logger.warning(
                 "a large result stays shared with a forked child (%s): each sees what the other writes into it. "
                 "Copy it before the fork.",

@@ -18,7 +18,6 @@ from synk._master.processes.log import Dropped
 from synk._master.processes.processes import Processes
 from synk._master.state.memory import Memory
 from synk._pure.arrays import as_plain_array, check_shareable, copy_into
-from synk._pure.interrupts import deferred
 from synk._pure.read_only import ordinary
 from synk._pure.shards import shard_bounds
 from synk._pure.trees import describe, skeleton_of, unflatten
@@ -144,11 +143,10 @@ class Variable:
         segment = self.buffers[rank][index]
         if segment is not None and segment.nbytes >= nbytes:
             return segment
-        with deferred():  # a buffer of which the worker is not told could never be filled
-            larger = self.buffers[rank][index] = self.variables.memory.arenas.create(nbytes, is_worker_writable=True)
-            self._note_change()
-            if segment is not None:
-                self.variables.memory.released.append(segment)  # an operation is under way
+        larger = self.buffers[rank][index] = self.variables.memory.arenas.create(nbytes, is_worker_writable=True)
+        self._note_change()
+        if segment is not None:
+            self.variables.memory.released.append(segment)  # an operation is under way
         return larger
 
     def back(self, rank: int, shapes: Shapes) -> list[np.ndarray]:
@@ -176,35 +174,33 @@ class Variable:
 
     def flip(self, ranks: Sequence[int] | range) -> None:
         """Make the second buffers of ``ranks`` the values, from the master's side: workers are told."""
-        with deferred():
-            self._note_change()
-            self.front = [1 - front if rank in ranks else front for rank, front in enumerate(self.front)]
-            for rank in ranks:
-                self.note_written(rank)
-            self.separate()
+        self._note_change()
+        self.front = [1 - front if rank in ranks else front for rank, front in enumerate(self.front)]
+        for rank in ranks:
+            self.note_written(rank)
+        self.separate()
 
     def unite(self, *, is_new: bool) -> None:
         """Make one buffer of rank 0 the value of every rank: its second one if ``is_new``, else its first.
 
         Equal values lie in memory once. Nobody writes into a first buffer, so nobody notices.
         """
-        with deferred():
-            self._note_change()
-            if is_new:
-                self.front[0] = 1 - self.front[0]
-                self.note_written(0)
-            index = self.front[0]
-            for rank in range(1, len(self.front)):
-                back = 1 - self.front[rank]
-                own = self.buffers[rank][back]
-                self.buffers[rank][back] = self.buffers[0][index]
-                if own is not None:
-                    self._spares.append(own)
-                self.shapes[rank][back] = self.shapes[0][index]
-                self.front[rank] = back
-                self.note_written(rank)
-            self._has_common = True
-            self.separate()
+        self._note_change()
+        if is_new:
+            self.front[0] = 1 - self.front[0]
+            self.note_written(0)
+        index = self.front[0]
+        for rank in range(1, len(self.front)):
+            back = 1 - self.front[rank]
+            own = self.buffers[rank][back]
+            self.buffers[rank][back] = self.buffers[0][index]
+            if own is not None:
+                self._spares.append(own)
+            self.shapes[rank][back] = self.shapes[0][index]
+            self.front[rank] = back
+            self.note_written(rank)
+        self._has_common = True
+        self.separate()
 
     def separate(self) -> None:
         """See that no rank's second buffer, into which it writes, is another rank's buffer; after each change of them.
@@ -213,16 +209,15 @@ class Variable:
         """
         if not self._has_common:
             return
-        with deferred():
-            firsts = [pair[front] for pair, front in zip(self.buffers, self.front)]
-            taken = {id(segment) for segment in firsts}
-            self._has_common = len(taken) < len(firsts)
-            for rank, pair in enumerate(self.buffers):
-                back = 1 - self.front[rank]
-                if pair[back] is not None and id(pair[back]) in taken:
-                    pair[back] = self._spares.pop() if self._spares else None
-                    self._note_change()
-                taken.add(id(pair[back]))
+        firsts = [pair[front] for pair, front in zip(self.buffers, self.front)]
+        taken = {id(segment) for segment in firsts}
+        self._has_common = len(taken) < len(firsts)
+        for rank, pair in enumerate(self.buffers):
+            back = 1 - self.front[rank]
+            if pair[back] is not None and id(pair[back]) in taken:
+                pair[back] = self._spares.pop() if self._spares else None
+                self._note_change()
+            taken.add(id(pair[back]))
 
     def note_written(self, rank: int) -> None:
         """The value of ``rank`` is now what lies in shared memory: a copy on its device is out of date."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from synk._master.workers.recovery import Recovery
 from synk._master.workers.requests import Request, Requests
+from synk._pure.interrupts import waiting
 from synk._pure.limits import poll_ms
 from synk._wire.channel import Patience
 from synk._wire.messages import ASSEMBLED, DONE, DOORBELL, IS_ALONE, LANE_SHIFT, Kind, Status
@@ -94,7 +95,7 @@ class Doorbells:
         timeout_ms = _WAIT_MS if deadline is None else min(poll_ms(deadline - request.began), _WAIT_MS)
         try:
             while pending:
-                events = self._patience.wait(self._poll, timeout_ms)
+                events = waiting(self._patience.wait, self._poll, timeout_ms)
                 if not events:
                     return False
                 for fd, _ in events:

@@ -6,7 +6,7 @@ import importlib.util
 import pickle
 from collections.abc import Mapping
 
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import HandlerRaised, safe_point
 from synk._pure.tracebacks import frames_of
 from synk._wire.failures import Failure
 from synk._wire.messages import Reply, Status
@@ -34,7 +34,7 @@ def rebuild(failures: list[Failure], world_size: int, name: str, item: str = "")
         notes = [f"raised in {what} on {where}", *notes[:8]] + [f"and {len(notes) - 8} more ranks"] * (len(notes) > 8)
     if first.pickled is not None:
         try:
-            loaded = pickle.loads(first.pickled)
+            loaded = safe_point(pickle.loads, first.pickled)
             if isinstance(loaded, Exception):
                 also = f", and likewise on {len(alike)} more" if alike else ""
                 cause = _remote(first, f"on {where} in {what}{also}:\n{frames}")
@@ -43,9 +43,10 @@ def rebuild(failures: list[Failure], world_size: int, name: str, item: str = "")
                     add_note(loaded, note)
                 getattr(loaded, "__notes__", None)  # whoever prints it asks for them
                 return loaded
-        except BaseException as inner:  # code of the user's class runs here: whatever it does, a RemoteError remains
-            if is_from_handler(inner):
-                raise
+        except HandlerRaised:
+            raise
+        except BaseException:  # code of the user's class runs here: whatever it does, a RemoteError remains
+            pass
     error = _remote(first, f"{where} raised {first.type_name} in {what}: {first.message}\n{frames}")
     if first.unfit:
         notes.insert(0, f"It comes as a RemoteError because it cannot be pickled and loaded again: {first.unfit}")
@@ -59,9 +60,7 @@ def _import_hint(error: Exception) -> list[str]:
     name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     try:
         spec = importlib.util.find_spec(name) if name else None
-    except (ImportError, ValueError, AttributeError) as inner:  # something of that name is no module that can be found
-        if is_from_handler(inner):
-            raise
+    except (ImportError, ValueError, AttributeError):  # something of that name is no module that can be found
         return []
     if spec is None or name != error.name:  # type: ignore[attr-defined]
         return []

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from synk._master.processes.processes import Processes, WorkerState
 from synk._master.processes.reports import DeathReports
 from synk._master.workers.requests import Request, Requests
-from synk._pure.interrupts import deferred
+from synk._pure.interrupts import deferred, raised_by_handler
 from synk._pure.limits import poll_ms
 from synk._wire.control import Down, interrupt_word
 from synk._wire.messages import Kind
@@ -155,7 +155,7 @@ class Recovery:
     def settle_after(self, error: BaseException) -> None:
         """Make the workers that still owe a reply idle, after an error in the middle of a message."""
         if self._requests.debtors() and not self._processes.is_closed:
-            self._settle(is_interrupted=isinstance(error, KeyboardInterrupt))
+            self._settle(is_interrupted=isinstance(raised_by_handler(error), KeyboardInterrupt))
 
     def settle(self) -> None:
         """Settle what a signal handler has broken off: every rank idle, or dead, and nothing in flight."""
@@ -266,12 +266,11 @@ class Recovery:
 
     def _start_again(self, workers: Sequence[WorkerState]) -> None:
         self._on_idle()
-        with deferred():  # a rank that has a process but is not noted here would miss what replacements are given
-            for worker in workers:
-                self._counters["restarts"] += 1
-                self._processes.start_again(worker)
-                worker.is_prepared = False
-                self.restarted.append(worker.rank)
+        for worker in workers:
+            self._counters["restarts"] += 1
+            self._processes.start_again(worker)
+            worker.is_prepared = False
+            self.restarted.append(worker.rank)
 
     def replace_all(self) -> None:
         """End all workers, which are idle, and start others in their place; they are still to come up."""

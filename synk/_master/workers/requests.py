@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable, Sequence
 
 from synk._master.processes.processes import Processes, WorkerState
-from synk._pure.interrupts import deferred
 from synk._wire.channel import Channel, ProtocolError
 from synk._wire.messages import ASSEMBLED, DONE, HAS_BODY, IS_ASSEMBLED, IS_UNRECEIVED, Reply, Status
 from synk.errors import CallTimeout
@@ -115,11 +114,7 @@ class Requests(dict[int, Request]):
     def take_replies(self, ranks: Iterable[int]) -> None:
         """Read one reply of each of ``ranks``, which have answered."""
         for rank in ranks:
-            if HELLO in self:
-                with deferred():  # a hello comes once
-                    self.note(rank, self.read(self._processes.by_rank[rank]))
-            else:
-                self.note(rank, self.read(self._processes.by_rank[rank]))
+            self.note(rank, self.read(self._processes.by_rank[rank]))
 
     def take_late_replies(self, rank: int) -> None:
         """Read all replies that a rank, which is dead, has left in its pipe."""
@@ -168,10 +163,9 @@ class Requests(dict[int, Request]):
         body = b""
         if flags & HAS_BODY:
             try:
-                with deferred():  # descriptors have no owner until they are closed
-                    body, fds = process.channel.receive_body(sequence)
-                    for fd in fds:
-                        os.close(fd)
+                body, fds = process.channel.receive_body(sequence)
+                for fd in fds:
+                    os.close(fd)
             except (ProtocolError, EOFError, ConnectionResetError):
                 process.kill()  # what it sends is not what our worker sends
                 return None

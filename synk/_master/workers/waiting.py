@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 
@@ -12,11 +11,8 @@ from synk._master.processes.reports import at_work
 from synk._master.workers.recovery import Recovery
 from synk._master.workers.requests import Request, Requests
 from synk._pure.environment import stuck_after_s
-from synk._pure.interrupts import plain_interrupts
 from synk._pure.limits import poll_ms
 from synk.errors import CallCancelled, ClosedError
-
-_PLAIN = contextlib.nullcontext()  # where Ctrl-C raises KeyboardInterrupt anyway
 
 
 class Waiting:
@@ -31,8 +27,6 @@ class Waiting:
 
     Attributes
     ----------
-    num_cancels : int
-        What ``num_cancels()`` was when the operation under way began.
     is_closing, is_exiting : bool
         Whether the runtime is being closed, by another thread or because the program ends: a wait ends at once.
     is_interrupted : bool
@@ -47,7 +41,6 @@ class Waiting:
         self._recovery = recovery
         self._poll_set = poll_set
         self._stuck_after_s = stuck_after_s()
-        self.num_cancels = -1
         self.is_closing = self.is_exiting = self.is_interrupted = False
         self.num_interrupts = 0
 
@@ -57,23 +50,22 @@ class Waiting:
         A death, or the time limit of any request, ends the wait with an error.
         """
         report_at = time.monotonic() + self._stuck_after_s
-        with _PLAIN if self.num_cancels < 0 else plain_interrupts(self.num_cancels):
-            while request.pending:
-                now = time.monotonic()
-                if now >= report_at:
-                    report_at = math.inf
-                    self._report(request)
-                urgent = request if len(self._requests) == 1 else self._requests.most_urgent(request)
-                next_event = report_at if urgent.deadline is None else min(report_at, urgent.deadline)
-                if until is not None:
-                    next_event = min(next_event, until)
-                timeout_ms = None if next_event == math.inf else poll_ms(next_event - now)
-                if self.take_events(timeout_ms):
-                    continue  # what came in time but was not looked at before the deadline still counts
-                if urgent.deadline is not None and now >= urgent.deadline:
-                    self._recovery.on_timeout(urgent)
-                if until is not None and now >= until:
-                    return False
+        while request.pending:
+            now = time.monotonic()
+            if now >= report_at:
+                report_at = math.inf
+                self._report(request)
+            urgent = request if len(self._requests) == 1 else self._requests.most_urgent(request)
+            next_event = report_at if urgent.deadline is None else min(report_at, urgent.deadline)
+            if until is not None:
+                next_event = min(next_event, until)
+            timeout_ms = None if next_event == math.inf else poll_ms(next_event - now)
+            if self.take_events(timeout_ms):
+                continue  # what came in time but was not looked at before the deadline still counts
+            if urgent.deadline is not None and now >= urgent.deadline:
+                self._recovery.on_timeout(urgent)
+            if until is not None and now >= until:
+                return False
         return True
 
     def _report(self, request: Request) -> None:
