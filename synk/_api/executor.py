@@ -191,7 +191,9 @@ class _Driver:
                 self._send()
                 if self._futures:
                     self._tasks.look(None)
-                if not (self._waiting and self._tasks.has_room):
+                if self._waiting and self._tasks.has_room:
+                    continue
+                if self._futures or not self._is_stopping:  # else nobody would ring any more
                     self._wait()
             except Exception as error:  # the runtime was closed, say: nothing will come of what is there
                 self._fail_all(error)

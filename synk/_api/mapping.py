@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,18 +17,19 @@ from synk._master.flight.item_map import ItemMap
 from synk._master.session import Session
 from synk._pure.interrupts import as_operation, safe_point
 from synk._wire.cell import refuse_inside_worker
+from synk._wire.items import call_with
 
 
 @as_operation
 def map_items(
     session: Session,
-    fn: Callable[[Any], Any],
-    items: Iterable[Any],
+    fn: Callable[..., Any],
+    iterables: tuple[Iterable[Any], ...],
     batch_size: int | None,
     is_ordered: bool,
     has_progress: bool,
 ) -> Iterator[Any]:
-    """Return an iterator over what ``fn`` returns for each of ``items``; see :func:`synk.map`."""
+    """Return an iterator over what ``fn`` returns for the items of one iterable or more; see :func:`synk.map`."""
     refuse_inside_worker("map")
     name = _check_function(fn)
     if batch_size is not None:
@@ -36,18 +38,29 @@ def map_items(
             raise ValueError(
                 f"cannot map {name!r}: got batch_size={batch_size!r}, expected an integer above 0 or None."
             )
+    if not iterables:
+        raise TypeError(f"cannot map {name!r}: got no items, expected an iterable, or one for each parameter.")
+    iterators = [_iterator(name, items) for items in iterables]
+    is_one = len(iterators) == 1
+    iterator = iterators[0] if is_one else zip(*iterators)
+    session.check_open(f"map {name!r}")
+    mapped = fn if is_one else functools.partial(call_with, fn)
+    function = session.functions.mapped.get(
+        fn, lambda: Callee(mapped, name, outputs=None, session=session), is_spread=not is_one
+    )
+    check_mapped(function)
+    size = None if batch_size is None else int(batch_size)
+    results = ItemMap(session, function, iterator, size, bool(is_ordered)).results()
+    return with_progress(results, name, min(map(operator.length_hint, iterables))) if has_progress else results
+
+
+def _iterator(name: str, items: Any) -> Iterator[Any]:
     try:
-        iterator = safe_point(iter, items)
+        return safe_point(iter, items)
     except TypeError:
         raise TypeError(
             f"cannot map {name!r}: got items of type {type(items).__name__}, expected an iterable."
         ) from None
-    session.check_open(f"map {name!r}")
-    function = session.functions.mapped.get(fn, lambda: Callee(fn, name, outputs=None, session=session))
-    check_mapped(function)
-    size = None if batch_size is None else int(batch_size)
-    results = ItemMap(session, function, iterator, size, bool(is_ordered)).results()
-    return with_progress(results, name, operator.length_hint(items)) if has_progress else results
 
 
 def _check_function(fn: Any) -> str:

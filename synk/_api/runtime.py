@@ -6,7 +6,7 @@ In one file because it is one class: all that can be done with a runtime, each v
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
@@ -39,6 +39,8 @@ from synk.errors import ClosedError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+R = TypeVar("R")
 
 watch_over()
 
@@ -189,18 +191,17 @@ class Runtime:
 
     def map(
         self,
-        fn: Callable[[Any], Any],
-        items: Iterable[Any],
-        *,
+        fn: Callable[..., R],
+        *iterables: Iterable[Any],
         batch_size: int | None = None,
         ordered: bool = True,
         progress: bool = False,
-    ) -> Iterator[Any]:
-        """Return an iterator over what ``fn`` returns for each of ``items``; see :func:`synk.map`.
+    ) -> Iterator[R]:
+        """Return an iterator over what ``fn`` returns for each of the items; see :func:`synk.map`.
 
         What takes a pool of processes for its ``map`` can take a runtime: ``emcee.EnsembleSampler(..., pool=rt)``.
         """
-        return map_items(self._session, fn, items, batch_size, ordered, progress)
+        return map_items(self._session, fn, iterables, batch_size, ordered, progress)
 
     def _tasks(self, num_workers: int) -> Tasks:
         """Return what runs calls that are handed over one by one; for extensions."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,8 @@ from synk._version import __version__
 from synk._wire.cell import cell
 from synk.cuda._cupy import has_cupy
 from synk.cuda._report import gpu_lines
+
+R = TypeVar("R")
 
 
 def data(
@@ -175,14 +177,13 @@ def resident(
 
 
 def map(
-    fn: Callable[[Any], Any],
-    items: Iterable[Any],
-    *,
+    fn: Callable[..., R],
+    *iterables: Iterable[Any],
     batch_size: int | None = None,
     ordered: bool = True,
     progress: bool = False,
-) -> Iterator[Any]:
-    """Return an iterator over what ``fn`` returns for each of ``items``; the workers get more as they become free.
+) -> Iterator[R]:
+    """Return an iterator over what ``fn`` returns for each of the items; the workers get more as they become free.
 
     For work that comes in pieces of its own: files, parameter sets, starting points. Work on the rows of arrays is
     :func:`synk.function`'s. It is not among the names of ``from synk import *``, which would hide the built-in.
@@ -190,10 +191,11 @@ def map(
     Parameters
     ----------
     fn : callable
-        A plain function of one item. It runs for each item on one worker, by itself: ``synk.comm`` has no meaning
-        there, and shared variables can be read (replicated ones) but not assigned.
-    items : iterable
-        Objects that can be pickled. Items are taken from it as workers need them, so it may be endless.
+        A plain function of one item, or of one from each iterable. It runs for each item on one worker, by itself:
+        ``synk.comm`` has no meaning there, and shared variables can be read (replicated ones) but not assigned.
+    *iterables : iterable
+        Objects that can be pickled. Items are taken as workers need them, so they may be endless. Of several iterables
+        the shortest ends the map, as of the built-in one.
     batch_size : int, optional
         How many items a worker is sent at a time. By default a few at first, then as many as take it some 20 to 200 ms.
     ordered : bool
@@ -231,7 +233,7 @@ def map(
     ...     list(synk.map(lambda n: n * n, range(5)))
     [0, 1, 4, 9, 16]
     """
-    return current().map(fn, items, batch_size=batch_size, ordered=ordered, progress=progress)
+    return current().map(fn, *iterables, batch_size=batch_size, ordered=ordered, progress=progress)
 
 
 def broadcast(variables: Any, values: Any = None) -> None:

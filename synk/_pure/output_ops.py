@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from typing import Any
 
 from synk._pure.ops import EACH, OPS, OWN_NAMES, Folded, Op
@@ -12,8 +13,10 @@ from synk._pure.trees import flatten
 _WORDS = {
     "sum": "sum", "prod": "prod", "mean": "avg", "average": "avg", "min": "min", "amin": "min", "max": "max",
     "amax": "max", "all": "min", "any": "max", "concatenate": "gather", "vstack": "gather", "hstack": "gather",
+    "concat": "gather", "cat": "gather", "stack": "gather", "add": "sum", "total": "sum", "mul": "prod",
+    "product": "prod", "minimum": "min", "maximum": "max", "none": "None", "list": "None",
 }  # fmt: skip
-"""The ops that do what functions of one argument, many values, do."""
+"""The ops that do what functions of one argument, many values, do, and what other libraries call them."""
 
 
 class DefaultOp(str):
@@ -50,9 +53,11 @@ def ops_of(outputs: Any, what: str) -> Any:
         return Folded(outputs)
     if isinstance(outputs, str):
         if outputs not in OPS:
+            word = _WORDS.get(outputs.lower()) or next(iter(get_close_matches(outputs.lower(), OPS, 1)), "")
+            hint = f" Did you mean {word if word == 'None' else repr(word)}?" if word else ""
             raise ValueError(
-                f"cannot build {what}: got op {outputs!r}, expected one of {', '.join(map(repr, OPS))}, None or a "
-                f"callable."
+                f"cannot build {what}: got op {outputs!r}, expected one of {', '.join(map(repr, OPS))}, None, a "
+                f"callable or a synk.Op.{hint}"
             )
         return OPS[outputs]
     if isinstance(outputs, dict):

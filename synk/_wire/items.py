@@ -49,6 +49,11 @@ def call(task: Any) -> Any:
     return task()
 
 
+def call_with(fn: Any, items: tuple[Any, ...]) -> Any:
+    """Call a function with one item of each iterable that is mapped over."""
+    return fn(*items)
+
+
 def array_in_segment(segment_id: int, shape: tuple[int, ...], dtype: np.dtype, is_transposed: bool) -> np.ndarray:
     """Return a large array of an item, on its rank: a read-only view of shared memory."""
     if cell.worker is None:

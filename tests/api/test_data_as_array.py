@@ -283,3 +283,23 @@ def test_data_of_two_runtimes_meet_in_an_operator(runtime: Callable[..., Any]) -
     for act in (lambda: a + b, lambda: b + 1, lambda: operator.iadd(a, b), lambda: np.add(a, 1, out=b), lambda: -b):
         with pytest.raises(synk.errors.ClosedError):
             act()
+
+
+def test_other_libraries_get_a_view(shared_runtimes: Any) -> None:
+    """By DLPack; it lasts as long as they keep it."""
+    torch = pytest.importorskip("torch")
+    data = shared_runtimes[2].data(np.arange(6.0).reshape(2, 3))
+    views = [torch.as_tensor(data), torch.from_dlpack(data), np.from_dlpack(data)]
+    data[0, 0] = 7
+    assert [float(view[0, 0]) for view in views] == [7.0] * 3
+    assert float(torch.tensor(data)[0, 0]) == 7.0
+    data.free_memory()
+    del data
+    assert [float(view[0, 0]) for view in views] == [7.0] * 3
+
+
+def test_spread(shared_runtimes: Any) -> None:
+    plain = np.arange(6.0).reshape(2, 3)
+    data = shared_runtimes[2].data(plain)
+    np.testing.assert_array_equal(data.std(axis=0, ddof=1), plain.std(axis=0, ddof=1))
+    assert data.var() == plain.var()

@@ -676,3 +676,37 @@ def test_what_emcee_and_scipy_take_for_a_pool(shared_runtimes: Any) -> None:
     alone = differential_evolution(rosenbrock, [(-2, 2)] * 2, **options)
     together = differential_evolution(rosenbrock, [(-2, 2)] * 2, workers=rt.map, **options)
     np.testing.assert_array_equal(alone.x, together.x)
+
+
+# -- several iterables ------------------------------------------------------------------------------------------------
+
+
+def test_several_iterables_are_taken_together(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    assert list(rt.map(pow, range(10), itertools.repeat(2))) == [k**2 for k in range(10)]
+    assert list(rt.map(lambda a, b, c: (a, b, c), "abc", range(2), itertools.count())) == [("a", 0, 0), ("b", 1, 1)]
+    assert list(rt.map(divmod, [7, 8], [2, 3], batch_size=1, ordered=True)) == [(3, 1), (2, 2)]
+    assert list(rt.map(pow, [], range(3))) == []
+
+
+def test_a_function_of_one_item_and_of_several(shared_runtimes: Any) -> None:
+    """The function that is remembered as sent is told apart by how it is called."""
+    rt = shared_runtimes[2]
+
+    def both(a: Any, b: Any = None) -> Any:
+        return a, b
+
+    for _ in range(3):
+        assert list(rt.map(both, [(1, 2)])) == [((1, 2), None)]
+        assert list(rt.map(both, [1], [2])) == [(1, 2)]
+
+
+def test_what_is_wrong_with_several(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    with pytest.raises(TypeError, match="got no items"):
+        rt.map(pow)
+    with pytest.raises(TypeError, match="items of type int"):
+        rt.map(pow, [1], 2)
+    with pytest.raises(ZeroDivisionError) as caught:
+        list(rt.map(divmod, [1, 2], [1, 0]))
+    assert any("(2, 0)" in note for note in caught.value.__notes__)

@@ -67,6 +67,9 @@ class ArrayLike(NDArrayOperatorsMixin, abc.ABC):
     def mean(self, *args: Any, **options: Any) -> Any:
         return self._operand().mean(*args, **options)
 
+    def std(self, *args: Any, **options: Any) -> Any:
+        return self._operand().std(*args, **options)
+
     def sum(self, *args: Any, **options: Any) -> Any:
         return self._operand().sum(*args, **options)
 
@@ -75,6 +78,9 @@ class ArrayLike(NDArrayOperatorsMixin, abc.ABC):
 
     def max(self, *args: Any, **options: Any) -> Any:
         return self._operand().max(*args, **options)
+
+    def var(self, *args: Any, **options: Any) -> Any:
+        return self._operand().var(*args, **options)
 
     def reshape(self, *shape: Any, **options: Any) -> np.ndarray:
         return self.data.reshape(*shape, **options)

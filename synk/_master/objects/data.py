@@ -51,10 +51,10 @@ class Data(ArrayLike):
     a view stays shared with the parent; it keeps its last values when the parent drops the object.
 
     NumPy's operators and functions take it as an array, and give ordinary arrays; so do the methods ``astype``,
-    ``copy``, ``mean``, ``sum``, ``min``, ``max``, ``reshape`` and ``tolist`` and the attribute ``T`` (all others are
-    those of ``.data``). What works in place, as ``d += 1``, ``d[...] = x`` and ``np.add(d, 1, out=d)``, writes to where
-    the workers read, when the submitted calls that read it have ended. ``==`` compares elements, but hashing goes by
-    identity.
+    ``copy``, ``mean``, ``std``, ``var``, ``sum``, ``min``, ``max``, ``reshape`` and ``tolist`` and the attribute ``T``
+    (all others are those of ``.data``). ``torch.as_tensor(d)`` is a view, without a copy. What works in place, as
+    ``d += 1``, ``d[...] = x`` and ``np.add(d, 1, out=d)``, writes to where the workers read, when the submitted calls
+    that read it have ended. ``==`` compares elements, but hashing goes by identity.
 
     Notes
     -----
@@ -176,6 +176,16 @@ class Data(ArrayLike):
         if copy is False and array is not own:
             raise ValueError(f"cannot view {self._label} as {np.dtype(dtype)} without a copy: it holds {self._dtype}.")
         return array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Share the memory with another library, as ``torch.as_tensor(data)`` and ``torch.from_dlpack(data)`` do.
+
+        What they return is a view, as ``data.data`` is.
+        """
+        return self.data.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._contents.array.__dlpack_device__()
 
     def __iter__(self) -> Any:
         return iter(self.data)

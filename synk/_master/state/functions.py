@@ -35,16 +35,20 @@ class Mapped:
     """The functions that were mapped last, so that they are sent once. Holds them, and what they capture."""
 
     def __init__(self) -> None:
-        self._known: deque[tuple[Any, Any]] = deque(maxlen=_NUM_MAPPED)
+        self._known: deque[tuple[Any, bool, Any]] = deque(maxlen=_NUM_MAPPED)
 
-    def get(self, fn: Any, make: Callable[[], Any]) -> Any:
-        """Return what was made for a function, or have it made; for any thread."""
-        for known, made in list(self._known):
+    def get(self, fn: Any, make: Callable[[], Any], *, is_spread: bool = False) -> Any:
+        """Return what was made for a function, or have it made; for any thread.
+
+        ``is_spread``: it gets several items at a time.
+        """
+        for known, was_spread, made in list(self._known):
             # A method is another object each time that it is asked for; equal ones are of the same object.
-            if known is fn or (type(fn) is types.MethodType and type(known) is types.MethodType and known == fn):
+            is_same = known is fn or (type(fn) is types.MethodType is type(known) and known == fn)
+            if is_same and was_spread == is_spread:
                 return made
         made = make()
-        self._known.append((fn, made))
+        self._known.append((fn, is_spread, made))
         return made
 
     def clear(self) -> None:

@@ -1,0 +1,278 @@
+"""``synk.Executor`` against what the standard library's pools do; its own tests of executors are the model of these."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import gc
+import operator
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION
+from typing import Any
+
+import harness
+import numpy as np
+import pytest
+
+import synk
+
+
+@pytest.fixture
+def executor(shared_runtimes: Any) -> Iterator[synk.Executor]:
+    with synk.Executor(runtime=shared_runtimes[2]) as made:
+        yield made
+
+
+@pytest.fixture
+def own(runtime: Callable[..., Any]) -> Iterator[synk.Executor]:
+    """One whose workers a test may kill."""
+    with synk.Executor(runtime=runtime(2)) as made:
+        yield made
+
+
+def fail(text: str) -> None:
+    raise ValueError(text)
+
+
+# -- as in CPython's test_concurrent_futures/executor.py ---------------------------------------------------------------
+
+
+def test_submit(executor: synk.Executor) -> None:
+    assert executor.submit(pow, 2, 8).result() == 256
+    assert executor.submit(lambda *args, **kwargs: (args, kwargs), 1, self=3, fn=4).result() == (
+        (1,),
+        {"self": 3, "fn": 4},
+    )
+
+
+def test_map_is_the_built_in_one(executor: synk.Executor) -> None:
+    assert list(executor.map(pow, range(10), range(10))) == list(map(pow, range(10), range(10)))
+    assert list(executor.map(pow, range(10), range(10), chunksize=3)) == list(map(pow, range(10), range(10)))
+    assert list(executor.map(pow, range(10), range(10), chunksize=40)) == list(map(pow, range(10), range(10)))
+    assert list(executor.map(pow, [], [])) == []
+
+
+def test_map_gives_an_exception_in_its_place(executor: synk.Executor) -> None:
+    results = executor.map(divmod, [1, 1, 1, 1], [2, 3, 0, 5])
+    assert next(results) == (0, 1) and next(results) == (0, 1)
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+
+
+def test_map_with_a_time_limit(executor: synk.Executor) -> None:
+    results = []
+    with pytest.raises(TimeoutError):
+        for result in executor.map(time.sleep, [0, 0, 0.5], timeout=0.2):
+            results.append(result)
+    assert results == [None, None]
+
+
+@pytest.mark.parametrize("chunksize", [0, -1])
+def test_a_chunksize_that_makes_no_sense(executor: synk.Executor, chunksize: int) -> None:
+    with pytest.raises(ValueError, match="chunksize"):
+        executor.map(str, range(3), chunksize=chunksize)
+
+
+def test_after_shutdown(shared_runtimes: Any) -> None:
+    executor = synk.Executor(runtime=shared_runtimes[2])
+    executor.shutdown()
+    executor.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        executor.submit(pow, 2, 5)
+
+
+def test_shutdown_waits_for_what_was_submitted(shared_runtimes: Any) -> None:
+    executor = synk.Executor(runtime=shared_runtimes[2])
+    futures = [executor.submit(time.sleep, 0.05) for _ in range(6)]
+    executor.shutdown(wait=True)
+    assert all(future.done() for future in futures)
+
+
+def test_shutdown_that_does_not_wait(shared_runtimes: Any) -> None:
+    executor = synk.Executor(runtime=shared_runtimes[2])
+    futures = [executor.submit(operator.neg, k) for k in range(6)]
+    executor.shutdown(wait=False)
+    assert [future.result(60) for future in futures] == [-k for k in range(6)]
+
+
+def test_shutdown_that_cancels(shared_runtimes: Any) -> None:
+    executor = synk.Executor(runtime=shared_runtimes[2])
+    futures = [executor.submit(time.sleep, 0.1) for _ in range(50)]
+    executor.shutdown(cancel_futures=True)
+    assert any(future.cancelled() for future in futures)
+    assert all(future.done() and (future.cancelled() or future.result() is None) for future in futures)
+
+
+def test_an_executor_that_is_dropped_ends_what_it_has(shared_runtimes: Any) -> None:
+    executor = synk.Executor(runtime=shared_runtimes[2])
+    future, gone = executor.submit(operator.neg, 3), weakref.ref(executor)
+    del executor
+    gc.collect()
+    assert gone() is None and future.result(60) == -3
+
+
+def test_wait_and_as_completed(executor: synk.Executor) -> None:
+    slow, quick = executor.submit(time.sleep, 0.5), executor.submit(pow, 2, 3)
+    done, pending = concurrent.futures.wait([slow, quick], return_when=FIRST_COMPLETED)
+    assert quick in done and slow in pending
+    failing = executor.submit(fail, "now")
+    done, pending = concurrent.futures.wait([slow, failing], return_when=FIRST_EXCEPTION)
+    assert failing in done
+    assert set(concurrent.futures.as_completed([slow, quick])) == {slow, quick}
+
+
+def test_callbacks_and_what_they_raise(executor: synk.Executor, caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[Any] = []
+    future = executor.submit(pow, 2, 3)
+    future.add_done_callback(lambda done: fail("in a callback"))
+    future.add_done_callback(lambda done: seen.append(done.result()))
+    assert future.result() == 8
+    executor.submit(pow, 1, 1).result()
+    assert seen == [8]
+
+
+def test_a_callback_may_submit_and_call(executor: synk.Executor) -> None:
+    """It runs where no operation is under way."""
+    total = executor._runtime.function(lambda x: x.sum(), outputs="sum")
+    found: list[Any] = []
+    is_over = threading.Event()
+
+    def go_on(done: Any) -> None:
+        found.append(total(np.ones(4)))
+        executor.submit(pow, 3, 2).add_done_callback(lambda more: (found.append(more.result()), is_over.set()))
+
+    executor.submit(pow, 2, 2).add_done_callback(go_on)
+    assert is_over.wait(60) and found == [4.0, 9]
+
+
+def test_cancel(executor: synk.Executor) -> None:
+    busy = [executor.submit(time.sleep, 0.2) for _ in range(4)]
+    waiting = executor.submit(pow, 2, 2)
+    assert waiting.cancel() and waiting.cancelled()
+    with pytest.raises(concurrent.futures.CancelledError):
+        waiting.result()
+    assert not busy[0].cancel() and [future.result() for future in busy] == [None] * 4
+
+
+@pytest.mark.parametrize("number", [0, -3, True])
+def test_a_number_of_workers_that_makes_no_sense(shared_runtimes: Any, number: Any) -> None:
+    with pytest.raises(ValueError, match="max_workers"):
+        synk.Executor(number, runtime=shared_runtimes[2])
+
+
+def test_no_more_workers_than_were_asked_for(shared_runtimes: Any) -> None:
+    with synk.Executor(1, runtime=shared_runtimes[2]) as executor:
+        assert len({executor.submit(os.getpid).result() for _ in range(6)}) == 1
+    with synk.Executor(7, runtime=shared_runtimes[2]) as executor:
+        assert len(set(executor.map(lambda _: (time.sleep(0.05), os.getpid())[1], range(8)))) == 2
+
+
+# -- what is synk's own -----------------------------------------------------------------------------------------------
+
+
+def test_errors_are_the_functions_own(executor: synk.Executor) -> None:
+    future = executor.submit(fail, "text")
+    with pytest.raises(ValueError, match="text") as caught:
+        future.result()
+    assert isinstance(caught.value.__cause__, synk.errors.RemoteError)
+    assert executor.submit(abs, -1).result() == 1
+
+
+@pytest.mark.parametrize("value", [threading.Lock(), (n for n in range(3))], ids=["lock", "generator"])
+def test_what_cannot_be_pickled(executor: synk.Executor, value: Any) -> None:
+    with pytest.raises(synk.errors.SerializationError):
+        executor.submit(id, value).result()
+    with pytest.raises(synk.errors.SerializationError):
+        executor.submit(lambda: threading.Lock()).result()
+    assert executor.submit(abs, -1).result() == 1
+
+
+def test_a_worker_that_dies_takes_its_task_along_and_no_other(own: synk.Executor) -> None:
+    dying = own.submit(os._exit, 3)
+    with pytest.raises(synk.errors.WorkerDied):
+        dying.result()
+    assert list(own.map(operator.neg, range(10))) == [-k for k in range(10)]
+
+
+def test_a_runtime_that_is_closed_meanwhile(runtime: Callable[..., Any]) -> None:
+    rt = runtime(2)
+    executor = synk.Executor(runtime=rt)
+    futures = [executor.submit(time.sleep, 30) for _ in range(5)]
+    time.sleep(0.2)
+    rt.close()
+    for future in futures:
+        assert isinstance(future.exception(60), (synk.errors.ClosedError, synk.errors.CallCancelled))
+    with pytest.raises(synk.errors.ClosedError):
+        executor.submit(abs, 1)
+    executor.shutdown()
+
+
+def test_calls_of_functions_in_between(executor: synk.Executor) -> None:
+    total = executor._runtime.function(lambda x: x.sum(), outputs="sum")
+    futures = [executor.submit(lambda k=k: (time.sleep(0.01), k)[1]) for k in range(20)]
+    assert [total(np.full(4, k)) for k in range(5)] == [0, 4, 8, 12, 16]
+    assert [future.result() for future in futures] == list(range(20))
+
+
+def test_several_threads_and_executors(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    found: dict[int, list[int]] = {}
+
+    def use(number: int) -> None:
+        with synk.Executor(runtime=rt) as executor:
+            found[number] = list(executor.map(operator.mul, range(20), [number] * 20))
+
+    threads = [threading.Thread(target=use, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {k: [k * i for i in range(20)] for k in range(4)}
+
+
+def test_large_arrays_cross_once(executor: synk.Executor) -> None:
+    table = np.arange(300_000.0)
+    before = executor._runtime.counters["bytes_pickled"]
+    assert list(executor.map(lambda a, k: a[k], [table] * 8, range(8))) == list(range(8))
+    assert executor._runtime.counters["bytes_pickled"] - before < table.nbytes
+
+
+def test_asyncio(executor: synk.Executor) -> None:
+    async def main() -> list[int]:
+        loop = asyncio.get_running_loop()
+        return await asyncio.gather(*(loop.run_in_executor(executor, pow, k, 2) for k in range(5)))
+
+    assert asyncio.run(main()) == [0, 1, 4, 9, 16]
+
+
+def test_scipy_workers(executor: synk.Executor) -> None:
+    optimize = pytest.importorskip("scipy.optimize")
+    bounds = [(-2.0, 2.0)] * 2
+    found = optimize.differential_evolution(
+        optimize.rosen, bounds, seed=1, maxiter=5, polish=False, updating="deferred",
+        workers=functools.partial(executor.map, chunksize=8),
+    )  # fmt: skip
+    plain = optimize.differential_evolution(
+        optimize.rosen, bounds, seed=1, maxiter=5, polish=False, updating="deferred"
+    )
+    np.testing.assert_array_equal(found.x, plain.x)
+
+
+SCRIPT = """
+executor = synk.Executor()                  # forks where there is no runtime
+def slow(k):
+    time.sleep(0.1)
+    print("ended", k, flush=True)
+for k in range(3):
+    executor.submit(slow, k)
+"""
+
+
+def test_a_program_that_ends_waits_for_its_tasks() -> None:
+    result = harness.script(SCRIPT).check(stderr=None)
+    assert result.stdout.count("ended") + result.stderr.count("ended") == 3
