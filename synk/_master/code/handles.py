@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from synk._pure.interrupts import operation
 from synk._pure.tensors import is_torch_module, is_torch_optimizer
 from synk._wire.parcels import Pickler
 
@@ -50,4 +51,5 @@ class HandlePickler(Pickler):
             self.modules.append(obj)
         elif is_torch_optimizer(obj):
             self.optimizers.append(obj)
-        return super().reducer_override(obj)
+        with operation():  # cloudpickle ends errors of its own there, and would end a handler's
+            return super().reducer_override(obj)
