@@ -226,11 +226,11 @@ class _Driver:
         """Give a future its outcome. Whatever its callbacks do, they do it here, where no operation is under way."""
         future = self._futures.pop(task)
         try:
-            future.set_result(self._tasks.outcome(task))
-        except BaseException as error:
-            if isinstance(error, concurrent.futures.InvalidStateError):
-                raise
+            result = self._tasks.outcome(task)
+        except Exception as error:
             future.set_exception(error)
+        else:
+            future.set_result(result)
 
     def _fail_all(self, error: BaseException) -> None:
         lost, self._futures = self._futures, {}
