@@ -169,15 +169,15 @@ class Function(FunctionHandle, Generic[P]):
     ) -> Any:
         has_looked = False
         try:
+            if output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
+                callee = self._callee
+                compiled, capture, session = callee.plans.compiled[0], callee.capture, callee.session
+                if compiled is not None and session and capture and capture.is_current() and not self._retry:
+                    result = call_again(session, callee, compiled, args, kwargs, batch, shard_batch)
+                    if result is not UNFIT:
+                        return result
+                    has_looked = True
             with operation():
-                if output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
-                    callee = self._callee
-                    compiled, capture, session = callee.plans.compiled[0], callee.capture, callee.session
-                    if compiled is not None and session and capture and capture.is_current() and not self._retry:
-                        result = call_again(session, callee, compiled, args, kwargs, batch, shard_batch)
-                        if result is not UNFIT:
-                            return result
-                        has_looked = True
                 options = CallOptions(
                     batch, shard_batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout)
                 )

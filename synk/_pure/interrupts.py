@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # the public functions make an enum of each handler: ten times the rest
 import functools
+import itertools
 import os
 import signal
 import sys
@@ -289,6 +290,34 @@ def as_operation(fn: Callable[P, R]) -> Callable[P, R]:
 def raised_by_handler(error: BaseException) -> BaseException:
     """Return what a handler has raised, where ``error`` brings that; else ``error``."""
     return error.error if isinstance(error, HandlerRaised) else error
+
+
+def is_from_handler(error: BaseException) -> bool:
+    """Whether a signal handler has raised ``error``: then it is no answer to what was being tried.
+
+    A handler is the one function that gets a number and, behind it, the frame which it interrupts.
+    """
+    if isinstance(error, KeyboardInterrupt):  # Python's own handler has no frame
+        return True
+    traceback = error.__traceback__
+    outer: list[FrameType] = []
+    while traceback is not None and traceback.tb_next is not None:
+        outer.append(traceback.tb_frame)
+        traceback = traceback.tb_next
+        arguments = _positional(traceback.tb_frame)
+        for first, second in itertools.pairwise(arguments):
+            if isinstance(first, int) and any(second is frame for frame in outer):
+                return True
+    return False
+
+
+def _positional(frame: FrameType) -> list[Any]:
+    """Return the positional arguments of a function, as far as it has not dropped them."""
+    code, found = frame.f_code, frame.f_locals
+    arguments = [found.get(name) for name in code.co_varnames[: code.co_argcount]]
+    if code.co_flags & 0x04:  # *args come behind those that can be named only
+        arguments += found.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount], ())
+    return arguments
 
 
 # -- asyncio ----------------------------------------------------------------------------------------------------------

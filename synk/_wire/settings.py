@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy._core import umath
 
+from synk._pure.interrupts import as_operation
+
 
 class Setting(NamedTuple):
     """A setting of a library.
@@ -137,6 +139,7 @@ class Reader:
             self._look()
         return [read() for read in self._readers]
 
+    @as_operation
     def _look(self) -> None:
         num_modules, found = len(sys.modules), {}
         for name, setting in SETTINGS.items():

@@ -24,7 +24,7 @@ from synk._master.session import Session
 from synk._master.state.device_values import check_not_lost
 from synk._master.state.lanes import Lane
 from synk._master.state.results import Lease
-from synk._pure.interrupts import await_lock, raised_by_handler
+from synk._pure.interrupts import operation, raised_by_handler
 from synk._wire.cell import cell
 from synk._wire.control import Down
 from synk._wire.messages import Kind
@@ -57,13 +57,15 @@ def call_again(
     batch: Any,
     shard_batch: Any,
 ) -> Any:
-    """Run one call that fits a compiled one and return its result, else ``UNFIT``. What was captured is current."""
+    """Run one call that fits a compiled one and return its result, else ``UNFIT``. What was captured is current.
+
+    Signal handlers may run at any line here. What they raise nothing catches that does not go on with it, and the next
+    operation settles what it has broken off.
+    """
     if session._lock._is_owned() or cell.worker is not None:  # type: ignore[attr-defined]
         return UNFIT
     started = time.monotonic_ns()
-    if not session._lock.acquire(blocking=False):
-        await_lock(session._lock)
-    try:
+    with session._lock:
         if session.workers.requests or session.queue.calls:
             return UNFIT
         launched = compiled.fits(session, function, args, kwargs, batch, shard_batch, started)
@@ -75,8 +77,6 @@ def call_again(
             abandon(session, launched, error)
             raise
         return complete(session, launched)
-    finally:
-        session._lock.release()
 
 
 def launch(
@@ -168,26 +168,34 @@ def _send_new(session: Session, launched: Launched) -> None:
 
 def complete(session: Session, launched: Launched) -> Any:
     """Wait for the replies to a call and return its result."""
-    doorbells, assembly, steps = launched.doorbells, launched.assembly, None
+    doorbells, assembly = launched.doorbells, launched.assembly
     try:
         if doorbells is not None and doorbells.hear(launched, is_assembled=launched.lease is not None):
             return conclude(session, launched, None, launched.lease)
-        steps = collecting(session, launched)
-        request = next(steps)
-        while True:
-            request = steps.send(session.workers.wait(request))
-    except BaseException as error:
-        if steps is not None and isinstance(error, StopIteration):
+        with operation():
+            result = _collect(session, launched)
             if doorbells is None or launched.assembly is not assembly:
                 compile_call(session, launched)
-            return error.value
-        if steps is not None:
-            steps.close()
+            return result
+    except BaseException as error:
         if launched.result is not None and isinstance(error, (WorkerDied, CallTimeout)):
             tell_of_end(launched, error)
             return launched.result[0]
         abandon(session, launched, error)
         raise
+
+
+def _collect(session: Session, launched: Launched) -> Any:
+    """Take in replies that are others than those expected, and return the result."""
+    steps = collecting(session, launched)
+    try:
+        request = next(steps)
+        while True:
+            request = steps.send(session.workers.wait(request))
+    except StopIteration as ended:
+        return ended.value
+    finally:
+        steps.close()
 
 
 def abandon(session: Session, launched: Launched, error: BaseException) -> None:

@@ -14,6 +14,7 @@ from synk._master.calls.arguments import Argument, Nest, padded, rows_of
 from synk._master.calls.binding import choose_rows, index_arrays, ranks_with_rows
 from synk._master.calls.plans import Call
 from synk._master.code.handles import Handle
+from synk._pure.interrupts import operation
 from synk._pure.nested import SINGLE_VALUES, is_plain_object, take_apart, take_apart_whole
 from synk._pure.read_only import ReadOnlyArray
 from synk._pure.tensors import memory_of, torch_dtypes
@@ -124,20 +125,28 @@ class Look:
         values = [*args, *kwargs.values()]
         if tuple(kwargs) != self._keywords or len(values) != self._num_values:
             return None
+        if self._nests or self._tensors:
+            with operation():  # what is wrong with them is caught, and what a handler raises must not be
+                if not self._open(values):
+                    return None
+        return self._with_pickle(values) if self._objects else values
+
+    def _open(self, values: list[Any]) -> bool:
+        """Put leaves in the places of nested values, and arrays in those of tensors; False if they look different."""
         try:
             for position, nest in self._nests:
                 value = values[position]
                 leaves, found = take_apart_whole(value) if nest.is_whole else take_apart(value, by_rows=True)
                 if found != nest.structure:
-                    return None
+                    return False
                 values[position : position + 1] = leaves
         except (TypeError, RecursionError):  # a new call says what is wrong
-            return None
+            return False
         for position, dtype, plain in self._tensors:
             array = values[position] = memory_of(values[position], dtype, plain)
             if array is None:
-                return None
-        return self._with_pickle(values) if self._objects else values
+                return False
+        return True
 
     def _with_pickle(self, values: list[Any]) -> list[Any] | None:
         """Return leaves with the pickle of the objects among them in their place; None where they may hold more."""

@@ -37,6 +37,7 @@ from synk._master.code.facets import (
 )
 from synk._master.code.modules import globals_in, is_users_module
 from synk._master.code.parcels import Node
+from synk._pure.interrupts import is_from_handler
 
 MAX_SIZE = 1000
 """How many objects are compared at each call."""
@@ -347,7 +348,9 @@ class Capture:
                 return self._end()
             if any(self._empty) or not self.is_valid:
                 return self._end()
-        except Exception:  # a cell that was emptied, a container that another thread changes
+        except Exception as error:  # a cell that was emptied, a container that another thread changes
+            if is_from_handler(error):
+                raise
             return self._end()
         if has_turns and (self._in_turn or self._slow):
             self._num_looks += 1

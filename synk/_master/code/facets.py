@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synk._pure.alike import NUMBERS, alike, keep
+from synk._pure.interrupts import is_from_handler
 
 MISSING: Any = enum.Enum("Missing", "MISSING").MISSING  # type: ignore[attr-defined]
 """In the place of a value that does not exist."""
@@ -282,14 +283,17 @@ class State(Facet):
         if self.is_generator:  # of numbers alone, and asked for often
             try:
                 return bool(self.told == now)
-            except ValueError:  # an array among them
-                pass
+            except ValueError as error:  # an array among them
+                if is_from_handler(error):
+                    raise
         return alike(self.told, now)
 
     def _now(self) -> tuple[Any, Any, Any]:
         try:
             return recipe_of(self._reduce(self.obj))
         except Exception as error:  # the user's code
+            if is_from_handler(error):
+                raise
             return error, (), None
 
     def changes(self) -> list[Change]:
