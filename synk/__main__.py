@@ -1,6 +1,11 @@
 """``python -m synk``: print what synk sees on this machine."""
 
-from synk import info
+import argparse
+
+from synk import __version__, info
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m synk", description="Prints what synk sees on this machine.")
+    parser.add_argument("--version", action="version", version=f"synk {__version__}")
+    parser.parse_args()
     print(info())
