@@ -241,6 +241,18 @@ BARS = (
         "tiny call with a shared variable / plain",
         1.8, 1.3, _in_one_process("small", "variable", "variable", "plain"),
     ),
+    *(
+        Bar(
+            f"{count} arrays in a broadcast dict / the same divided by rows",
+            1.2, 1.0, _in_one_process("small", "parameters", f"{count} whole", f"{count} by rows"),
+        )
+        for count in small.NUM_LEAVES
+    ),
+    Bar("an output that is a text / an array", 2, 1.5, _in_one_process("small", "outputs", "a text", "an array")),
+    Bar(
+        "a dict of 64 outputs / a tuple",
+        1.2, 1.1, _in_one_process("small", "outputs", "a dict of 64", "a tuple of 64"),
+    ),  # fmt: skip
     Bar("one array of 80 B captured: above nothing", 0.5, 0.3, _above("captured", "80 B", "nothing"), unit=" us"),
     Bar("ten arrays of 8 KB captured", 8, 6, _above("captured", "10 arrays of 8 KB", "nothing"), unit=" us"),
     Bar("an array of 100 MB captured", 6, 5, _above("captured", "100 MB", "nothing"), unit=" us"),

@@ -2,7 +2,8 @@
 
 *busy* is a tiny call beside processes that want the same cores, by a runtime that waits awake where that pays, as it
 does by default, and by one that never does. *variable* reads and assigns a shared variable. *inline* is the processor
-time of a call with one rank in the master's process.
+time of a call with one rank in the master's process. *parameters* are dicts of many small arrays, and *outputs* are
+results of several kinds.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from benchmarks import _work
 from benchmarks._harness import Harness
 
 BUSY = (2, 4)
+NUM_LEAVES = (10, 100, 1000)
 
 
 def run(harness: Harness) -> dict[str, Any]:
@@ -49,6 +51,8 @@ def measure(world_size: int, rounds: int, block_s: float) -> dict[str, list[dict
         results["variable"] = _turns(ways, rounds, block_s, time.perf_counter)
         ways = {name: _tiny(runtime, _holding(each)) for name, each in _captured().items()}
         results["captured"] = _turns(ways, rounds, block_s, time.perf_counter)
+        results["parameters"] = _turns(_parameters(runtime), rounds, block_s, time.perf_counter)
+        results["outputs"] = _turns(_outputs(runtime), rounds, block_s, time.perf_counter)
         os.environ["SYNK_SPIN_US"] = "0"
         with synk.Runtime(world_size, backend="numpy") as asleep:
             ways = {"default": _tiny(runtime), "never awake": _tiny(asleep)}
@@ -62,6 +66,31 @@ def _tiny(runtime: Any, function: Callable[..., Any] = _work.loss_and_grad) -> C
     call = runtime.function(function, bcast_inputs="w", outputs=("avg", "avg", "max"))
     x, y = (runtime.data(each) for each in _work.inputs(_work.ROWS["tiny"]))
     return lambda number: call(_work.fresh_weights(number), x, y)
+
+
+def _parameters(runtime: Any) -> dict[str, Callable[[int], Any]]:
+    """Return calls with many small arrays in a dict, which go whole to every rank or are divided by rows."""
+    ways = {}
+    for count in NUM_LEAVES:
+        tree = {f"p{k}": np.ones(8, np.float32) for k in range(count)}
+        whole = runtime.function(lambda p: p["p0"].sum(), bcast_inputs="p", outputs="first")
+        rows = runtime.function(lambda p: p["p0"].sum(), outputs="sum")
+        ways[f"{count} whole"] = lambda number, f=whole, tree=tree: f(tree)
+        ways[f"{count} by rows"] = lambda number, f=rows, tree=tree: f(tree)
+    return ways
+
+
+def _outputs(runtime: Any) -> dict[str, Callable[[int], Any]]:
+    """Return calls whose outputs look different."""
+    x = np.ones(8)
+    functions = {
+        "an array": runtime.function(lambda x: x, outputs="gather"),
+        "a text": runtime.function(lambda x: "text", outputs=None),
+        "a small dict of texts": runtime.function(lambda x: {"a": "text", "n": "more"}, outputs=None),
+        "a tuple of 64": runtime.function(lambda x: (x,) * 64, outputs="sum"),
+        "a dict of 64": runtime.function(lambda x: {f"k{k}": x for k in range(64)}, outputs="sum"),
+    }
+    return {name: lambda number, f=f: f(x) for name, f in functions.items()}
 
 
 def _captured() -> dict[str, Any]:
