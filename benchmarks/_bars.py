@@ -252,7 +252,7 @@ BARS = (
     Bar(
         "a dict of 64 outputs / a tuple",
         1.2, 1.1, _in_one_process("small", "outputs", "a dict of 64", "a tuple of 64"),
-    ),  # fmt: skip
+    ),
     Bar("one array of 80 B captured: above nothing", 0.5, 0.3, _above("captured", "80 B", "nothing"), unit=" us"),
     Bar("ten arrays of 8 KB captured", 8, 6, _above("captured", "10 arrays of 8 KB", "nothing"), unit=" us"),
     Bar("an array of 100 MB captured", 6, 5, _above("captured", "100 MB", "nothing"), unit=" us"),
