@@ -328,6 +328,25 @@ def test_a_failure_that_nobody_asks_for_is_logged(reused: Any, caplog: pytest.Lo
     assert ["divide" in record.getMessage() for record in caplog.records] == [True]
 
 
+def test_what_a_call_raised_without_raising_it(reused: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Asked for, so it is not logged; as often as one likes, and before the result or after it."""
+    rt = reused(2)
+    good, bad = rt.function(lambda x: x.sum(), outputs="sum"), rt.function(lambda x: 1 / 0, outputs="sum")
+    calls = [good.submit(np.ones(4)), bad.submit(np.ones(4)), good.submit(np.ones(6))]
+    errors = [call.exception() for call in calls]
+    assert errors[0] is None and errors[2] is None and isinstance(errors[1], ZeroDivisionError)
+    assert calls[1].exception() is errors[1] and calls[2].result() == 6.0
+    with pytest.raises(ZeroDivisionError):
+        calls[1].result()
+    slow = rt.function(lambda x: time.sleep(0.5), outputs=None).submit(np.ones(2))
+    with pytest.raises(TimeoutError):
+        slow.exception(timeout=0.05)
+    assert slow.exception() is None
+    del calls, errors
+    gc.collect()
+    assert not caplog.records
+
+
 def test_everything_else_begins_when_no_call_is_under_way(reused: Any, tmp_path: Path) -> None:
     rt = reused(2)
     path = tmp_path / "open"

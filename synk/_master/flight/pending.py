@@ -107,6 +107,20 @@ class PendingCall:
         finally:
             del self, error  # the traceback holds this frame
 
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the call to end and return what it raised, None where it ended well.
+
+        Raises
+        ------
+        TimeoutError
+            As from :meth:`result`: it has not ended.
+        """
+        if self._launched is not None:
+            self._queue.wait(self, timeout)
+        if self._unasked is not None:
+            self._unasked.error = None
+        return self._error
+
     def __await__(self) -> Generator[Any, None, Any]:
         return self._arrive().__await__()
 
