@@ -24,6 +24,7 @@ from synk._api.runtime import Runtime
 from synk._master.flight.tasks import Task, Tasks
 from synk._master.processes.processes import eventfd
 from synk._wire.cell import cell, refuse_inside_worker
+from synk._wire.descriptors import Descriptor
 
 _LOOK_MS = 50
 """How often the thread looks while tasks are under way: another operation may have taken in their ends."""
@@ -153,7 +154,7 @@ class _Driver:
         self._futures: dict[Task, concurrent.futures.Future[Any]] = {}
         self._is_stopping = False
         self._lock = threading.Lock()
-        self._bell = eventfd()
+        self._bell: Descriptor | None = None  # as long as the thread runs
         self._thread: threading.Thread | None = None
 
     def submit(self, task: Callable[[], Any]) -> concurrent.futures.Future[Any]:
@@ -164,6 +165,7 @@ class _Driver:
             future: concurrent.futures.Future[Any] = concurrent.futures.Future()
             self._waiting.append((future, task))
             if self._thread is None:
+                self._bell = eventfd()
                 self._thread = threading.Thread(target=self._drive, name="synk.Executor", daemon=True)
                 self._thread.start()
         self._ring()
@@ -181,7 +183,9 @@ class _Driver:
             self._thread.join()
 
     def _ring(self) -> None:
-        os.eventfd_write(self._bell, 1)
+        bell = self._bell
+        if bell is not None:
+            os.eventfd_write(bell, 1)
 
     # -- in the thread ------------------------------------------------------------------------------------------------
 
@@ -197,17 +201,20 @@ class _Driver:
                     self._wait()
             except Exception as error:  # the runtime was closed, say: nothing will come of what is there
                 self._fail_all(error)
+        self._bell = None  # an exception that is kept may keep this object
 
     def _wait(self) -> None:
         """Wait until a worker has answered, or somebody rings."""
+        bell = self._bell
+        assert bell is not None
         poll = select.poll()
-        poll.register(self._bell, select.POLLIN)
+        poll.register(bell, select.POLLIN)
         if self._futures:
             for fd in self._session.queue.descriptors():
                 poll.register(fd, select.POLLIN)
         poll.poll(_LOOK_MS if self._futures else None)
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
+            os.eventfd_read(bell)
 
     def _send(self) -> None:
         while self._waiting and self._tasks.has_room:
