@@ -75,7 +75,7 @@ def test_tab_shows_what_users_call(reused: Fork) -> None:
     call.result()
     shown = {
         total: "build_inputs name outputs refresh rows serial stream submit verify",
-        call: "add_done_callback done name ranks result",
+        call: "add_done_callback done exception name ranks result",
         rt.shared(np.zeros(3)): "dtype is_sharded lengths name shape value",
         rt.resident({}): "get name set value",
     }

@@ -339,4 +339,4 @@ def test_a_rank_needs_one_buffer_of_gradients_more_than_a_process_of_its_own(sha
     run = synk.torch.replicate(model, optimizer, runtime=rt).function(step, outputs="max")
     peaks = [float(run(x)) for _ in range(3)]
     slots = 2 * 8 << 20  # in which the ranks exchange parts of the sums
-    assert peaks[-1] - before <= needed + nbytes + slots + (8 << 20)
+    assert peaks[-1] - before <= needed + nbytes + slots + (16 << 20)  # the allocator's own
