@@ -356,8 +356,8 @@ def test_a_stream_that_does_not_exist() -> None:
 
 
 def test_a_log_handler_that_raises_does_not_fail_a_call() -> None:
-    """Neither of the report of a long call, nor of that of a stream that failed."""
-    script(
+    """Neither of the report of a long call, nor of that of a stream that failed; and what they say is not lost."""
+    result = script(
         """
         import logging
 
@@ -378,7 +378,10 @@ def test_a_log_handler_that_raises_does_not_fail_a_call() -> None:
             sys.stdout = saved
         """,
         env={"SYNK_STUCK_AFTER": "0.05"},
-    ).check("")
+    ).check("", stderr=None)
+    assert "has run for more than 0.05 s" in result.stderr
+    assert "what workers print to stdout is dropped: sys.stdout raised ValueError" in result.stderr
+    assert result.stderr.count("(a handler of logging raised SystemExit)") == 2
 
 
 HANDLERS = ("function", "method", "object", "partial")

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from synk._pure.interrupts import HandlerRaised, safe_point
+from synk._pure.interrupts import HandlerRaised, operation, safe_point
 from synk._wire.cell import cell
 from synk._wire.descriptors import NONE, Descriptor
 from synk._wire.logs import unpack_record
@@ -200,13 +200,15 @@ def _write_some(stream: TextIO, text: str) -> str:
 
 
 def report(message: str, *args: Any) -> None:
-    """Log a warning. What a handler of the user's raises is not the fault of whoever is waited for."""
-    try:
-        safe_point(_logger.warning, message, *args)
-    except HandlerRaised:
-        raise
-    except BaseException:
-        pass
+    """Log a warning. What a log handler of the user's raises must not end what goes on: stderr gets the text then."""
+    with operation():
+        try:
+            safe_point(_logger.warning, message, *args)
+        except HandlerRaised:
+            raise
+        except BaseException as error:
+            if sys.__stderr__ is not None:
+                sys.__stderr__.write(f"synk: {message % args}\n(a handler of logging raised {type(error).__name__})\n")
 
 
 def _text(error: BaseException) -> str:
