@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
+
 from synk._api.current import current, fork
 from synk._api.runtime import Runtime
 from synk._master.flight.tasks import Task, Tasks
@@ -68,8 +70,9 @@ class Executor(concurrent.futures.Executor):
 
     def __init__(self, max_workers: int | None = None, *, runtime: Runtime | None = None) -> None:
         refuse_inside_worker("make an executor")
-        if max_workers is not None and (isinstance(max_workers, bool) or max_workers < 1):
-            raise ValueError(f"cannot make an executor: got max_workers={max_workers}, expected 1 or more, or None.")
+        is_integer = isinstance(max_workers, (int, np.integer)) and not isinstance(max_workers, bool)
+        if max_workers is not None and not (is_integer and max_workers >= 1):
+            raise ValueError(f"cannot make an executor: got max_workers={max_workers!r}, expected 1 or more, or None.")
         if runtime is None:
             runtime = fork() if cell.runtime is None else current()
         self._runtime = runtime
@@ -102,8 +105,8 @@ class Executor(concurrent.futures.Executor):
         chunksize : int
             Items that go to a worker as one task.
         """
-        if chunksize < 1:
-            raise ValueError(f"cannot map: got chunksize={chunksize}, expected 1 or more.")
+        if not isinstance(chunksize, (int, np.integer)) or chunksize < 1:
+            raise ValueError(f"cannot map: got chunksize={chunksize!r}, expected 1 or more.")
         chunks = super().map(functools.partial(_run_chunk, fn), _chunks(zip(*iterables), chunksize), timeout=timeout)
         return itertools.chain.from_iterable(chunks)
 

@@ -51,7 +51,11 @@ def map_items(
     check_mapped(function)
     size = None if batch_size is None else int(batch_size)
     results = ItemMap(session, function, iterator, size, bool(is_ordered)).results()
-    return with_progress(results, name, min(map(operator.length_hint, iterables))) if has_progress else results
+    return (
+        with_progress(results, name, min(filter(None, map(operator.length_hint, iterables)), default=0))
+        if has_progress
+        else results
+    )
 
 
 def _iterator(name: str, items: Any) -> Iterator[Any]:

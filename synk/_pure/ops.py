@@ -98,7 +98,7 @@ class Op:
         rows : list of int
             How many rows each value stands for: 1 where there are no rows to divide.
         """
-        raise NotImplementedError
+        raise TypeError(f"cannot combine with {self!r}: it has no combine(values, rows). Define one in its class.")
 
     def finish(self, value: Any) -> Any:
         """Return the result for what was combined or joined, by default that.

@@ -175,8 +175,8 @@ def _dumps(value: Any, what: str) -> bytes:
         try:  # two thirds of the time for what has no classes of the script's
             data = safe_point(pickle.dumps, value, protocol=5)
         except Exception:
-            data = b"__main__"
-        return safe_point(cloudpickle.dumps, value, protocol=5) if b"__main__" in data else data
+            data = None
+        return safe_point(cloudpickle.dumps, value, protocol=5) if data is None or b"__main__" in data else data
     except Exception as error:
         raise TypeError(f"its {what} cannot be pickled ({type(error).__name__}: {error})") from error
 

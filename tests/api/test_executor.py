@@ -72,8 +72,8 @@ def test_map_with_a_time_limit(executor: synk.Executor) -> None:
     assert results == [None, None]
 
 
-@pytest.mark.parametrize("chunksize", [0, -1])
-def test_a_chunksize_that_makes_no_sense(executor: synk.Executor, chunksize: int) -> None:
+@pytest.mark.parametrize("chunksize", [0, -1, 1.5, None])
+def test_a_chunksize_that_makes_no_sense(executor: synk.Executor, chunksize: Any) -> None:
     with pytest.raises(ValueError, match="chunksize"):
         executor.map(str, range(3), chunksize=chunksize)
 
@@ -159,7 +159,7 @@ def test_cancel(executor: synk.Executor) -> None:
     assert not busy[0].cancel() and [future.result() for future in busy] == [None] * 4
 
 
-@pytest.mark.parametrize("number", [0, -3, True])
+@pytest.mark.parametrize("number", [0, -3, True, 2.5, "2"])
 def test_a_number_of_workers_that_makes_no_sense(shared_runtimes: Any, number: Any) -> None:
     with pytest.raises(ValueError, match="max_workers"):
         synk.Executor(number, runtime=shared_runtimes[2])

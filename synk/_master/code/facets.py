@@ -7,6 +7,7 @@ because it is a row of small classes with the same methods, and how each of them
 
 from __future__ import annotations
 
+import abc
 import enum
 import operator
 import random
@@ -55,7 +56,7 @@ class Change(NamedTuple):
     value: Any
 
 
-class Facet:
+class Facet(abc.ABC):
     """One way in which an object can change.
 
     Attributes
@@ -74,19 +75,19 @@ class Facet:
         """Whether nothing differs from what the ranks were told."""
         return not self.changes()
 
+    @abc.abstractmethod
     def changes(self) -> list[Change]:
         """Return the units that differ from what the ranks were told."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def tell(self, change: Change) -> None:
         """Take it that the ranks are told of a change."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def forget(self, change: Change) -> None:
         """Take it that some ranks may have been told of a change and others not."""
-        raise NotImplementedError
 
-    def doubt(self) -> None:
+    def doubt(self) -> None:  # noqa: B027  # most see everything by themselves
         """Something differs, which :meth:`changes` would not see by itself."""
 
 
