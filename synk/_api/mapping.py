@@ -51,11 +51,9 @@ def map_items(
     check_mapped(function)
     size = None if batch_size is None else int(batch_size)
     results = ItemMap(session, function, iterator, size, bool(is_ordered)).results()
-    return (
-        with_progress(results, name, min(filter(None, map(operator.length_hint, iterables)), default=0))
-        if has_progress
-        else results
-    )
+    if not has_progress:
+        return results
+    return with_progress(results, name, min(filter(None, map(operator.length_hint, iterables)), default=0))
 
 
 def _iterator(name: str, items: Any) -> Iterator[Any]:

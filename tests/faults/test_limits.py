@@ -381,7 +381,7 @@ def test_a_log_handler_that_raises_does_not_fail_a_call() -> None:
     ).check("", stderr=None)
     assert "has run for more than 0.05 s" in result.stderr
     assert "what workers print to stdout is dropped: sys.stdout raised ValueError" in result.stderr
-    assert result.stderr.count("(a handler of logging raised SystemExit)") == 2
+    assert result.stderr.count("(a handler of logging raised SystemExit)") >= 2
 
 
 HANDLERS = ("function", "method", "object", "partial")
