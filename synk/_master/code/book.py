@@ -432,11 +432,6 @@ class Book:
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
-    @property
-    def function_ids(self) -> set[int]:
-        """The functions that were sent."""
-        return set(self._entries)
-
     def _needs(self, entry: _Entry) -> set[Parcel]:
         """Return the parcels that a function needs, with those of the modules that it can reach."""
         found = _reach([entry.parcel], set())
