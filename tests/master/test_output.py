@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -14,7 +16,7 @@ import harness
 import numpy as np
 import pytest
 
-from synk._master.processes.output import Output
+from synk._master.processes.output import Output, report
 from synk._wire.cell import cell
 from synk._wire.descriptors import pipe
 
@@ -148,3 +150,41 @@ def test_a_bar_inside_a_function_moves_while_it_runs(reused: Fork, shown: Shown,
         path.touch()
         thread.join()
     assert shown.getvalue() == "\r[rank 0] 50%\r[rank 0] 100%\n"
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError, BaseException])
+def test_what_a_signal_handler_raises_in_a_warning_comes_out(kind: type[BaseException], capfd: Any) -> None:
+    """Of a log handler it would be ended there."""
+
+    class Signals(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            signal.raise_signal(signal.SIGUSR1)
+
+    def late(signum: int, frame: Any) -> None:
+        raise kind
+
+    handler, before = Signals(), signal.signal(signal.SIGUSR1, late)
+    logging.getLogger("synk").addHandler(handler)
+    try:
+        with pytest.raises(kind):
+            report("a warning of %d words", 4)
+    finally:
+        logging.getLogger("synk").removeHandler(handler)
+        signal.signal(signal.SIGUSR1, before)
+    assert "a warning of" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [OSError, SystemExit])
+def test_a_warning_whose_log_handler_raises_goes_to_stderr(kind: type[BaseException], capfd: Any) -> None:
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise kind
+
+    handler = Broken()
+    logging.getLogger("synk").addHandler(handler)
+    try:
+        report("a warning of %d words", 4)
+    finally:
+        logging.getLogger("synk").removeHandler(handler)
+    told = f"synk: a warning of 4 words\n(a handler of logging raised {kind.__name__})\n"
+    assert told in capfd.readouterr().err
