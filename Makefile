@@ -25,6 +25,8 @@ DEMOS := $(VENV)/.demos-$(VERSION)
 TEST := $(VENV)/.test-$(VERSION)
 JAX := $(VENV)/.jax-$(VERSION)
 PYTENSOR := $(VENV)/.pytensor-$(VERSION)
+TRANSFORMERS := $(VENV)/.transformers-$(VERSION)
+DPNP := $(VENV)/.dpnp-$(VERSION)
 DEV := $(VENV)/.dev-$(VERSION)
 DOCS := $(VENV)/.docs-$(VERSION)
 CHECKS := $(VENV)/.checks-$(VERSION)
@@ -34,17 +36,19 @@ GPU := $(VENV)/.gpu-$(VERSION)
 CUDA ?= cuda13
 # In variables, because a comma would end an argument of call.
 DEMO_EXTRAS := demos,plot
+DPNP_EXTRAS := test,dpnp
 CHECK_EXTRAS := dev,test-jax,test-pytensor
 GPU_EXTRAS = $(CUDA),test
 
-.PHONY: help demo test jax pytensor bench gpu-test gpu-bench storm faults checks lint quick doctest docs smoke clean
+.PHONY: help demo test jax pytensor transformers dpnp dpnp-install bench gpu-test gpu-bench storm faults checks lint quick doctest docs smoke clean
 
 help:
-	@echo "make demo      trains on handwritten digits, serial and on 1, 2, ... workers: a table, and a picture of the speed-up"
+	@echo "make demo      a bootstrap, serial and on 1, 2, ... workers: a table, and a picture; then handwritten digits likewise"
 	@echo "make test      the test suite; a part of it: make test ARGS=\"-k digits -x\""
 	@echo "make quick     lint, types, and the tests of what you have changed, in about a minute"
 	@echo "make jax       installs JAX and optax: make test then runs the tests that need them, too"
-	@echo "make pytensor  installs PyTensor, likewise"
+	@echo "make pytensor  installs PyTensor, likewise; make transformers: those of Hugging Face"
+	@echo "make dpnp      installs dpnp (2.9 GB) and runs the tests that need it: on OpenCL, on the CPU"
 	@echo
 	@echo "make bench     measures against peers; make faults: what injected faults do"
 	@echo "make storm     minutes of random kills and interrupts"
@@ -55,6 +59,8 @@ help:
 	@echo "Each target installs what it needs into $(VENV) when it is first used."
 
 demo: $(DEMOS)
+	@$(PY) demos/00_bootstrap.py --picture bootstrap.png
+	@echo
 	@$(PY) demos/10_digits_softmax.py --picture digits.png
 
 # One thread each: those of a worker alone would take the cores of the other process's workers, and wait for each other.
@@ -65,6 +71,13 @@ test: $(TEST)
 jax: $(JAX)
 
 pytensor: $(PYTENSOR)
+
+transformers: $(TRANSFORMERS)
+
+dpnp: $(DPNP)
+	@SYNK_TEST_BACKENDS=dpnp OMP_NUM_THREADS=1 $(PY) -m pytest -m dpnp tests/backends $(ARGS)
+
+dpnp-install: $(DPNP)
 
 storm: $(TEST)
 	@$(PY) -m pytest -m storm -o faulthandler_timeout=1800 $(ARGS)
@@ -95,10 +108,10 @@ quick: $(DEV) $(TEST)
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
-	@OMP_NUM_THREADS=1 $(PY) tests/quick.py $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) tests/support/quick.py $(ARGS)
 
 doctest: $(TEST)
-	@$(PY) -m pytest --doctest-modules $(if $(wildcard $(PYTENSOR)),,--ignore=synk/extensions/pytensor.py) synk $(ARGS)
+	@$(PY) -m pytest --doctest-modules $(if $(wildcard $(PYTENSOR)),,--ignore=synk/extensions/pytensor.py --ignore=synk/extensions/_pytensor_function.py --ignore=synk/extensions/synkhronos.py) synk $(ARGS)
 
 docs: $(DOCS)
 	@$(PY) -m sphinx -q -W --keep-going -b html docs docs/_build/html
@@ -124,16 +137,20 @@ $(BASE):
 	  { echo "$(PYTHON) cannot make a virtual environment. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@touch $@
 
+# What the package is built with is needed in any case: one short look-up for it, before pip tries each package for minutes.
 # pip would compile on one core. Some packages carry files for other versions of Python, which do not compile.
 define install
 @echo "installing into $(VENV) ..."
-@$(PY) -m pip install -qq --no-compile $(1)
+@$(PY) -m pip install -qq --retries 0 --timeout 15 --dry-run --no-deps --ignore-installed hatchling 2>/dev/null || \
+  { echo "cannot install: no package index answers. Connect to a network, or name an index that can be reached" \
+    "(PIP_INDEX_URL, or PIP_FIND_LINKS with PIP_NO_INDEX=1)." >&2; exit 1; }
+@$(PY) -m pip install --no-compile $(1)
 @$(PY) -m compileall -qq -j 0 $(VENV)/lib || true
 @touch $@
 endef
 
 $(DEMOS): $(BASE) pyproject.toml
-	@echo "The demo trains a classifier of handwritten digits, first as a serial program, then on 1, 2, ... workers."
+	@echo "Two demos: a bootstrap, and a classifier of handwritten digits, as serial programs and on 1, 2, ... workers."
 	@echo "It needs NumPy, SciPy, scikit-learn and matplotlib, about 150 MB to download."
 	$(call install,-e '.[$(DEMO_EXTRAS)]')
 
@@ -145,6 +162,12 @@ $(JAX): $(TEST)
 
 $(PYTENSOR): $(TEST)
 	$(call install,-c constraints.txt -e '.[test-pytensor]')
+
+$(TRANSFORMERS): $(TEST)
+	$(call install,-c constraints.txt -e '.[test-transformers]')
+
+$(DPNP): $(TEST)
+	$(call install,-c constraints.txt -e '.[$(DPNP_EXTRAS)]')
 
 $(DOCS): $(BASE) pyproject.toml
 	$(call install,-e '.[docs]')

@@ -18,6 +18,7 @@ from benchmarks import (
     _report,
     calls,
     collectives,
+    costs,
     footprint,
     items,
     messages,
@@ -26,6 +27,7 @@ from benchmarks import (
     state,
     submitted,
     training,
+    worth,
 )
 from benchmarks._harness import ROOT, Harness
 
@@ -36,6 +38,8 @@ FAMILIES = {
     "submitted": submitted.run,
     "small": small.run,
     "items": items.run,
+    "worth": worth.run,
+    "costs": costs.run,
     "startup": startup.run,
     "footprint": footprint.run,
     "state": state.run,
@@ -53,9 +57,9 @@ def main() -> int:
         text = _report.report(results)
         if options.into:
             fill(options.into, text)
-            measured = _report.overheads(results)
-            if measured is not None:  # what the pictures beside the page draw
-                options.into.with_name("measured.json").write_text(json.dumps(measured, indent=2) + "\n")
+            path = options.into.with_name("measured.json")  # what the pictures beside the page draw
+            measured = json.loads(path.read_text()) | _report.measured(results)
+            path.write_text(json.dumps(measured, indent=2) + "\n")
         else:
             print(text)
         return 0

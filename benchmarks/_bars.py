@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import messages, small, training
+from benchmarks import collectives, messages, small, training
 from benchmarks._harness import BARE, GLOO, JAX, MPI, POOL
 
 Results = dict[str, Any]
@@ -127,6 +127,19 @@ def _in_one_process(
     return values
 
 
+def _graph(results: Results) -> tuple[Values, bool]:
+    """A call of a graph against that of the same function in NumPy, with what PyTensor adds in one process."""
+    rounds = results.get("small", {}).get("pytensor")
+    if not rounds:
+        raise NotMeasuredError("PyTensor is not installed, or small was not run")
+    own = [entry["numpy"] + entry["pytensor, serial"] - entry["numpy, serial"] for entry in rounds]
+    return [entry["pytensor"] / each for entry, each in zip(rounds, own)], False
+
+
+def _guarded(how: str) -> tuple[str, str]:
+    return f"guarded, 512 KB that {how}", f"plain, 512 KB that {how}"
+
+
 def _above(case: str, way: str, other: str) -> Callable[[Results], tuple[Values, bool]]:
     """The microseconds of one way of the small calls above those of another one."""
 
@@ -203,11 +216,13 @@ def _worst(key: str, scale: float = 1.0) -> Callable[[Any], float]:
     return lambda family: max(family["many_calls"][process][key] for process in ("master", "worker")) * scale
 
 
-def _message(case: str, peer: str | None, scale: float = 1.0) -> Callable[[Results], tuple[Values, bool]]:
-    """The time of one message inside a function, against the peer's (None: itself)."""
+def _message(
+    case: str, peer: str | None, scale: float = 1.0, family: str = "messages"
+) -> Callable[[Results], tuple[Values, bool]]:
+    """The time of one message or collective inside a function, against the peer's (None: itself)."""
 
     def values(results: Results) -> tuple[Values, bool]:
-        rounds = rounds_of(results, "messages", case, peer or "alone")
+        rounds = rounds_of(results, family, case, peer or "alone")
         other = [entry[peer]["inner_s"] if peer else 1.0 for entry in rounds]
         return [entry["synk"]["inner_s"] * scale / each for entry, each in zip(rounds, other)], _noisy(results, rounds)
 
@@ -234,12 +249,17 @@ BARS = (
     Bar("1.5 ms of work a shard: share, best round", 0.90, 0.94, _best_share("linear 1.5 ms"), at_least=True),
     Bar("15 ms of work a shard: time outside / MPI's", 2.2, 1.3, _call("calls", "linear 15 ms", MPI.name, "outside_s")),
     Bar(
-        "tiny call, submitted, three under way / waited for",
+        "tiny call, submitted, three in flight / waited for",
         1.2, 0.8, _in_one_process("submitted", "tiny", "synk, submitted", "synk, waited for"),
     ),
     Bar(
         "tiny call with a shared variable / plain",
         1.8, 1.3, _in_one_process("small", "variable", "variable", "plain"),
+    ),
+    Bar("a graph of PyTensor / the NumPy function and PyTensor's own overhead", 1.2, 1.1, _graph),
+    Bar(
+        "100 repetitions of a call with an update / 100 calls",
+        0.1, 0.08, _in_one_process("small", "repeat", "repeat(100)", "100 calls"),
     ),
     *(
         Bar(
@@ -257,6 +277,16 @@ BARS = (
     Bar("ten arrays of 8 KB captured", 8, 6, _above("captured", "10 arrays of 8 KB", "nothing"), unit=" us"),
     Bar("an array of 100 MB captured", 6, 5, _above("captured", "100 MB", "nothing"), unit=" us"),
     Bar("400 tensors captured", 200, 100, _above("captured", "400 tensors", "nothing"), unit=" us"),
+    Bar("a traced call: above a plain one, 2 ranks", 10, 6, _above("followed", "traced", "plain"), unit=" us"),
+    Bar("a guarded call of small arrays: above a plain one", 8, 1, _above("followed", "guarded", "plain"), unit=" us"),
+    Bar(
+        "a guarded call of 512 KB that change / a plain one",
+        1.05, 1.0, _in_one_process("small", "followed", *_guarded("change")),
+    ),
+    Bar(
+        "a guarded call of 512 KB that are the same / a plain one",
+        2, 1.5, _in_one_process("small", "followed", *_guarded("are the same")),
+    ),
     Bar("tiny call, inline", 20, 14, _in_one_process("small", "inline", "inline", None, 1e6), unit=" us"),
     *(
         Bar(
@@ -311,11 +341,23 @@ BARS = (
     Bar("all_reduce of 64 MB: bandwidth / one copy's", 0.55, 0.85, _bandwidth("all_reduce 64 MB"), at_least=True),
     Bar("all_reduce of 64 MB: time / mpi4py's", 0.5, 0.4, _call("collectives", "all_reduce 64 MB", MPI.name)),
     Bar("all_reduce of 64 MB: time / gloo's", 0.5, 0.4, _call("collectives", "all_reduce 64 MB", GLOO.name)),
+    Bar("comm.barrier: time / mpi4py's", 3.5, 2.5, _message("comm.barrier", MPI.name, family="collectives")),
+    *(
+        Bar(
+            f"comm.{name} {size}: time / mpi4py's",
+            must, aim, _message(f"comm.{name} {size}", MPI.name, family="collectives"),
+        )
+        for name in collectives.INSIDE
+        for size, must, aim in (
+            ("8 B", 3.5, 2.5), ("64 KB", 2, 1), ("1 MB", 1.5, 1), ("16 MB", 1.3, 1), ("64 MB", 1.0, 1)
+        )
+    ),
     *(
         Bar(f"message, {case}: time / mpi4py's", must, aim, _message(case, MPI.name))
         for case, must, aim in (
-            ("half a round trip of 8 B", 8, 3),
-            ("64 MB into an existing array", 1.5, 1.2),
+            ("half a round trip of 8 B", 3, 1),
+            ("half a round trip of 1 MB", 1.5, 1),
+            ("64 MB into an existing array", 1.3, 1),
             ("8 MB exchanged, 10 ms of work between", 1.2, 1.0),
             (messages.KALMAN, 1.12, 1.03),
         )

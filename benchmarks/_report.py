@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import _bars, items, messages, small, submitted
+from benchmarks import _bars, collectives, costs, items, messages, small, submitted, worth
 from benchmarks._harness import GLOO, MPI, PEERS
 
 Results = dict[str, Any]
@@ -34,6 +34,8 @@ def report(results: Results) -> str:
         "submitted": _submitted,
         "small": _small,
         "items": _items,
+        "worth": _worth,
+        "costs": _costs,
         "startup": _startup,
         "footprint": _footprint,
         "state": _state,
@@ -87,24 +89,44 @@ def _calls(family: Any) -> str:
     return text + ("\n\n" + "\n".join(problems) if problems else "")
 
 
-def overheads(results: Results) -> dict[str, Any] | None:
-    """Return what the documentation's pictures draw: the overhead of a tiny call by runtime, in microseconds.
+def measured(results: Results) -> dict[str, Any]:
+    """Return what the documentation's pictures draw, of the families that were measured.
 
-    None where the calls were not measured.
+    The overhead of a tiny call by runtime, in microseconds; the speed-ups by length of a call; what arguments and
+    results cost by their size, and a call by the number of workers; and sums over ranks by size, against MPI, in
+    seconds.
     """
-    jobs = results.get("calls", {}).get("jobs")
-    if not jobs:
-        return None
-    names = ("synk", *(spec.name for spec in PEERS if spec.name not in ("bare loop", "serial NumPy, 1 thread")))
-    found = {name: _cell(jobs, name, "tiny", "over", 1e6, ".0f") for name in names}
     machine = results["machine"]
-    return {
-        "when": machine["date"],
-        "machine": f"{machine['cores']} cores of {machine['processor']}, Python {machine['python']}",
-        "overhead_us": {
-            name: int(text) for name, text in found.items() if text.lstrip("-").isdigit() and int(text) > 0
-        },
-    }
+    found: dict[str, Any] = {}
+    where = f"{machine['date']} on {machine['cores']} cores of {machine['processor']}, Python {machine['python']}"
+    if "jobs" in results.get("calls", {}):
+        names = ("synk", *(spec.name for spec in PEERS if spec.name not in ("bare loop", "serial NumPy, 1 thread")))
+        jobs = results["calls"]["jobs"]
+        texts = {name: _cell(jobs, name, "tiny", "over", 1e6, ".0f") for name in names}
+        found["overhead_us"] = {
+            name: int(text) for name, text in texts.items() if text.lstrip("-").isdigit() and int(text) > 0
+        }
+        found["overhead_measured"] = where
+    if results.get("worth") and "error" not in results["worth"]:
+        found["speed_ups"] = worth.speed_ups(results["worth"])
+        found["speed_ups_measured"] = where
+    if results.get("costs") and "error" not in results["costs"]:
+        found["copies"], found["workers"] = costs.by_size(results["costs"]), costs.by_workers(results["costs"])
+        found["costs_measured"] = where
+    inside = {name: _sums(results.get("collectives", {}), name) for name in ("synk", MPI.name)}
+    if all(inside.values()):
+        found["sums"], found["sums_measured"] = inside, where
+    return found
+
+
+def _sums(family: Any, name: str) -> dict[str, float]:
+    """Return bytes -> seconds of ``synk.comm.all_reduce`` and of its peer; empty where it was not measured."""
+    found = {}
+    for size, nbytes in collectives.INSIDE_SIZES.items():
+        rounds = family.get(f"{collectives.COMM}all_reduce {size}", {}).get(MPI.name)
+        if isinstance(rounds, list):
+            found[str(nbytes)] = statistics.median(entry[name]["inner_s"] for entry in rounds)
+    return found
 
 
 def _cell(jobs: Any, name: str, job: str, quantity: str, factor: float, form: str) -> str:
@@ -130,6 +152,15 @@ def _submitted(family: Any) -> str:
 
 def _small(family: Any) -> str:
     return table(("case", "way", "us a call", "95th percentile"), small.lines(family))
+
+
+def _worth(family: Any) -> str:
+    header = ("rows", "sines a row", "one process: ms", "speed-up, synk.data", "speed-up, plain array")
+    return table(header, worth.lines(family))
+
+
+def _costs(family: Any) -> str:
+    return table(("size", *(f"{way}: us" for way in costs.WAYS)), costs.lines(family))
 
 
 def _items(family: Any) -> str:
@@ -193,6 +224,8 @@ def _state(family: Any) -> str:
 def _collectives(family: Any) -> str:
     rows = []
     for case, peers in family.items():
+        if case.startswith(collectives.COMM):
+            continue
         entries = [entry for rounds in peers.values() if isinstance(rounds, list) for entry in rounds]
         cells = [_milliseconds(entries, "ideal"), _milliseconds(entries, "synk")]
         ratios = []
@@ -203,7 +236,9 @@ def _collectives(family: Any) -> str:
             ratios.append(_ratio(own, "synk", spec.name))
         rows.append([case, *cells, *ratios, _ratio(entries, "ideal", "synk")])
     header = ("collective", "copy ms", "synk ms", "mpi4py ms", "gloo ms", "synk / mpi4py", "synk / gloo", "copy / synk")
-    return table(header, rows)
+    inside = {case: peers for case, peers in family.items() if case.startswith(collectives.COMM)}
+    of_functions = table(("inside a function", "synk us", "mpi4py us", "synk / mpi4py"), messages.lines(inside))
+    return f"{table(header, rows)}\n\n{of_functions}"
 
 
 def _messages(family: Any) -> str:

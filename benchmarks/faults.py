@@ -107,7 +107,7 @@ class Trials:
         return np.allclose(answer, x.sum(axis=0), rtol=1e-9, atol=1e-12)
 
     def submitted_calls(self) -> bool:
-        """Have three calls under way at once; return whether all answers are NumPy's, and raise the first error."""
+        """Have three calls in flight at once; return whether all answers are NumPy's, and raise the first error."""
         import synk
 
         errors: list[BaseException] = []
@@ -184,7 +184,7 @@ def raise_in_handler(trials: Trials) -> Callable[[], None]:
 
 
 def raise_in_handler_submitted(trials: Trials) -> Callable[[], None]:
-    """A signal handler raises, three submitted calls under way."""
+    """A signal handler raises, three submitted calls in flight."""
     return raise_in_handler(trials)
 
 
@@ -201,12 +201,12 @@ def freeze_and_interrupt(trials: Trials) -> Callable[[], None]:
 
 
 def kill_submitted(trials: Trials) -> Callable[[], None]:
-    """A worker is killed, three submitted calls under way."""
+    """A worker is killed, three submitted calls in flight."""
     return kill_one(trials)
 
 
 def interrupt_submitted(trials: Trials) -> Callable[[], None]:
-    """Ctrl-C in the master, three submitted calls under way."""
+    """Ctrl-C in the master, three submitted calls in flight."""
     return interrupt(trials)
 
 

@@ -1,9 +1,11 @@
 """Tiny calls in other circumstances: beside busy processes, with a shared variable, inline. One process, in turns.
 
 *busy* is a tiny call beside processes that want the same cores, by a runtime that waits awake where that pays, as it
-does by default, and by one that never does. *variable* reads and assigns a shared variable. *inline* is the processor
-time of a call with one rank in the master's process. *parameters* are dicts of many small arrays, and *outputs* are
-results of several kinds.
+does by default, and by one that never does. *variable* reads and assigns a shared variable. *repeat* is a hundred calls
+with an update, one by one and for one message. *pytensor* is a graph, where PyTensor is installed. *dpnp* is a hundred
+calls of a function of 1 MB on one device, where dpnp is installed, and a hundred runs of the same program with its two
+copies in one process, the worker's. *inline* is the processor time of a call with one rank in the master's process.
+*parameters* are dicts of many small arrays, and *outputs* are results of several kinds.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -49,10 +51,16 @@ def measure(world_size: int, rounds: int, block_s: float) -> dict[str, list[dict
 
         ways = {"plain": _tiny(runtime), "variable": _tiny(runtime, step)}
         results["variable"] = _turns(ways, rounds, block_s, time.perf_counter)
+        results["repeat"] = _turns(_repeated(runtime), rounds, block_s, time.perf_counter)
         ways = {name: _tiny(runtime, _holding(each)) for name, each in _captured().items()}
         results["captured"] = _turns(ways, rounds, block_s, time.perf_counter)
+        with suppress(ImportError):
+            results["pytensor"] = _turns(_graph(runtime), rounds, block_s, time.perf_counter)
+        with suppress(synk.errors.UnsupportedError), synk.Runtime(1, backend="dpnp") as device:  # it is installed
+            results["dpnp"] = _turns(_on_dpnp(device), rounds, block_s, time.perf_counter)
         results["parameters"] = _turns(_parameters(runtime), rounds, block_s, time.perf_counter)
         results["outputs"] = _turns(_outputs(runtime), rounds, block_s, time.perf_counter)
+        results["followed"] = _followed(runtime, rounds, block_s)
         os.environ["SYNK_SPIN_US"] = "0"
         with synk.Runtime(world_size, backend="numpy") as asleep:
             ways = {"default": _tiny(runtime), "never awake": _tiny(asleep)}
@@ -62,10 +70,97 @@ def measure(world_size: int, rounds: int, block_s: float) -> dict[str, list[dict
     return results
 
 
+def _followed(runtime: Any, rounds: int, block_s: float) -> list[dict[str, float]]:
+    """Measure calls that are traced, and calls under a guard, beside plain ones on the same workers."""
+    from synk.profiler import trace, transfer_guard
+
+    contexts = {"plain": nullcontext, "traced": trace, "guarded": lambda: transfer_guard("log")}
+    mode = "plain"
+    stack = ExitStack()
+
+    def under(name: str, call: Callable[[int], Any]) -> Callable[[int], Any]:
+        def run(number: int) -> Any:
+            nonlocal mode
+            if mode != name:  # at the first call of a block
+                stack.close()
+                stack.enter_context(contexts[name]())
+                mode = name
+            return call(number)
+
+        return run
+
+    same = np.ones((64, 1024))  # 512 KB
+    first = runtime.function(lambda x: x[0, 0], outputs="first")
+    ways = {name: under(name, _tiny(runtime)) for name in contexts}
+    for name in ("plain", "guarded"):
+        ways[f"{name}, 512 KB that are the same"] = under(name, lambda number: first(same))
+        ways[f"{name}, 512 KB that change"] = under(name, lambda number: first(same + number))
+    with stack:
+        return _turns(ways, rounds, block_s, time.perf_counter)
+
+
 def _tiny(runtime: Any, function: Callable[..., Any] = _work.loss_and_grad) -> Callable[[int], Any]:
     call = runtime.function(function, bcast_inputs="w", outputs=("avg", "avg", "max"))
     x, y = (runtime.data(each) for each in _work.inputs(_work.ROWS["tiny"]))
     return lambda number: call(_work.fresh_weights(number), x, y)
+
+
+def _repeated(runtime: Any) -> dict[str, Callable[[int], Any]]:
+    """Return a hundred calls with an update, one by one and for one message."""
+    value, x = runtime.shared(np.zeros(4)), np.ones(8)
+    call = runtime.function(lambda x: (x[0], value.value + 1), updates=[value])
+
+    def one_by_one(number: int) -> None:
+        for _ in range(100):
+            call(x)
+
+    return {"100 calls": one_by_one, "repeat(100)": lambda number: call.repeat(100, x)}
+
+
+def _graph(runtime: Any) -> dict[str, Callable[[int], Any]]:
+    """Return a graph of PyTensor and the same in NumPy, each on the workers and in this process."""
+    os.environ.setdefault("PYTENSOR_FLAGS", "cxx=,linker=py")
+    import pytensor.tensor as pt
+
+    from synk.extensions.pytensor import function
+
+    def mean_square(x: Any, w: Any) -> Any:
+        return ((x @ w) ** 2).mean()
+
+    x, w = pt.matrix("x", dtype="float64"), pt.vector("w", dtype="float64")
+    graph = function([x], mean_square(x, w), bcast_inputs=[w], runtime=runtime)
+    plain = runtime.function(mean_square, bcast_inputs="w")
+    rows, weights = np.ones((64, 8)), np.ones(8)
+    return {
+        "numpy": lambda number: plain(rows, weights),
+        "pytensor": lambda number: graph(rows, weights),
+        "numpy, serial": lambda number: mean_square(rows, weights),
+        "pytensor, serial": lambda number: graph.compiled(rows, weights),
+    }
+
+
+def _on_dpnp(runtime: Any) -> dict[str, Callable[[int], Any]]:
+    """Return a hundred calls, and as many runs of the same program in one process."""
+    x = np.ones((1 << 14, 8))
+
+    def norms(x: Any) -> Any:
+        return (x * x).sum(axis=1)
+
+    def alone(x: Any) -> float:
+        import dpnp
+
+        host = dpnp.asnumpy(x)
+        for _ in range(100):
+            found = dpnp.asnumpy(norms(dpnp.asarray(host)))
+        return float(found.sum())
+
+    call, alone_there = runtime.function(norms, outputs="gather"), runtime.function(alone, outputs="first")
+
+    def one_by_one(number: int) -> None:
+        for _ in range(100):
+            call(x)
+
+    return {"dpnp": one_by_one, "dpnp, one process": lambda number: alone_there(x)}
 
 
 def _parameters(runtime: Any) -> dict[str, Callable[[int], Any]]:
@@ -82,13 +177,13 @@ def _parameters(runtime: Any) -> dict[str, Callable[[int], Any]]:
 
 def _outputs(runtime: Any) -> dict[str, Callable[[int], Any]]:
     """Return calls whose outputs look different."""
-    x = np.ones(8)
+    x, keys = np.ones(8), [f"k{k}" for k in range(64)]
     functions = {
         "an array": runtime.function(lambda x: x, outputs="gather"),
         "a text": runtime.function(lambda x: "text", outputs=None),
         "a small dict of texts": runtime.function(lambda x: {"a": "text", "n": "more"}, outputs=None),
         "a tuple of 64": runtime.function(lambda x: (x,) * 64, outputs="sum"),
-        "a dict of 64": runtime.function(lambda x: {f"k{k}": x for k in range(64)}, outputs="sum"),
+        "a dict of 64": runtime.function(lambda x: dict.fromkeys(keys, x), outputs="sum"),
     }
     return {name: lambda number, f=f: f(x) for name, f in functions.items()}
 

@@ -2,7 +2,7 @@
 
 *tiny* does nothing: what is measured is the way there and back. *stream* is a loop in which the master prepares each
 batch for as long as the workers compute on it, as a program does that reads and decodes its data. In all cases up to
-three calls are under way. One process, all ways in turns.
+three calls are in flight. One process, all ways in turns.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def _prepare(block: np.ndarray, seconds: float) -> np.ndarray:
     return block
 
 
-def _loop(submit: Submit, num_under_way: int, block: np.ndarray, prepare_s: float, num_calls: int) -> float:
+def _loop(submit: Submit, num_in_flight: int, block: np.ndarray, prepare_s: float, num_calls: int) -> float:
     """Return the seconds of one of ``num_calls`` calls."""
     held: deque[Callable[[], Any]] = deque()
     start = time.perf_counter()
     for _ in range(num_calls):
         held.append(submit(_prepare(block, prepare_s)))
-        if len(held) == num_under_way:
+        if len(held) == num_in_flight:
             held.popleft()()
     while held:
         held.popleft()()
@@ -97,9 +97,9 @@ def measure(world_size: int, rounds: int, block_s: float) -> dict[str, list[dict
             submits["synk, waited for"] = (lambda x, f=function, s=given: _answered(f(x, s)), 1)
             block, prepare_s = np.zeros(num_rows), PREPARE_S if seconds else 0.0
             counts = {}
-            for way, (submit, under_way) in submits.items():
-                _loop(submit, under_way, block, prepare_s, 20)
-                counts[way] = max(20, int(block_s / _loop(submit, under_way, block, prepare_s, 20)))
+            for way, (submit, in_flight) in submits.items():
+                _loop(submit, in_flight, block, prepare_s, 20)
+                counts[way] = max(20, int(block_s / _loop(submit, in_flight, block, prepare_s, 20)))
             results[case] = [
                 {way: _loop(*submits[way], block, prepare_s, counts[way]) for way in WAYS} for _ in range(rounds)
             ]

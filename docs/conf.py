@@ -34,6 +34,10 @@ myst_heading_anchors = 3
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
+# A block without a language is a table or a drawing, not Python.
+highlight_language = "text"
+
+add_module_names = False  # headings have the public names
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 # Imported only where a GPU is used, and not needed to read their docstrings.

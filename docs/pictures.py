@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 RESULTS = Path(__file__).with_name("measured.json")
+TRACED = Path(__file__).with_name("traced.json")
 
 THEMES = {
     "light": {
@@ -167,14 +168,15 @@ def overheads(colours: dict[str, str]) -> Picture:
         picture.text(178, y + 16, name, at="end")
         picture.box(186, y, length, 22, f"tint {ink}", ink)
         picture.text(194 + length, y + 16, f"{value:,.0f}", at="start", ink="faint")
-    picture.text(10, 50 + 30 * len(bars), f"measured {measured['when']} on {measured['machine']}", at="start",
+    picture.text(10, 50 + 30 * len(bars), f"measured {measured['overhead_measured']}", at="start",
                  ink="faint", size=11)  # fmt: skip
     return picture
 
 
 def speed_ups(colours: dict[str, str]) -> Picture:
-    """How much faster two workers are, by the length of the serial call."""
-    overhead_s = json.loads(RESULTS.read_text(encoding="utf-8"))["overhead_us"]["synk"] * 1e-6
+    """How much faster workers are, by the length of the serial call; dots are measured."""
+    measured = json.loads(RESULTS.read_text(encoding="utf-8"))
+    overhead_s = measured["overhead_us"]["synk"] * 1e-6
     picture = Picture(640, 290, "Speed-up of 2, 4 and 8 workers over the length of the serial call", colours)
     picture.text(10, 20, "speed-up by the length of the serial call: work divided evenly, plus the measured overhead",
                  at="start", ink="faint")  # fmt: skip
@@ -195,15 +197,255 @@ def speed_ups(colours: dict[str, str]) -> Picture:
         ]
         picture.curve(points, ink)
         picture.text(left + width + 8, points[-1][1] + 4, f"{workers} workers", at="start", ink=ink, size=12)
+    for each in measured.get("speed_ups", ()):  # of 2 workers, by the benchmark "worth"
+        if each["sines"] and 1e-4 <= each["serial_s"] <= 1e-1:
+            x = left + width * (math.log10(each["serial_s"]) + 4) / 3
+            picture.curve([(x, bottom - height * each["data"] / 8)], "ink")
+    return picture
+
+
+BYTES = {4 << 10: "4 KB", 64 << 10: "64 KB", 1 << 20: "1 MB", 16 << 20: "16 MB", 64 << 20: "64 MB"}
+TIMES = {1e-6: "1 µs", 1e-5: "10 µs", 1e-4: "0.1 ms", 1e-3: "1 ms", 1e-2: "10 ms", 1e-1: "0.1 s", 1.0: "1 s"}
+
+
+def chart(
+    colours: dict[str, str],
+    title: str,
+    curves: dict[str, dict[float, float]],
+    at_x: dict[float, str],
+    measured: str,
+) -> Picture:
+    """Draw curves of seconds, both axes logarithmic; ``at_x`` are the words below the horizontal axis."""
+    picture = Picture(640, 320, title, colours)
+    picture.text(10, 20, title, at="start", ink="faint")
+    left, bottom, width, height = 60.0, 260.0, 450.0, 215.0
+    seconds = [each for curve in curves.values() for each in curve.values()]
+    low, high = math.floor(math.log10(min(seconds))), math.ceil(math.log10(max(seconds)))
+    first, last = math.log10(min(at_x)), math.log10(max(at_x))
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = left + 15 + (width - 15) * (math.log10(x) - first) / (last - first)
+        return across, bottom - height * (math.log10(y) - low) / (high - low)
+
+    picture.arrow(left, bottom, left + width + 20, bottom)
+    picture.arrow(left, bottom, left, bottom - height - 10)
+    for x, words in at_x.items():
+        picture.text(place(x, 1.0)[0], bottom + 20, words, ink="faint", size=11)
+    for y, words in TIMES.items():
+        if low <= math.log10(y) <= high:
+            up = place(min(at_x), y)[1]
+            picture.line(left, up, left + width, up, is_dashed=True)
+            picture.text(left - 8, up + 4, words, at="end", ink="faint", size=11)
+    names = []
+    for (name, curve), ink in zip(curves.items(), ("faint", "a", "b", "c"), strict=False):
+        points = [place(x, y) for x, y in curve.items()]
+        picture.curve(points, ink)
+        names.append((points[-1][1], name, ink))
+    below = -math.inf
+    for up, name, ink in sorted(names):  # names of curves that end together stand below each other
+        below = max(up, below + 15)
+        picture.text(left + width + 10, below + 4, name, at="start", ink=ink, size=12)
+    picture.text(10, 308, f"measured {measured}", at="start", ink="faint", size=11)
+    return picture
+
+
+def _curve(found: dict[str, float], least: float = 0.0) -> dict[float, float]:
+    return {float(x): y for x, y in found.items() if float(x) >= least}
+
+
+def copies(colours: dict[str, str]) -> Picture:
+    """What an argument and a result cost, by their size."""
+    measured = json.loads(RESULTS.read_text(encoding="utf-8"))
+    found = measured["copies"]
+    curves = {
+        "one copy by NumPy": _curve(found["one copy"]),
+        "synk.data": _curve(found["synk.data"]),
+        "plain array": _curve(found["plain array"]),
+        "result": _curve(found["result"]),
+    }
+    title = "a call with an argument or a result of this size, 2 workers"
+    return chart(colours, title, curves, {float(nbytes): words for nbytes, words in BYTES.items()},
+                 measured["costs_measured"])  # fmt: skip
+
+
+def number_of_workers(colours: dict[str, str]) -> Picture:
+    """What a tiny call costs, by the number of workers."""
+    measured = json.loads(RESULTS.read_text(encoding="utf-8"))
+    curve = _curve(measured["workers"])
+    return chart(colours, "a tiny call, by the number of workers", {"": curve}, {x: f"{x:.0f}" for x in curve},
+                 measured["costs_measured"])  # fmt: skip
+
+
+def sums(colours: dict[str, str]) -> Picture:
+    """What a sum over the ranks costs inside a function, by its size, and MPI's."""
+    measured = json.loads(RESULTS.read_text(encoding="utf-8"))
+    curves = {
+        f"{name} all_reduce" if name == "synk" else name: _curve(found) for name, found in measured["sums"].items()
+    }
+    title = "synk.comm.all_reduce of an array of this size, 2 ranks"
+    words = {8.0: "8 B"} | {float(nbytes): each for nbytes, each in BYTES.items() if nbytes != 4 << 10}
+    return chart(colours, title, curves, words, measured["sums_measured"])
+
+
+def a_step(colours: dict[str, str]) -> Picture:
+    """A step of training: replicas, rows, gradients."""
+    picture = Picture(640, 220, "A step of training: each worker has a copy, gradients are those of all rows", colours)
+    for x, words in ((75, "a batch"), (215, "forward, backward"), (400, "gradients"), (545, "optimizer.step()")):
+        picture.text(x, 20, words, ink="faint")
+    for rank, ink in enumerate("abc"):
+        y = 36 + 58 * rank
+        picture.box(30, y, 90, 40, f"tint {ink}", ink)
+        picture.text(75, y + 25, f"rows of rank {rank}", size=11)
+        picture.arrow(122, y + 20, 146, y + 20, ink)
+        picture.box(150, y, 130, 40, f"tint {ink}", ink)
+        picture.text(215, y + 25, f"copy {rank} of the model", size=11)
+        picture.arrow(282, y + 20, 346, 114, ink)
+        picture.arrow(452, 114, 478, y + 20)
+        picture.box(482, y, 130, 40, f"tint {ink}", ink)
+        picture.text(547, y + 25, "the same step", size=11)
+    picture.box(350, 90, 100, 48)
+    picture.text(400, 111, "mean over")
+    picture.text(400, 128, "all rows")
+    return picture
+
+
+def ranks_talk(colours: dict[str, str]) -> Picture:
+    """What a collective does, and what a message does."""
+    picture = Picture(640, 210, "A collective among all ranks, and a message from one to another", colours)
+    picture.text(150, 20, 'comm.all_reduce(a, "sum")', ink="faint")
+    picture.text(490, 20, "comm.send(a, 2) and comm.recv(0)", ink="faint")
+    for rank, ink in enumerate("abc"):
+        y = 40 + 56 * rank
+        picture.box(20, y, 70, 36, f"tint {ink}", ink)
+        picture.text(55, y + 23, f"rank {rank}: {rank + 1}")
+        picture.arrow(92, y + 18, 126, 114, ink)
+        picture.arrow(174, 114, 206, y + 18)
+        picture.box(210, y, 70, 36, f"tint {ink}", ink)
+        picture.text(245, y + 23, f"rank {rank}: 6")
+        picture.box(400, y, 70, 36, f"tint {ink}", ink)
+        picture.text(435, y + 23, f"rank {rank}")
+        picture.box(540, y, 70, 36, f"tint {ink}", ink)
+        picture.text(575, y + 23, f"rank {rank}: a" if rank in (0, 2) else f"rank {rank}")
+        picture.line(472, y + 18, 536, y + 18, is_dashed=True)
+    picture.box(130, 96, 40, 36)
+    picture.text(150, 119, "sum")
+    picture.arrow(472, 64, 536, 164, "a")
+    return picture
+
+
+def who_runs_what(colours: dict[str, str]) -> Picture:
+    """The processes, what each holds, and what goes between them."""
+    picture = Picture(640, 230, "The program, its workers, and what goes between them", colours)
+    picture.box(20, 60, 150, 110)
+    for line, words in enumerate(("your program", "functions, Data,", "names of variables")):
+        picture.text(95, 95 + 24 * line, words, ink="ink" if line == 0 else "faint", size=13 if line == 0 else 12)
+    picture.box(255, 20, 130, 44, "tint a", "a")
+    picture.text(320, 47, "shared memory")
+    picture.arrow(172, 82, 251, 48, "a")
+    for rank, (ink, y) in enumerate((("b", 40), ("c", 140))):
+        picture.box(470, y, 150, 70, f"tint {ink}", ink)
+        picture.text(545, y + 28, f"worker of rank {rank}")
+        picture.text(545, y + 50, "device, replicas, state", ink="faint", size=12)
+        picture.arrow(387, 48, 466, y + 22, "a")
+        picture.arrow(172, (125, 145)[rank], 466, y + 50)
+    picture.text(300, 90, "array bytes", ink="a", size=12)
+    picture.text(290, 212, "pipes: eight bytes a call down, eight up", ink="faint", size=12)
+    picture.text(545, 128, "messages of synk.comm", ink="faint", size=11)
+    return picture
+
+
+def after_a_death(colours: dict[str, str]) -> Picture:
+    """A worker dies, the call raises, the next one has a new worker."""
+    picture = Picture(
+        640, 190, "A worker dies: the call raises a named error, and the next call has a new worker", colours
+    )
+    for lane, name in enumerate(("program", "rank 0", "rank 1")):
+        picture.text(10, 57 + 44 * lane, name, at="start")
+    picture.box(80, 38, 130, 30)
+    picture.text(145, 58, "f(x)")
+    picture.box(214, 38, 130, 30, "tint b", "b")
+    picture.text(279, 58, "WorkerDied")
+    picture.box(400, 38, 150, 30)
+    picture.text(475, 58, "f(x), the result")
+    picture.box(90, 82, 200, 30, "tint a", "a")
+    picture.text(190, 102, "ended, keeps its state")
+    picture.box(430, 82, 110, 30, "tint a", "a")
+    picture.text(485, 102, "its rows")
+    picture.box(90, 126, 100, 30, "tint b", "b")
+    picture.text(140, 146, "killed")
+    picture.box(300, 126, 120, 30, "tint c", "c")
+    picture.text(360, 146, "a new worker")
+    picture.box(430, 126, 110, 30, "tint c", "c")
+    picture.text(485, 146, "its rows")
+    picture.arrow(292, 104, 330, 122, "c")
+    picture.text(350, 116, "state", at="start", ink="faint", size=11)
+    picture.arrow(80, 176, 620, 176)
+    picture.text(620, 170, "time", at="end", ink="faint", size=11)
+    return picture
+
+
+def a_trace(colours: dict[str, str]) -> Picture:
+    """Two calls as they were traced: the program and two ranks over time."""
+    rows = json.loads(TRACED.read_text(encoding="utf-8"))["rows"]
+    first, last = min(row[2] for row in rows), max(row[2] + row[3] for row in rows)
+    picture = Picture(640, 200, "A trace of two calls: the program, rank 0 and rank 1 over time", colours)
+    scale = 530 / (last - first)
+    for process, name in enumerate(("program", "rank 0", "rank 1")):
+        picture.text(90, 52 + 48 * process, name, at="end")
+    for process, name, start, took, waited in rows:
+        kind = name.split()[0]
+        ink = {"stage": "b", "wait": "", "assemble": "b", "receive": "b", "publish": "b"}.get(kind, "a")
+        x, width = 100 + (start - first) * scale, max(took * scale, 1)
+        picture.box(x, 32 + 48 * process, width, 30, f"tint {ink}" if ink else "paper", ink or "line")
+        waits = waited * scale  # at the end, as far as is known
+        if waits > 60:
+            picture.box(x + width - waits, 32 + 48 * process, waits, 30, "paper", "a")
+            picture.text(x + width - waits / 2, 52 + 48 * process, "waits", size=12, ink="faint")
+            width -= waits
+        if width > 60:
+            picture.text(x + width / 2, 52 + 48 * process, kind, size=12, ink="ink" if ink else "faint")
+    for tick in range(int((last - first) * 19 + 1)):
+        x = 100 + tick * 0.05 * scale
+        picture.line(x, 172, x, 178)
+        picture.text(x, 194, f"{50 * tick} ms", ink="faint", size=12)
+    picture.line(100, 172, 630, 172)
+    return picture
+
+
+def transfers(colours: dict[str, str]) -> Picture:
+    """What ten calls have transferred for each argument, and how much of it was unchanged."""
+    rows = json.loads(TRACED.read_text(encoding="utf-8"))["transfers"]
+    picture = Picture(640, 46 * len(rows) + 44, "Bytes of ten calls: copied, copied unchanged, read in place", colours)
+    scale = 380 / max(row[2] for row in rows)
+    for number, (argument, kind, total, unchanged) in enumerate(rows):
+        y = 14 + 46 * number
+        picture.text(60, y + 20, argument, at="end")
+        is_copied = kind == "staged"
+        picture.box(70, y, total * scale, 30, "tint a" if is_copied else "paper", "a" if is_copied else "line")
+        if unchanged:
+            picture.box(70, y, unchanged * scale, 30, "tint b", "b")
+            picture.text(70 + unchanged * scale / 2, y + 20, "the same bytes as before", size=12)
+        words = "copied" if is_copied else "read in place, not copied"
+        picture.text(78 + total * scale, y + 20, f"{total:.0f} MB {words}", at="start", ink="faint", size=12)
+    picture.text(70, 46 * len(rows) + 32, "ten calls of residual(table, x, y)", at="start", ink="faint", size=12)
     return picture
 
 
 PICTURES = {
+    "transfers": transfers,
+    "a_trace": a_trace,
     "one_call": one_call,
     "where_data_live": where_data_live,
     "three_calls": three_calls,
     "overheads": overheads,
     "speed_ups": speed_ups,
+    "copies": copies,
+    "number_of_workers": number_of_workers,
+    "sums": sums,
+    "a_step": a_step,
+    "ranks_talk": ranks_talk,
+    "who_runs_what": who_runs_what,
+    "after_a_death": after_a_death,
 }
 
 

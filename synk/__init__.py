@@ -1,13 +1,41 @@
-"""synk: run a plain Python function on all GPUs of a machine, or on all its CPU cores, as if it were one call."""
+"""Run a plain Python function on all GPUs of a machine, or on all its CPU cores, as if it were one call.
+
+    >>> import numpy as np, synk
+    >>> runtime = synk.fork(2)                    # workers; without a number one for each GPU, or core
+    >>> @synk.function(outputs="gather")          # rows are divided, results joined in order
+    ... def squares(x):
+    ...     return x**2
+    >>> squares(np.arange(4))
+    array([0, 1, 4, 9])
+    >>> bool(squares.verify(np.arange(4)))        # does it equal the plain function?
+    True
+    >>> list(synk.map(str.upper, ["a", "b"]))     # single items of any kind
+    ['A', 'B']
+    >>> synk.close()
+
+fork, close, info               start and end the workers, look at them
+function, wrap, map             functions of rows, and of single items
+data                            arrays that are copied to the workers once
+shared, resident                arrays and objects that live on the workers
+comm                            what ranks say to one another, inside a function
+torch                           training loops of PyTorch
+Program                         functions and their state, to be moved and stored
+Executor                        the workers as a pool of concurrent.futures
+errors                          all exceptions
+
+Begin with ``help(synk.function)``. ``help(f)`` of a function that was built shows its options and verbs: ``f.verify``,
+``f.submit``, ``f.stream``, ``f.serial``.
+"""
 
 import sys as _sys
 from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-if _sys.platform != "linux":
+if _sys.platform == "win32":
     raise ImportError(
-        f"cannot import synk: got the platform {_sys.platform!r}, expected Linux, whose shared memory and process "
-        "descriptors it is built on. On Windows it runs in WSL 2."
+        "cannot import synk: got the platform 'win32', expected Linux, whose shared memory and process descriptors it "
+        "is built on. On Windows it runs in WSL 2."
     )
 
 from synk import errors
@@ -15,22 +43,24 @@ from synk._pure.ops import Op
 from synk._version import __version__
 from synk._wire.cell import cell as _cell
 from synk._wire.program import is_worker as _is_worker
-from synk._worker.comm.comm import comm
 from synk._worker.loop.program import freeze_support
 
-# In the master these are imported with synk: later they would be looked for in whatever folder the program is in by
-# then. A worker has them looked up when a function uses one; most use none, and they bring all of the master's half.
+# In the master these are imported with synk: later they would be searched for in whatever folder the program is in by
+# then. A worker imports them when a function first uses one: most functions use none, and they import the master's
+# half. With ``comm`` it is the other way round.
 if not _is_worker():
     from synk._api.names import *  # noqa: F403
+if _is_worker() or _TYPE_CHECKING:
+    from synk._worker.comm.comm import comm
 
 
 def __getattr__(name: str) -> _Any:
-    if name == "torch":  # it imports torch
-        return _import_module("synk.torch")
+    if name in ("torch", "profiler"):  # the first imports torch, the second is seldom used
+        return _import_module(f"synk.{name}")
     if name not in __all__ and name != "map":
         raise AttributeError(f"module 'synk' has no attribute {name!r}")
     with _cell.uninterrupted():  # an import that is broken off leaves files open
-        return getattr(_import_module("synk._api.names"), name)
+        return getattr(_import_module("synk._worker.comm.comm" if name == "comm" else "synk._api.names"), name)
 
 
 def __dir__() -> list[str]:
@@ -44,6 +74,7 @@ __all__ = [  # noqa: F405
     "FunctionWrapper",
     "Op",
     "PendingCall",
+    "Program",
     "Resident",
     "Runtime",
     "Shared",

@@ -1,4 +1,4 @@
-"""``python -m synk``: print what synk sees on this machine."""
+"""``python -m synk``: prints what synk finds on this machine."""
 
 import argparse
 

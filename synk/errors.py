@@ -1,8 +1,8 @@
-"""All exceptions of synk: one class per cause.
+"""All exceptions of synk: one class for each cause.
 
 Mistakes of the caller (a wrong shape, an unknown name) are plain ``TypeError``, ``ValueError`` or ``IndexError``,
-raised in the master before anything is sent. Everything here is about the runtime: it imports nothing and every class
-survives pickling, because errors travel between processes.
+raised in the master before anything is sent. The classes here are about the runtime. This file imports nothing, and
+every class can be pickled, because errors travel between processes.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ __all__ = [
     "StaleCaptureWarning",
     "StartupError",
     "SynkError",
+    "TransferRefused",
     "UnsupportedError",
+    "WastefulTransfer",
     "WorkerDied",
 ]
 
 
 class SynkError(RuntimeError):
-    """Base class of the runtime's errors.
+    """The base class of the runtime's errors.
 
     Attributes
     ----------
     step_counted : bool or None
-        Of an error that has ended a call which changes resident objects: whether all of them came through it on some
-        rank, so that the call counts and must not be repeated. The user's own exceptions and ``KeyboardInterrupt``
-        get this attribute too. None: unknown, or the call changes none.
+        On an error that ended a call which changes resident objects: whether every object came through the call on some
+        rank, so that the call counts and must not be repeated. The user's own exceptions and ``KeyboardInterrupt`` get
+        this attribute too. None: unknown, or the call changes no objects.
     """
 
     __module__ = "synk.errors"
@@ -50,7 +52,7 @@ class NotForkedError(SynkError):
 
 
 class ClosedError(SynkError):
-    """The runtime was closed; ``__cause__`` holds the fault that closed it, where one did."""
+    """The runtime was closed. ``__cause__`` is the fault that closed it, if there was one."""
 
 
 class StartupError(SynkError):
@@ -63,7 +65,7 @@ class WorkerDied(SynkError):
     Attributes
     ----------
     ranks, pids : tuple of int
-        Who died, in rank order.
+        The workers that died, in rank order.
     exits : tuple of str
         How each ended: ``"SIGKILL"``, ``"exit 3"`` or ``"exit code unknown"``.
     phase : str
@@ -87,7 +89,7 @@ class WorkerDied(SynkError):
 
 
 class RemoteError(SynkError):
-    """An exception in a worker: the cause of a user's exception, or its stand-in where it cannot be rebuilt.
+    """An exception in a worker: the cause of a user's exception, or its stand-in if that cannot be rebuilt.
 
     Attributes
     ----------
@@ -114,9 +116,9 @@ class CallTimeout(SynkError, TimeoutError):
 
 
 class CallCancelled(SynkError):
-    """A call was ended because of something else: ``Runtime.interrupt()``, or, where it was submitted, another call.
+    """Something else ended a call: ``Runtime.interrupt()`` or, for a submitted call, another call.
 
-    Submitted calls share the workers with those in flight beside them, so a time limit or Ctrl-C ends them together.
+    Submitted calls share the workers with the other calls in flight, so a time limit or Ctrl-C ends them together.
     """
 
 
@@ -125,18 +127,19 @@ class CollectiveMismatch(SynkError, ValueError):
 
 
 class SerializationError(SynkError):
-    """A function, argument or result cannot be pickled, or cannot be loaded on the other side."""
+    """A function, argument or result cannot be pickled, or not be loaded on the other side."""
 
 
 class SharedMemoryError(SynkError, MemoryError):
-    """A shared segment cannot be allocated or mapped. The message holds the size asked for and what is free."""
+    """A shared segment cannot be allocated or mapped. The message says how much was asked for and how much is free."""
 
 
 class StaleCaptureError(SynkError):
     """Something that a function captured was changed in place, and earlier calls have used its old contents.
 
-    Raised before anything is sent; the next call uses the new contents. Only for what is too large to be compared at
-    each call: pass it as an argument (for an array, as ``synk.data``), or call ``f.refresh()`` after each change.
+    It is raised before anything is sent, and the next call uses the new contents. It concerns only objects that are too
+    large to be compared at each call: pass such an object as an argument (an array as ``synk.data``), or call
+    ``f.refresh()`` after each change.
     """
 
 
@@ -145,39 +148,54 @@ class ReentrancyError(SynkError):
 
 
 class UnsupportedError(SynkError, NotImplementedError):
-    """A backend or communicator lacks what was asked for; the message says which one and what to use instead."""
+    """A backend or communicator lacks what was asked for. The message says which one, and what to use instead."""
 
 
 class StaleCaptureWarning(UserWarning):
-    """An object that a function captured is pickled otherwise than when it was sent, which was found late.
+    """An object that a function captured has another pickle than when it was sent, and this was found late.
 
-    Perhaps the program has changed it, and calls have used its old state; perhaps it keeps a cache. Its new state is
-    sent, unless the rank has changed its own meanwhile.
+    Either the program has changed it, and calls have used its old state, or it keeps a cache. Its new state is sent,
+    except to ranks that have changed their own copy.
     """
 
     __module__ = "synk.errors"
 
 
-class OpMismatch(UserWarning):
-    """A function whose ``outputs`` were not named computes no average over rows, which is the default op.
+class TransferRefused(SynkError):
+    """A guard in the mode ``"raise"`` has found a wasteful transfer; see :func:`synk.profiler.transfer_guard`.
 
-    Told once per function, at the first call in which a rank has four rows. To name ``outputs=`` silences it, and so
-    does ``warnings.simplefilter("ignore", synk.errors.OpMismatch)``.
+    Nothing was sent. The message names the function, the argument, its size, and what to do instead.
+    """
+
+    __module__ = "synk.errors"
+
+
+class WastefulTransfer(UserWarning):
+    """A guard in the mode ``"warn"`` has found a wasteful transfer. Reported once per function and argument."""
+
+    __module__ = "synk.errors"
+
+
+class OpMismatch(UserWarning):
+    """A function without ``outputs=`` does not compute an average over rows, which is the default op.
+
+    This is reported once per function, at the first call in which a rank has four rows. Giving ``outputs=`` silences
+    it, and so does ``warnings.simplefilter("ignore", synk.errors.OpMismatch)``.
     """
 
     __module__ = "synk.errors"
 
 
 class RowShapedOutput(OpMismatch):
-    """An output has one row for each row of its rank: it wants ``outputs="gather"``."""
+    """An output has one row for each row of its rank: it needs ``outputs="gather"``."""
 
     __module__ = "synk.errors"
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Attach a line to an exception, on Python 3.10 as well (where tracebacks do not print it)."""
+    """Add a line to an exception, on Python 3.10 as well (where tracebacks do not show it)."""
     notes: Any = getattr(error, "__notes__", None)
     if notes is None:
-        BaseException.__setattr__(error, "__notes__", [note])  # not by assignment: the class may be frozen
+        BaseException.__setattr__(error, "__notes__", [note])  # not by assignment, since the class may be frozen
     else:
         notes.append(note)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import itertools
 import os
+import random
 import signal
 import sys
 import warnings
@@ -12,49 +15,100 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.mark import KeywordMatcher, MarkMatcher
+from _pytest.mark.expression import Expression
 
 TESTS = Path(__file__).resolve().parent
-sys.path[:0] = [str(TESTS), str(TESTS / "worker"), str(TESTS / "training")]  # where tests on a device take theirs from
+sys.path.insert(0, str(TESTS))  # for ``support``
 
-pytest.register_assert_rewrite("harness")
+pytest.register_assert_rewrite("support.harness")
 
-import harness  # noqa: E402
+from support import harness  # noqa: E402
 
 import synk  # noqa: E402
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Undo what a run in the background, or under nohup, ignores: the scenarios that it starts would inherit it."""
+    config.stash[_chosen] = expression("-m", config.option.markexpr), expression("-k", config.option.keyword)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-@pytest.hookimpl(tryfirst=True)  # before those that are marked as of the storm are left out
+@pytest.hookimpl(trylast=True)  # all parameters are known then
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Leave most cases of a test that is ``sampled`` to the storm; of all, make items of those only that are asked for.
+
+    pytest would make an item of each case before it drops those that ``-m`` or ``-k`` leaves out, which are most.
+    """
+    cases = metafunc._calls
+    if sampled := metafunc.definition.get_closest_marker("sampled"):
+        leave_most_to_the_storm(metafunc.definition.name, cases, *sampled.args, **sampled.kwargs)
+    if cases:
+        is_wanted = selection(metafunc.config, metafunc.definition)
+        cases[:] = [case for case in cases if is_wanted(case)] or cases[:1]  # without any there would be one unnamed
+
+
+def leave_most_to_the_storm(test: str, cases: list[Any], n: int, *, together: int = 1, in_order: bool = False) -> None:
+    """Keep one case in n of a test, and whatever meets ``together`` values of parameters for the first time.
+
+    They are gone through in a random order, the same in each run: in their own order the values of the last parameter
+    would meet nothing but the first values of the others.
+    """
+    met: set[tuple[tuple[str, str], ...]] = set()
+    elsewhere = {"storm", "gpu", "multi_gpu", "high_memory"}
+    cases = [case for case in cases if elsewhere.isdisjoint(mark.name for mark in case.marks)]
+    for number, case in enumerate(cases if in_order else random.Random(test).sample(cases, len(cases))):
+        each = sorted((name, repr(value)) for name, value in case.params.items())
+        values = set(itertools.combinations(each, min(together, len(each))))
+        if number % n and values <= met:
+            case.marks.append(pytest.mark.storm.mark)
+        else:
+            met |= values
+
+
+def selection(config: pytest.Config, function: Any) -> Callable[[Any], bool]:
+    """Return whether ``-m`` and ``-k`` choose a case of a function, as pytest finds out once there are items."""
+    markers = list(function.iter_markers())
+    by_name = KeywordMatcher.from_item(function)
+    chosen_by_marks, chosen_by_names = config.stash[_chosen]
+
+    def is_wanted(case: Any) -> bool:
+        names = [case.id.lower(), *(mark.name.lower() for mark in case.marks)]
+
+        def is_named(word: str) -> bool:
+            return by_name(word) or any(word.lower() in name for name in names)
+
+        return chosen_by_marks(MarkMatcher.from_markers([*markers, *case.marks])) and chosen_by_names(is_named)
+
+    return is_wanted
+
+
+def expression(option: str, text: str) -> Callable[[Any], bool]:
+    """Return how to evaluate what follows ``-m`` or ``-k``; without anything all is chosen."""
+    try:
+        return Expression.compile(text).evaluate if text.strip() else lambda matcher: True
+    except SyntaxError as error:
+        raise pytest.UsageError(f"cannot read the expression of {option}: got {text!r}. {error.msg}") from error
+
+
+_chosen = pytest.StashKey[tuple[Callable[[Any], bool], Callable[[Any], bool]]]()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave most cases of tests that are ``sampled`` to the storm, and put the tests that use torch first.
+    """Put the tests that use torch first.
 
     With ``--dist worksteal`` each of two processes gets half of all tests in a row: so the workers of one process only
     import torch, which takes longer than most tests.
     """
-    cases: dict[str, list[pytest.Function]] = {}
-    for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("sampled"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for of_one_test in cases.values():
-        leave_most_to_the_storm(of_one_test)
     items.sort(key=lambda item: not uses_torch(item))
 
 
-def leave_most_to_the_storm(cases: list[pytest.Function]) -> None:
-    """Keep one case in n of a test, and whatever meets a value of a parameter that none before it has met."""
-    met: set[tuple[str, str]] = set()
-    for number, case in enumerate(cases):
-        values = {(name, repr(value)) for name, value in case.callspec.params.items()}
-        if number % case.get_closest_marker("sampled").args[0] and values <= met:
-            case.add_marker(pytest.mark.storm)
-        else:
-            met |= values
+def pytest_collection_finish() -> None:
+    """Take what there is by now out of all garbage collections to come: tests ask for hundreds, of half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def uses_torch(item: pytest.Item) -> bool:
@@ -185,17 +239,18 @@ def reuse(request: pytest.FixtureRequest, kept_open: tuple[SharedRuntimes, Reuse
 
 
 @pytest.fixture
-def reused(reuse: Reuse) -> Callable[..., synk.Runtime]:
+def reused(request: pytest.FixtureRequest, reuse: Reuse) -> Callable[..., synk.Runtime]:
     """Return ``reused(num_workers=2, *failpoints)``: a runtime that may have served other tests, given back at the end.
 
     For tests that need no options, and count neither what a runtime counts from its start on nor the descriptors or
     memory of processes: what earlier tests left to the garbage collector may go at any time. It was started under the
-    variables of synk's own that are set now.
+    variables of synk's own that are set now. Tests without torch get one that served none with it: a worker that takes
+    the place of another imports what the functions before it have named.
     """
 
     def take(num_workers: int = 2, *failpoints: harness.Failpoint) -> synk.Runtime:
         variables = frozenset(item for item in os.environ.items() if item[0].startswith("SYNK_"))
-        kind = num_workers, variables
+        kind = num_workers, uses_torch(request.node), variables
         runtime = reuse(kind, lambda: synk.Runtime(num_workers, backend="numpy", max_restarts=10**9))
         if failpoints:
             harness.arm(runtime, *failpoints)

@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from harness import PACKAGE_FOLDER
+from support.harness import PACKAGE_FOLDER
 
 from benchmarks._bars import Bar
-from benchmarks._report import table
+from benchmarks._report import measured, table
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,23 @@ def test_a_table_has_a_column_for_each_heading() -> None:
         ["fault", "hangs"],
         ["a death", "0"],
     ]
+
+
+def test_the_pictures_get_medians_of_the_rounds_in_seconds() -> None:
+    machine = {"date": "2026-01-02", "cores": 2, "processor": "a processor", "python": "3.11"}
+    copies = [{"one copy": 1.0, "synk.data": 2.0, "plain array": 3.0, "result": each} for each in (4.0, 9.0, 5.0)]
+    sums = [{"synk": {"inner_s": 3.0}, "mpi4py (mpich)": {"inner_s": each}} for each in (1.0, 2.0, 7.0)]
+    found = measured(
+        {
+            "machine": machine,
+            "costs": {"copies": {"1 MB": copies}, "workers": {"2": [1.0, 3.0, 2.0]}},
+            "collectives": {"comm.all_reduce 8 B": {"mpi4py (mpich)": sums}},
+        }
+    )
+    assert found["copies"] == {way: {str(1 << 20): value} for way, value in (copies[0] | {"result": 5.0}).items()}
+    assert found["workers"] == {"2": 2.0}
+    assert found["sums"] == {"synk": {"8": 3.0}, "mpi4py (mpich)": {"8": 2.0}}
+    assert set(measured({"machine": machine})) == set()
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.storm)])

@@ -1,6 +1,6 @@
 """Every demo runs as a program of its own, checks its own numbers, and says nothing on stderr.
 
-Each of its functions is verified at its first call: see ``verified.py``.
+Each of its functions is verified at its first call: see ``support/verified.py``.
 """
 
 from __future__ import annotations
@@ -9,26 +9,66 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMOS = sorted((ROOT / "demos").glob("[0-9]*.py"))
-SMALL = {"06_transfers.py", "10_digits_softmax.py", "20_torch_digits.py", "30_kalman.py", "32_halo.py"}
+SMALL = {
+    "00_bootstrap.py",
+    "06_transfers.py",
+    "10_digits_softmax.py",
+    "20_torch_digits.py",
+    "23_resume.py",
+    "30_kalman.py",
+    "32_halo.py",
+}
+
+WITHOUT_SERIAL = {"22_fsdp.py"}
+"""Functions of process groups, which all workers must run: they have no serial call, and compare with one process."""
 
 
 def test_the_demos_are_found() -> None:
     assert {"01_intro.py", "02_data.py", "04_batch.py", "10_digits_softmax.py"} <= {path.name for path in DEMOS}
 
 
+@pytest.mark.parametrize(
+    ("other_cores", "job_rate", "limit"),
+    [(1.0, 0.0, "the other programs are the limit"), (0.0, 1e9, "memory is the limit"), (0.0, 0.0, "Neither")],
+)
+def test_a_small_speed_up_is_explained(
+    reused: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, other_cores: float, job_rate: float, limit: str
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    explain = runpy.run_path(str(ROOT / "demos" / "limits.py"))["explain"]
+    said = explain(1.1, reused(2), other_cores, job_rate).splitlines()
+    assert said[0] == "A speed-up of 1.10 is small. Two measurements:"
+    assert f"used {other_cores:.1f} of the 2 cores" in said[1]
+    assert f"moves {job_rate:.1f} GB/s" in said[2]
+    assert limit in said[3]
+
+
+def test_the_cores_of_other_programs_are_seen() -> None:
+    """A program that computes half a second, started by another one: it is no child of this process."""
+    watch = runpy.run_path(str(ROOT / "demos" / "limits.py"))["Watch"]()
+    computes = "import time\nwhile time.process_time() < 0.5: pass"
+    with watch:
+        starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {computes!r}], check=True)"
+        subprocess.run([sys.executable, "-c", starts], check=True)
+    assert watch.other_cores > 0
+
+
 @pytest.mark.parametrize("path", DEMOS, ids=lambda path: path.stem)
 def test_demo_checks_its_numbers_and_equals_its_serial_calls(path: Path, tmp_path: Path) -> None:
     size = ["--size", "small"] if path.name in SMALL else []
-    search_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    search_path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    verified = [] if path.name in WITHOUT_SERIAL else ["-m", "support.verified"]
     finished = subprocess.run(
-        [sys.executable, "-W", "error", str(ROOT / "tests" / "verified.py"), str(path), *size],
+        [sys.executable, "-W", "error", *verified, str(path), *size],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": search_path, "OMP_NUM_THREADS": "1"},  # threads that wait take cores of others
         stdin=subprocess.DEVNULL,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import doctest
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from harness import start_polars
-from talking import VERBS, check_on_one_rank, talks
+from support.harness import start_polars
+from support.talking import VERBS, check_on_one_rank, talks
 
 import synk
 
@@ -23,19 +23,37 @@ BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-@pytest.fixture(autouse=True)
-def _close() -> Iterator[None]:
-    yield
-    synk.close()
-
-
 def pages_with_examples() -> list[Path]:
     return [path for path in PAGES if BLOCK.search(path.read_text(encoding="utf-8"))]
 
 
+@pytest.fixture
+def talking(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """Return the names of the functions in which ranks talk, as they are called; each also runs on one rank then.
+
+    All but those that change what their ranks keep, with which the page goes on.
+    """
+    found: set[str] = set()
+    call = synk.Function.__call__
+
+    def checked(self: synk.Function, /, *args: Any, **kwargs: Any) -> Any:
+        if talks(self):
+            found.add(self.name)
+            if not self._callee.changes:
+                return check_on_one_rank(self, call, args, kwargs)
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(synk.Function, "__call__", checked)
+    yield found
+    synk.close()
+
+
 @pytest.mark.parametrize("path", pages_with_examples(), ids=lambda path: path.stem)
-def test_examples_run(path: Path) -> None:
-    """Blocks of one page share a namespace: ``python`` blocks are executed, ``pycon`` blocks are compared."""
+def test_examples_run(path: Path, talking: set[str]) -> None:
+    """Blocks of one page share a namespace: ``python`` blocks are executed, ``pycon`` blocks are compared.
+
+    Functions in which ranks talk run serially and with one row as well.
+    """
     text = path.read_text(encoding="utf-8")
     namespace: dict[str, object] = {"__name__": "__main__"}
     runner = doctest.DocTestRunner(optionflags=OPTIONS)
@@ -50,10 +68,14 @@ def test_examples_run(path: Path) -> None:
         runner.run(example, out=report.append, clear_globs=False)
         namespace = example.globs
     assert runner.failures == 0, "".join(report)
+    assert talking == TALKING.get(path.stem, set())
 
 
 TALKING = {
+    "profiling": {"work"},
+    "programs": set(),  # by repeat
     "communication": {"smooth", "moments", "update", "forces", "pipeline", "all_wait"},
+    "evaluation": set(),  # in a step of replicate
     "faq": {"shifted"},
     "logging": {"waits"},
     "parallel": {"standardised"},
@@ -69,30 +91,17 @@ def test_the_pages_that_talk_are_known() -> None:
     assert {name for name, found in blocks.items() if any(TALK.search(block[1]) for block in found)} == set(TALKING)
 
 
-@pytest.mark.parametrize("page", TALKING)
-def test_examples_that_talk_run_serially_and_with_one_row(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other test compares what is printed; here only the calls count."""
-    found: set[str] = set()
-    problems: list[AssertionError] = []
-    call = synk.Function.__call__
+def test_a_function_that_changes_what_ranks_keep_runs_on_one_rank() -> None:
+    (source,) = (each for _, each in BLOCK.findall((ROOT / "docs" / "tutorial.md").read_text()) if "def note(" in each)
+    namespace: dict[str, Any] = {"np": np, "synk": synk}
+    with synk.fork(2):
+        exec(source, namespace)
+        check_on_one_rank(namespace["note"], synk.Function.__call__, (np.arange(4.0),), {})
 
-    def checked(self: synk.Function, /, *args: Any, **kwargs: Any) -> Any:
-        if not talks(self):
-            return call(self, *args, **kwargs)
-        found.add(self.name)
-        try:
-            return check_on_one_rank(self, call, args, kwargs)
-        except AssertionError as problem:
-            problems.append(problem)
-            raise
 
-    monkeypatch.setattr(synk.Function, "__call__", checked)
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    parser = doctest.DocTestParser()
-    for kind, source in BLOCK.findall((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")):
-        parts = [source] if kind == "python" else [example.source for example in parser.get_examples(source)]
-        for part in parts:
-            with contextlib.suppress(Exception):
-                exec(compile(part, page, "exec" if kind == "python" else "single"), namespace)
-    assert not problems
-    assert found == TALKING[page]
+def test_no_box_of_a_page_ends_with_an_empty_line() -> None:
+    """A reader sees it as output."""
+    found = {
+        path.name: re.findall(r"^```\w+\n(?:(?!```).*\n)*\n```$", path.read_text(), re.MULTILINE) for path in PAGES
+    }
+    assert not any(found.values()), found

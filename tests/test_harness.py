@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import (
+from support.harness import (
     PACKAGE_FOLDER,
     SHM_FOLDER,
     TESTS_FOLDER,
@@ -244,7 +244,7 @@ ALONE = """
 KILLS = """
     import os, warnings
     import numpy as np, synk
-    from harness import assert_right, kill_and_wait, pids
+    from support.harness import assert_right, kill_and_wait, pids
     warnings.simplefilter("ignore")  # the deaths
     rt = synk.fork(2, backend="numpy")
     data = rt.data(np.arange(1000.0))

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
+from support.quick import functions_at, quoted
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-TARGETS = ("help", "demo", "test", "jax", "pytensor", "bench", "checks", "docs", "lint", "quick", "smoke", "gpu-test")
+TARGETS = (
+    "help",
+    "demo",
+    "test",
+    "jax",
+    "pytensor",
+    "transformers",
+    "dpnp",
+    "bench",
+    "checks",
+    "docs",
+    "lint",
+    "quick",
+    "smoke",
+    "gpu-test",
+)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -21,3 +38,26 @@ def test_the_commands_of_a_target_are_whole(target: str, tmp_path: Path) -> None
     for line in plan.replace("\\\n", " ").splitlines():
         done = subprocess.run(["sh", "-n", "-c", line], capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{line}\n{done.stderr}"
+
+
+def test_without_a_network_one_sentence_is_said(tmp_path: Path) -> None:
+    """The package index is an address where nobody listens."""
+    environment = {**os.environ, "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull}
+    for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        ["make", f"VENV={tmp_path / 'venv'}", "demo"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0].startswith("cannot install: no package index answers. Connect to a network")
+    assert len(done.stderr.splitlines()) == 2, done.stderr
+
+
+def test_quick_finds_the_quoted_words_and_the_functions_of_a_change() -> None:
+    text = 'f"cannot stream {self.name!r}: got {found}, expected an iterable of batches."'
+    runs = quoted([text, '"""Not what a docstring says."""'])
+    assert "an iterable of batches." in runs
+    assert not any("self" in words or "docstring" in words for words in runs)
+    source = "class A:\n    def first(self):\n        pass\n\n    def second(self):\n        pass\n"
+    assert functions_at(source, {6}) == {"second"} and functions_at(source, {4}) == set()

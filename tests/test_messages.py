@@ -138,7 +138,10 @@ def test_the_texts_of_errors_have_one_form() -> None:
     assert len(texts) > 250
     others = [each for each in texts if not has_form(each[2], each[3])]
     unknown = [each for each in others if each[3] not in OTHERS]
-    assert not unknown, "\n".join(f"synk/{file}:{line}: {kind}: {text}" for file, line, kind, text in unknown)
+    assert not unknown, (
+        "write them as 'cannot <verb> <object>: got <value>, expected <rule>. <next step>.'\n"
+        + "\n".join(f"synk/{file}:{line}: {kind}: {text}" for file, line, kind, text in unknown)
+    )
     assert len(others) <= 0.05 * len(texts)
     assert {each[3] for each in others} == set(OTHERS), "what is no longer said should not be excused"
 
@@ -146,8 +149,9 @@ def test_the_texts_of_errors_have_one_form() -> None:
 def test_no_word_is_broken_by_the_source() -> None:
     """A line of the source that breaks off in mid-sentence has left its mark in a text."""
     for file, line, _, text in all_texts():
-        assert "\n" not in text.strip() or ":\n" in text or "\n{}" in text, f"synk/{file}:{line}: {text}"
-        assert "  " not in text and not re.search(r" [.,;:]( |$)", text), f"synk/{file}:{line}: {text}"
+        where = f"synk/{file}:{line}: join its parts by one blank, with none before a stop: {text}"
+        assert "\n" not in text.strip() or ":\n" in text or "\n{}" in text, where
+        assert "  " not in text and not re.search(r" [.,;:]( |$)", text), where
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from benchmarks.gpu._clock import median_s
 HEADER = ("inputs of 4 bytes", "calls are", "raw CuPy, us", "synk, us", "difference, us", "must be under, us")
 NOTE = """\
 A function that returns its first input, or a number. Raw: each input to the device, one result back. Submitted: three
-calls under way, the time of a long row of them divided by their number."""
+calls in flight, the time of a long row of them divided by their number."""
 
 LIMIT_US = 100
 SUBMITTED_LIMIT_US = 30
@@ -57,7 +57,7 @@ def run(runtime: synk.Runtime, quick: bool) -> list[list[str]]:
 
 
 def _submitted_s(f: synk.Function, arguments: list[np.ndarray], repetitions: int) -> float:
-    """Return the seconds for one of many calls, of which three are under way at any time."""
+    """Return the seconds for one of many calls, of which three are in flight at any time."""
 
     def many() -> None:
         held: deque[synk.PendingCall] = deque()

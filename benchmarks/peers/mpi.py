@@ -71,6 +71,32 @@ def collective(name: str, nbytes: int) -> Call:
     return call
 
 
+def inside(name: str, nbytes: int, repetitions: int) -> Call:
+    """Run a collective from one given array into another, roots in turn; return the seconds of one."""
+    whole, other = np.ones(nbytes // 8), np.ones(nbytes // 8)
+    part, block = np.ones(nbytes // 8 // SIZE), np.ones(nbytes // 8 // SIZE)
+    run = {
+        "barrier": lambda root: WORLD.Barrier(),
+        "all_reduce": lambda root: WORLD.Allreduce(whole, other),
+        "reduce": lambda root: WORLD.Reduce(whole, other if root == RANK else None, root=root),
+        "broadcast": lambda root: WORLD.Bcast(whole, root),
+        "all_gather": lambda root: WORLD.Allgather(part, whole),
+        "reduce_scatter": lambda root: WORLD.Reduce_scatter_block(whole, block),
+        "gather": lambda root: WORLD.Gather(part, whole if root == RANK else None, root),
+        "scatter": lambda root: WORLD.Scatter(whole if root == RANK else None, block, root),
+        "all_to_all": lambda root: WORLD.Alltoall(whole, other),
+    }[name]
+
+    def call(number: int) -> float:
+        WORLD.Barrier()
+        start = time.perf_counter()
+        for repetition in range(repetitions):
+            run(repetition % SIZE)
+        return (time.perf_counter() - start) / repetitions
+
+    return call
+
+
 def message(name: str, nbytes: int, repetitions: int) -> Call:
     """Exchange messages between the first two ranks; return the seconds of one, as both have seen it."""
     array, other = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
@@ -145,5 +171,5 @@ def _kalman(nbytes: int) -> Callable[[], None]:
 
 
 if __name__ == "__main__":
-    jobs = {"call": prepare, "collective": collective, "message": message}
+    jobs = {"call": prepare, "collective": collective, "inside": inside, "message": message}
     serve(jobs, rank=RANK, version=importlib.metadata.version("mpi4py"))

@@ -47,6 +47,39 @@ def collective(name: str, nbytes: int) -> Call:
     return call
 
 
+def inside(name: str, nbytes: int, repetitions: int) -> Call:
+    """Run a collective of ``synk.comm`` from one given array into another, roots in turn; return the seconds of one."""
+    own: dict[str, np.ndarray] = {}  # each rank's, and kept between calls
+
+    def body(x: Any) -> float:
+        comm = synk.comm
+        rank, size = comm.rank, comm.world_size
+        if not own:
+            own.update(whole=np.ones(nbytes // 8), other=np.ones(nbytes // 8))
+            own.update(part=np.ones(nbytes // 8 // size), block=np.ones(nbytes // 8 // size))
+        whole, other, part, block = own.values()
+        run = {
+            "barrier": lambda root: comm.barrier(),
+            "all_reduce": lambda root: comm.all_reduce(whole, "sum", out=other),
+            "reduce": lambda root: comm.reduce(whole, "sum", root, out=other if rank == root else None),
+            "broadcast": lambda root: comm.broadcast(whole, root, out=whole),
+            "all_gather": lambda root: comm.all_gather(part, axis=0, out=whole),
+            "reduce_scatter": lambda root: comm.reduce_scatter(whole, "sum", out=block),
+            "gather": lambda root: comm.gather(part, root, out=whole if rank == root else None),
+            "scatter": lambda root: comm.scatter(whole if rank == root else None, root, out=block),
+            "all_to_all": lambda root: comm.all_to_all(whole, out=other),
+        }[name]
+        comm.barrier()
+        start = time.perf_counter()
+        for repetition in range(repetitions):
+            run(repetition % size)
+        return (time.perf_counter() - start) / repetitions
+
+    function = synk.function(body, outputs="max", name=name)
+    rows = np.zeros(WORLD_SIZE)
+    return lambda number: float(function(rows))
+
+
 def message(name: str, nbytes: int, repetitions: int) -> Call:
     """Exchange messages between the first two ranks in one call; return the seconds of one."""
     if name == "deadlock":
@@ -77,15 +110,15 @@ def message(name: str, nbytes: int, repetitions: int) -> Call:
             elif name == "one_way":
                 if rank == 0:
                     comm.send(array, peer)
-                    comm.recv(peer, like=ack)
+                    comm.recv(peer, out=ack)
                 else:
                     comm.recv(peer, out=other)
                     comm.send(ack, peer)
             elif rank == 0:
                 comm.send(array, peer)
-                comm.recv(peer, like=other)
+                comm.recv(peer, out=other)
             else:
-                comm.recv(peer, like=other)
+                comm.recv(peer, out=other)
                 comm.send(array, peer)
         return (time.perf_counter() - start) / num_messages
 
@@ -156,7 +189,7 @@ if __name__ == "__main__":
     with synk.fork(WORLD_SIZE):
         prepare("tiny")(0)
         serve(
-            {"call": prepare, "collective": collective, "message": message},
+            {"call": prepare, "collective": collective, "inside": inside, "message": message},
             start_s=time.perf_counter() - begin,
             version=synk.__version__,
         )

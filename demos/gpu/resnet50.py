@@ -89,14 +89,14 @@ def train(num_gpus: int, batch: int, num_steps: int) -> float:
         run = rep.function(step)
 
         def run_steps(count: int) -> list[float]:
-            under_way: deque[synk.PendingCall] = deque()
+            in_flight: deque[synk.PendingCall] = deque()
             losses = []
             for number in range(count):
                 first = number % NUM_BATCHES * num_rows
-                under_way.append(run.submit(images, labels, batch=slice(first, first + num_rows)))
-                if len(under_way) == 3:
-                    losses.append(float(under_way.popleft().result()))
-            return [*losses, *(float(call.result()) for call in under_way)]
+                in_flight.append(run.submit(images, labels, batch=slice(first, first + num_rows)))
+                if len(in_flight) == 3:
+                    losses.append(float(in_flight.popleft().result()))
+            return [*losses, *(float(call.result()) for call in in_flight)]
 
         first_losses = run_steps(10)  # cuDNN chooses its kernels, and buffers are made
         start = time.perf_counter()

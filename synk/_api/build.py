@@ -1,4 +1,4 @@
-"""``synk.function``: from a plain Python function to one that runs on all workers."""
+"""``synk.function``: makes a function that runs on all workers from a plain Python function."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
-from synk._api.function import Function, P
-from synk._api.options import FunctionOptions, check_names
+from synk._api.function import Function, P, R
+from synk._api.options import FunctionOptions, KeptOptions, check_names
 from synk._master.session import Session
+from synk._pure.tracebacks import verb
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -17,25 +18,32 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Decorator(Protocol):
-    """What ``synk.function`` with options but without a function returns."""
+    """The type of what ``synk.function`` returns when it gets options but no function."""
 
-    def __call__(self, fn: Callable[P, Any], /) -> Function[P]:
+    def __call__(self, fn: Callable[P, Any], /) -> Function[P, Any]:
         """Build the function."""
 
 
-def build_function(fn: Any, options: Any, session: Session | None, kind: type[Function[Any]] = Function) -> Any:
-    """Return a Function, or a decorator where ``fn`` is None.
+class KeepingDecorator(Protocol):
+    """The same, with options under which results have the type that the plain function returns."""
 
-    Also on a worker, which imports modules whose functions are decorated; only a call is refused there.
+    def __call__(self, fn: Callable[P, R], /) -> Function[P, R]:
+        """Build the function."""
+
+
+def build_function(fn: Any, options: Any, session: Session | None, kind: type[Function[..., Any]] = Function) -> Any:
+    """Return a Function, or a decorator if ``fn`` is None.
+
+    This also works on a worker, which imports modules with decorated functions. Only calls are refused there.
     """
     check_names(options)
     if fn is None:
-        return lambda target: kind(target, session=session, **options)
+        return verb(lambda target: kind(target, session=session, **options))
     return kind(fn, session=session, **options)
 
 
 def with_options(verb: F) -> F:
-    """Have ``help`` and editors show the options of a verb that passes them on, with their defaults."""
+    """Show ``help`` and editors the options that a verb passes on, with their defaults."""
     _, fn, *options = inspect.signature(Function.__init__).parameters.values()
     shown = [fn.replace(default=None), *(option for option in options if option.name != "session")]
     verb.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
@@ -43,7 +51,15 @@ def with_options(verb: F) -> F:
 
 
 @overload
-def function(fn: Callable[P, Any], **options: Unpack[FunctionOptions]) -> Function[P]: ...
+def function(fn: Callable[P, R], **options: Unpack[KeptOptions]) -> Function[P, R]: ...
+
+
+@overload
+def function(fn: Callable[P, Any], **options: Unpack[FunctionOptions]) -> Function[P, Any]: ...
+
+
+@overload
+def function(fn: None = None, **options: Unpack[KeptOptions]) -> KeepingDecorator: ...
 
 
 @overload
@@ -51,8 +67,9 @@ def function(fn: None = None, **options: Unpack[FunctionOptions]) -> Decorator: 
 
 
 @with_options
+@verb
 def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Build a :class:`synk.Function` from a plain Python function; also a decorator, with or without arguments.
+    """Build a :class:`synk.Function` from a plain Python function. Also a decorator, with or without arguments.
 
     Parameters
     ----------
@@ -60,31 +77,46 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         Anything that cloudpickle can carry: a lambda, closure, notebook function, method or partial. It is written for
         one device and gets the rows of that device.
     bcast_inputs : str or sequence of str
-        Parameters that every rank gets whole; all others are scattered along axis 0.
+        Parameters that every rank gets whole. All others are scattered along axis 0.
     outputs : op, or nesting of ops
         ``"avg"`` (weighted by rows), ``"sum"``, ``"prod"``, ``"min"``, ``"max"``, ``"gather"``, ``"first"``, None (a
-        list with one entry per rank), a callable ``op(a, b)`` or an instance of your own subclass of :class:`synk.Op`.
-        One for all outputs, or a structure like that of the result. A Series or a DataFrame is one output: joined with
-        its index under ``"gather"``, and reduced only where its labels are equal on all ranks.
+        list with one entry for each rank), a callable ``op(a, b)`` or an instance of your own subclass of
+        :class:`synk.Op`. Give one for all outputs, or a structure like that of the result. A Series or a DataFrame is
+        one output: ``"gather"`` joins it with its index, and reductions require equal labels on all ranks.
     updates : sequence of Shared, or of (Shared, op)
-        Variables that the function updates; it then returns ``(outputs, new_values)``.
+        Variables that the function updates. It then returns ``(outputs, new_values)``.
     changes : Resident or sequence of Resident
         Resident objects that the function changes; see :class:`synk.Resident`.
     framework : {None, "torch", "jax"}
-        Library whose arrays the function gets and returns: scattered and broadcast arguments, and the arrays in tuples,
-        lists and dicts of the broadcast ones. What it returns as a tensor of torch comes back as one, on the CPU and
-        without a gradient; what it returns as JAX's comes back as NumPy's, because the program that calls touches no
-        device. Numbers and NumPy's arrays stay what they are. Tensors that are passed are copied once into shared
-        memory, whatever their dtype (without ``"torch"`` those that NumPy has no dtype for are refused).
+        The library whose arrays the function gets and returns: scattered and broadcast arguments, and the arrays in
+        tuples, lists and dicts of the broadcast ones. A torch tensor that it returns comes back as one, on the CPU and
+        without a gradient. A JAX array comes back as a NumPy array, because the calling program touches no device.
+        Numbers and NumPy arrays stay what they are. Tensor arguments are copied once into shared memory, whatever their
+        dtype (without ``"torch"``, dtypes that NumPy lacks are refused).
     name : str, optional
         For errors and profiles.
     retry : int
         How often a call is run again after a worker died in it (never after an exception, an interrupt or a timeout).
         0: a call runs at most once. Not with ``updates`` or ``changes``.
+    on_oom : {"raise", "slices"}
+        What to do when a call runs out of memory on a rank. ``"slices"``: repeat it with twice as many slices, as by
+        ``num_slices``, until it fits or a slice is one row. The number is remembered for arguments of these shapes, and
+        logged once. Not with ``updates``. Submitted calls are not repeated, but use the remembered number. With
+        ``changes``, the function is run for each slice and must change the objects as if the slices were calls of their
+        own. What a failed attempt has changed is put back, on all ranks; for this each rank copies their state before
+        every call. Steps of ``synk.torch.replicate`` have this option, too.
+    reproducible : bool
+        Whether ``"avg"``, ``"sum"``, ``"prod"``, ``"min"`` and ``"max"`` give the same bits for any number of workers.
+        The function is called once for each block of ``block_rows`` rows, and the program combines the blocks in a
+        fixed order. All of their outputs go to the program and no call is compiled, so this costs some 0.2 ms per call
+        and a copy of the outputs for each block. What the function computes for a block must not depend on the rank.
+        Not with ``updates``, ``changes``, ``per_rank`` or ``on_oom``.
+    block_rows : int
+        How many rows a block has. Only with ``reproducible``.
     per_rank : bool
-        Each rank contributes a value of its own (its random draws, its part of a search), so that ``"sum"``,
-        ``"prod"``, ``"gather"`` and a callable op have a meaning where there are no rows to divide: without a scattered
-        argument or a sharded variable that the function closes over. The result then depends on the number of workers.
+        Whether each rank contributes a value of its own (its random draws, its part of a search). Then ``"sum"``,
+        ``"prod"``, ``"gather"`` and a callable op are allowed without rows to divide, that is, without a scattered
+        argument or a sharded variable that the function closes over. The result depends on the number of workers.
 
     Returns
     -------
@@ -100,18 +132,18 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     Warns
     -----
     OpMismatch
-        At the first call in which a rank has four rows, once, if ``outputs`` was not named and an output is no average
-        over rows. One rank runs a copy of the function on parts of its rows to find out (see the design page). Where
-        that says nothing (random draws, effects, ``synk.comm``, ``per_rank``, JAX and Numba, functions of more than a
-        second or 64 MB) nothing is said: ask :meth:`Function.verify`.
+        Once, at the first call in which a rank has four rows, if ``outputs`` was not given and an output is not an
+        average over rows. To find out, one rank runs a copy of the function on parts of its rows (see the design page).
+        There is no warning where this test says nothing: random draws, effects, ``synk.comm``, ``per_rank``, JAX and
+        Numba, functions that take more than a second or 64 MB. Use :meth:`Function.verify` for those.
     RowShapedOutput
-        The same for an output that has one row for each row of its rank, and wants ``"gather"``.
+        The same for an output that has one row for each row of its rank, and so needs ``"gather"``.
 
     Notes
     -----
-    Rows to divide are those of the scattered arguments or, without any, of the sharded variables that the function
-    closes over. They are the weights of ``"avg"``. Without rows every rank computes the same, and ``"sum"``,
-    ``"prod"``, ``"gather"`` and a callable are refused.
+    The rows to divide are those of the scattered arguments or, if there are none, of the sharded variables that the
+    function closes over. They are the weights of ``"avg"``. Without rows every rank computes the same value, and
+    ``"sum"``, ``"prod"``, ``"gather"`` and a callable are refused.
 
     Examples
     --------

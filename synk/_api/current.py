@@ -1,4 +1,4 @@
-"""The current runtime: the verbs that make, find and end it."""
+"""The current runtime, and the verbs that make, find and close it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from synk._api.runtime import Runtime
 from synk._master.processes.output import report
 from synk._master.session import current_session
 from synk._pure.interrupts import deferred
+from synk._pure.tracebacks import verb
 from synk._wire.cell import cell, refuse_inside_worker
 from synk.errors import SynkError
 
 
+@verb
 def current() -> Runtime:
     """Return the runtime that ``synk.fork()`` made.
 
@@ -30,6 +32,7 @@ def current() -> Runtime:
     return runtime
 
 
+@verb
 def fork(
     num_workers: int | None = None,
     *,
@@ -40,33 +43,44 @@ def fork(
     max_restarts: int = 3,
     on_restart: Callable[[], Any] | None = None,
     seed: int | None = None,
+    transfer_guard: str = "allow",
+    balance: str = "even",
 ) -> Runtime:
-    """Start one worker process per device and make their runtime the current one.
+    """Start one worker process for each device and make their runtime the current one.
 
-    Returns at once: the workers come up while the program goes on, and the first verb that needs them waits.
+    Returns at once: the workers start while the program goes on, and the first verb that needs them waits.
 
-    In a notebook, a cell that calls it at its top level can be run again: with the same arguments the runtime that it
-    made before is closed, and another one started.
+    In a notebook, a cell that calls ``fork`` at its top level can be run again. If the arguments are the same, the
+    runtime that the cell made before is closed and a new one started.
 
     Parameters
     ----------
     num_workers : int or None
-        None: one per visible GPU, else one per usable CPU core.
+        None: one for each visible GPU or, without GPUs, for each usable CPU core.
     backend : str
-        ``"auto"`` (cupy where a GPU is visible and CuPy is installed, else numpy), ``"numpy"`` or ``"cupy"``.
+        The array library of the workers: ``"auto"`` (cupy if a GPU is visible and CuPy is installed, else numpy),
+        ``"numpy"``, ``"cupy"``, ``"dpnp"`` (OpenCL and SYCL) or ``"torch"``. No GPU has been tried with any of them.
     devices : sequence or None
-        Which GPUs, by index or UUID; one may appear more than once.
+        Which devices to use: GPUs by index or UUID with CuPy, by name with dpnp and torch (``"cpu"``, ``"gpu:0"``,
+        ``"cuda:1"``). One may appear more than once.
     inline : bool
-        Run the one rank in this process, on the same path, for a debugger. Time limits have no effect then.
+        Whether to run the one rank in this process, on the same path, for a debugger. Time limits have no effect then.
     timeout : float or None
-        Default for all calls, in seconds; None: no limit. Counts from the call on, the start of the workers included.
+        Default time limit of all calls, in seconds; None: no limit. The time starts with the call and includes the
+        start of the workers.
     max_restarts : int
-        How many dead workers are started again within 60 s before the runtime closes. 0: none; a death closes it.
+        How many dead workers are replaced within 60 s before the runtime closes. 0: the first death closes it.
     on_restart : callable, optional
-        ``on_restart()`` is run by each worker that is started in the place of another, before its first call, to load
-        what functions keep on a worker. What it captures is what the functions capture: the same objects.
+        Each replacement worker runs ``on_restart()`` before its first call, to load what functions keep on a worker. It
+        captures the same objects as the functions do.
     seed : int, optional
-        Of ``synk.comm.rng``, the generator of random numbers that each rank has. None: another one each time.
+        Seed of ``synk.comm.rng``, each rank's random number generator. None: a new one each time.
+    transfer_guard : {"allow", "log", "warn", "raise"}
+        What to do about arrays that are copied again and again; see :func:`synk.profiler.transfer_guard`.
+    balance : {"even", "measured"}
+        How rows are divided among the ranks. ``"measured"``: by the time that each rank has taken for its rows, for
+        GPUs of different kinds, or cores that other programs use. Every eight calls the shares change by at most a
+        tenth. Averages stay exact, because they are weighted by rows; the last bits of a result depend on the times.
 
     Returns
     -------
@@ -75,7 +89,7 @@ def fork(
     Raises
     ------
     SynkError
-        If a runtime made by ``fork`` is still running, and it is not the same cell of a notebook that asks again.
+        If a runtime made by ``fork`` is still open, unless the same notebook cell made it.
     StartupError
         If a worker process cannot be started.
     ValueError, TypeError
@@ -90,10 +104,21 @@ def fork(
     >>> synk.close()
     """
     refuse_inside_worker("fork")
-    if cell.runtime is not None and cell.runtime.is_closed:  # by a fault: what it still holds is let go of
+    if cell.runtime is not None and cell.runtime.is_closed:  # a fault closed it: release what it still holds
         cell.runtime.close()
-    wanted = (num_workers, backend, str(devices), inline, timeout, max_restarts, on_restart, seed)
-    place = notebook_cell(sys._getframe(1))
+    wanted = (
+        num_workers,
+        backend,
+        str(devices),
+        inline,
+        timeout,
+        max_restarts,
+        on_restart,
+        seed,
+        transfer_guard,
+        balance,
+    )
+    place = notebook_cell(sys._getframe(2))
     if cell.runtime is not None and cell.session.is_own_process:
         if place is None or not place.is_run_again(cell.forked_at) or wanted != cell.forked_with:
             raise SynkError(
@@ -102,7 +127,7 @@ def fork(
             )
         _close_to_begin_anew()
     try:
-        with deferred():  # a runtime that nobody can name could not be closed
+        with deferred():  # a runtime that nothing refers to could not be closed
             runtime = Runtime(
                 num_workers,
                 backend=backend,
@@ -112,10 +137,12 @@ def fork(
                 max_restarts=max_restarts,
                 on_restart=on_restart,
                 seed=seed,
+                transfer_guard=transfer_guard,
+                balance=balance,
             )
             cell.runtime, cell.session, cell.last_session = runtime, runtime._session, runtime._session
             cell.forked_at, cell.forked_with = place, wanted
-    except BaseException:  # Ctrl-C, or what another signal handler raises, comes when it has started
+    except BaseException:  # Ctrl-C or another signal handler may raise when the runtime has just started
         close()
         raise
     return cell.runtime
@@ -130,8 +157,9 @@ def _close_to_begin_anew() -> None:
         )
 
 
+@verb
 def close() -> None:
-    """Close the current runtime, if there is one; its data, functions and variables raise ``ClosedError`` then."""
+    """Close the current runtime, if there is one. Its data, functions and variables then raise ``ClosedError``."""
     refuse_inside_worker("close")
     if cell.runtime is not None:
         cell.runtime.close()

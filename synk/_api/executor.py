@@ -1,7 +1,7 @@
-"""``Executor``: the workers as a pool of the standard library's kind, for programs that take one.
+"""``Executor``: the workers as a process pool, for programs that expect one from the standard library.
 
-Whoever waits for a future of the standard library does so by its own means, so a thread drives the tasks here. It holds
-the runtime only for the moment in which it sends a task or takes in what has ended.
+Code that waits for a standard future uses that future's own means, so a thread drives the tasks here. It holds the
+runtime only while it sends a task or takes in what has ended.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import itertools
 import os
 import select
+import sys
 import threading
 import weakref
 from collections import deque
@@ -25,26 +26,27 @@ from synk._api.current import current, fork
 from synk._api.runtime import Runtime
 from synk._master.flight.tasks import Task, Tasks
 from synk._master.processes.processes import eventfd
+from synk._pure.tracebacks import outline, told, verb
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.descriptors import Descriptor
 
 _LOOK_MS = 50
-"""How often the thread looks while tasks are under way: another operation may have taken in their ends."""
+"""How often the thread checks while tasks are in flight: another operation may have taken in their replies."""
 
 
 class Executor(concurrent.futures.Executor):
-    """The workers as an executor of ``concurrent.futures``: each task runs on the next worker that is free.
+    """The workers as an executor of ``concurrent.futures``: each task runs on the next free worker.
 
-    For what takes an executor: ``loop.run_in_executor``, ``dask.config.set(scheduler=executor)``, the ``workers=`` of
-    SciPy by ``executor.map``, ``emcee`` by ``pool=``. For a loop over items :func:`synk.map` needs none and sends
-    several items at once; for rows of arrays there is :func:`synk.function`.
+    It serves code that takes an executor: ``loop.run_in_executor``, ``dask.config.set(scheduler=executor)``,
+    ``workers=`` of SciPy by ``executor.map``, ``pool=`` of ``emcee``. For a loop over items use :func:`synk.map`, which
+    sends several items at once; for rows of arrays use :func:`synk.function`.
 
     Parameters
     ----------
     max_workers : int, optional
-        How many workers are used; all of them by default.
+        How many workers to use; all of them by default.
     runtime : Runtime, optional
-        The current one by default; where there is none, it is forked.
+        The current one by default. If there is none, it is forked.
 
     Raises
     ------
@@ -54,11 +56,10 @@ class Executor(concurrent.futures.Executor):
 
     Notes
     -----
-    Functions, arguments and results are pickled as by :func:`synk.map`, so lambdas and functions of notebooks can be
-    passed; arrays of 1 MB and more cross to the workers once, and arrive read-only. A worker that dies ends its task
-    with ``WorkerDied``, and another one takes its place: the executor stays usable. Calls of functions of the same
-    runtime wait for the tasks that workers are at. :meth:`shutdown` ends the executor and leaves the workers to the
-    runtime.
+    Functions, arguments and results are pickled as by :func:`synk.map`, so lambdas and notebook functions can be
+    passed. Arrays of 1 MB and more cross to the workers once, and arrive read-only. A worker that dies ends its task
+    with ``WorkerDied`` and is replaced, so the executor stays usable. Calls of functions on the same runtime wait for
+    the tasks that are running. :meth:`shutdown` ends the executor and leaves the workers to the runtime.
 
     Examples
     --------
@@ -68,6 +69,7 @@ class Executor(concurrent.futures.Executor):
     [0, 1, 4, 9]
     """
 
+    @verb
     def __init__(self, max_workers: int | None = None, *, runtime: Runtime | None = None) -> None:
         refuse_inside_worker("make an executor")
         is_integer = isinstance(max_workers, (int, np.integer)) and not isinstance(max_workers, bool)
@@ -83,8 +85,9 @@ class Executor(concurrent.futures.Executor):
         self._finalizer.atexit = False
         _open.add(self)
 
+    @verb
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
-        """Run ``fn(*args, **kwargs)`` on a worker; return a future of ``concurrent.futures``.
+        """Run ``fn(*args, **kwargs)`` on a worker. Return a future of ``concurrent.futures``.
 
         Raises
         ------
@@ -93,32 +96,33 @@ class Executor(concurrent.futures.Executor):
         """
         return self._driver.submit(functools.partial(fn, *args, **kwargs))
 
+    @verb
     def map(
         self, fn: Callable[..., Any], *iterables: Iterable[Any], timeout: float | None = None, chunksize: int = 1
     ) -> Iterator[Any]:
-        """Return an iterator over ``fn(*items)`` in the order of the iterables, which are taken at once.
+        """Return an iterator over ``fn(*items)``, in the order of the iterables, which are consumed at once.
 
         Parameters
         ----------
         timeout : float, optional
             Seconds from now until ``TimeoutError``.
         chunksize : int
-            Items that go to a worker as one task.
+            How many items go to a worker as one task.
         """
         if not isinstance(chunksize, (int, np.integer)) or chunksize < 1:
             raise ValueError(f"cannot map: got chunksize={chunksize!r}, expected 1 or more.")
         chunks = super().map(functools.partial(_run_chunk, fn), _chunks(zip(*iterables), chunksize), timeout=timeout)
-        return itertools.chain.from_iterable(chunks)
+        return told(_each(chunks))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more tasks; safe to repeat.
+        """Accept no more tasks. It may be called again.
 
         Parameters
         ----------
         wait : bool
-            Return when all tasks have ended.
+            Whether to return only when all tasks have ended.
         cancel_futures : bool
-            Cancel those that no worker has begun.
+            Whether to cancel the tasks that no worker has begun.
         """
         self._driver.stop(cancel_futures=cancel_futures)
         if wait:
@@ -133,8 +137,15 @@ _open: weakref.WeakSet[Executor] = weakref.WeakSet()
 
 @atexit.register
 def _shut_down() -> None:
-    """Wait for the tasks of all executors at the end of the program, before their runtimes are closed."""
+    """Wait for the tasks of all executors at the end of the program, before their runtimes are closed.
+
+    If Ctrl-C has ended the program, waiting tasks are cancelled and running ones interrupted first.
+    """
+    is_interrupted = getattr(sys, "last_type", None) is KeyboardInterrupt
     for executor in list(_open):
+        executor.shutdown(wait=False, cancel_futures=is_interrupted)
+        if is_interrupted and not executor._runtime.is_closed:
+            executor._runtime.interrupt()
         executor.shutdown()
 
 
@@ -147,8 +158,16 @@ def _chunks(items: Iterator[tuple[Any, ...]], size: int) -> Iterator[list[tuple[
         yield chunk
 
 
+def _each(chunks: Iterator[list[Any]]) -> Iterator[Any]:
+    """Yield the results of all chunks, and keep none that has been yielded."""
+    for chunk in chunks:
+        chunk.reverse()
+        while chunk:
+            yield chunk.pop()
+
+
 class _Driver:
-    """The thread behind one executor. Begins with the first task, and ends when no more can come."""
+    """The thread behind one executor. It starts with the first task, and ends when no more can come."""
 
     def __init__(self, runtime: Runtime, num_workers: int) -> None:
         self._session = runtime._session
@@ -157,7 +176,7 @@ class _Driver:
         self._futures: dict[Task, concurrent.futures.Future[Any]] = {}
         self._is_stopping = False
         self._lock = threading.Lock()
-        self._bell: Descriptor | None = None  # as long as the thread runs
+        self._bell: Descriptor | None = None  # exists while the thread runs
         self._thread: threading.Thread | None = None
 
     def submit(self, task: Callable[[], Any]) -> concurrent.futures.Future[Any]:
@@ -197,17 +216,17 @@ class _Driver:
             try:
                 self._send()
                 if self._futures:
-                    self._tasks.look(None)
+                    self._tasks.step(None)
                 if self._waiting and self._tasks.has_room:
                     continue
-                if self._futures or not self._is_stopping:  # else nobody would ring any more
+                if self._futures or not self._is_stopping:  # otherwise nothing would ring any more
                     self._wait()
-            except Exception as error:  # the runtime was closed, say: nothing will come of what is there
+            except Exception as error:  # for instance, the runtime was closed: the tasks in flight are lost
                 self._fail_all(error)
         self._bell = None  # an exception that is kept may keep this object
 
     def _wait(self) -> None:
-        """Wait until a worker has answered, or somebody rings."""
+        """Wait until a worker has answered, or the bell rings."""
         bell = self._bell
         assert bell is not None
         poll = select.poll()
@@ -230,14 +249,15 @@ class _Driver:
                 future.set_exception(error)
                 continue
             self._futures[task] = future
-            self._tasks.look(task)
+            self._tasks.step(task)
 
     def _end(self, task: Task) -> None:
-        """Give a future its outcome. Whatever its callbacks do, they do it here, where no operation is under way."""
+        """Give a future its outcome. Its callbacks run here, where no operation is running."""
         future = self._futures.pop(task)
         try:
             result = self._tasks.outcome(task)
         except Exception as error:
+            outline(error)
             future.set_exception(error)
         else:
             future.set_result(result)

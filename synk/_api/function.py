@@ -1,19 +1,24 @@
-"""``Function``: what the user calls. Checks the options and runs the verbs; what calls know of it is its ``Callee``.
+"""``Function``: what the user calls. It checks options and runs the verbs; its ``Callee`` is what calls know of it.
 
-In one file because it is one class: all that can be done with a function, each verb a few lines.
+In one file because it is one class: everything that can be done with a function, each verb a few lines.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, ParamSpec, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
+from synk._api import moves
 from synk._api.options import (
     FRAMEWORKS,
+    check_blocks,
     check_changes,
     check_function,
+    check_on_oom,
+    check_repeats,
     check_retry,
     check_slices,
     check_subset,
@@ -22,48 +27,58 @@ from synk._api.options import (
     partial_name,
 )
 from synk._api.plain import PlainCall
+from synk._api.slices import Slices
 from synk._api.stream import arguments, blocks, check_batch_size, stream, with_progress
 from synk._api.verify import Report, verify
 from synk._master.calls.call import UNFIT, CallOptions, call_again, run_call
 from synk._master.calls.callee import Callee, FunctionHandle
+from synk._master.calls.dry_run import CallPlan, dry_run
 from synk._master.flight.pending import PendingCall
 from synk._master.objects.data import Data, make_data
 from synk._master.session import Session, current_session
 from synk._pure.comparison import Tolerance
 from synk._pure.interrupts import as_operation, operation
 from synk._pure.limits import check_timeout
-from synk._pure.output_ops import DEFAULT_OP
+from synk._pure.output_ops import DEFAULT_OP, in_blocks
 from synk._pure.show import table
-from synk._pure.tracebacks import outline
+from synk._pure.tracebacks import outline, told, verb
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.control import Traits
-from synk.errors import WorkerDied
+from synk.errors import UnsupportedError, WorkerDied
+
+if TYPE_CHECKING:
+    from pstats import Stats
 
 P = ParamSpec("P")
 """The parameters of the user's function."""
 
 
-class Function(FunctionHandle, Generic[P]):
+R = TypeVar("R")
+"""What the user's function returns, where results have that type: not under op None or a callable, nor with updates."""
+
+
+class Function(FunctionHandle, Generic[P, R]):
     """A function that runs on all workers as one call. Made by :func:`synk.function`.
 
     Call it like the function it was made from. Each argument is scattered along axis 0 unless it is named in
-    ``bcast_inputs``: an array, or a dict, tuple, named tuple or dataclass of arrays with as many rows, of which the
-    function gets the same nesting with the rows of its rank. The outputs are combined by their ops. The keyword
-    arguments below are synk's own; a parameter of the same name can be passed by position.
+    ``bcast_inputs``. A scattered argument is an array, or a dict, tuple, named tuple or dataclass of arrays with the
+    same number of rows; the function gets the same nesting with the rows of its rank. The outputs are combined by their
+    ops. The keyword arguments below are synk's own; a parameter with the same name can be passed by position.
 
     Parameters
     ----------
     batch : int, slice, sequence of int or bool mask, optional
-        The rows of the scattered inputs to use, chosen before they are split: the first n, a slice, an index list (in
+        The rows of the scattered inputs to use, selected before they are split: the first n, a slice, an index list (in
         its order), or a mask.
     shard_batch : slice, sequence, or one per rank, optional
-        Which of the rows a rank holds of its sharded variables. ``batch`` picks as many of the other inputs then.
+        Which rows a rank uses of those it holds of its sharded variables. ``batch`` must then select as many rows of
+        the other inputs.
     num_slices : int
         Each rank calls the function on that many parts of its rows and accumulates: less memory, the same result.
     output_subset : sequence, optional
-        Positions (or keys) of the outputs wanted; the others are neither reduced nor sent.
+        Positions or keys of the wanted outputs. The others are neither reduced nor sent.
     timeout : float, optional
-        Seconds until ``CallTimeout``; the runtime's default where it is not given.
+        Seconds until ``CallTimeout``. The runtime's default if not given.
 
     Raises
     ------
@@ -72,27 +87,28 @@ class Function(FunctionHandle, Generic[P]):
     Exception
         What the function raised on the lowest failing rank, with a ``RemoteError`` as its cause.
     StaleCaptureError
-        If something that the function captured, and that is too large to be compared at each call, was changed in place
-        and earlier calls may have used its old contents. The next call uses the new ones.
+        If something that the function captured was changed in place, is too large to be compared at each call, and
+        earlier calls may have used its old contents. The next call uses the new ones.
     WorkerDied, CallTimeout, CollectiveMismatch, SerializationError, ClosedError
 
     Warns
     -----
     StaleCaptureWarning
-        If a captured object that is compared when there is time is pickled otherwise than when it was sent.
+        If a captured object that is compared only now and then has another pickle than when it was sent.
 
     Notes
     -----
-    The function computes with what the objects that it captured hold in the program at the moment of the call, also
-    where they were changed in place, except for what only the rank has changed.
+    The function computes with what its captured objects hold in the program at the moment of the call, even if they
+    were changed in place. The exception is what only the rank has changed.
     """
 
     _known = Traits(0)  # what it does that means the same in a serial call
 
+    @verb
     @as_operation
     def __init__(
         self,
-        fn: Callable[P, Any],
+        fn: Callable[P, R],
         *,
         bcast_inputs: str | Sequence[str] = (),
         outputs: Any = DEFAULT_OP,
@@ -102,6 +118,9 @@ class Function(FunctionHandle, Generic[P]):
         name: str | None = None,
         retry: int = 0,
         per_rank: bool = False,
+        on_oom: str = "raise",
+        reproducible: bool = False,
+        block_rows: int = 1024,
         session: Session | None = None,
     ) -> None:
         check_function(fn)
@@ -114,23 +133,35 @@ class Function(FunctionHandle, Generic[P]):
         updates = tuple(updates) if isinstance(updates, (tuple, list)) else (updates,)
         changes = check_changes(changes, name)
         self._retry = check_retry(retry, updates, changes, name)
+        self._slices = Slices(name) if check_on_oom(on_oom, updates, name) else None
+        others = {"updates": updates, "changes": changes, "per_rank": per_rank, "on_oom": self._slices is not None}
+        block_rows = check_blocks(reproducible, block_rows, others, name)
         self._callee = Callee(
             fn,
             name,
             bcast_inputs=bcast_inputs,
-            outputs=outputs,
+            outputs=in_blocks(outputs) if block_rows else outputs,
             updates=updates,
             changes=changes,
             framework=framework,
             per_rank=per_rank,
+            block_rows=block_rows,
+            retry=self._retry,
+            is_repeated=self._slices is not None,
             session=session,
         )
         self._verb = f"call {name!r}"
+        self._built_with = {
+            "bcast_inputs": bcast_inputs, "outputs": outputs, "framework": framework, "name": name, "retry": retry,
+            "per_rank": per_rank, "on_oom": on_oom, "reproducible": reproducible,
+        }  # fmt: skip
+        if reproducible:
+            self._built_with["block_rows"] = block_rows
         functools.update_wrapper(self, fn, updated=())
 
     @property
     def name(self) -> str:
-        """What errors and profiles call it."""
+        """Its name in errors and profiles."""
         return self._callee.name
 
     @property
@@ -141,7 +172,7 @@ class Function(FunctionHandle, Generic[P]):
     # -- calling ------------------------------------------------------------------------------------------------------
 
     @overload
-    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any: ...
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
     @overload
     def __call__(
@@ -151,7 +182,20 @@ class Function(FunctionHandle, Generic[P]):
         batch: Any = None,
         shard_batch: Any = None,
         num_slices: int = 1,
-        output_subset: Any = None,
+        output_subset: None = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> R: ...
+
+    @overload
+    def __call__(
+        self,
+        /,
+        *args: Any,
+        batch: Any = None,
+        shard_batch: Any = None,
+        num_slices: int = 1,
+        output_subset: Any,
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any: ...
@@ -167,7 +211,9 @@ class Function(FunctionHandle, Generic[P]):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        has_looked = False
+        was_compared = False
+        if self._slices is not None:
+            num_slices = self._slices.of(args, kwargs, num_slices)
         try:
             if output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
                 callee = self._callee
@@ -176,17 +222,49 @@ class Function(FunctionHandle, Generic[P]):
                     result = call_again(session, callee, compiled, args, kwargs, batch, shard_batch)
                     if result is not UNFIT:
                         return result
-                    has_looked = True
+                    was_compared = True
             with operation():
                 options = CallOptions(
                     batch, shard_batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout)
                 )
-                return self._run(args, kwargs, options, has_looked)
-        except Exception as error:
+                return self._run(args, kwargs, options, was_compared)
+        except BaseException as error:  # like a verb, but written out: this is the path of every call
             __tracebackhide__ = True
+            if self._slices is not None and self._slices.help_against(error, args, kwargs):
+                return self(
+                    *args, batch=batch, shard_batch=shard_batch, num_slices=num_slices,
+                    output_subset=output_subset, timeout=timeout, **kwargs,
+                )  # fmt: skip
             outline(error)
-            raise error
+            if sys.version_info < (3, 11):
+                raise error
+            raise
 
+    @overload
+    def serial(
+        self,
+        /,
+        *args: Any,
+        batch: Any = None,
+        num_slices: int = 1,
+        output_subset: None = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> R: ...
+
+    @overload
+    def serial(
+        self,
+        /,
+        *args: Any,
+        batch: Any = None,
+        num_slices: int = 1,
+        output_subset: Any,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Any: ...
+
+    @verb
     def serial(
         self,
         /,
@@ -199,27 +277,93 @@ class Function(FunctionHandle, Generic[P]):
     ) -> Any:
         """Run the whole input on one worker: the oracle for the parallel call.
 
-        Sharded variables are whole there, those that the function closes over too; these it cannot assign. All that the
-        function captured is compared in full before.
+        Sharded variables are whole there, including those that the function closes over; it cannot assign the latter.
+        First, everything that the function captured is compared in full.
         """
         options = CallOptions(
             batch, None, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout), is_serial=True
         )
-        try:
-            with operation():
-                self._callee.check_all()
-                return self._run(args, kwargs, options)
-        except Exception as error:
-            __tracebackhide__ = True
-            outline(error)
-            raise error
+        with operation():
+            self._callee.check_all()
+            return self._run(args, kwargs, options)
 
+    @verb
+    def repeat(
+        self,
+        num_repeats: int,
+        /,
+        *args: Any,
+        batch: Any = None,
+        shard_batch: Any = None,
+        num_slices: int = 1,
+        output_subset: Any = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Call the function several times with the same arguments for one message, and return the last result.
+
+        Each rank runs it again and again on its rows, without the program in between. What one run assigns to shared
+        variables, returns for ``updates`` or changes in resident objects, the next one finds. So it is for short steps
+        that go on from their own state: an iteration of a solver, a simulation, a chain of samples.
+
+        Parameters
+        ----------
+        num_repeats : int
+            How often.
+        *args, batch, shard_batch, num_slices, output_subset, timeout, **kwargs
+            As for a call. ``timeout`` is for all repetitions together.
+
+        Returns
+        -------
+        Any
+            What the last of so many calls would have returned.
+
+        Raises
+        ------
+        ValueError
+            If ``num_repeats`` is no integer of 1 or more, or the function gives a sharded variable another number of
+            rows before the last repetition.
+        Exception
+            As for a call. All repetitions are one transaction: if one of them fails on any rank, shared variables keep
+            the values that they had before the first. Resident objects keep what they have come through, and a note on
+            the exception says so.
+
+        Notes
+        -----
+        The ranks do not wait for each other between two repetitions, unless the function communicates. Ranks that have
+        no rows get the new values at the end. With ``on_oom="slices"`` the remembered number of slices is used; if
+        memory runs out, the error is raised and nothing is run again.
+
+        Examples
+        --------
+        >>> import numpy as np, synk
+        >>> with synk.fork(2):
+        ...     w = synk.shared(np.zeros(2))
+        ...
+        ...     @synk.function(updates=[w])
+        ...     def step(x):
+        ...         gradient = synk.comm.all_reduce((w.value - x).mean(0), "avg")
+        ...         return np.abs(gradient).max(), w.value - 0.5 * gradient
+        ...
+        ...     largest = step.repeat(50, np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
+        ...     w.value
+        array([3., 4.])
+        """
+        if self._slices is not None:
+            num_slices = self._slices.of(args, kwargs, num_slices)
+        subset, limit = check_subset(output_subset), check_timeout(timeout)
+        num_repeats = check_repeats(num_repeats, self.name)
+        options = CallOptions(batch, shard_batch, check_slices(num_slices), subset, limit, num_repeats=num_repeats)
+        with operation():
+            return self._run(args, kwargs, options)
+
+    @verb
     def refresh(self) -> None:
-        """Have the next call compare all that the function captured in full, and use what is there then.
+        """Have the next call compare everything that the function captured in full, and use what is there then.
 
-        Needed only after a change of something that is not compared in full at each call: a few elements of an array
-        above 64 KB, an element of a collection beyond 1000 elements, an object that is slow to pickle. Without it the
-        change is found later, and told by a :class:`~synk.errors.StaleCaptureError` or a
+        This is needed only after a change of something that is not compared in full at each call: a few elements of an
+        array above 64 KB, an element of a collection beyond 1000 elements, an object that is slow to pickle. Without it
+        the change is found later, and reported by a :class:`~synk.errors.StaleCaptureError` or a
         :class:`~synk.errors.StaleCaptureWarning`.
 
         Examples
@@ -236,6 +380,7 @@ class Function(FunctionHandle, Generic[P]):
         """
         self._callee.refresh()
 
+    @verb
     @as_operation
     def verify(
         self,
@@ -248,48 +393,48 @@ class Function(FunctionHandle, Generic[P]):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Report:
-        """Compare the call in parallel with the serial one, and this with the plain function, for each output.
+        """Compare the parallel call with the serial one, and the serial one with the plain function, for each output.
 
-        The serial call says whether the op of an output fits the function. But it computes with whatever the workers
-        hold, so the plain function is called, too: in the program, on what was passed. It gets ``Data`` and lists of
-        numbers as arrays, the rows that ``batch`` picks, and tensors where the function has a ``framework``.
+        The serial call shows whether the op of an output fits the function. But it computes with what the workers hold,
+        so the plain function is called as well: in the program, on the arguments that were passed. It gets ``Data`` and
+        lists of numbers as arrays, the rows that ``batch`` selects, and tensors if the function has a ``framework``.
 
-        Nothing of these runs is kept: shared variables hold what they held, and each run gets a copy of what the
-        function captured, with the generators of random numbers as they were. What it prints is dropped. What it does
-        outside of the process, or to modules that it imports, is not undone.
+        These runs leave nothing behind. Shared variables keep their values. Each run gets a copy of what the function
+        captured, with random number generators in their present state. What it prints is dropped. What it does outside
+        of the process, or to modules that it imports, is not undone.
 
         Parameters
         ----------
         *args, **kwargs
             As for a call, with enough rows for more than one rank: on one worker everything is equal.
         rtol, atol : float, optional
-            How far from the serial value is equal, as in `numpy.allclose`. By default what rounding can do: the square
-            root of the dtype's precision, for ``atol`` times the largest serial value.
+            How far a value may be from the serial one, as in `numpy.allclose`. The default allows for rounding:
+            ``rtol`` is the square root of the dtype's precision, and ``atol`` is that times the largest serial value.
         batch, num_slices, timeout
-            As for a call; ``timeout`` for each of the runs on the workers, of which there are four.
+            As for a call. ``timeout`` applies to each of the four runs on the workers.
 
         Returns
         -------
         Report
-            True where all outputs, and the shared variables that the call assigns on CPU workers, equal the serial
-            ones, the serial outputs equal those of the plain function, and the workers hold nothing of the function
-            that is out of date. It prints as a table, with the ops that would have matched. A function that draws
-            random numbers or talks through ``synk.comm`` is named as such, where its values differ.
+            True if all outputs, and the shared variables that the call assigns on CPU workers, equal the serial ones,
+            the serial outputs equal those of the plain function, and the workers hold nothing of the function that is
+            out of date. It prints as a table, with the ops that would have matched. If values differ because the
+            function draws random numbers or uses ``synk.comm``, the report says so.
 
         Raises
         ------
         SerializationError
             If what the function captured cannot be copied.
         Exception
-            What the call raises, but for errors that say that its outputs cannot be combined: these are reported.
+            What the call raises. Only errors that say that its outputs cannot be combined are reported instead.
 
         Notes
         -----
-        The plain function is left out, and a note in the report says why, where it means something else in the program
-        or cannot be called there: it uses ``synk.comm``, shared variables or resident objects, draws random numbers, is
-        built with ``per_rank=True`` or runs on devices; it and its arguments cannot be copied, or need more than half
-        of the free memory; or its serial call takes more than 10 s. What it raises and the serial call does not is a
-        difference.
+        The plain function is left out if it means something else in the program or cannot be called there; a note in
+        the report then says why. This is so if it uses ``synk.comm``, shared variables or resident objects, draws
+        random numbers, is built with ``per_rank=True`` or runs on devices; if it and its arguments cannot be copied, or
+        need more than half of the free memory; or if its serial call takes more than 10 s. An exception that only the
+        plain function raises is a difference.
 
         Examples
         --------
@@ -301,7 +446,7 @@ class Function(FunctionHandle, Generic[P]):
         output  op   equals serial  equals plain  largest difference  would match
         result  avg  NO             yes           7.5e+00             sum
         """
-        stale = self._callee.doubts()  # first: here it is no error
+        stale = self._callee.doubts()  # first: here it is not an error
         function = self._renewed()
         callee = function._callee
         options = CallOptions(batch, None, check_slices(num_slices), None, check_timeout(timeout), is_trial=True)
@@ -320,10 +465,135 @@ class Function(FunctionHandle, Generic[P]):
             without_draws=None if without_draws is None else lambda changed: without_draws._run(args, kwargs, changed),
         )
 
-    def _without_draws(self) -> Function[...] | None:
-        """Return what to compare instead of a function that draws random numbers, where there is such a thing."""
+    def _without_draws(self) -> Function[..., Any] | None:
+        """Return a function to compare in place of one that draws random numbers, or None."""
         return None
 
+    @verb
+    def plan(
+        self,
+        /,
+        *args: Any,
+        batch: Any = None,
+        shard_batch: Any = None,
+        num_slices: int = 1,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> CallPlan:
+        """Return what a call with these arguments would do. Nothing is called, and no argument is sent.
+
+        Parameters
+        ----------
+        *args, **kwargs, batch, shard_batch, num_slices, timeout
+            As for a call.
+
+        Returns
+        -------
+        CallPlan
+            The rows of each rank and what it would read, what the program would copy of each argument, whether a
+            doorbell is enough, and, after a first call, how each output would come back. It prints as tables.
+
+        Raises
+        ------
+        TypeError, ValueError, IndexError
+            What the call would raise for its arguments.
+
+        Examples
+        --------
+        >>> import numpy as np, synk
+        >>> with synk.fork(2):
+        ...     total = synk.function(lambda x: x.sum(), outputs="sum", name="total")
+        ...     plan = total.plan(np.ones(5))
+        >>> [(each.rank, each.rows, each.in_nbytes) for each in plan.ranks]
+        [(0, 3, 24), (1, 2, 16)]
+        """
+        options = CallOptions(batch, shard_batch, check_slices(num_slices), None, check_timeout(timeout))
+        verb = f"plan {self.name!r}"
+        with operation():
+            function = self._renewed()
+            session = function._bound_session()
+            deadline = session.deadline(options.timeout)
+            with session.entered(verb):
+                session.begin(verb, deadline)
+                function._callee.load(session, deadline)
+                return dry_run(session, function._callee, args, kwargs, options, deadline)
+
+    @verb
+    def cprofile(self, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Stats]:
+        """Call the function once under :mod:`cProfile` on every rank, and return each rank's statistics.
+
+        Parameters
+        ----------
+        *args, **kwargs, timeout
+            As for a call. What the function returns is dropped.
+
+        Returns
+        -------
+        list of pstats.Stats
+            One for each rank that has rows, ascending.
+
+        Raises
+        ------
+        UnsupportedError
+            If the function was built with ``updates``, which need its results.
+
+        Examples
+        --------
+        >>> import numpy as np, synk
+        >>> with synk.fork(2):
+        ...     f = synk.function(lambda x: np.sort(x).sum(), outputs="sum")
+        ...     stats = f.cprofile(np.random.rand(1000))
+        >>> len(stats), any(name == "sort" for _, _, name in stats[0].stats)
+        (2, True)
+        """
+        from synk._wire.profiled import Profiled, stats_of
+
+        callee = self._renewed()._callee
+        options = callee.options
+        if options["updates"]:
+            raise UnsupportedError(
+                f"cannot profile {self.name!r}: it was built with updates, which are made of what it returns. Build it "
+                "without them."
+            )
+        profiled: Function[..., Any] = Function(
+            Profiled(callee.fn),
+            bcast_inputs=callee.bcast_inputs,
+            outputs=None,
+            changes=options["changes"],
+            framework=options["framework"],
+            name=self.name,
+            per_rank=callee.per_rank,
+            session=callee.fixed_session,
+        )
+        return [stats_of(raw) for raw in profiled(*args, timeout=timeout, **kwargs) if raw is not None]
+
+    @overload
+    def submit(
+        self,
+        /,
+        *args: Any,
+        batch: Any = None,
+        shard_batch: Any = None,
+        num_slices: int = 1,
+        output_subset: None = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> PendingCall[R]: ...
+
+    @overload
+    def submit(
+        self,
+        /,
+        *args: Any,
+        batch: Any = None,
+        shard_batch: Any = None,
+        num_slices: int = 1,
+        output_subset: Any,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> PendingCall[Any]: ...
+
+    @verb
     def submit(
         self,
         /,
@@ -334,25 +604,25 @@ class Function(FunctionHandle, Generic[P]):
         output_subset: Any = None,
         timeout: float | None = None,
         **kwargs: Any,
-    ) -> PendingCall:
-        """Send the call and return without waiting for it; ``result()`` of what is returned waits.
+    ) -> PendingCall[Any]:
+        """Send the call and return its future, without waiting for it.
 
-        Three calls can be under way: one runs, the inputs of the next are brought to the devices meanwhile, and one
-        waits. A fourth ``submit`` first waits for the oldest, and so do all other operations of the runtime for all of
-        them. Calls run in the order in which they were submitted, each rank going on with the next one as soon as it
-        has finished its own part; a call that fails does not stop those behind it, a worker that dies does.
+        Three calls can be in flight: one runs, one waits, and the inputs of the third are being copied to the devices.
+        A fourth ``submit`` first waits for the oldest call, and every other operation of the runtime waits for all of
+        them. Calls run in the order in which they were submitted. Each rank goes on with the next call as soon as it
+        has finished its own part. A call that fails does not stop those behind it; a worker that dies does.
 
-        Arrays and objects are copied before ``submit`` returns. ``Data`` is not: to change it waits for the calls that
-        read it, unless it is changed through an array that was taken from ``.data`` before. Calls that use shared
-        variables are never under way together with others: ``submit`` waits until the assignments of the one before
-        hold.
+        Arrays and objects are copied before ``submit`` returns. ``Data`` is not copied: changing it waits for the calls
+        that read it, unless it is changed through an array that was taken from ``.data`` before. A call that uses
+        shared variables is never in flight together with others: ``submit`` waits until the assignments of the call
+        before have taken effect.
 
         Parameters
         ----------
         batch, shard_batch, num_slices, output_subset
             As for a call.
         timeout : float, optional
-            Seconds from now until ``CallTimeout``; the calls before it count.
+            Seconds from now until ``CallTimeout``. Time spent on earlier calls counts.
 
         Returns
         -------
@@ -361,51 +631,54 @@ class Function(FunctionHandle, Generic[P]):
         Raises
         ------
         TypeError, ValueError, IndexError
-            For wrong input, at once. What the call itself raises comes from ``result()``.
+            For wrong input, at once. ``result()`` raises whatever the call itself raises.
         StaleCaptureError
-            As of a call, at once.
+            As for a call, at once.
         """
         if self._retry:
             raise ValueError(
                 f"cannot submit {self.name!r}: it was built with retry={self._retry}, and a submitted call is never "
                 "run again. Call it, or build it without retry."
             )
+        if self._slices is not None:
+            num_slices = self._slices.of(args, kwargs, num_slices)
         with operation():
-            has_looked = False
+            was_compared = False
             if output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
                 callee = self._callee
                 session, capture = callee.session, callee.capture
                 if session is not None and capture is not None and capture.is_current():
-                    has_looked = True
-                    pending: PendingCall | None = session.queue.submit_again(callee, args, kwargs, batch, shard_batch)
+                    was_compared = True
+                    pending = session.queue.submit_again(callee, args, kwargs, batch, shard_batch)
                     if pending is not None:
                         return pending
-            function = self if has_looked else self._renewed()
+            function = self if was_compared else self._renewed()
             session = function._bound_session()
             subset, limit = check_subset(output_subset), check_timeout(timeout)
             options = CallOptions(batch, shard_batch, check_slices(num_slices), subset, limit, is_submitted=True)
             with session.entered(f"submit {self.name!r}"):
                 return session.queue.submit(function._callee, args, kwargs, options, session.deadline(options.timeout))
 
-    def stream(self, batches: Iterable[Any], *, progress: bool = False) -> Iterator[Any]:
+    @verb
+    def stream(self, batches: Iterable[Any], *, progress: bool = False) -> Iterator[R]:
         """Call the function for each batch of an iterable, and return an iterator over the results, in order.
 
-        Calls are submitted ahead: while you work with a result the workers are at the next batch, and the one after it
-        is on its way. At most three batches are ahead of you, so the iterable may be endless.
+        Calls are submitted ahead: while you work with a result, the workers compute the next batch, and the one after
+        it is being sent. At most three batches are ahead of you, so the iterable may be endless.
 
         Parameters
         ----------
         batches : iterable
-            A tuple or a list, as a data loader gives it, holds the arguments of a call; anything else (an array, a
-            dict) is the one argument.
+            A tuple or a list, as a data loader gives it, holds the arguments of a call. Anything else (an array, a
+            dict) is the only argument.
         progress : bool
-            Show a bar, by tqdm (``pip install "synkhronos[progress]"``).
+            Whether to show a progress bar, by tqdm (``pip install "synkhronos[progress]"``).
 
         Returns
         -------
         iterator
-            Raises, behind the results before it, what a call or the iterable raised, with a note that names the batch.
-            Work begins with the first result that is asked for.
+            What a call or the iterable raises comes after the results before it, with a note that names the batch. The
+            work begins when you ask for the first result.
 
         Examples
         --------
@@ -421,21 +694,23 @@ class Function(FunctionHandle, Generic[P]):
                 f"cannot stream {self.name!r}: got {type(batches).__name__}, expected an iterable of batches."
             )
         results = stream(lambda batch: self.submit(*arguments(batch)), self.name, iter(batches))
-        return with_progress(results, self.name, operator.length_hint(batches)) if progress else results
+        return told(with_progress(results, self.name, operator.length_hint(batches)) if progress else results)
 
+    @verb
     @as_operation
-    def rows(self, /, *args: Any, batch_size: int, progress: bool = False, **kwargs: Any) -> Iterator[Any]:
+    def rows(self, /, *args: Any, batch_size: int, progress: bool = False, **kwargs: Any) -> Iterator[R]:
         """Call the function for consecutive blocks of rows, and return an iterator over the results, in order.
 
-        For arrays that are too large for one call, as memory-mapped files: no more than three blocks are in memory. The
-        calls are submitted ahead, as by :meth:`stream`.
+        Use it for arrays that are too large for one call, such as memory-mapped files: no more than three blocks are in
+        memory. The calls are submitted ahead, as by :meth:`stream`.
 
         Parameters
         ----------
         *args, **kwargs
-            As for a call. Scattered arguments have one number of rows; what is broadcast is passed whole to each call.
+            As for a call. All scattered arguments have the same number of rows. Broadcast arguments are passed whole to
+            each call.
         batch_size : int
-            Rows in a block; the last one may have fewer.
+            Rows in a block. The last one may have fewer.
         progress : bool
             As for :meth:`stream`.
 
@@ -451,13 +726,13 @@ class Function(FunctionHandle, Generic[P]):
         size = check_batch_size(batch_size, self.name)
         num_blocks, calls = blocks(self._callee.signature.bind(args, kwargs), size, self.name)
         results = stream(lambda call: self.submit(*call[0], batch=call[2], **call[1]), self.name, calls)
-        return with_progress(results, self.name, num_blocks) if progress else results
+        return told(with_progress(results, self.name, num_blocks) if progress else results)
 
     def _run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, has_looked: bool = False
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, was_compared: bool = False
     ) -> Any:
-        """Run a call that fits no compiled one; ``has_looked``: what the function captured has just been compared."""
-        function = self if has_looked else self._renewed()
+        """Run a call that fits no compiled one; ``was_compared``: what the function captured was just compared."""
+        function = self if was_compared else self._renewed()
         if function is not self:
             return function._run(args, kwargs, options)
         session = self._bound_session()
@@ -473,12 +748,12 @@ class Function(FunctionHandle, Generic[P]):
         raise AssertionError("the last attempt returns or raises")
 
     def _renewed(self) -> Function:
-        """Return the function to call: this one, with what its code names now, or the one that took its place."""
+        """Return the function to call: this one, prepared for what it captures now, or the one that replaced it."""
         successor = self._callee.renew()
         return successor if isinstance(successor, Function) else self
 
     def _bound_session(self) -> Session:
-        """Return that of the runtime to use: the one the function was made with, else the current one."""
+        """Return the session to use: that of the runtime which made the function, else of the current one."""
         callee = self._callee
         if callee.fixed_session is not None:
             return callee.fixed_session
@@ -487,10 +762,11 @@ class Function(FunctionHandle, Generic[P]):
             return callee.session
         return current_session()
 
+    @verb
     def build_inputs(
         self, *arrays: Any, minibatch: Any = False, name: Any = None, dtype: Any = None
     ) -> tuple[Data, ...]:
-        """Return one :class:`synk.Data` per array, for the parameters in order.
+        """Return one :class:`synk.Data` for each array, for the parameters in order.
 
         Parameters
         ----------
@@ -509,7 +785,8 @@ class Function(FunctionHandle, Generic[P]):
         return tuple(make_data(session, array, **own) for array, own in zip(arrays, each))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        # As a decorator on a method: the instance becomes a broadcast argument, which is rarely meant.
+        # This is called for a decorator on a method. The instance would become a broadcast argument, which is rarely
+        # meant.
         if instance is None:
             return self
         raise TypeError(
@@ -517,10 +794,50 @@ class Function(FunctionHandle, Generic[P]):
             "self.step = synk.function(self._step)."
         )
 
+    @verb
+    def on(self, runtime: Any, /) -> Function[P, R]:
+        """Return a copy of the function on another runtime, with copies of all that it refers to on the workers.
+
+        The values are those of this moment; from then on each runtime has its own. Several functions over the same
+        variables move together as a :class:`synk.Program`.
+
+        Parameters
+        ----------
+        runtime : Runtime
+
+        Raises
+        ------
+        SerializationError
+            If the function, or an object that it refers to, cannot be pickled.
+        ClosedError
+            If either runtime is closed.
+
+        Examples
+        --------
+        >>> import numpy as np, synk
+        >>> with synk.fork(2), synk.Runtime(3) as other:
+        ...     w = synk.shared(np.array([1.0, 2.0]))
+        ...     f = synk.function(lambda x: x @ w.value, outputs="gather")
+        ...     g = f.on(other)
+        ...     w.value = np.zeros(2)
+        ...     f(np.eye(2)), g(np.eye(2))
+        (array([0., 0.]), array([1., 2.]))
+        """
+        moves.check_runtime(runtime, repr(self.name))
+        copy: Function[P, R] = moves.moved({"": self}, runtime)[""]
+        return copy
+
+    def __synk_recipe__(self) -> tuple[Any, ...]:
+        """Return how it is built on another runtime; see ``synk._api.moves``."""
+        callee = self._callee
+        options = {**self._built_with, "updates": callee.options["updates"], "changes": callee.options["changes"]}
+        return "function", callee.fn, options
+
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"cannot pickle the synk function {self.name!r}: a function on the workers cannot call another one there. "
-            "Call the plain function instead."
+            f"cannot pickle the synk function {self.name!r}: it belongs to a runtime, and a function on the workers "
+            "cannot call another one there. Call the plain function there; to store or move it, pickle a program: "
+            f"synk.Program({_argument(self.name)}={_argument(self.name)})."
         )
 
     def __repr__(self) -> str:
@@ -538,3 +855,7 @@ class Function(FunctionHandle, Generic[P]):
             ("per_rank", callee.per_rank or ""),
         ]
         return table(f"synk.Function {self.name}", [(head, text) for head, text in rows if text])
+
+
+def _argument(name: str) -> str:
+    return name if name.isidentifier() else "f"

@@ -1,7 +1,7 @@
 """A rank inside the master's process, for a debugger: the same messages and answers, handled by direct calls.
 
-It stands behind the protocol of :class:`synk._master.processes.process.Process`. A message is handled at once, as it is
-sent, in the thread that sends it; the answer lies in a pipe, and is waited for like that of any rank.
+It implements the protocol :class:`synk._master.processes.process.Process`. A message is handled at once, in the thread
+that sends it. The answer lies in a pipe, and the master waits for it as for any rank's.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from synk._wire.memory import Segment
 from synk._wire.messages import DOORBELL, HAS_BODY, Body, Kind, Status
 from synk._worker import failpoints as _failpoints
 from synk._worker.loop.dispatch import handle
-from synk._worker.loop.quiet import REPLIED, prepare
 from synk._worker.rank import Worker
 from synk.errors import SharedMemoryError
 
+_PREFETCH, _BYE = int(Kind.PREFETCH), int(Status.BYE)  # members of an enumeration are slow to look up
+
 
 class InlineChannel:
-    """The connection with a rank in this process: a message is handled as it is rung, the answer waits to be read.
+    """The connection with a rank in this process: a message is handled when it is sent, and the answer waits to be
+    read.
 
     Parameters
     ----------
@@ -35,41 +37,38 @@ class InlineChannel:
 
     def __init__(self, worker: Worker) -> None:
         self._worker: Worker | None = worker
-        self._bodies: dict[int, bytes] = {}  # of answers, by sequence number, until they are received
+        self._bodies: dict[int, bytes] = {}  # of answers that were not received yet, by sequence number
         self.read_fd: int
         self.write_fd: int
         self.read_fd, self.write_fd = pipe()
-        self.ended_fd: int = Descriptor(os.eventfd(0, os.EFD_CLOEXEC))  # can be read once the rank has said goodbye
+        # becomes readable once the rank has said goodbye
+        self.ended_fd: int = Descriptor(os.eventfd(0, os.EFD_CLOEXEC))
 
     def ring(self, kind: int, flags: int, sequence: int, value: int, body: Body | None = None) -> None:
-        """Act on a message. A body comes with it, as the object that it is."""
-        if kind != Kind.PREFETCH:  # else the call has its inputs at once, and this message gets no answer
+        """Handle a message. Its body comes along as an object, not pickled."""
+        if kind != _PREFETCH:  # for PREFETCH, an inline call has its inputs already, and the message gets no answer
             waiting(self._act, kind, flags, sequence, value, body)
 
     def _act(self, kind: int, flags: int, sequence: int, value: int, body: Body | None) -> None:
         worker = self._worker
         assert worker is not None
-        quiet = worker.held.quiet.get(value) if kind == Kind.CALL and body is None else None
-        answer = None
-        if quiet is not None:
-            try:
-                answer = quiet.run(worker, sequence, self)
-            finally:
-                cell.worker = None  # Ctrl-C may come at any line
-            if answer is REPLIED:
-                return
-        status, reply_flags, data = answer or handle(worker, kind, flags, sequence, value, body)
+        try:
+            status, reply_flags, data = handle(worker, kind, flags, sequence, value, body)
+        finally:  # Ctrl-C may come at any line
+            cell.worker = None
+            if worker.peers.is_communicating:
+                worker.peers.leave_call(worker.lane)
         self.reply(sequence, status, reply_flags, data)
         worker.tidy(kind, status)
-        prepare(worker, kind, status, value, body)
-        if kind == Kind.CLOSE:
+        if status == _BYE:
             os.eventfd_write(self.ended_fd, 1)
 
     def reply(self, sequence: int, status: int, flags: int, body: bytes | None) -> None:
-        """Have an answer wait to be read."""
+        """Put an answer into the pipe."""
         if body is not None:
             flags |= HAS_BODY
-            self._bodies = {sequence: body}  # one message at a time: what was not received has no reader any more
+            # one message at a time: a body that was not received has no reader any more
+            self._bodies = {sequence: body}
         os.write(self.write_fd, DOORBELL.pack(status, flags, sequence, 0))
 
     def answer(self) -> tuple[int, int, int, int] | None:
@@ -81,7 +80,7 @@ class InlineChannel:
         return self._bodies.pop(sequence), []
 
     def close(self) -> None:
-        """Close all descriptors and let go of the rank; safe to repeat."""
+        """Close all descriptors and let go of the rank. It may be called again."""
         self._worker = None
         self.read_fd = self.write_fd = self.ended_fd = NONE
 
@@ -112,7 +111,7 @@ class InlineProcess:
         token: bytes,
         extra_fds: dict[str, int],
     ) -> None:
-        """Make the rank, which says hello at once; the environment and the import path are those of this process."""
+        """Make the rank, which says hello at once. It uses the environment and the import path of this process."""
         control = Segment(os.dup(control_fd), setup["control_nbytes"], is_writable=True, segment_id=0)
         eventfds = [extra_fds[f"event{rank}"] for rank in range(setup["world_size"])]
         worker = Worker(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
@@ -138,7 +137,7 @@ class InlineProcess:
         segments: Sequence[Segment],
         note: Callable[[], None],
     ) -> int:
-        """Act on a message with a body, which is not pickled."""
+        """Handle a message with a body, which is not pickled."""
         for segment in segments:
             self._give(segment)
         note()
@@ -146,12 +145,12 @@ class InlineProcess:
         return 0
 
     def _give(self, segment: Segment) -> None:
-        """Share a segment: the very same mapping where a worker writes, else one like a worker's."""
+        """Share a segment: the very same mapping if workers may write to it, else a mapping like a worker's."""
         assert self._worker is not None
         if segment.is_worker_writable:
             self._worker.held.add_segment(segment.shared_view())
             return
-        if segment.arena is not None:  # the message says where in the arena
+        if segment.arena is not None:  # the message says where in the arena it lies
             return
         fd = segment.duplicate_fd()
         try:
@@ -163,24 +162,24 @@ class InlineProcess:
         self._worker.held.add_segment(twin)
 
     def interrupt(self) -> None:
-        """The call is over: it runs in the thread that is here now."""
+        """Do nothing: the call runs in this very thread, so it is over."""
 
     def forward_output(self, fd: int) -> bool:
-        """What the rank prints is shown as it is printed."""
+        """Do nothing: what the rank prints is shown at once."""
         return True
 
     def note_backlog(self) -> None:
-        """There is none."""
+        """Do nothing: there is no backlog."""
 
     def stderr_since(self, began: float) -> list[str]:
         return []
 
     def stacks(self, timeout_s: float) -> str:
-        """The rank runs in the caller's own thread: its debugger sees the stack."""
+        """Say where the stack is: in the caller's own thread, where a debugger sees it."""
         return "inline: see the master's own stack"
 
     def kill(self) -> None:
-        """There is nothing to kill."""
+        """Do nothing: there is no process to kill."""
 
     def reap(self) -> str:
         """Drop the rank's state."""
@@ -188,12 +187,12 @@ class InlineProcess:
         return ""
 
     def disown(self) -> None:
-        """The rank of a forked child, whose function may go on there, is part of the child."""
+        """In a forked child, make the rank part of the child: its function may go on there."""
         if self._worker is not None:
             self._worker.pid = os.getpid()
 
     def close(self) -> None:
-        """Let go of the rank; what functions' closures still hold of it maps no memory. Safe to repeat."""
+        """Let go of the rank. What closures still hold of it maps no memory. It may be called again."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()

@@ -16,6 +16,7 @@ from synk._master.flight.chunks import check_mapped
 from synk._master.flight.item_map import ItemMap
 from synk._master.session import Session
 from synk._pure.interrupts import as_operation, safe_point
+from synk._pure.tracebacks import told
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.items import call_with
 
@@ -29,7 +30,7 @@ def map_items(
     is_ordered: bool,
     has_progress: bool,
 ) -> Iterator[Any]:
-    """Return an iterator over what ``fn`` returns for the items of one iterable or more; see :func:`synk.map`."""
+    """Return an iterator over what ``fn`` returns for the items of one or more iterables; see :func:`synk.map`."""
     refuse_inside_worker("map")
     name = _check_function(fn)
     if batch_size is not None:
@@ -51,9 +52,10 @@ def map_items(
     check_mapped(function)
     size = None if batch_size is None else int(batch_size)
     results = ItemMap(session, function, iterator, size, bool(is_ordered)).results()
-    if not has_progress:
-        return results
-    return with_progress(results, name, min(filter(None, map(operator.length_hint, iterables)), default=0))
+    if has_progress:
+        length = min(filter(None, map(operator.length_hint, iterables)), default=0)
+        results = with_progress(results, name, length)
+    return told(results)
 
 
 def _iterator(name: str, items: Any) -> Iterator[Any]:
@@ -66,7 +68,7 @@ def _iterator(name: str, items: Any) -> Iterator[Any]:
 
 
 def _check_function(fn: Any) -> str:
-    """Return the name of a function that is to be mapped."""
+    """Return the name of a function to be mapped."""
     if isinstance(fn, FunctionHandle):
         name = fn._callee.name
         raise TypeError(

@@ -1,4 +1,4 @@
-"""The public names that bring the master's half with them: imported with synk, but in a worker when one is used."""
+"""The public names that need the master's half: imported with synk, but on a worker only when one is used."""
 
 from synk._api.build import function as function
 from synk._api.current import close as close
@@ -6,6 +6,7 @@ from synk._api.current import current as current
 from synk._api.current import fork as fork
 from synk._api.executor import Executor as Executor
 from synk._api.function import Function as Function
+from synk._api.program import Program as Program
 from synk._api.runtime import Runtime as Runtime
 from synk._api.verbs import all_gather as all_gather
 from synk._api.verbs import all_reduce as all_reduce

@@ -1,4 +1,4 @@
-"""Which cell of a notebook is being run."""
+"""Tells which cell of a notebook is running."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class NotebookCell(NamedTuple):
     Attributes
     ----------
     name : str
-        The notebook's own number of the cell, else the file that stands for its text.
+        The notebook's own id of the cell, else the file name that stands for its text.
     run : int
     """
 
@@ -25,7 +25,7 @@ class NotebookCell(NamedTuple):
 
 
 def notebook_cell(frame: FrameType) -> NotebookCell | None:
-    """Return the cell at the top level of which ``frame`` is; None where it is elsewhere."""
+    """Return the cell if ``frame`` is at its top level, else None."""
     shell = frame.f_globals.get("get_ipython")
     if frame.f_code.co_name != "<module>" or not callable(shell) or frame.f_globals.get("__name__") != "__main__":
         return None

@@ -1,12 +1,11 @@
-"""The options of functions and of calls, checked."""
+"""The options of functions and of calls, and their checks."""
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
-from typing import Any, TypedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 
@@ -18,7 +17,7 @@ FRAMEWORKS = (None, "torch", "jax")
 
 
 class FunctionOptions(TypedDict, total=False):
-    """The options of :func:`synk.function`, for type checkers; their defaults stand at :class:`synk.Function`."""
+    """The options of :func:`synk.function`, for type checkers. :class:`synk.Function` has their defaults."""
 
     bcast_inputs: str | Sequence[str]
     outputs: Any
@@ -28,19 +27,36 @@ class FunctionOptions(TypedDict, total=False):
     name: str | None
     retry: int
     per_rank: bool
+    on_oom: str
+    reproducible: bool
+    block_rows: int
+
+
+class KeptOptions(TypedDict, total=False):
+    """Those of them with which the result has the type that the plain function returns."""
+
+    bcast_inputs: str | Sequence[str]
+    outputs: str | Sequence[str] | Mapping[str, str]
+    changes: Any
+    framework: Literal["torch"]
+    name: str | None
+    retry: int
+    per_rank: bool
 
 
 def check_names(options: dict[str, Any]) -> None:
     """Raise for an option that functions do not have."""
     names = FunctionOptions.__annotations__
     for option in options.keys() - names.keys():
+        from difflib import get_close_matches
+
         close = get_close_matches(option, names, 1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise TypeError(f"cannot build a function: got option {option!r}, expected {', '.join(names)}.{hint}")
 
 
 def entropy_of(seed: Any) -> int:
-    """Return from what the generators of all ranks are made: ``seed``, or what the system gives where it is None."""
+    """Return the number that seeds the generators of all ranks: ``seed``, or one from the system if it is None."""
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0):
         raise ValueError(f"cannot fork: got seed={seed!r}, expected an integer of 0 or more, or None.")
     return int.from_bytes(os.urandom(16), "little") if seed is None else int(seed)
@@ -57,7 +73,7 @@ def check_on_restart(fn: Any) -> None:
         raise TypeError(
             f"cannot fork: got an on_restart that needs arguments ({error}), expected one without."
         ) from None
-    except ValueError:  # a built-in function that does not tell
+    except ValueError:  # a built-in function without a signature
         pass
 
 
@@ -73,6 +89,40 @@ def check_function(fn: Any) -> None:
             )
 
 
+def check_balance(balance: Any) -> bool:
+    """Return whether rows are divided by measured speed."""
+    if balance not in ("even", "measured"):
+        raise ValueError(f"cannot fork: got balance={balance!r}, expected 'even' or 'measured'.")
+    return bool(balance == "measured")
+
+
+def check_blocks(reproducible: Any, block_rows: Any, options: dict[str, Any], name: str) -> int:
+    """Return the number of rows in a block of a reproducible function; 0 for other functions."""
+    if not isinstance(reproducible, bool):
+        raise TypeError(f"cannot build {name!r}: got reproducible={reproducible!r}, expected True or False.")
+    if isinstance(block_rows, bool) or not isinstance(block_rows, (int, np.integer)) or block_rows < 1:
+        raise ValueError(f"cannot build {name!r}: got block_rows={block_rows!r}, expected an integer of 1 or more.")
+    given = [option for option, value in options.items() if value]
+    if reproducible and given:
+        raise ValueError(
+            f"cannot build {name!r}: got reproducible=True with {given[0]}, expected a function without: it is called "
+            "for each block of rows."
+        )
+    return int(block_rows) if reproducible else 0
+
+
+def check_on_oom(on_oom: Any, updates: Any, name: str) -> bool:
+    """Return whether calls that run out of memory are repeated in slices."""
+    if on_oom not in ("raise", "slices"):
+        raise ValueError(f"cannot build {name!r}: got on_oom={on_oom!r}, expected 'raise' or 'slices'.")
+    if on_oom == "slices" and updates:
+        raise ValueError(
+            f"cannot build {name!r}: got on_oom='slices' with updates, expected none: what it has changed before it "
+            "ran out of memory would be changed twice."
+        )
+    return bool(on_oom == "slices")
+
+
 def check_retry(retry: Any, updates: Any, changes: Any, name: str) -> int:
     if isinstance(retry, bool) or not isinstance(retry, (int, np.integer)) or retry < 0:
         raise ValueError(f"cannot build {name!r}: got retry={retry!r}, expected an integer of 0 or more.")
@@ -85,7 +135,7 @@ def check_retry(retry: Any, updates: Any, changes: Any, name: str) -> int:
 
 
 def check_changes(changes: Any, name: str) -> tuple[Resident, ...]:
-    """Return the resident objects that a function says it changes."""
+    """Return the resident objects in ``changes``."""
     listed = tuple(changes) if isinstance(changes, (tuple, list, set)) else (changes,)
     for resident in listed:
         if not isinstance(resident, Resident):
@@ -97,7 +147,7 @@ def check_changes(changes: Any, name: str) -> tuple[Resident, ...]:
 
 
 def check_updates(updates: Any, name: str) -> None:
-    """Raise unless ``updates`` holds shared variables, or pairs of one and an op."""
+    """Raise unless ``updates`` holds shared variables, or pairs of a variable and an op."""
     for update in updates if isinstance(updates, (tuple, list)) else (updates,):
         variable, op = update if isinstance(update, tuple) and len(update) == 2 else (update, "avg")
         if not isinstance(variable, Shared):
@@ -119,6 +169,15 @@ def check_slices(num_slices: Any) -> int:
     return int(num_slices)
 
 
+def check_repeats(num_repeats: Any, name: str) -> int:
+    if isinstance(num_repeats, bool) or not isinstance(num_repeats, (int, np.integer)) or num_repeats < 1:
+        raise ValueError(
+            f"cannot repeat {name!r}: got {num_repeats!r} as the number of repetitions, expected an integer of 1 or "
+            "more. It comes first: f.repeat(100, x)."
+        )
+    return int(num_repeats)
+
+
 def check_subset(output_subset: Any) -> tuple[Any, ...] | None:
     if output_subset is None:
         return None
@@ -129,7 +188,7 @@ def check_subset(output_subset: Any) -> tuple[Any, ...] | None:
 
 
 def one_per_input(options: dict[str, Any], num_inputs: int, name: str) -> list[dict[str, Any]]:
-    """Return the options of each input: one value for all of them, or a list or tuple with one for each."""
+    """Return the options of each input. A value is either for all inputs, or a list or tuple with one for each."""
     for option, value in options.items():
         if isinstance(value, (list, tuple)) and len(value) != num_inputs:
             raise ValueError(

@@ -1,8 +1,8 @@
-"""The plain function, called in the program: the oracle of ``verify`` that shares nothing with the workers.
+"""Calls the plain function in the program: the oracle of ``verify`` that shares nothing with the workers.
 
-It is a copy that is called, on a copy of the arguments (``synk._api.plain_copy``), so nothing in the program is
-changed: the generators of random numbers are put back, too, and what it prints is dropped. What it does to modules and
-outside of the process nobody can undo.
+It calls a copy on copies of the arguments (``synk._api.plain_copy``), so nothing in the program changes. Random number
+generators are put back, and what the function prints is dropped. What it does to modules and outside of the process
+cannot be undone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from synk.backends._frameworks import Converter, host_converters
 from synk.errors import ReentrancyError
 
 MAX_S = 10.0
-"""A function whose serial call takes longer is not called in the program, where nothing could end it."""
+"""If the serial call takes longer, the function is not called in the program, where nothing could end it."""
 
 
 class PlainOutputs(NamedTuple):
@@ -34,9 +34,9 @@ class PlainOutputs(NamedTuple):
     Attributes
     ----------
     is_run : bool
-        Whether it was called; otherwise ``note`` says why not.
+        Whether it was called. If not, ``note`` says why.
     leaves : list or None
-        Its outputs in the order of the serial ones; None where it gave none that could be compared with them.
+        Its outputs, in the order of the serial ones. None if they cannot be compared with those.
     note : str
         A sentence for the report; may be empty.
     """
@@ -52,7 +52,7 @@ class PlainOutputs(NamedTuple):
 
 @dataclass(frozen=True)
 class PlainCall:
-    """A call of the plain function that can be made in the program.
+    """A call of the plain function in the program.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class PlainCall:
     def why_not(self) -> str:
         """Return why it cannot mean the same in the program as on a worker; empty if it can.
 
-        To be asked after the call has been made on the workers: what the function refers to is known then.
+        Ask after the call was made on the workers: then it is known what the function refers to.
         """
         callee = self.callee
         if callee.variables:
@@ -86,9 +86,9 @@ class PlainCall:
         Parameters
         ----------
         skeleton
-            Of the serial outputs, with their positions as leaves.
+            The nesting of the serial outputs, with the position of each leaf in its place.
         serial_s : float
-            How long the serial call took.
+            How many seconds the serial call took.
         """
         if serial_s > MAX_S:
             return PlainOutputs.not_run(f"its serial call takes {serial_s:.0f} s, expected at most {MAX_S:.0f} s")
@@ -128,7 +128,7 @@ class PlainCall:
 
 @contextlib.contextmanager
 def _unseen() -> Iterator[None]:
-    """Drop what is printed and warned of, and put settings and generators of random numbers back."""
+    """Drop printed text and warnings, and put settings and random number generators back."""
     states, sink = generator_states(), io.StringIO()
     try:
         with contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink), kept():
@@ -139,7 +139,7 @@ def _unseen() -> Iterator[None]:
 
 
 def _take_leaves(skeleton: Any, value: Any, leaves: dict[int, Any]) -> bool:
-    """Note the part of a result at the place of each leaf of ``skeleton``; return whether it is nested like that."""
+    """Note the part of a result at the place of each leaf of ``skeleton``. Return whether it has that nesting."""
     if isinstance(skeleton, int):
         leaves[skeleton] = value
         return True
@@ -159,8 +159,8 @@ def _take_leaves(skeleton: Any, value: Any, leaves: dict[int, Any]) -> bool:
 
 
 def _as_array(value: Any, from_framework: Converter) -> Any:
-    """Return an output as what the serial one is when it has come from a worker."""
-    if type(value) is list:  # the objects of rows
+    """Return an output in the form that a serial output has when it comes from a worker."""
+    if type(value) is list:  # one object for each row
         return [_as_array(part, from_framework) for part in value]
     value = from_framework(value)
     return array_of(value.detach().cpu()) if is_tensor(value) and is_plain(value) else value

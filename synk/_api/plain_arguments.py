@@ -1,8 +1,8 @@
-"""The arguments of the plain function for those of a call.
+"""The arguments of the plain function, made from those of a call.
 
-They are what was passed, and nothing that a call makes of it, for that may be the mistake: a column of a table stays
-one. Only what must have another form gets it: ``Data`` and rows of numbers in lists are
-arrays, ``batch`` picks rows, and a function with a framework gets tensors.
+They are what was passed and not what a call makes of it, because that may be the mistake: a column of a table stays a
+column. Only what must have another form gets it: ``Data`` and lists of numbers become arrays, ``batch`` selects rows,
+and a function with a framework gets tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def plain_arguments(
     Raises
     ------
     NotComparable
-        If one of them lives on the workers, or ``batch`` cannot pick its rows here.
+        If an argument lives on the workers, or ``batch`` cannot select its rows here.
     ImportError
         If the program does not have the framework.
     """
@@ -59,7 +59,7 @@ def plain_arguments(
 
 
 class _PickedRows:
-    """The rows that ``batch`` picks of the scattered leaves of a call."""
+    """The rows that ``batch`` selects from the scattered leaves of a call."""
 
     def __init__(self, leaves: Sequence[Any], batch: Any, name: str) -> None:
         self._selection = None
@@ -69,7 +69,7 @@ class _PickedRows:
             self._selection = select(rows, batch, name)
 
     def of(self, leaf: Any) -> Any:
-        """Return a leaf with these rows only."""
+        """Return a leaf with only these rows."""
         value = _as_plain(leaf)
         if isinstance(value, (list, tuple)) and _holds_single_values(value):
             value = np.asarray(value)
@@ -111,7 +111,7 @@ def _holds_single_values(value: Any) -> bool:
 def _in_framework(value: Any, to_framework: Converter | None, *, is_column: bool = False) -> Any:
     """Return a value with its arrays as those of the framework.
 
-    ``is_column``: also what NumPy can make an array of, which is how a call takes the columns of a table.
+    ``is_column``: also convert what NumPy can make an array of, as a call does with the columns of a table.
     """
     if to_framework is None:
         return value

@@ -1,4 +1,4 @@
-"""A copy of a function and of the arguments of a call, which shares nothing with the program but its modules."""
+"""Copies a function and the arguments of a call, so that the copy shares nothing with the program except modules."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ RESIDENT = "it uses objects that live on the workers"
 
 
 class NotComparable(Exception):
-    """The plain function cannot be called in the program; the text says why."""
+    """The plain function cannot be called in the program. The text says why."""
 
 
 def why_no_handle(handle: Handle) -> str:
-    """Return why a function that gets a handle cannot be called in the program."""
+    """Return why a function that gets this handle cannot be called in the program."""
     return SHARED if isinstance(handle, Shared) else RESIDENT
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A function and its arguments, copied.
+    """A copy of a function and its arguments.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class Copy:
     copies: list[type]
 
     def with_own_classes(self, result: Any) -> Any:
-        """Return what the copy returned with instances of the program's own classes, as a call returns them."""
+        """Return what the copy returned, with instances of the program's own classes, as a call returns it."""
         if not self.copies:
             return result
         file = io.BytesIO()
@@ -64,12 +64,12 @@ class Copy:
 
 
 def copied(fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Copy:
-    """Return a copy, made by one pickle of all of it.
+    """Return a copy, made by a single pickle.
 
     Raises
     ------
     NotComparable
-        If it refers to something that lives on the workers, or takes too much memory.
+        If something in it lives on the workers, or it takes too much memory.
     Exception
         Whatever pickling raises.
     """
@@ -82,7 +82,7 @@ def copied(fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> C
         buffers.append(buffer)
 
     copier = _Copier(file, buffer_callback=keep)
-    safe_point(copier.dump, (fn, args, kwargs, copier.classes))  # the list comes last, when it is complete
+    safe_point(copier.dump, (fn, args, kwargs, copier.classes))  # the list of classes comes last, when it is complete
     if copier.handles:
         raise NotComparable(why_no_handle(copier.handles[0]))
     objects = _objects_in(copier.modules)
@@ -94,14 +94,14 @@ def copied(fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> C
 
 
 def _objects_in(modules: Sequence[types.ModuleType]) -> dict[int, Any]:
-    """Return the objects that lie in modules under a name, but for code and constants, by their ids."""
+    """Return the objects that modules hold under a name, by id, without code and constants."""
     others = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type, str, int, float, bytes, tuple)
     values = [value for module in modules for value in vars(module).values()]
     return {id(value): value for value in values if value is not None and not isinstance(value, others)}
 
 
 class _Room:
-    """How much a pickle may take: half of the memory that is free, because what is loaded takes as much again."""
+    """How much a pickle may take: half of the free memory, because loading it takes as much again."""
 
     def __init__(self) -> None:
         self._left = available_nbytes() // 2
@@ -128,10 +128,10 @@ class _Copier(ObjectPickler, HandlePickler):
     Attributes
     ----------
     classes : list of type
-        Those that were pickled by value. If their pickles said which classes they are, as cloudpickle's do, loading
-        would find these in this process and write into them.
+        The classes that were pickled by value. Their pickles must not say which classes they are, as cloudpickle's do:
+        loading would find the originals in this process and write into them.
     modules : list of module
-        The user's, which the copy shares with the program.
+        The user's modules, which the copy shares with the program.
     """
 
     def __init__(self, file: Any, **options: Any) -> None:
@@ -147,7 +147,7 @@ class _Copier(ObjectPickler, HandlePickler):
         reduced = super().reducer_override(obj)
         if isinstance(reduced, tuple) and reduced[0] in (_make_skeleton_class, _make_skeleton_enum):
             self.classes.append(obj)
-            *parts, _, extra = reduced[1]  # the last but one is what the class is known by
+            *parts, _, extra = reduced[1]  # the last but one identifies the class
             return (reduced[0], (*parts, None, extra), *reduced[2:])
         return reduced
 

@@ -1,6 +1,6 @@
-"""The runtime as the user holds it: its verbs. What is behind them is a session of the master.
+"""The runtime as the user holds it: its verbs. Behind them is a session of the master.
 
-In one file because it is one class: all that can be done with a runtime, each verb a few lines.
+In one file because it is one class: everything that can be done with a runtime, each verb a few lines.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
-from synk._api.build import Decorator, build_function
+from synk._api.build import Decorator, KeepingDecorator, build_function
 from synk._api.function import Function, P
-from synk._api.inline import InlineProcess
 from synk._api.mapping import map_items
-from synk._api.options import FunctionOptions, check_on_restart, entropy_of
+from synk._api.options import FunctionOptions, KeptOptions, check_balance, check_on_restart, entropy_of
 from synk._master import collectives
 from synk._master.calls.callee import Callee, distribute
 from synk._master.calls.ends import watch_over
@@ -24,48 +23,56 @@ from synk._master.objects.data import Data, make_data
 from synk._master.objects.resident import Resident, make_resident
 from synk._master.objects.shared import Shared
 from synk._master.processes.placement import place
+from synk._master.processes.process import Process
 from synk._master.processes.program import check_program
-from synk._master.processes.reports import where
+from synk._master.processes.reports import stacks, where
 from synk._master.processes.worker_process import WorkerProcess
 from synk._master.session import Session
+from synk._master.state.balance import Balance
+from synk._master.state.guard import check_mode
 from synk._master.state.profile import Profile
 from synk._master.state.variable import Variable, check_owner
+from synk._pure.environment import check_platform
 from synk._pure.interrupts import as_operation
 from synk._pure.limits import check_timeout
 from synk._pure.show import Text, table
 from synk._pure.tensors import num_torch_threads
+from synk._pure.tracebacks import verb
 from synk._wire.cell import refuse_inside_worker
+from synk._wire.spans import nvtx
 from synk.errors import ClosedError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 watch_over()
 
 
 class Runtime:
-    """A group of workers, one per device, and the verbs to use them.
+    """A group of workers, one for each device, and the verbs to use them.
 
-    Made by :func:`synk.fork`, or directly where several are to live side by side. A context manager that closes itself.
+    Made by :func:`synk.fork`, or directly if several are to live side by side. It is a context manager that closes
+    itself.
 
     Parameters
     ----------
     num_workers : int or None
-        One worker per visible GPU, else per usable CPU core, where None.
+        None: one for each visible GPU or, without GPUs, for each usable CPU core.
     backend : str
-        ``"auto"``, ``"numpy"`` or ``"cupy"``.
+        ``"auto"``, ``"numpy"``, ``"cupy"``, ``"dpnp"`` or ``"torch"``; see :func:`synk.fork`.
     devices : sequence or None
-        Which GPUs (backend ``"cupy"`` only); one may appear more than once.
+        Which devices to use (not with ``"numpy"``). One may appear more than once.
     inline : bool
-        One rank in this process, on the same path, for a debugger.
+        Whether to run the one rank in this process, on the same path, for a debugger.
     timeout : float or None
-        Default for all calls, in seconds.
+        Default time limit of all calls, in seconds.
     max_restarts : int
-        How many dead workers are started again within 60 s before the runtime closes; 0: none.
+        How many dead workers are replaced within 60 s before the runtime closes. 0: the first death closes it.
     on_restart : callable, optional
-        ``on_restart()`` is run by each worker that is started in the place of another, before its first call.
+        Each replacement worker runs ``on_restart()`` before its first call.
 
     Attributes
     ----------
@@ -84,9 +91,10 @@ class Runtime:
     ValueError
         If an argument makes no sense here.
     StartupError
-        If a worker cannot be started. One that starts and then fails raises it at the first use.
+        If a worker process cannot be started. If it starts and fails later, the first use raises it.
     """
 
+    @verb
     @as_operation
     def __init__(
         self,
@@ -99,14 +107,24 @@ class Runtime:
         max_restarts: int = 3,
         on_restart: Callable[[], Any] | None = None,
         seed: int | None = None,
+        transfer_guard: str = "allow",
+        balance: str = "even",
     ) -> None:
         refuse_inside_worker("fork")
+        check_platform()
         prepared = _on_restart(on_restart)
         timeout = check_timeout(timeout)
+        is_measured = check_balance(balance)
+        nvtx()  # whose ranges are wanted, and which is not installed, is said here
         if isinstance(max_restarts, bool) or not isinstance(max_restarts, (int, np.integer)) or max_restarts < 0:
             raise ValueError(f"cannot fork: got max_restarts={max_restarts!r}, expected an integer of 0 or more.")
         placement = place(num_workers, backend, devices, inline)
-        if not inline:
+        process_type: type[Process] = WorkerProcess
+        if inline:
+            from synk._api.inline import InlineProcess  # with the worker's half
+
+            process_type = InlineProcess
+        else:
             check_program()
         self._session = Session(
             placement,
@@ -114,9 +132,13 @@ class Runtime:
             seed=entropy_of(seed),
             max_restarts=int(max_restarts),
             on_restart=prepared,
-            process_type=InlineProcess if inline else WorkerProcess,
-            under_way=Queue,
+            transfer_guard=check_mode(transfer_guard),
+            process_type=process_type,
+            make_queue=Queue,
         )
+        if is_measured:
+            self._session.balance = Balance(self._session.world_size)
+            self._session.followers.append(self._session.balance.follow)
 
     @property
     def world_size(self) -> int:
@@ -136,14 +158,15 @@ class Runtime:
 
     @property
     def counters(self) -> dict[str, int]:
-        return self._session.counters
+        return self._session.counted()
 
     @property
     def timeout(self) -> float | None:
-        """Default for all calls, in seconds."""
+        """Default time limit of all calls, in seconds."""
         return self._session.timeout
 
     @timeout.setter
+    @verb
     @as_operation
     def timeout(self, timeout: float | None) -> None:
         self._session.timeout = check_timeout(timeout)
@@ -154,10 +177,12 @@ class Runtime:
 
     # -- making -------------------------------------------------------------------------------------------------------
 
+    @verb
     def data(self, value: Any = None, **options: Any) -> Data:
         """Make a :class:`synk.Data` of this runtime; see :func:`synk.data`."""
         return make_data(self._session, value, **options)
 
+    @verb
     @as_operation
     def shared(self, value: Any, *, sharded: bool = False, name: str | None = None) -> Shared:
         """Make a :class:`synk.Shared` of this runtime; see :func:`synk.shared`."""
@@ -167,6 +192,7 @@ class Runtime:
         session.reclaim()
         return Shared(session, Variable(session.variables, value, sharded=sharded, name=name))
 
+    @verb
     def resident(
         self,
         obj: Any,
@@ -179,16 +205,49 @@ class Runtime:
         return make_resident(self._session, obj, name, dump, load)
 
     @overload
-    def function(self, fn: Callable[P, Any], **options: Unpack[FunctionOptions]) -> Function[P]: ...
+    def function(self, fn: Callable[P, R], **options: Unpack[KeptOptions]) -> Function[P, R]: ...
+
+    @overload
+    def function(self, fn: Callable[P, Any], **options: Unpack[FunctionOptions]) -> Function[P, Any]: ...
+
+    @overload
+    def function(self, fn: None = None, **options: Unpack[KeptOptions]) -> KeepingDecorator: ...
 
     @overload
     def function(self, fn: None = None, **options: Unpack[FunctionOptions]) -> Decorator: ...
 
+    @verb
     def function(self, fn: Any = None, **options: Any) -> Any:
         """Build a :class:`synk.Function` bound to this runtime; see :func:`synk.function`."""
         self._session.check_open("build a function")
         return build_function(fn, options, self._session)
 
+    @overload
+    def map(
+        self,
+        fn: Callable[[T], R],
+        items: Iterable[T],
+        /,
+        *,
+        batch_size: int | None = None,
+        ordered: bool = True,
+        progress: bool = False,
+    ) -> Iterator[R]: ...
+
+    @overload
+    def map(
+        self,
+        fn: Callable[..., R],
+        first: Iterable[Any],
+        second: Iterable[Any],
+        /,
+        *others: Iterable[Any],
+        batch_size: int | None = None,
+        ordered: bool = True,
+        progress: bool = False,
+    ) -> Iterator[R]: ...
+
+    @verb
     def map(
         self,
         fn: Callable[..., R],
@@ -197,24 +256,26 @@ class Runtime:
         ordered: bool = True,
         progress: bool = False,
     ) -> Iterator[R]:
-        """Return an iterator over what ``fn`` returns for each of the items; see :func:`synk.map`.
+        """Return an iterator over what ``fn`` returns for each item; see :func:`synk.map`.
 
-        What takes a pool of processes for its ``map`` can take a runtime: ``emcee.EnsembleSampler(..., pool=rt)``.
+        Code that uses the ``map`` of a process pool can take a runtime instead: ``emcee.EnsembleSampler(...,
+        pool=rt)``.
         """
         return map_items(self._session, fn, iterables, batch_size, ordered, progress)
 
     def _tasks(self, num_workers: int) -> Tasks:
-        """Return what runs calls that are handed over one by one; for extensions."""
+        """Return an object that runs calls submitted one by one; for extensions."""
         return Tasks(self._session, num_workers)
 
+    @verb
     def distribute(self) -> None:
-        """Send all functions that are not yet on the workers; see :func:`synk.distribute`."""
+        """Send all functions that the workers do not have yet; see :func:`synk.distribute`."""
         with self._session.entered("distribute"):
             self._session.begin("distribute")
             distribute(self._session, deadline=self._session.deadline(None))
 
     def _list(self, verb: str, variables: Any) -> list[Variable]:
-        """Return the variables of one ``Shared``, or of a sequence of them, checked."""
+        """Return the variables of one ``Shared``, or of a sequence of them, after a check."""
         if not isinstance(variables, (Shared, list, tuple)):
             raise TypeError(f"cannot {verb}: got {type(variables).__name__}, expected a Shared or a sequence of them.")
         listed = [variables] if isinstance(variables, Shared) else list(variables)
@@ -224,6 +285,7 @@ class Runtime:
             check_owner(shared._referent, self._session.variables, f"{verb} argument")
         return [shared._referent for shared in listed]
 
+    @verb
     def broadcast(self, variables: Any, values: Any = None) -> None:
         """Copy rank 0's value, or ``values``, to all ranks; see :func:`synk.broadcast`."""
         listed = self._list("broadcast", variables)
@@ -233,6 +295,7 @@ class Runtime:
             for variable, value in pairs:
                 collectives.broadcast(self._session, variable, value)
 
+    @verb
     def scatter(self, variables: Any, values: Any, batch: Any = None) -> None:
         """Give each rank its part of the rows of ``values``; see :func:`synk.scatter`."""
         listed = self._list("scatter", variables)
@@ -245,6 +308,7 @@ class Runtime:
             for variable, arrays, selection in parts:
                 collectives.scatter(self._session, variable, arrays, selection)
 
+    @verb
     def gather(self, variables: Any, nd_up: int = 1) -> Any:
         """Return the values of all ranks, stacked or concatenated; see :func:`synk.gather`."""
         listed = self._list("gather", variables)
@@ -253,8 +317,9 @@ class Runtime:
             results = [collectives.gather(self._session, variable, nd_up) for variable in listed]
         return results[0] if isinstance(variables, Shared) else results
 
+    @verb
     def all_gather(self, variables: Any) -> None:
-        """Make every rank's value the concatenation of all; see :func:`synk.all_gather`."""
+        """Give every rank the concatenation of all values; see :func:`synk.all_gather`."""
         listed = self._list("all_gather", variables)
         with self._session.entered("all_gather"):
             self._session.begin("all_gather")
@@ -263,6 +328,7 @@ class Runtime:
             for variable in listed:
                 collectives.all_gather(self._session, variable)
 
+    @verb
     def reduce(self, variables: Any, op: str = "avg", in_place: bool = True) -> Any:
         """Reduce the values of all ranks to rank 0, or to the caller; see :func:`synk.reduce`."""
         listed = self._list("reduce", variables)
@@ -273,6 +339,7 @@ class Runtime:
             results = [collectives.reduce(self._session, variable, op, in_place) for variable in listed]
         return results[0] if isinstance(variables, Shared) else results
 
+    @verb
     def all_reduce(self, variables: Any, op: str = "avg") -> None:
         """Reduce the values of all ranks to all ranks; see :func:`synk.all_reduce`."""
         listed = self._list("all_reduce", variables)
@@ -283,6 +350,7 @@ class Runtime:
             for variable in listed:
                 collectives.all_reduce(self._session, variable, op)
 
+    @verb
     def set_value(self, variables: Any, values: Any, rank: int | None = None, batch: Any = None) -> None:
         """Set the value of one rank, or of all; see :func:`synk.set_value`."""
         listed = self._list("set_value", variables)
@@ -290,6 +358,7 @@ class Runtime:
             self._session.begin("set_value")
             collectives.set_values(self._session, variables, listed, values, rank, batch)
 
+    @verb
     def get_value(self, variables: Any, rank: int = 0) -> Any:
         """Return a copy of the value of one rank; see :func:`synk.get_value`."""
         listed = self._list("get_value", variables)
@@ -298,14 +367,16 @@ class Runtime:
             values = [collectives.get_value(self._session, variable, rank) for variable in listed]
         return values[0] if isinstance(variables, Shared) else values
 
+    @verb
     def get_lengths(self, variables: Any) -> Any:
-        """Return the rows on each rank; see :func:`synk.get_lengths`."""
+        """Return how many rows each rank has; see :func:`synk.get_lengths`."""
         listed = self._list("get_lengths", variables)
         with self._session.entered("get_lengths"):
             self._session.begin("get_lengths")
             results = [variable.lengths for variable in listed]
         return results[0] if isinstance(variables, Shared) else results
 
+    @verb
     def get_shapes(self, variables: Any) -> Any:
         """Return the shape on each rank; see :func:`synk.get_shapes`."""
         listed = self._list("get_shapes", variables)
@@ -314,30 +385,55 @@ class Runtime:
             results = [collectives.shapes(variable) for variable in listed]
         return results[0] if isinstance(variables, Shared) else results
 
+    @verb
     def where(self) -> str:
         """Return what each rank is doing right now: its phase, the bytes it has published, its Python stacks.
 
-        For another thread, or a signal handler, while a call seems stuck. A call that runs for more than
-        ``SYNK_STUCK_AFTER`` seconds (an environment variable; 60 by default, 0 for never) is explained so in the log,
+        Call it from another thread or a signal handler while a call seems stuck. If a call runs for more than
+        ``SYNK_STUCK_AFTER`` seconds (an environment variable; 60 by default, 0 for never), the log shows this text
         once.
         """
         if self.is_closed:
             raise ClosedError("cannot look at the workers: the runtime is closed.") from self._session.cause
         return where(self._session.workers.processes)
 
-    def interrupt(self) -> None:
-        """End the calls that are under way, as Ctrl-C does, from another thread: for a stop button, or a server.
+    @verb
+    def stacks(self) -> dict[int, str]:
+        """Return the Python stacks of all ranks right now, by rank. Call it from another thread while a call seems
+        stuck.
 
-        The call that runs raises ``CallCancelled`` in its own thread, and so do submitted calls when you ask for their
-        results; one that has been answered already keeps its result. Shared variables hold what they held before. The
-        runtime stays open, the workers live on, and where nothing is under way nothing happens. A worker that does not
-        answer within two seconds (stuck in C code, say) is killed and started again by the next call.
+        A rank that is still starting, or whose worker has ended, is left out. :meth:`where` also says what the ranks
+        do.
+
+        Raises
+        ------
+        ClosedError
+
+        Examples
+        --------
+        >>> import synk
+        >>> with synk.fork(2) as runtime:
+        ...     _ = synk.function(lambda: None, outputs=None, per_rank=True)()  # they have started
+        ...     sorted(runtime.stacks())
+        [0, 1]
+        """
+        if self.is_closed:
+            raise ClosedError("cannot look at the workers: the runtime is closed.") from self._session.cause
+        return stacks(self._session.workers.processes)
+
+    def interrupt(self) -> None:
+        """End the calls in flight from another thread, as Ctrl-C does: for a stop button, or a server.
+
+        The running call raises ``CallCancelled`` in its own thread, and so do submitted calls when you ask for their
+        results. A call that was already answered keeps its result. Shared variables keep the values they had before.
+        The runtime stays open and the workers live on; if nothing is in flight, nothing happens. A worker that does not
+        answer within two seconds (for instance, stuck in C code) is killed, and replaced by the next call.
 
         Raises
         ------
         ClosedError
         UnsupportedError
-            With ``inline=True``: functions run in the thread that calls them, where nothing but Ctrl-C can end them.
+            With ``inline=True``: functions run in the thread that calls them, and only Ctrl-C can end them there.
 
         Examples
         --------
@@ -354,8 +450,9 @@ class Runtime:
         """
         self._session.interrupt()
 
+    @verb
     def info(self) -> str:
-        """Return a description of the runtime, one line per rank."""
+        """Return a description of the runtime, one line for each rank."""
         return Text(self._description())
 
     def _description(self) -> str:
@@ -371,18 +468,23 @@ class Runtime:
         lines += [f"  NCCL: {self._session.group.library}"] if self._session.group.library else []
         lines += [f"  NCCL is not used: {self._session.group.problem}"] if self._session.group.problem else []
         lines += [f"  messages: {problem}" for problem in self._session.lanes.message_problems()]
-        if self.backend == "numpy" and not self._session.workers.is_inline and (num_threads := num_torch_threads()) > 1:
+        if (
+            not self._session.has_devices
+            and not self._session.workers.is_inline
+            and (num_threads := num_torch_threads()) > 1
+        ):
             lines.append(f"  torch computes with {num_threads} threads in the master, on the cores of the workers")
         return "\n".join([title, *lines])
 
+    @verb
     def restart(self) -> None:
-        """Replace all workers by new ones, which know of everything as it is now.
+        """Replace all workers by new ones, which learn everything as it is now.
 
-        For what calls do not bring to the workers: environment variables, the working folder, ``np.seterr``, installed
-        packages, and captured objects that cannot be compared, such as iterators and files. Takes about as long as
-        :func:`synk.fork`. Functions are sent again when they are called; ``Data`` and
-        shared variables keep their values. What functions kept on the workers, in closures or globals, is gone;
-        ``on_restart`` of :func:`synk.fork` can bring it back.
+        Use it for changes that calls do not bring to the workers: environment variables, the working folder, installed
+        packages, and captured objects that cannot be compared, such as iterators and files. It takes about as long as
+        :func:`synk.fork`. Functions are sent again when they are called. ``Data`` and shared variables keep their
+        values. What functions kept on the workers, in closures or globals, is gone; ``on_restart`` of :func:`synk.fork`
+        can bring it back.
 
         Raises
         ------
@@ -392,10 +494,11 @@ class Runtime:
             self._session.begin("restart", self._session.deadline(None))
             self._session.replace_workers()
 
+    @verb
     def close(self) -> None:
-        """End the workers and release everything; safe to repeat, bounded in time.
+        """End the workers and release everything. It may be called again, and ends within a bounded time.
 
-        A call that runs in another thread is ended with ``ClosedError`` there, and so are calls that were submitted.
+        A call that runs in another thread ends with ``ClosedError`` there, and so do submitted calls.
         """
         session = self._session
         if session.is_own_process and not session.is_closed and not session.is_mine():
@@ -403,12 +506,18 @@ class Runtime:
                 session.at_close.pop()()
         session.close()
 
+    @verb
     def __enter__(self) -> Runtime:
         self._session.check_open("enter the runtime")
         return self
 
+    @verb
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def __synk_recipe__(self) -> tuple[Any, ...]:
+        """Return what stands for it in a program: the runtime that the program is put on."""
+        return ("runtime",)
 
     def __repr__(self) -> str:
         return repr(self._session)
@@ -416,8 +525,8 @@ class Runtime:
     def _repr_html_(self) -> str:
         session = self._session
         state = "closed" if session.is_closed else "open"
-        busy = "a call is under way" if session.is_mine() or session.queue.calls else "idle"
-        counters = session.counters
+        busy = "a call is in flight" if session.is_mine() or session.queue.calls else "idle"
+        counters = session.counted()
         rows = [
             ("workers", f"{self.world_size} x {self.backend}"),
             ("devices", ", ".join(self.devices)),

@@ -1,4 +1,4 @@
-"""Calls over an iterable of batches: submitted ahead, their results in order."""
+"""Calls over an iterable of batches: submitted ahead, with results in order."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Block = tuple[tuple[Any, ...], dict[str, Any], slice | None]
 
 
 class Submitted(Protocol):
-    """A submitted call, as far as a stream is concerned."""
+    """What a stream needs of a submitted call."""
 
     def result(self) -> Any:
-        """Wait for it and return its result."""
+        """Wait for the call and return its result."""
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the call has ended."""
 
 
 def stream(submit: Callable[[Any], Submitted], name: str, batches: Iterator[Any]) -> Iterator[Any]:
@@ -47,7 +47,7 @@ def stream(submit: Callable[[Any], Submitted], name: str, batches: Iterator[Any]
                     calls.append(submit(safe_point(next, batches)))
                 except StopIteration:
                     is_at_end = True
-                except Exception as raised:  # by the iterable, or bad input: behind the results before it
+                except Exception as raised:  # from the iterable, or for bad input: it comes after the results before it
                     is_at_end, error = True, raised
         while calls and (is_at_end or len(calls) == NUM_LANES or calls[0].done()):
             yield _result(calls, name, number)
@@ -57,18 +57,18 @@ def stream(submit: Callable[[Any], Submitted], name: str, batches: Iterator[Any]
 
 
 def arguments(batch: Any) -> tuple[Any, ...]:
-    """Return the arguments that a batch stands for: a tuple or list of a data loader is one for each."""
+    """Return the arguments that a batch stands for. A tuple or list, as a data loader gives it, holds one for each."""
     return tuple(batch) if type(batch) in (tuple, list) else (batch,)
 
 
 def _result(calls: deque[Submitted], name: str, number: int) -> Any:
-    """Return the result of the oldest call; where it has failed the others end before it is told."""
+    """Return the result of the oldest call. If it has failed, the others are ended before the error is raised."""
     with operation():
         try:
             return calls.popleft().result()
         except Exception as error:
             add_note(error, f"for batch {number} of the stream of {name!r}")
-            for call in calls:  # nobody will ask for their results
+            for call in calls:  # their results are no longer wanted
                 with contextlib.suppress(Exception):
                     call.result()
             raise
@@ -87,14 +87,14 @@ def check_batch_size(batch_size: Any, name: str) -> int:
 
 
 def blocks(bound: BoundArguments, batch_size: int, name: str) -> tuple[int, Iterator[Block]]:
-    """Return the number of blocks of rows, and an iterator over the arguments of the call for each.
+    """Return the number of blocks of rows, and an iterator over the arguments of the call for each block.
 
-    Of ``Data`` and sharded variables the workers take the rows themselves; other arrays are cut here.
+    Workers take the rows of ``Data`` and sharded variables themselves. Other arrays are sliced here.
 
     Raises
     ------
     ValueError
-        If there are no rows, or not as many in all inputs.
+        If there are no rows, or the inputs differ in their number of rows.
     """
     leaves = [
         (f"{label}{path}", leaf)
@@ -126,7 +126,9 @@ def _blocks(bound: BoundArguments, starts: range, batch_size: int, is_held: bool
 
 
 def _leaves(value: Any) -> Iterable[tuple[str, Any]]:
-    """Yield what has rows, with its path; single values in a nested argument are the same for all blocks."""
+    """Yield the leaves that have rows, with their paths. Single values in a nested argument are the same for all
+    blocks.
+    """
     if not is_nested(value):
         return [("", value)]
     leaves, structure = take_apart(value)
@@ -158,15 +160,15 @@ def _cut(value: Any, rows: slice) -> Any:
 
 
 def with_progress(results: Iterator[Any], name: str, length: int) -> Iterator[Any]:
-    """Return an iterator over the same results that shows how many there were; ``length`` 0: of an unknown number.
+    """Return an iterator over the same results with a progress bar. ``length`` 0 means that the number is unknown.
 
     Raises
     ------
     ModuleNotFoundError
-        Where tqdm is not installed.
+        If tqdm is not installed.
     """
     try:
-        with deferred():  # an import that is broken off leaves half a module
+        with deferred():  # an import that is broken off leaves half a module behind
             from tqdm.auto import tqdm
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(

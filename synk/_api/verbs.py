@@ -1,11 +1,13 @@
-"""The module-level verbs that only pass on to the current runtime."""
+"""The module-level verbs that pass on to the current runtime.
+
+In one file because each is its documentation and one line of code.
+"""
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -15,16 +17,17 @@ from synk._master.objects.data import Data
 from synk._master.objects.resident import Resident
 from synk._master.objects.shared import Shared
 from synk._master.state.profile import Profile
-from synk._pure.cores import num_cores
 from synk._pure.show import Text
+from synk._pure.tracebacks import verb
 from synk._version import __version__
 from synk._wire.cell import cell
-from synk.cuda._cupy import has_cupy
-from synk.cuda._report import gpu_lines
+from synk.backends import BACKENDS, backend_module
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 
+@verb
 def data(
     value: Any = None,
     *,
@@ -43,14 +46,14 @@ def data(
     value : array-like, shape (rows, *rest), optional
         Copied in. Without it the contents are zeros.
     dtype, shape, ndim
-        Of the array; needed where there is no value (dtype, and one of the others).
+        Those of the array. Without a value, dtype and one of the others are needed.
     minibatch : bool
-        The object will hold only the rows of the current batch, in its order: row j belongs to the j-th row that
-        ``batch`` picks of the other inputs.
+        Whether the object will hold only the rows of the current batch, in its order: row j belongs to the j-th row
+        that ``batch`` selects of the other inputs.
     force_cast : bool
-        Allow a cast of ``value`` to ``dtype`` that can lose information.
+        Whether to allow a cast of ``value`` to ``dtype`` that can lose information.
     oversize : float
-        Memory to take, as a factor of 1.0 to 2.0, so that it can grow in place.
+        How much memory to take, as a factor of 1.0 to 2.0, so that the array can grow in place.
     name : str, optional
         For errors.
 
@@ -63,7 +66,7 @@ def data(
     TypeError
         For objects, masked arrays, ragged lists, and casts that lose information.
     SharedMemoryError
-        If the memory does not suffice.
+        If there is not enough memory.
     NotForkedError, ClosedError
 
     Examples
@@ -87,15 +90,16 @@ def data(
     )
 
 
+@verb
 def shared(value: Any, *, sharded: bool = False, name: str | None = None) -> Shared:
     """Make a variable that lives on the workers; see :class:`synk.Shared`.
 
     Parameters
     ----------
     value : array-like, or a nesting (tuple, list, dict) of them
-        Copied to every rank; or, ``sharded``, its rows are scattered over the ranks.
+        Copied to every rank or, if ``sharded``, divided among the ranks by rows.
     sharded : bool
-        One shard of the rows per rank instead of a replica.
+        Whether each rank gets a shard of the rows instead of a replica.
     name : str, optional
         For errors.
 
@@ -106,9 +110,9 @@ def shared(value: Any, *, sharded: bool = False, name: str | None = None) -> Sha
     Raises
     ------
     TypeError
-        For values that are no numbers, text or records.
+        For values that are not numbers, text or records.
     SharedMemoryError
-        If the memory does not suffice.
+        If there is not enough memory.
 
     Examples
     --------
@@ -127,6 +131,7 @@ def shared(value: Any, *, sharded: bool = False, name: str | None = None) -> Sha
     return current().shared(value, sharded=sharded, name=name)
 
 
+@verb
 def resident(
     obj: Any,
     *,
@@ -136,18 +141,18 @@ def resident(
 ) -> Resident:
     """Give every rank a Python object of its own that it keeps between calls; see :class:`synk.Resident`.
 
-    Functions close over it and use its ``.value``, or get the rank's object as a broadcast argument.
+    A function closes over it and uses its ``.value``, or gets the rank's object as a broadcast argument.
 
     Parameters
     ----------
     obj : object
         Copied to every rank by one pickle, so that several objects in a tuple keep what they share.
     name : str, optional
-        For errors; that of its class where not given.
+        For errors. By default the name of its class.
     dump, load : callable, optional
-        How another rank gets its state: ``load(object, dump(object_of_another_rank))`` changes ``object`` in place;
-        both are sent to the workers. By default ``state_dict`` and ``load_state_dict``, where the object, or each in a
-        tuple or list, has them; else a pickle of the whole object.
+        How a rank takes over another rank's state: ``load(object, dump(object_of_another_rank))`` changes ``object`` in
+        place. Both are sent to the workers. By default ``state_dict`` and ``load_state_dict``, if the object, or each
+        object in a tuple or list, has them; else a pickle of the whole object.
 
     Returns
     -------
@@ -156,7 +161,7 @@ def resident(
     Raises
     ------
     SerializationError
-        If the object cannot be pickled, or cannot be loaded on the workers.
+        If the object cannot be pickled, or not be loaded on the workers.
     NotForkedError, ClosedError
 
     Examples
@@ -176,6 +181,32 @@ def resident(
     return current().resident(obj, name=name, dump=dump, load=load)
 
 
+@overload
+def map(
+    fn: Callable[[T], R],
+    items: Iterable[T],
+    /,
+    *,
+    batch_size: int | None = None,
+    ordered: bool = True,
+    progress: bool = False,
+) -> Iterator[R]: ...
+
+
+@overload
+def map(
+    fn: Callable[..., R],
+    first: Iterable[Any],
+    second: Iterable[Any],
+    /,
+    *others: Iterable[Any],
+    batch_size: int | None = None,
+    ordered: bool = True,
+    progress: bool = False,
+) -> Iterator[R]: ...
+
+
+@verb
 def map(
     fn: Callable[..., R],
     *iterables: Iterable[Any],
@@ -183,31 +214,31 @@ def map(
     ordered: bool = True,
     progress: bool = False,
 ) -> Iterator[R]:
-    """Return an iterator over what ``fn`` returns for each of the items; the workers get more as they become free.
+    """Return an iterator over what ``fn`` returns for each item. Workers get new items as they become free.
 
-    For work that comes in pieces of its own: files, parameter sets, starting points. Work on the rows of arrays is
-    :func:`synk.function`'s. It is not among the names of ``from synk import *``, which would hide the built-in.
+    Use it for work that comes in items: files, parameter sets, starting points. For rows of arrays use
+    :func:`synk.function`. ``from synk import *`` leaves it out, because it would hide the built-in ``map``.
 
     Parameters
     ----------
     fn : callable
-        A plain function of one item, or of one from each iterable. It runs for each item on one worker, by itself:
-        ``synk.comm`` has no meaning there, and shared variables can be read (replicated ones) but not assigned.
+        A plain function of one item, or of one item from each iterable. Each item is a run on one worker alone:
+        ``synk.comm`` has no meaning there, and shared variables (replicated ones) can be read but not assigned.
     *iterables : iterable
-        Objects that can be pickled. Items are taken as workers need them, so they may be endless. Of several iterables
-        the shortest ends the map, as of the built-in one.
+        Objects that can be pickled. Items are taken as workers need them, so an iterable may be endless. The shortest
+        iterable ends the map, as for the built-in one.
     batch_size : int, optional
-        How many items a worker is sent at a time. By default a few at first, then as many as take it some 20 to 200 ms.
+        How many items to send to a worker at a time. By default a few at first, then as many as take 20 to 200 ms.
     ordered : bool
-        False: results come as they are there, not in the order of the items.
+        False: results come as soon as they are there, and not in the order of the items.
     progress : bool
-        Show a bar, by tqdm (``pip install "synkhronos[progress]"``).
+        Whether to show a progress bar, by tqdm (``pip install "synkhronos[progress]"``).
 
     Returns
     -------
     iterator
-        Of the results. Work begins with the first that is asked for. At most about four chunks of items per worker
-        are ahead of what was taken, so memory is bounded. To drop the iterator ends what is in flight.
+        The results. The work begins when you ask for the first. At most about four chunks of items for each worker are
+        ahead of what you took, so memory is bounded. Dropping the iterator ends what is in flight.
 
     Raises
     ------
@@ -216,14 +247,14 @@ def map(
     Exception
         From the iterator, after the results of the items before it: what ``fn`` raised, with a note that names the item
         and a ``RemoteError`` as its cause; what the iterable raised; ``SerializationError`` for an item that cannot be
-        pickled; ``WorkerDied`` and ``CallTimeout`` (the runtime's ``timeout``, for each batch of items). It has ended
-        then.
+        pickled; ``WorkerDied`` and ``CallTimeout`` (the runtime's ``timeout``, for each chunk of items). The map has
+        ended then.
 
     Notes
     -----
-    Other calls may be made between two results: they wait for the items that workers are at. Arrays of 1 MB and more
-    in an item arrive read-only; one that is in many items crosses to the workers once, as long as it holds the same. A
-    function is sent once, and what it captures as it was when the map began. The runtime remembers the last 8
+    You may make other calls between two results: they wait for the items that are running. Arrays of 1 MB and more in
+    an item arrive read-only. An array that is in many items crosses to the workers once, as long as its contents stay
+    the same. A function is sent once, with what it captures when the map begins. The runtime remembers the last 8
     functions.
 
     Examples
@@ -236,6 +267,7 @@ def map(
     return current().map(fn, *iterables, batch_size=batch_size, ordered=ordered, progress=progress)
 
 
+@verb
 def broadcast(variables: Any, values: Any = None) -> None:
     """Copy rank 0's value of each variable, or ``values``, to all ranks.
 
@@ -248,6 +280,7 @@ def broadcast(variables: Any, values: Any = None) -> None:
     current().broadcast(variables, values)
 
 
+@verb
 def scatter(variables: Any, values: Any, batch: Any = None) -> None:
     """Split the rows of ``values`` over the ranks, as calls split their inputs.
 
@@ -256,11 +289,12 @@ def scatter(variables: Any, values: Any, batch: Any = None) -> None:
     variables : Shared or sequence of Shared
     values : array-like of shape (rows, *rest), Data, or a sequence of them
     batch : int, slice, sequence of int or bool mask, optional
-        Which rows of ``values``.
+        Which rows of ``values`` to use.
     """
     current().scatter(variables, values, batch)
 
 
+@verb
 def gather(variables: Any, nd_up: int = 1) -> Any:
     """Return the values of all ranks as new arrays.
 
@@ -268,24 +302,26 @@ def gather(variables: Any, nd_up: int = 1) -> Any:
     ----------
     variables : Shared or sequence of Shared
     nd_up : {0, 1}
-        1: stacked, shape ``(world_size, *shape)``, for values of one shape. 0: concatenated along axis 0; shards may
-        differ in length.
+        1: stacked, with shape ``(world_size, *shape)``; all values must have one shape. 0: concatenated along axis 0;
+        shards may differ in length.
     """
     return current().gather(variables, nd_up)
 
 
+@verb
 def all_gather(variables: Any) -> None:
-    """Make every rank's value the concatenation of the values of all ranks along axis 0."""
+    """Give every rank the concatenation of all ranks' values along axis 0."""
     current().all_gather(variables)
 
 
+@verb
 def reduce(variables: Any, op: str = "avg", in_place: bool = True) -> Any:
-    """Reduce the values of all ranks, all alike in weight.
+    """Reduce the values of all ranks. All ranks weigh the same.
 
     Parameters
     ----------
     variables : Shared or sequence of Shared
-        Of one shape on all ranks.
+        Variables with one shape on all ranks.
     op : {"avg", "sum", "prod", "min", "max"}
     in_place : bool
         True: the result becomes rank 0's value. False: it is returned and no variable changes.
@@ -293,13 +329,15 @@ def reduce(variables: Any, op: str = "avg", in_place: bool = True) -> Any:
     return current().reduce(variables, op, in_place)
 
 
+@verb
 def all_reduce(variables: Any, op: str = "avg") -> None:
-    """Reduce the values of all ranks (all alike in weight) and make the result the value of every rank."""
+    """Reduce the values of all ranks, which weigh the same, and give every rank the result."""
     current().all_reduce(variables, op)
 
 
+@verb
 def set_value(variables: Any, values: Any, rank: int | None = None, batch: Any = None) -> None:
-    """Set the value of one rank, or of all ranks where ``rank`` is None.
+    """Set the value of one rank, or of all ranks if ``rank`` is None.
 
     Parameters
     ----------
@@ -308,28 +346,32 @@ def set_value(variables: Any, values: Any, rank: int | None = None, batch: Any =
         One for each variable.
     rank : int, optional
     batch : int, slice, sequence of int or bool mask, optional
-        Which rows of ``values``.
+        Which rows of ``values`` to use.
     """
     current().set_value(variables, values, rank, batch)
 
 
+@verb
 def get_value(variables: Any, rank: int = 0) -> Any:
-    """Return a copy of the value of one rank; of a sequence of variables, a list of them."""
+    """Return a copy of the value of one rank; for a sequence of variables, a list of copies."""
     return current().get_value(variables, rank)
 
 
+@verb
 def get_lengths(variables: Any) -> Any:
-    """Return the number of rows on each rank: a list per variable."""
+    """Return the number of rows on each rank, as a list for each variable."""
     return current().get_lengths(variables)
 
 
+@verb
 def get_shapes(variables: Any) -> Any:
-    """Return the shape on each rank: a list per variable."""
+    """Return the shape on each rank, as a list for each variable."""
     return current().get_shapes(variables)
 
 
+@verb
 def profile() -> Profile:
-    """Return time and bytes of all calls of the current runtime so far, by function; prints as a table.
+    """Return time and bytes of all calls of the current runtime so far, by function. It prints as a table.
 
     Examples
     --------
@@ -343,12 +385,12 @@ def profile() -> Profile:
     return current().profile
 
 
+@verb
 def info() -> str:
     """Return a description of synk, this machine, and the current runtime."""
     lines = [
         f"synk {__version__}, Python {platform.python_version()}, numpy {np.__version__}, {platform.platform()}",
-        f"CPU: {num_cores()} of {os.cpu_count()} cores usable",
-        *gpu_lines(has_cupy=has_cupy()),
+        *(line for name in BACKENDS for line in backend_module(name).report()),
     ]
     if cell.runtime is not None:
         lines.append(current().info())
@@ -357,15 +399,16 @@ def info() -> str:
     return Text("\n".join(lines))
 
 
+@verb
 def distribute() -> None:
-    """Send all functions that are not yet on the workers of the current runtime, in one go.
+    """Send all functions that the workers of the current runtime do not have yet, together.
 
-    Optional: the first call of a function does it. A program that builds many functions saves round trips, and
-    functions that are pickled together keep what they share in common.
+    This is optional: the first call of a function does it. A program that builds many functions saves round trips, and
+    functions that are pickled together share their common objects.
 
     Raises
     ------
     SerializationError
-        If one cannot be pickled, or cannot be loaded on the workers; it is then on no rank.
+        If one cannot be pickled, or not be loaded on the workers. It is then on no rank.
     """
     current().distribute()

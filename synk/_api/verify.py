@@ -1,6 +1,6 @@
 """``Function.verify``: one call in parallel and serially, on trial, and the plain function in the program.
 
-What the comparison says of each output. How the plain function is called is ``synk._api.plain``'s affair.
+This file compares them and reports on each output. ``synk._api.plain`` calls the plain function.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ Try = Callable[[CallOptions], Tried]
 
 @dataclass(frozen=True)
 class VerifiedOutput:
-    """What is known of one output, or of one shared variable that the function assigned.
+    """What is known about one output, or one shared variable that the function assigned.
 
     Attributes
     ----------
     name : str
-        Its place in the result, as ``"[0]['loss']"``; empty where the function returns one value.
+        Its path in the result, for instance ``"[0]['loss']"``; empty if the function returns one value.
     op : op, or None
-        As it was given in ``outputs``; for a variable ``"shard"`` or ``"replica"``.
+        As given in ``outputs``; for a variable ``"shard"`` or ``"replica"``.
     verdict : str
-        ``"equal"`` or ``"different"``. ``"one per rank"`` (op None) is not compared. Where values differ for a reason,
-        it is the reason: ``"random"``, ``"communicates"``, or ``"per rank"`` (built with ``per_rank=True``).
+        ``"equal"`` or ``"different"``. ``"one per rank"`` (op None) is not compared. If values differ for a legitimate
+        reason, the reason: ``"random"``, ``"communicates"``, or ``"per rank"`` (built with ``per_rank=True``).
     difference : float
-        The largest one from the serial value, or of that from the plain function's, in absolute value; NaN where the
+        The largest absolute difference from the serial value, or of the serial value from the plain one. NaN if the
         values have no difference (shapes, text, objects).
     matching : tuple of str
-        The ops that give the serial value, where the op that was named does not.
+        The ops that give the serial value, if the chosen op does not.
     plain_verdict : str
-        ``"equal"`` or ``"different"``: whether the serial value is that of the plain function, called in the program.
-        Empty where these two were not compared.
+        ``"equal"`` or ``"different"``: whether the serial value equals that of the plain function, called in the
+        program. Empty if these were not compared.
     """
 
     name: str
@@ -65,7 +65,7 @@ class VerifiedOutput:
 class Report:
     """What :meth:`synk.Function.verify` found.
 
-    True where every output that can be compared equals the serial one, the serial one equals that of the plain function
+    True if every output that can be compared equals the serial one, the serial one equals that of the plain function
     wherever it was compared, and nothing that the function captured is stale.
 
     Attributes
@@ -73,9 +73,9 @@ class Report:
     function : str
     outputs : tuple of VerifiedOutput
     notes : tuple of str
-        What else was seen of the function, in words.
+        What else was noticed about the function, in words.
     stale : tuple of str
-        Those of the notes that say what the workers hold of the function that is out of date.
+        The notes about what the workers hold of the function that is out of date.
     """
 
     function: str
@@ -121,28 +121,28 @@ def verify(
     known: Traits | None = None,
     without_draws: Try | None = None,
 ) -> Report:
-    """Run a call on trial, in parallel and serially, and the plain function in the program, and compare.
+    """Run a call on trial, in parallel and serially, and the plain function in the program, and compare them.
 
     Parameters
     ----------
     name : str
-        Of the function, with its ``outputs``.
+        Name of the function, which has these ``outputs``.
     run : callable
         Runs the call with other options.
     options : CallOptions
-        Of the call in parallel.
+        Those of the parallel call.
     plain : PlainCall
         The same call of the plain function.
     is_per_rank : bool
-        Each rank contributes its own, whatever the rows.
+        Whether each rank contributes a value of its own, whatever the rows.
     stale : sequence of str
-        What the workers hold of the function that is out of date, each a sentence.
+        What the workers hold of the function that is out of date, each as a sentence.
     unknown : callable
-        Returns, after the calls, sentences on what nobody can tell.
+        Returns, after the calls, sentences on what cannot be told.
     known : Traits, optional
         What the function does that means the same in parallel and serially.
     without_draws : callable, optional
-        What to run instead of a function that draws random numbers.
+        What to run in place of a function that draws random numbers.
     """
     serial_options = replace(options, num_slices=1, is_serial=True, is_apart=True)
     serial, started = run(serial_options), time.monotonic()
@@ -153,14 +153,14 @@ def verify(
         run = without_draws
         serial, again = run(serial_options), run(serial_options)
     serial_s = time.monotonic() - started
-    apart = run(replace(options, num_slices=1, is_apart=True))  # what the function itself raises comes from here
+    apart = run(replace(options, num_slices=1, is_apart=True))  # an exception of the function itself is raised here
     problem: Exception | None = None
     whole: Tried | None = None
     try:
         combined: Tried | None = run(options)
-        if any(isinstance(op, Op) for op in each_op(outputs)):  # which may make another value of that of all rows
+        if any(isinstance(op, Op) for op in each_op(outputs)):  # such an op may change even the value for all rows
             whole = run(replace(serial_options, is_apart=False))
-    except (TypeError, ValueError) as error:  # its outputs cannot be combined so
+    except (TypeError, ValueError) as error:  # its outputs cannot be combined
         combined, problem = None, error
     expected = [parts[0] for parts in serial.leaves]
     is_random = _are_different(serial, again)
@@ -197,7 +197,7 @@ def _are_different(serial: Tried, again: Tried) -> bool:
 
 
 def _reason(is_random: bool, traits: Traits, is_per_rank: bool) -> str:
-    """Return why values may differ from the serial ones without being wrong; else that they are different."""
+    """Return why values may rightly differ from the serial ones, or else "different"."""
     if is_random or traits & Traits.DRAWS:
         return "random"
     if traits & Traits.COMMUNICATES:
@@ -251,11 +251,11 @@ def _compare(
 
 
 def _beside_plain(output: VerifiedOutput, serial: Any, plain: Any, tolerance: Tolerance) -> VerifiedOutput:
-    """Add to what is known of an output whether its serial value is that of the plain function."""
+    """Add whether the serial value of an output equals that of the plain function."""
     if output.op is None:
         return output
     verdict = "equal" if is_same(plain, serial, tolerance) else "different"
-    largest = float(np.fmax(output.difference, difference(plain, serial)))  # of two NaN it is NaN
+    largest = float(np.fmax(output.difference, difference(plain, serial)))  # NaN only if both are
     return replace(output, plain_verdict=verdict, difference=largest)
 
 

@@ -1,15 +1,16 @@
-"""``wrap``: one function of an existing program made parallel, without any other change."""
+"""``wrap``: makes one function of an existing program parallel, without any other change."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
-from synk._api.build import Decorator, build_function, with_options
+from synk._api.build import Decorator, KeepingDecorator, build_function, with_options
 from synk._api.current import fork
-from synk._api.function import Function, P
-from synk._api.options import FunctionOptions
+from synk._api.function import Function, P, R
+from synk._api.options import FunctionOptions, KeptOptions
 from synk._master.session import Session
+from synk._pure.tracebacks import verb
 from synk._wire.cell import cell, refuse_inside_worker
 
 if TYPE_CHECKING:
@@ -17,7 +18,15 @@ if TYPE_CHECKING:
 
 
 @overload
-def wrap(fn: Callable[P, Any], **options: Unpack[FunctionOptions]) -> Function[P]: ...
+def wrap(fn: Callable[P, R], **options: Unpack[KeptOptions]) -> Function[P, R]: ...
+
+
+@overload
+def wrap(fn: Callable[P, Any], **options: Unpack[FunctionOptions]) -> Function[P, Any]: ...
+
+
+@overload
+def wrap(fn: None = None, **options: Unpack[KeptOptions]) -> KeepingDecorator: ...
 
 
 @overload
@@ -25,10 +34,11 @@ def wrap(fn: None = None, **options: Unpack[FunctionOptions]) -> Decorator: ...
 
 
 @with_options
+@verb
 def wrap(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Make one function of an existing program parallel, without any other change.
 
-    As :func:`function`, but forks at the first call where no runtime is there. The workers end with the program.
+    This is :func:`function`, but the first call forks if there is no runtime. The workers end with the program.
 
     Examples
     --------
@@ -41,8 +51,8 @@ def wrap(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     return build_function(fn, options, None, WrappedFunction)
 
 
-class WrappedFunction(Function[P]):
-    """A function that brings its own runtime where there is none; made by :func:`synk.wrap`."""
+class WrappedFunction(Function[P, R]):
+    """A function that forks a runtime if there is none; made by :func:`synk.wrap`."""
 
     def _bound_session(self) -> Session:
         refuse_inside_worker(self._verb)

@@ -1,4 +1,4 @@
-"""``FunctionWrapper``: the base of what is called like a function and does something with the results of its calls."""
+"""``FunctionWrapper``: the base of classes that are called like a function and finish the results of its calls."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from synk._master.objects.data import Data
 
 
 class WrappedCall:
-    """A submitted call of a :class:`FunctionWrapper`; as :class:`synk.PendingCall`."""
+    """A submitted call of a :class:`FunctionWrapper`, used like :class:`synk.PendingCall`."""
 
-    def __init__(self, call: PendingCall, finish: Callable[[Any], Any]) -> None:
+    def __init__(self, call: PendingCall[Any], finish: Callable[[Any], Any]) -> None:
         self._call = call
         self._finish: Callable[[Any], Any] | None = finish
         self._value: Any = None
@@ -28,7 +28,7 @@ class WrappedCall:
         return self._call.ranks
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the call to end and return its result, finished; as :meth:`synk.PendingCall.result`."""
+        """Wait for the call to end and return its finished result, as :meth:`synk.PendingCall.result` does."""
         if self._finish is not None:
             self._value = self._finish(self._call.result(timeout))
             self._finish = None
@@ -42,11 +42,11 @@ class WrappedCall:
         return self.result()
 
     def add_done_callback(self, fn: Callable[[WrappedCall], Any]) -> None:
-        """Have ``fn(call)`` called once the call has ended; as :meth:`synk.PendingCall.add_done_callback`."""
+        """Call ``fn(call)`` when the call has ended, as :meth:`synk.PendingCall.add_done_callback` does."""
         self._call.add_done_callback(lambda _: fn(self))
 
     def done(self) -> bool:
-        """Return whether the call has ended, well or not; never waits for it."""
+        """Return whether the call has ended, with or without an error. Never waits for it."""
         return self._call.done()
 
     def __repr__(self) -> str:
@@ -56,9 +56,8 @@ class WrappedCall:
 class FunctionWrapper:
     """The base of a class whose objects are called like the function that they wrap.
 
-    Whatever a function has they have: calls with all options, ``serial``, ``submit``, ``stream``, ``rows``, ``verify``,
-    ``build_inputs``. A
-    derived class says in :meth:`finish` what becomes of a result.
+    They have all verbs of a function: calls with all options, ``serial``, ``repeat``, ``submit``, ``stream``, ``rows``,
+    ``verify``, ``build_inputs``. A derived class defines in :meth:`finish` what becomes of a result.
 
     Parameters
     ----------
@@ -81,13 +80,13 @@ class FunctionWrapper:
     (2.0, 2.0, 1.0)
     """
 
-    function: Function
+    function: Function[..., Any]
 
-    def __init__(self, function: Function) -> None:
+    def __init__(self, function: Function[..., Any]) -> None:
         self.function = function
 
     def finish(self, result: Any) -> Any:
-        """Return what the caller gets for the result of a call. Runs once for each, in the master."""
+        """Return what the caller gets for the result of a call. It runs once for each call, in the master."""
         return result
 
     @property
@@ -95,31 +94,35 @@ class FunctionWrapper:
         return self.function.name
 
     def __call__(self, /, *args: Any, **options: Any) -> Any:
-        """As :class:`synk.Function`."""
+        """Call the function; see :class:`synk.Function`."""
         return self.finish(self.function(*args, **options))
 
     def serial(self, /, *args: Any, **options: Any) -> Any:
-        """As :meth:`synk.Function.serial`."""
+        """Call it serially; see :meth:`synk.Function.serial`."""
         return self.finish(self.function.serial(*args, **options))
 
+    def repeat(self, num_repeats: int, /, *args: Any, **options: Any) -> Any:
+        """Call it several times for one message; see :meth:`synk.Function.repeat`. Only the last result is finished."""
+        return self.finish(self.function.repeat(num_repeats, *args, **options))
+
     def submit(self, /, *args: Any, **options: Any) -> WrappedCall:
-        """As :meth:`synk.Function.submit`; the result is finished when it is asked for."""
+        """Submit a call; see :meth:`synk.Function.submit`. Its result is finished when it is asked for."""
         return WrappedCall(self.function.submit(*args, **options), self.finish)
 
     def verify(self, /, *args: Any, **options: Any) -> Report:
-        """As :meth:`synk.Function.verify`, which compares what the wrapped function returns."""
+        """Compare what the wrapped function returns; see :meth:`synk.Function.verify`."""
         return self.function.verify(*args, **options)
 
     def stream(self, batches: Iterable[Any], **options: Any) -> Iterator[Any]:
-        """As :meth:`synk.Function.stream`; each result is finished when it is asked for."""
+        """Call it for each batch; see :meth:`synk.Function.stream`. Each result is finished when it is asked for."""
         results = self.function.stream(batches, **options)
         return (self.finish(result) for result in results)
 
     def rows(self, /, *args: Any, **options: Any) -> Iterator[Any]:
-        """As :meth:`synk.Function.rows`; each result is finished when it is asked for."""
+        """Call it for blocks of rows; see :meth:`synk.Function.rows`. Each result is finished when it is asked for."""
         results = self.function.rows(*args, **options)
         return (self.finish(result) for result in results)
 
     def build_inputs(self, *arrays: Any, **options: Any) -> tuple[Data, ...]:
-        """As :meth:`synk.Function.build_inputs`."""
+        """Make its inputs; see :meth:`synk.Function.build_inputs`."""
         return self.function.build_inputs(*arrays, **options)

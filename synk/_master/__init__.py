@@ -1,6 +1,6 @@
-"""The master's half, in the program's own process: one call at a time, planned, sent, awaited and put together.
+"""The master's half, in the program's own process. A call is planned, sent and awaited here, and its result built.
 
-Knows of the workers only what messages say (``_wire``); imports nothing of theirs, and nothing of what the user holds.
-``session`` is what every part is handed; ``calls`` is the path of one call, over ``state``, ``workers``, ``processes``
-and ``code``; ``flight`` is above it.
+It knows of the workers only what messages say (``_wire``), and imports neither their half nor ``_api``. ``session`` is
+handed to every part. ``calls`` is the path of one call, built on ``state``, ``workers``, ``processes`` and ``code``.
+``flight`` keeps the calls in flight and stands above it.
 """

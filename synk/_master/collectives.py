@@ -1,9 +1,9 @@
-"""Collectives over shared variables, called by the master, on CPU workers.
+"""Collectives over shared variables on CPU workers, called by the master.
 
-Values lie in shared memory, so a collective is a set of copies and reductions between segments, and no array byte
-passes through the master's pipes. Small ones the master does itself (a message would cost more than the arithmetic);
-large ones are divided among the workers, each its own rows or its own part of the elements. Results go to the
-variables' second buffers and take effect together, so that a failure in the middle changes nothing.
+Values lie in shared memory, so a collective is a set of copies and reductions between segments. No array byte passes
+through the master's pipes. The master carries out small collectives itself, since a message would cost more than the
+arithmetic. Large ones are divided among the workers, by rows or by elements. Results go to the second buffers of the
+variables and take effect together, so a failure in the middle changes nothing.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from synk._wire.steps import Copy, Reduce, Step, run_steps
 from synk._wire.variables import Shapes, dtype_runs, flatten_value, leaf_offsets, shapes_of
 
 _MASTER_NBYTES = 8 << 20
-"""Where no more than this is read, the master is done before the workers have answered; benchmarks/collectives.py."""
+"""If a collective reads no more than this, the master is faster than the workers; benchmarks/collectives.py."""
 
 
 def pair(variables: Any, listed: Sequence[Variable], values: Any) -> list[tuple[Variable, Any]]:
-    """Return each variable with its value: one of each, or a sequence of values of equal length.
+    """Return each variable with its value: one of each, or two sequences of equal length.
 
     All values are checked here, so that a collective over several variables moves all of them or none.
     """
@@ -54,7 +54,7 @@ def _paired(variables: Any, listed: Sequence[Variable], values: Any) -> list[tup
 
 
 def _do(session: Session, variable: Variable, steps: dict[int, list[Step]], extra: Sequence[Segment] = ()) -> None:
-    """Carry out the steps of each rank: here where they are small, else there."""
+    """Carry out the steps of each rank: in the master if they are small, else on the workers."""
     segments = [segment for rank in range(session.world_size) for segment in variable.segments(rank)] + list(extra)
     nbytes = sum(_step_nbytes(step) for own in steps.values() for step in own)
     if nbytes <= _MASTER_NBYTES or session.world_size == 1:
@@ -70,7 +70,7 @@ def _do(session: Session, variable: Variable, steps: dict[int, list[Step]], extr
 
 
 def _step_nbytes(step: Step) -> int:
-    """Return how much a step reads."""
+    """Return how many bytes a step reads."""
     return step.count * step.dtype.itemsize * len(step.sources) if isinstance(step, Reduce) else step.nbytes
 
 
@@ -81,7 +81,7 @@ def _front(variable: Variable, rank: int) -> int:
 
 
 def broadcast(session: Session, variable: Variable, value: Any = None) -> None:
-    """Give every rank the value of rank 0, or ``value``."""
+    """Give every rank ``value``, or without one the value of rank 0."""
     if value is not None:
         arrays = variable.check(value)
         for target, source in zip(variable.back(0, shapes_of(arrays)), arrays):
@@ -98,7 +98,7 @@ def broadcast(session: Session, variable: Variable, value: Any = None) -> None:
 def set_values(
     session: Session, variables: Any, listed: Sequence[Variable], values: Any, rank: int | None, batch: Any
 ) -> None:
-    """Set the values of ``rank``, or of all ranks, where all of them fit; ``batch`` picks rows of ``values``."""
+    """Set the values of ``rank``, or of all ranks, if all values fit. ``batch`` selects rows of ``values``."""
     checked = []
     for variable, value in _paired(variables, listed, values):
         if batch is not None:
@@ -113,6 +113,23 @@ def set_values(
         for target, source in zip(variable.back(rank, shapes_of(arrays)), arrays):
             copy_into(target, source)
         variable.flip([rank])
+
+
+def assign_all(session: Session, values: Sequence[tuple[Variable, Any]]) -> None:
+    """Give several variables new values: all are checked and copied before the first one takes effect."""
+    checked = [
+        (variable, check_scatter(variable, value, None)[0] if variable.is_sharded else variable.check(value))
+        for variable, value in values
+    ]
+    for variable, arrays in checked:
+        for rank, part in enumerate(variable.split(arrays) if variable.is_sharded else [arrays]):
+            for target, source in zip(variable.back(rank, shapes_of(part)), part):
+                copy_into(target, source)
+    for variable, _ in checked:
+        if variable.is_sharded:
+            variable.flip(range(session.world_size))
+        else:
+            variable.unite(is_new=True)
 
 
 def _map_rows(variable: Variable, value: Any, batch: Any) -> Any:
@@ -130,7 +147,7 @@ def _check_rank(session: Session, rank: int) -> None:
 
 
 def get_value(session: Session, variable: Variable, rank: int) -> Any:
-    """Return a copy of the value of ``rank``."""
+    """Return a copy of the value on ``rank``."""
     _check_rank(session, rank)
     session.device_values.refresh(variable, session.deadline(None), [rank])
     return variable.build([_copy(leaf) for leaf in variable.leaves(rank)])
@@ -143,7 +160,7 @@ def _copy(leaf: np.ndarray) -> np.ndarray:
 
 
 def check_scatter(variable: Variable, value: Any, batch: Any) -> tuple[list[np.ndarray], Selection]:
-    """Return the arrays to scatter and the rows that ``batch`` picks of them."""
+    """Return the arrays to scatter, and which of their rows ``batch`` selects."""
     arrays = variable.check(value)
     if any(array.ndim == 0 for array in arrays) or len({len(array) for array in arrays}) > 1:
         raise ValueError(
@@ -163,7 +180,7 @@ def scatter(session: Session, variable: Variable, arrays: Sequence[np.ndarray], 
             if rows is None:
                 copy_into(target, source[selection.start + low : selection.start + high])
             elif high > low:
-                np.take(source, rows[low:high], axis=0, out=target, mode="clip")  # the range was checked
+                np.take(source, rows[low:high], axis=0, out=target, mode="clip")  # the positions were checked
     variable.flip(range(session.world_size))
 
 
@@ -194,7 +211,7 @@ def gather(session: Session, variable: Variable, nd_up: int) -> Any:
 
 
 def check_rows(variable: Variable) -> None:
-    """Raise where a variable has no axis 0."""
+    """Raise ValueError if a variable has no axis 0."""
     if any(not shape for shape in variable.shapes[0][variable.front[0]]):
         raise ValueError(f"cannot concatenate variable {variable.name!r}: it has no axis 0.")
 
@@ -225,7 +242,7 @@ def all_gather(session: Session, variable: Variable) -> None:
 
 
 def check_reduction(session: Session, variable: Variable, op: str) -> Shapes:
-    """Return the common shapes of all ranks."""
+    """Return the shapes that all ranks have in common."""
     if op not in REDUCE_OPS:
         raise ValueError(
             f"cannot reduce variable {variable.name!r}: got op {op!r}, expected one of "
@@ -244,7 +261,7 @@ def check_reduction(session: Session, variable: Variable, op: str) -> Shapes:
 def _reduce_steps(
     session: Session, variable: Variable, op: str, common: Shapes, target: Segment
 ) -> dict[int, list[Step]]:
-    """Divide the elements among the ranks: each reduces its part of all values."""
+    """Divide the elements among the ranks: each reduces its own part of all values."""
     world_size = session.world_size
     sources = [_front(variable, rank) for rank in range(world_size)]
     steps: dict[int, list[Step]] = {rank: [] for rank in range(world_size)}
@@ -258,7 +275,7 @@ def _reduce_steps(
 
 
 def all_reduce(session: Session, variable: Variable, op: str) -> None:
-    """Reduce the values of all ranks into every rank."""
+    """Reduce the values of all ranks, and give the result to every rank."""
     common = check_reduction(session, variable, op)
     if session.device_values.collective(variable, session.deadline(None), "all_reduce", common, op):
         return
@@ -270,7 +287,7 @@ def all_reduce(session: Session, variable: Variable, op: str) -> None:
 
 
 def reduce(session: Session, variable: Variable, op: str, in_place: bool) -> Any:
-    """Reduce the values of all ranks into rank 0's, or into new arrays for the caller."""
+    """Reduce the values of all ranks into rank 0's value, or into new arrays for the caller."""
     common = check_reduction(session, variable, op)
     session.device_values.refresh(variable, session.deadline(None))
     if in_place:
@@ -293,6 +310,6 @@ def reduce(session: Session, variable: Variable, op: str, in_place: bool) -> Any
 
 
 def shapes(variable: Variable) -> list[Any]:
-    """Return the shape on each rank (a nesting of shapes for a nested variable)."""
+    """Return the shape on each rank; for a nested variable, a nesting of shapes."""
     fronts = [pairs[front] for pairs, front in zip(variable.shapes, variable.front)]
     return [shape[0] if variable.structure == "leaf" else variable.build(shape) for shape in fronts]

@@ -1,7 +1,7 @@
-"""What every part of the master is handed: the workers, what they share, and one operation at a time on it.
+"""The session is handed to every part of the master: the workers, what they share, and one operation on them at a time.
 
-An operation holds the lock and begins with :meth:`Session.begin`: the calls under way end, what an interrupt has torn
-is settled, the dead are started again. Everything above (calls, collectives, the user's verbs) works inside of one.
+An operation holds the lock and begins with :meth:`Session.begin`: calls in flight end, what an interrupt left torn is
+settled, dead workers are replaced. Everything above (calls, collectives, the user's verbs) runs inside an operation.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from typing import Any
 import optree  # noqa: F401  (used when a result is nested: by then a file of that name may lie in the current folder)
 
 from synk._master.processes.placement import Placement
+from synk._master.state.balance import Balance
 from synk._master.state.device_values import DeviceValues
 from synk._master.state.functions import Functions
+from synk._master.state.guard import Guard
+from synk._master.state.in_flight import SubmittedCalls
 from synk._master.state.lanes import Lane, Lanes
 from synk._master.state.memory import Memory
 from synk._master.state.nccl_group import Group
 from synk._master.state.profile import Profile
 from synk._master.state.resident import Residents
-from synk._master.state.under_way import UnderWay
+from synk._master.state.trace import Tracer
 from synk._master.state.variable import Variables
 from synk._master.workers.waiting import interrupted
 from synk._master.workers.workers import Workers
@@ -53,19 +56,29 @@ class Session:
     timeout, max_restarts
         As for :class:`synk.Runtime`.
     on_restart : (callable, dict) or None
-        What replacements run first, and its options as a function.
+        A function that replacement workers run first, and its options.
+    transfer_guard : str
+        What to do about wasteful transfers; see ``synk._master.state.guard``.
     process_type : type
-        What plays a rank: a process, or one in this process.
-    under_way : callable
-        ``under_way(session)`` makes the queue of submitted calls.
+        What plays a rank: a worker process, or an object in this process.
+    make_queue : callable
+        ``make_queue(session)`` makes the queue of submitted calls.
 
     Attributes
     ----------
-    workers, lanes, group, memory, functions, variables, residents, device_values, queue, profile
-        Its parts.
+    workers, lanes, group, memory, functions, variables, residents, device_values, queue, profile, guard
+        The parts of the session.
+    followers, watchers : list of callable
+        Empty in most programs. Followers are called after each successful call with the session, the call, its result,
+        and when its replies had come and it ended. Watchers are called after each chunk of a map.
+    tracer : Tracer or None
+        Records the calls for a trace.
+    balance : Balance or None
+        Decides how rows are divided; None divides them evenly.
     counters : dict of str to int
+        ``bytes_down`` and ``bytes_up`` count bodies here, without doorbells; see :meth:`counted`.
     numbers : iterator of int
-        Of calls, and of collectives on devices.
+        Numbers for calls, and for collectives on devices.
     plan_ids, assembly_ids : iterator of int
     """
 
@@ -77,21 +90,26 @@ class Session:
         seed: int,
         max_restarts: int,
         on_restart: tuple[Any, dict[str, Any]] | None,
+        transfer_guard: str,
         process_type: type,
-        under_way: Callable[[Session], UnderWay],
+        make_queue: Callable[[Session], SubmittedCalls],
     ) -> None:
         self.timeout = timeout
-        self.backend: str = placement.backend
-        self.devices: tuple[str, ...] = placement.devices
-        self.world_size = len(self.devices)
-        self.has_devices = self.backend != "numpy"
+        self.backend, self.devices = placement.backend, placement.devices
+        self.world_size = len(placement.devices)
+        self.assignment = placement.assignment
+        self.has_devices = self.assignment.has_devices
         self.counters = dict.fromkeys(_COUNTERS, 0)
         self.pid = os.getpid()
         self._lock = threading.RLock()
         self.profile = Profile()
+        self.followers, self.watchers = list[Any](), list[Any]()
+        self.guard = Guard(transfer_guard, self.followers)
+        self.tracer: Tracer | None = None
+        self.balance: Balance | None = None
         self.numbers = itertools.count(1)
         self.plan_ids, self.assembly_ids = itertools.count(1), itertools.count(1)
-        self.at_close: list[Callable[[], None]] = []  # what is to be done while the workers still answer
+        self.at_close: list[Callable[[], None]] = []  # called while the workers still answer
         self.workers = Workers(
             placement,
             process_type=process_type,
@@ -102,7 +120,7 @@ class Session:
             on_trouble=self._abort_collectives,
             on_idle=self._reset_collectives,
         )
-        self.group = Group(placement.can_use_nccl)
+        self.group = Group(self.assignment.can_use_nccl)
         self.lanes = Lanes()
         self.memory = Memory(self.workers.processes)
         self.functions = Functions(self.workers, self.lanes, self.memory, on_restart)
@@ -110,10 +128,10 @@ class Session:
         self.residents = Residents(self.workers)
         self.workers.sources |= {"variable": self.variables.told, "lane": self.lanes.told}
         self.device_values = DeviceValues(self.workers, self.lanes, self.group, self.variables, self.numbers)
-        self.queue = under_way(self)
+        self.queue = make_queue(self)
         open_sessions.add(self)
         try:
-            with deferred():  # what is opened meanwhile has an owner that ends it
+            with deferred():  # everything that is opened in between has an owner that closes it
                 self.workers.processes.start()
                 self.lanes.begin(self.workers.processes, self.memory.ids)
         except BaseException:
@@ -124,17 +142,24 @@ class Session:
 
     # -- entering -----------------------------------------------------------------------------------------------------
 
+    def counted(self) -> dict[str, int]:
+        """Return the counters as a user sees them: those of bytes with the doorbells, 8 bytes for each message."""
+        found = dict(self.counters)
+        for way in ("down", "up"):
+            found[f"bytes_{way}"] += 8 * found[f"messages_{way}"]
+        return found
+
     @property
     def is_closed(self) -> bool:
         return self.workers.processes.is_closed
 
     @property
     def cause(self) -> BaseException | None:
-        """What closed the runtime, if it was a fault."""
+        """The error that closed the runtime, if one did."""
         return self.workers.recovery.cause
 
     def check_open(self, verb: str) -> None:
-        """Raise ClosedError or ReentrancyError where ``verb`` cannot work any more."""
+        """Raise ClosedError or ReentrancyError if ``verb`` can no longer work."""
         if os.getpid() != self.pid:
             self.check_process(verb)
         if self.workers.processes.is_closed or self.workers.waiting.is_closing:
@@ -142,7 +167,7 @@ class Session:
 
     @property
     def is_own_process(self) -> bool:
-        """Whether this process, and not one that was forked from it, owns the workers."""
+        """Whether this process owns the workers, and is not a forked copy of their master."""
         return os.getpid() == self.pid
 
     def check_process(self, verb: str) -> None:
@@ -153,7 +178,7 @@ class Session:
             )
 
     def entered(self, verb: str) -> holding:
-        """Return the lock to hold for one operation; :meth:`begin` is the first thing to do under it.
+        """Return the lock to hold for one operation. Inside, call :meth:`begin` first.
 
         Raises
         ------
@@ -170,7 +195,7 @@ class Session:
         return holding(self._lock)
 
     def if_free(self, action: Callable[[], None], timeout: float = 0.0) -> bool:
-        """Do ``action`` under the lock if it can be had within ``timeout`` seconds; return whether it was done."""
+        """Run ``action`` under the lock if the lock is free within ``timeout`` seconds. Return whether it ran."""
         if self.is_mine():
             return False
         lock = self._lock
@@ -189,32 +214,31 @@ class Session:
         return self._lock._is_owned()  # type: ignore[attr-defined]
 
     def begin(self, verb: str, deadline: float | None = None) -> None:
-        """End the calls under way, free what finalizers dropped, settle what was broken off, bring the dead back.
+        """End the calls in flight, free what finalizers dropped, settle what was broken off, replace dead workers.
 
         Raises
         ------
         ClosedError, StartupError
         CallTimeout
-            If calls that were submitted had not ended, or the workers were not up, at ``deadline`` (monotonic); they go
-            on.
+            If submitted calls have not ended, or the workers are not up, at ``deadline`` (monotonic). They go on.
         CallCancelled
-            If another thread has interrupted the wait for them.
+            If another thread interrupted the wait for them.
         """
-        self.workers.waiting.is_interrupted = False  # it was meant for an operation that has ended meanwhile
+        self.workers.waiting.is_interrupted = False  # A leftover interrupt was meant for an operation that has ended.
         self.resume(verb, deadline)
         if self.has_dropped:
-            self.memory.free_dropped()  # no worker is at anything: small segments come to lie where others have lain
+            self.memory.free_dropped()  # No worker is busy, so the places of dropped small segments may be used again.
             self.functions.free_dropped()
             self.variables.free_dropped()
             self.residents.free_dropped()
 
     def resume(self, verb: str, deadline: float | None) -> None:
-        """Do as ``begin`` in the middle of an operation: nothing is freed, because it may be in use."""
-        self.check_open(verb)  # it may have been closed while this thread waited for the lock
+        """Do the same as ``begin`` in the middle of an operation. Nothing is freed, because it may be in use."""
+        self.check_open(verb)  # another thread may have closed it while this one waited for the lock
         if self.queue.calls or self.queue.chunks is not None:
             num_interrupts = self.workers.waiting.num_interrupts
             self.queue.drain(verb, deadline)
-            if self.workers.waiting.num_interrupts != num_interrupts:  # meant for this call too
+            if self.workers.waiting.num_interrupts != num_interrupts:  # the interrupt was meant for this call too
                 raise interrupted()
         self.variables.finish_commit()
         self.workers.prepare(deadline)
@@ -228,18 +252,18 @@ class Session:
 
     @property
     def has_dropped(self) -> bool:
-        """Whether something was dropped that the next operation has to free."""
+        """Whether something was dropped that the next operation must free."""
         return bool(self.memory.released or self.functions.dropped or self.variables.dropped or self.residents.dropped)
 
     def deadline(self, timeout: float | None) -> float | None:
-        """Return the monotonic time at which an operation that begins now must end."""
+        """Return the monotonic time by which an operation that begins now must end."""
         timeout = self.timeout if timeout is None else timeout
         return None if timeout is None else time.monotonic() + timeout
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def _abort_collectives(self) -> None:
-        self.residents.note_unsettled()  # a call that is broken off may have come through on some ranks only
+        self.residents.note_unsettled()  # a call that is broken off may have succeeded on some ranks only
         self.group.break_up(self.workers)
         for lane in self.lanes:
             lane.abort_collectives(self.workers.processes)
@@ -251,29 +275,29 @@ class Session:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def release(self, segment: Segment) -> None:
-        """Free a segment now if nothing is running, else when the operation that may use it has ended."""
+        """Free a segment: now if nothing is running, else when the operation that may use it has ended."""
         self.memory.released.append(segment)
         self.reclaim()
 
     def reclaim(self) -> None:
-        """Free what finalizers dropped, if nothing is running."""
+        """Free what finalizers dropped if nothing is running."""
         if self.memory.has_dropped and not self.queue.calls and not self.workers.requests:
             self.if_free(self.memory.free_dropped)
 
     def grow_staging(self, lane: Lane, nbytes: int) -> Segment:
-        """Return the staging segment of a lane, grown to at least ``nbytes`` bytes."""
+        """Return the staging segment of a lane, which holds at least ``nbytes`` bytes after this."""
         if lane.staging is None or lane.staging.nbytes < nbytes:
             self.workers.log.note()
             old = lane.replace_staging(nbytes)
             if old is not None:
                 self.memory.forget(old)
-                for function in list(self.functions.bound):  # their views of the old one would keep its memory
+                for function in list(self.functions.bound):  # Their views of the old segment would keep its memory.
                     function.plans.drop_staging(old.id, self.workers.log)
         assert lane.staging is not None
         return lane.staging
 
     def grow_slots(self, lane: Lane, slot_nbytes: int, published: Sequence[int]) -> None:
-        """Make room for ``slot_nbytes`` bytes of outputs per rank; what ``published`` ranks wrote is carried over."""
+        """Make room for ``slot_nbytes`` bytes of outputs on each rank. Outputs of ``published`` ranks are kept."""
         self.memory.forget(lane.replace_slots(slot_nbytes, published))
         self.workers.log.tell("lane", lane.index)
         for function in list(self.functions.bound):
@@ -282,7 +306,7 @@ class Session:
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        """End the calls under way with ``CallCancelled``; from any thread, or from a signal handler during a call."""
+        """End the calls in flight with ``CallCancelled``; from any thread, or a signal handler during a call."""
         refuse_inside_worker("interrupt")
         self.check_open("interrupt")
         if self.workers.is_inline:
@@ -290,12 +314,13 @@ class Session:
                 "cannot interrupt an inline runtime: got a function that runs in the thread which calls it, expected "
                 "one on a worker. Press Ctrl-C, or fork without inline=True."
             )
-        # Where an operation holds the lock, its own wait ends it. Else only submitted calls and items are under way.
+        # If an operation holds the lock, its own wait ends it. Otherwise only submitted calls and items can be in
+        # flight.
         if not self.if_free(lambda: self.queue.cancel(interrupted())):
             self.workers.waiting.interrupt()
 
     def replace_workers(self) -> None:
-        """Replace all workers by new ones, which know of everything as it is now. An operation is under way."""
+        """Replace all workers by new ones, which learn everything as it is now. Called inside an operation."""
         deadline = self.deadline(None)
         for variable in self.variables.living():
             self.device_values.refresh(variable, deadline)
@@ -306,14 +331,14 @@ class Session:
         self.functions.prepare_restarted(deadline)
 
     def close(self) -> None:
-        """End the workers and release everything; safe to repeat, bounded in time."""
+        """End the workers and release everything. It may be called again, and ends within a bounded time."""
         workers = self.workers
         if os.getpid() != self.pid:
             return
         refuse_inside_worker("close")
         if self.is_mine():
             raise ReentrancyError("cannot close the runtime: this thread is in a call. Close it afterwards.")
-        with deferred(workers.processes.kill):  # a runtime that is closed in part could neither be used nor be closed
+        with deferred(workers.processes.kill):  # A runtime that is closed in part could be neither used nor closed.
             workers.waiting.wake()
             try:
                 if not self._lock.acquire(timeout=workers.recovery.grace_s + 1):
@@ -331,7 +356,7 @@ class Session:
         self.abandon_memory()
 
     def abandon_memory(self) -> None:
-        """Let go of all memory but what the user's arrays lie in."""
+        """Release all memory except what the user's arrays lie in."""
         self.workers.requests.clear()
         for lane in self.lanes:
             lane.close()

@@ -1,4 +1,4 @@
-"""What knows no process, no memory that is shared and no message: shards, ops, trees, arrays, limits, signals.
+"""Code that knows no process, no shared memory and no message: shards, ops, trees, arrays, limits, signals.
 
-The same in every process; pure functions as far as Python allows.
+It does the same in every process. Its functions are pure as far as Python allows.
 """

@@ -1,4 +1,4 @@
-"""One structure for the outputs of several ranks; under op None they may differ."""
+"""Finds one structure for the outputs of several ranks. Under op None the ranks may differ."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from synk._pure.output_ops import each_op
 from synk._pure.trees import flatten, unflatten
 
 MISSING = -1
-"""In the place of a position: the rank has no such leaf."""
+"""Stands for a position: the rank has no such leaf."""
 
 
 class _Different(Exception):
-    """The structures differ in another way."""
+    """The structures differ where no op None permits it."""
 
 
 class Agreement(NamedTuple):
@@ -23,11 +23,11 @@ class Agreement(NamedTuple):
     Attributes
     ----------
     skeleton
-        With the number of each leaf in its place.
+        The nesting, with the number of each leaf in its place.
     positions : list of list of int
         ``positions[k][leaf]`` is where the leaf lies among those of the k-th rank, or ``MISSING``.
     apart : dict
-        Of a leaf that stands for the k-th rank alone, the k.
+        Maps a leaf that only the k-th rank has to k.
     """
 
     skeleton: Any
@@ -36,17 +36,17 @@ class Agreement(NamedTuple):
 
 
 def agreed(skeletons: Sequence[Any], outputs: Any, ranks: Sequence[int], world_size: int) -> Agreement | None:
-    """Return a structure that stands for all, or None where they do not agree.
+    """Return one structure for the outputs of all ranks, or None where the ranks do not agree.
 
-    Where an op None stands for structures that differ there is a list with that of each rank.
+    Where the structures differ under an op None, the result has a list with each rank's own in that place.
 
     Parameters
     ----------
     skeletons : sequence
-        Of each rank, the nesting of its outputs with the position of each leaf in its place.
+        One for each rank: the nesting of its outputs, with the position of each leaf in its place.
     outputs : op or nesting of ops
     ranks : sequence of int
-        Their numbers.
+        The ranks that returned them.
     world_size : int
 
     Examples
@@ -58,7 +58,7 @@ def agreed(skeletons: Sequence[Any], outputs: Any, ranks: Sequence[int], world_s
     >>> agreed([0, None], "sum", (0, 1), 2) is None
     True
     """
-    found: list[list[int]] = []  # the positions of each leaf
+    found: list[list[int]] = []  # each leaf's position on each rank
     owners: dict[int, int] = {}
 
     def merge(nodes: Sequence[Any], outputs: Any) -> Any:
@@ -106,7 +106,7 @@ def agreed(skeletons: Sequence[Any], outputs: Any, ranks: Sequence[int], world_s
 
 
 def _common_keys(nodes: Sequence[Any]) -> Sequence[Any]:
-    """Return the keys or positions of nodes of one kind: none of leaves."""
+    """Return the keys or positions of nodes of one kind; leaves have none."""
     first = nodes[0]
     if any(type(node) is not type(first) for node in nodes):
         raise _Different

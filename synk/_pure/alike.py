@@ -1,8 +1,8 @@
-"""Recipes of pickles, kept for later and compared: whether an object would be rebuilt as it was.
+"""Compares recipes of pickles: would an object be rebuilt as it was?
 
-A recipe is what an object says that it is rebuilt from: nested tuples, lists and dicts, in which other objects lie.
-These count by identity, for whoever compares looks into them elsewhere; whatever a recipe holds them in, and the bytes
-of arrays, count by value, because who rebuilds the object may copy them.
+A recipe is what an object says it is rebuilt from: nested tuples, lists and dicts that hold other objects. These
+objects count by identity, because the caller compares their contents elsewhere. The containers that hold them, and the
+bytes of arrays, count by value, because the code that rebuilds the object may copy them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 NUMBERS = (bool, int, float, complex, str, bytes, type(None))
-"""Types whose values are compared, because equal ones cannot be told apart."""
+"""Types that are compared by value, because equal values cannot be told apart."""
 
 _SMALL_NBYTES = 1 << 16
 _MAX_DEPTH = 12
@@ -31,17 +31,17 @@ class _Bytes(NamedTuple):
 
 
 def kept(recipe: Any, again: Any, note: Callable[[Any], Any], depth: int = _MAX_DEPTH) -> Any:
-    """Return a recipe as it is to be kept.
+    """Return a recipe in the form in which it can be kept and compared later.
 
     Parameters
     ----------
     again : object
         The same recipe, made a second time.
     note : callable
-        Called with each part that was made for the recipe alone, so that it is no object of the program's.
+        Called with each part that was made only for the recipe and is no object of the program.
     """
     kind = type(recipe)
-    if not depth:  # it holds itself, perhaps: by identity
+    if not depth:  # the recipe may hold itself: compare by identity from here
         return recipe
     is_fresh = recipe is not again and kind not in NUMBERS
     if is_fresh:
@@ -64,12 +64,12 @@ def kept(recipe: Any, again: Any, note: Callable[[Any], Any], depth: int = _MAX_
 
 
 def keep(recipe: Any) -> Any:
-    """Return a recipe as it is to be kept."""
+    """Return a recipe in the form in which it can be kept and compared later."""
     return kept(recipe, recipe, lambda part: None)
 
 
 def alike(told: Any, now: Any, depth: int = _MAX_DEPTH) -> bool:
-    """Whether a recipe that was kept is the same as one that is made now."""
+    """Whether a recipe that was kept equals one that was made now."""
     kind = type(now)
     if told is now and (not depth or kind not in _CONTAINERS or kind in (tuple, np.ndarray)):
         return True
@@ -89,7 +89,7 @@ def alike(told: Any, now: Any, depth: int = _MAX_DEPTH) -> bool:
 
 
 def _are_alike(told: Collection[Any], now: Collection[Any], depth: int) -> bool:
-    """Whether the parts of two recipes are; the same objects are, but for containers, which count by value."""
+    """Whether the parts of two recipes are alike. Containers are compared by value, other objects by identity first."""
     if len(now) > _FEW and all(map(operator.is_, told, now)) and _CONTAINERS.isdisjoint(map(type, now)):
         return True
     return all(alike(one, other, depth) for one, other in zip(told, now))

@@ -1,4 +1,4 @@
-"""What may lie in shared memory, and how it gets there: checks of values and dtypes, large copies. Pure NumPy."""
+"""What may lie in shared memory and how it gets there: checks of values and dtypes, large copies. Pure NumPy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OPERATORS = (
 
 
 def check_shareable(dtype: np.dtype, what: str) -> np.dtype:
-    """Return ``dtype`` in native byte order, or raise TypeError where its values are pointers."""
+    """Return ``dtype`` in native byte order, or raise TypeError if its values are pointers."""
     if dtype.hasobject:
         raise TypeError(
             f"cannot share {what}: got dtype {dtype}, which holds Python objects. "
@@ -33,20 +33,20 @@ def check_shareable(dtype: np.dtype, what: str) -> np.dtype:
 
 
 def is_masked(value: Any) -> bool:
-    """Whether ``value`` is a masked array, without importing ``numpy.ma``: where it was never imported nothing is."""
+    """Whether ``value`` is a masked array. Does not import ``numpy.ma``: before it is imported there are none."""
     module = sys.modules.get("numpy.ma")
     return module is not None and isinstance(value, module.MaskedArray)
 
 
 def _computes_otherwise(cls: type) -> bool:
-    """Whether the same expression means something else to a subclass of ndarray: of matrices, or of units."""
+    """Whether a subclass of ndarray gives operators another meaning, as matrices and arrays with units do."""
     if not issubclass(cls, np.ndarray) or issubclass(cls, ReadOnlyArray):
         return False
     return any(getattr(cls, name) is not getattr(np.ndarray, name) for name in _OPERATORS)
 
 
 def as_plain_array(value: Any, what: str) -> np.ndarray:
-    """Return ``value`` as an ndarray without a copy where possible; refuse what would lose information.
+    """Return ``value`` as an ndarray without a copy where possible; refuse values that would lose information.
 
     Raises
     ------
@@ -92,7 +92,7 @@ def as_plain_array(value: Any, what: str) -> np.ndarray:
 
 
 def _why_not(value: Any, array: np.ndarray) -> str:
-    """Return why what became an array of objects cannot be shared, and what to do."""
+    """Return why a value that became an array of objects cannot be shared, and what to do."""
     kind = "" if isinstance(value, np.ndarray) else f" (from {type(value).__name__})"
     if hasattr(value, "tocsr"):
         return (
@@ -115,16 +115,16 @@ def _why_not(value: Any, array: np.ndarray) -> str:
 
 
 def copy_into(target: np.ndarray, source: np.ndarray) -> None:
-    """Copy ``source`` into ``target`` of the same shape, by two threads where it is large (the copy frees the GIL)."""
+    """Copy ``source`` into ``target`` of the same shape. Two threads copy large arrays: NumPy frees the GIL."""
     if target.nbytes < PARALLEL_NBYTES or target.ndim == 0 or len(target) < 2:
-        np.copyto(target, source, casting="unsafe")  # native byte order is the only cast that occurs
+        np.copyto(target, source, casting="unsafe")  # the byte order is all that a cast can change here
         return
     half = len(target) // 2
     thread = threading.Thread(target=np.copyto, args=(target[half:], source[half:]), kwargs={"casting": "unsafe"})
-    with deferred():  # the thread must not outlive the operation: it would write over what comes next
+    with deferred():  # The thread must not outlive the operation: it would overwrite what is copied next.
         try:
             thread.start()
-        except RuntimeError:  # the system refuses another one
+        except RuntimeError:  # the system refuses another thread
             np.copyto(target, source, casting="unsafe")
             return
         try:

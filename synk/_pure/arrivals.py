@@ -1,4 +1,4 @@
-"""Waits of asyncio for descriptors that somebody else reads."""
+"""Lets asyncio wait for descriptors that other code reads."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _LONGEST_S = 0.1
 
 
 async def wait_readable(descriptors: Callable[[], Iterable[int]]) -> None:
-    """Return when one of some descriptors can be read, or after a short time: they may be replaced meanwhile.
+    """Return when one of some descriptors is readable, or after a short time, since descriptors may be replaced.
 
-    The event loop knows each descriptor once, but here several tasks may wait for the same ones. So it is given an
-    ``epoll`` of their own for each.
+    An event loop knows each descriptor once, but several tasks may wait for the same ones. So each task gives the loop
+    an ``epoll`` of its own.
     """
-    import asyncio  # takes 30 ms, and whoever is here has it
+    import asyncio  # takes 30 ms, and the caller already has it
 
     loop = asyncio.get_running_loop()
     arrived = loop.create_future()
     with contextlib.closing(select.epoll()) as waiting:
         for fd in descriptors():
-            with operation(), contextlib.suppress(OSError):  # closed by another thread: its worker is replaced
+            with operation(), contextlib.suppress(OSError):  # another thread closed it: its worker is replaced
                 waiting.register(fd, select.EPOLLIN)
         loop.add_reader(waiting.fileno(), _note, arrived)
         try:

@@ -1,4 +1,4 @@
-"""Whether two outputs are equal, and which op makes the values of parts that of the whole. Pure NumPy, no process."""
+"""Compares outputs, and finds the ops that make the values of parts the value of the whole. Pure NumPy, no process."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from synk._pure.tables import is_table
 from synk.errors import CollectiveMismatch
 
 MISSING: Any = object()
-"""In the place of an output that is not there, or has no meaning: equals nothing."""
+"""Stands for an output that is missing or has no meaning. It equals nothing."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far from the serial value is equal, as in ``numpy.allclose``; None for what rounding alone can do.
+    """How far a value may be from the serial one, as in ``numpy.allclose``; None allows only for rounding.
 
-    By default ``rtol`` is the square root of the dtype's precision (1.5e-8 for float64), and ``atol`` is that part of
-    the largest serial value, so that sums of numbers that cancel out are judged by the size of the whole output.
+    By default ``rtol`` is the square root of the dtype's precision (1.5e-8 for float64), and ``atol`` is ``rtol`` times
+    the largest serial value. So a sum of numbers that cancel out is judged by the size of the whole output.
     """
 
     rtol: float | None
     atol: float | None
 
     def allows(self, value: np.ndarray, serial: np.ndarray) -> bool:
-        """Whether two arrays of numbers are equal but for rounding."""
+        """Whether two arrays of numbers are equal except for rounding."""
         dtypes = [array.dtype for array in (value, serial) if array.dtype.kind in "fc" or is_bfloat16(array.dtype)]
         eps = max([_precision(dtype) for dtype in dtypes], default=0.0)
         value, serial = as_numbers(value), as_numbers(serial)
@@ -53,12 +53,12 @@ def _is_number(value: Any) -> bool:
 
 
 def is_same(value: Any, serial: Any, tolerance: Tolerance) -> bool:
-    """Whether two outputs are equal: numbers but for rounding, everything else by its own ``==``."""
+    """Whether two outputs are equal: numbers except for rounding, everything else by ``==``."""
     if value is MISSING:
         return False
     if is_table(value) or is_table(serial):
         return compared(value, serial, lambda a, b: is_same(a, b, tolerance), difference)[0]
-    if type(value) is list and type(serial) is list:  # the objects of rows
+    if type(value) is list and type(serial) is list:  # one object for each row
         return len(value) == len(serial) and all(map(lambda a, b: is_same(a, b, tolerance), value, serial))
     if _is_number(value) and _is_number(serial):
         a, b = np.asarray(value), np.asarray(serial)
@@ -67,12 +67,12 @@ def is_same(value: Any, serial: Any, tolerance: Tolerance) -> bool:
         return np.shape(value) == np.shape(serial) and bool(np.all(np.asarray(value) == np.asarray(serial)))
     try:
         return bool(safe_point(operator.eq, value, serial))
-    except Exception:  # a comparison is the user's code, and may say anything
+    except Exception:  # the user's ``==`` may raise anything
         return False
 
 
 def difference(value: Any, serial: Any) -> float:
-    """Return the largest absolute difference of two outputs; NaN where there is none to speak of."""
+    """Return the largest absolute difference of two outputs; NaN where there is none to measure."""
     if is_table(value):
         return compared(value, serial, lambda a, b: True, difference)[1]
     if value is MISSING or not (_is_number(value) and _is_number(serial)) or np.shape(value) != np.shape(serial):
@@ -85,7 +85,7 @@ def difference(value: Any, serial: Any) -> float:
 
 
 def combine(op: Op, parts: Sequence[Any], rows: Sequence[int]) -> Any:
-    """Return the values of all ranks combined by ``op``, or nothing that equals anything where that has no meaning."""
+    """Return the values of all ranks combined by ``op``, or ``MISSING``, which equals nothing, if it cannot."""
     if not op.is_of_arrays:
         return safe_point(op.combine, list(parts), list(rows))
     if op.concatenates and all(type(part) is list for part in parts):
@@ -113,7 +113,7 @@ def combine(op: Op, parts: Sequence[Any], rows: Sequence[int]) -> Any:
 
 
 def fitting_ops(parts: Sequence[Any], rows: Sequence[int], whole: Any, tolerance: Tolerance) -> tuple[str, ...]:
-    """Return the ops by which the values of parts, each of so many rows, are that of the whole.
+    """Return the ops that combine the values of parts, with their numbers of rows, to the value of the whole.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""How many cores this process may use: those it may run on, fewer where its control group has a quota of time."""
+"""How many cores this process may use: those in its affinity mask, or fewer if its control group has a CPU quota."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from pathlib import Path
 def num_cores(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
     """Return how many cores this process may use, at least 1.
 
-    A container that is limited to 1.5 CPUs may run on all cores of its machine, for 1.5 seconds of each second: that
-    counts as 2.
+    A quota is rounded up: a container that is limited to 1.5 CPUs may run on all cores of its machine, for 1.5 seconds
+    of CPU time per second, and counts as 2 cores.
 
     Parameters
     ----------
-    proc, mount : Path
-        Where the kernel says in which control groups this process is, and where these are mounted.
+    proc : Path
+        The file in which the kernel lists the control groups of this process.
+    mount : Path
+        Where the control groups are mounted.
     """
-    allowed = len(os.sched_getaffinity(0))
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(min([allowed, *(math.ceil(quota) for quota in _quotas(proc, mount))]), 1)
 
 
 def _quotas(proc: Path, mount: Path) -> Iterator[float]:
-    """Yield the limits, in cores, of the control groups of this process and of those around them."""
+    """Yield the quotas, in cores, of this process's control groups and of their parents."""
     for line in _read(proc).splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
@@ -43,7 +45,7 @@ def _quotas(proc: Path, mount: Path) -> Iterator[float]:
 
 
 def _read(path: Path) -> str:
-    """Return the text of a file; nothing where there is none to read."""
+    """Return the text of a file, or an empty text if it cannot be read."""
     try:
         return path.read_text(encoding="ascii", errors="replace")
     except OSError:

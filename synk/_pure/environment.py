@@ -1,9 +1,12 @@
-"""Settings that are read from the environment."""
+"""Settings that are read from the environment, and whether workers can run in it."""
 
 from __future__ import annotations
 
 import math
 import os
+import sys
+
+from synk.errors import UnsupportedError
 
 
 def _number(name: str, default: str, expected: str) -> float:
@@ -18,24 +21,42 @@ def _number(name: str, default: str, expected: str) -> float:
 
 
 def stuck_after_s() -> float:
-    """Seconds after which a running call is explained in the log: ``SYNK_STUCK_AFTER``, 60 by default.
+    """Return after how many seconds the log explains a running call: ``SYNK_STUCK_AFTER``, 60 by default.
 
     Raises
     ------
     ValueError
-        If it is no number.
+        If it is not a number.
     """
     seconds = _number("SYNK_STUCK_AFTER", "60", "seconds, or 0 for never")
     return seconds if seconds > 0 else math.inf
 
 
 def spin_s() -> float:
-    """Seconds for which a worker waits awake for its next message, as long as that pays, and for the other ranks at the
-    end of a call with large outputs: ``SYNK_SPIN_US`` microseconds, 500 by default.
+    """Return for how many seconds a worker waits awake: ``SYNK_SPIN_US`` microseconds, 500 by default.
+
+    It waits so for its next message, as long as that pays, and for the other ranks at the end of a call with large
+    outputs.
 
     Raises
     ------
     ValueError
-        If it is no number.
+        If it is not a number.
     """
     return max(_number("SYNK_SPIN_US", "500", "microseconds, or 0 to sleep at once"), 0.0) / 1e6
+
+
+def check_platform() -> None:
+    """Raise if workers cannot run on this platform. The package can still be imported, and functions be built.
+
+    Raises
+    ------
+    UnsupportedError
+    """
+    if sys.platform != "linux":
+        needed = ("memfd_create", "pidfd_open", "eventfd", "sched_getaffinity")
+        missing = [f"os.{name}" for name in needed if not hasattr(os, name)]
+        raise UnsupportedError(
+            f"cannot fork: got the platform {sys.platform!r}, expected Linux. What its workers and shared memory are "
+            f"built on is missing here ({', '.join(missing) or 'pidfds'}). Run the program in a Linux container."
+        )

@@ -1,4 +1,4 @@
-"""The process's own generators of random numbers: Python's, NumPy's and, where it was imported, torch's on the CPU."""
+"""The process-wide random number generators: Python's, NumPy's and, if torch was imported, torch's on the CPU."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _ACCESS = (
 
 
 def generator_states() -> dict[str, Any]:
-    """Return the states of the generators by module."""
+    """Return the states of the generators, by module."""
     return {name: getattr(sys.modules[name], getter)() for name, getter, _ in _ACCESS if name in sys.modules}
 
 
 def restore_generators(states: dict[str, Any]) -> None:
-    """Put back what ``generator_states`` has returned."""
+    """Put the generators back into the states that ``generator_states`` returned."""
     for name, _, setter in _ACCESS:
         if name in states:
             getattr(sys.modules[name], setter)(states[name])

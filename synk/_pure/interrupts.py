@@ -1,9 +1,9 @@
-"""The program's signal handlers and the runtime: where they may run while it works, and what they raise there.
+"""Decides when the program's signal handlers run during an operation of the runtime, and where their exceptions go.
 
-Python runs handlers in the main thread, between any two steps of it, and what they raise comes out there: Ctrl-C, and
-likewise a time limit by SIGALRM. No code can be guarded against that at every step. So in an operation of the runtime
-handlers are held back, but for its safe points: where it waits, and where it calls the user's own code. What they raise
-there passes everything that catches an ``Exception``, and comes out of the operation as itself.
+Python runs handlers in the main thread, between any two steps, and an exception of a handler is raised there: Ctrl-C,
+or a time limit by SIGALRM. No code can be guarded against that at every step. So an operation of the runtime holds
+handlers back except at its safe points: where it waits, and where it calls the user's own code. The exception of a
+handler at a safe point passes every ``except Exception`` and leaves the operation as itself.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _NUMBERS = tuple(map(int, sorted(signal.valid_signals())))
 _default = signal.default_int_handler
 
 _OUT, _OPEN, _CLOSED, _LOCKED = range(4)
-"""No operation; at a safe point of one; elsewhere in it; in a step that has no safe points."""
+"""The states of the gate: no operation; at a safe point; elsewhere in an operation; in a step without safe points."""
 
 
 class HandlerRaised(BaseException):
-    """What a signal handler has raised at a safe point, on its way out of the operation.
+    """Carries the exception of a signal handler from a safe point out of the operation.
 
     Attributes
     ----------
@@ -43,10 +43,10 @@ class HandlerRaised(BaseException):
 
 
 class _StandIn:
-    """What is in place of a handler while an operation runs.
+    """Takes the place of a signal handler while an operation runs.
 
-    A handler that raises while they are being exchanged leaves some, and so does whoever puts back what he has met in
-    an operation: with no operation it lets the signal through and puts its handler back.
+    One may be left behind: by a handler that raises during the exchange, or by user code that puts back the handler it
+    found during an operation. Outside of an operation it lets the signal through and puts its handler back.
     """
 
     def __init__(self, handler: Any) -> None:
@@ -69,21 +69,21 @@ class _StandIn:
 
 
 class _Gate:
-    """Whether handlers run now, and which of them are to run later. One store opens it, and one closes it."""
+    """Knows whether handlers may run now, and which ones must run later. One store opens it and one store closes it."""
 
     def __init__(self) -> None:
         self.state = _OUT
-        self.raised: BaseException | None = None  # by the last handler that has run at a safe point
-        self.came: dict[int, Any] = {}  # handlers that are to run, by signal
-        self.has_run = False  # whether one has run, and may have set others, at a safe point that is a wait
+        self.raised: BaseException | None = None  # by the last handler that ran at a safe point
+        self.came: dict[int, Any] = {}  # handlers that have yet to run, by signal
+        self.has_run = False  # whether a handler ran during a wait: it may have installed others
         self.on_interrupt: Callable[[], None] | None = None
         self.main_thread = threading.main_thread().ident
-        self._found: list[Any] = []  # in place of all signals, when handlers were looked for last
-        self._placed: list[Any] = []  # the same, with stand-ins for handlers
-        self._signals: list[tuple[int, Any]] = []  # that have one, with what stands for it
+        self._found: list[Any] = []  # what the signals had when handlers were last looked up
+        self._placed: list[Any] = []  # the same list, with stand-ins in place of handlers
+        self._signals: list[tuple[int, Any]] = []  # the signals with handlers, each with its stand-in
 
     def place(self) -> None:
-        """Take the place of all handlers that are Python's: all signals are asked, which rarely have others."""
+        """Put a stand-in in the place of each Python handler. Every signal is asked, but few have a handler."""
         found = list(map(_signal.getsignal, _NUMBERS))
         if found == self._placed:
             return
@@ -96,7 +96,7 @@ class _Gate:
             _signal.signal(signum, stand_in)
 
     def leave(self) -> None:
-        """Put the handlers back."""
+        """Put the original handlers back."""
         self.state = _OUT
         self.raised = None
         for signum, _ in self._signals:
@@ -105,7 +105,7 @@ class _Gate:
                 _signal.signal(signum, found.handler)
 
     def run_late(self) -> None:
-        """Run the handlers of signals that have come, all of them, whatever they raise."""
+        """Run the handlers of all signals that came in the meantime, even if some of them raise."""
         if self.came:
             signum, handler = self.came.popitem()
             try:
@@ -123,7 +123,7 @@ class _Gate:
             raise
 
     def begin_anew(self) -> None:
-        """In a forked child, where another thread may be the main one: then nobody is in an operation."""
+        """Reset the gate in a forked child: its main thread may be another one, and that one is in no operation."""
         if self.main_thread != threading.get_ident():
             self.main_thread = threading.get_ident()
             self.came.clear()
@@ -135,19 +135,20 @@ os.register_at_fork(after_in_child=_gate.begin_anew)
 
 
 class operation:
-    """Hold back the program's signal handlers while the body runs, but at its safe points.
+    """Hold back the program's signal handlers while the body runs, except at its safe points.
 
-    Those of signals that come meanwhile run at the next safe point, or after the body, and may raise there. Inside
-    another operation it is part of that one. Only the main thread has handlers, so in others it does nothing.
+    The handler of a signal that comes in the meantime runs at the next safe point or after the body, and may raise
+    there. An operation inside another one is part of it. Handlers run only in the main thread, so in other threads this
+    does nothing.
     """
 
     _state: ClassVar[int] = _CLOSED
-    _before = _LOCKED  # it holds nothing back
+    _before = _LOCKED  # this operation holds nothing back
 
     def __enter__(self) -> None:
         before = _gate.state
         if before < self._state and threading.get_ident() == _gate.main_thread:
-            if before <= _OPEN:  # else no code of the user's has run since the last look
+            if before <= _OPEN:  # otherwise no user code has run since the handlers were last looked up
                 _gate.place()
             self._before = before
             _gate.state = self._state
@@ -172,7 +173,7 @@ class operation:
 
 
 def _raise(error: BaseException) -> None:
-    """Raise ``error`` once more, as if nothing had been between."""
+    """Raise ``error`` again without adding to its ``__context__``."""
     context = error.__context__
     try:
         raise error
@@ -181,12 +182,12 @@ def _raise(error: BaseException) -> None:
 
 
 class deferred(operation):
-    """Hold back the program's signal handlers while the body runs, without safe points: it must be short.
+    """Hold back the program's signal handlers while the body runs, without safe points. The body must be short.
 
     Parameters
     ----------
     on_interrupt : callable, optional
-        Called at each Ctrl-C while the body runs, where that ends what the main thread does.
+        Called at each Ctrl-C while the body runs, if Ctrl-C would end what the main thread does.
     """
 
     _state = _LOCKED
@@ -206,12 +207,12 @@ class deferred(operation):
 
 
 def safe_point(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Return ``fn(*args, **kwargs)``, which is the user's code: handlers run in it, and before it.
+    """Return ``fn(*args, **kwargs)`` for a function of the user's. Handlers may run before it and in it.
 
     Raises
     ------
     HandlerRaised
-        If a handler has raised what comes out of ``fn``. The operation ends with what it has raised.
+        If a handler raised the exception that leaves ``fn``. The operation then ends with that exception.
     """
     gate = _gate
     if gate.state != _CLOSED or threading.get_ident() != gate.main_thread:
@@ -219,11 +220,11 @@ def safe_point(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     try:
         return waiting(fn, *args, **kwargs)
     finally:
-        gate.place()  # it may have set others
+        gate.place()  # the function may have installed other handlers
 
 
 def waiting(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Do as :func:`safe_point` with a function that waits, and runs no code of the user's but handlers."""
+    """Call a function that waits, as :func:`safe_point` does. It runs no user code except handlers."""
     gate = _gate
     if gate.state != _CLOSED or threading.get_ident() != gate.main_thread:
         return fn(*args, **kwargs)
@@ -236,7 +237,7 @@ def waiting(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         finally:
             gate.state = _CLOSED
     except BaseException as error:
-        gate.state = _CLOSED  # a handler may have come before the store above
+        gate.state = _CLOSED  # a handler may have run before the store above
         if error is gate.raised:
             raise HandlerRaised(error) from None
         raise
@@ -247,17 +248,17 @@ def waiting(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 
 def await_lock(lock: Any) -> None:
-    """Wait for a lock (``threading.RLock``) that another thread has."""
+    """Wait for a lock (``threading.RLock``) that another thread holds."""
     try:
         waiting(lock.acquire)
-    except BaseException:  # by a handler, which may come when the lock has just been taken
+    except BaseException:  # a handler may raise when the lock has just been acquired
         if lock._is_owned():
             lock.release()
         raise
 
 
 class holding(operation):
-    """An operation that holds a lock."""
+    """An operation that also holds a lock."""
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
@@ -277,7 +278,7 @@ class holding(operation):
 
 
 def as_operation(fn: Callable[P, R]) -> Callable[P, R]:
-    """Have a verb of the user's run as an operation."""
+    """Decorate a public verb so that it runs as an operation."""
 
     @functools.wraps(fn)
     def held(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -288,16 +289,16 @@ def as_operation(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def raised_by_handler(error: BaseException) -> BaseException:
-    """Return what a handler has raised, where ``error`` brings that; else ``error``."""
+    """Return the handler's own exception if ``error`` carries one, else ``error``."""
     return error.error if isinstance(error, HandlerRaised) else error
 
 
 def is_from_handler(error: BaseException) -> bool:
-    """Whether a signal handler has raised ``error``: then it is no answer to what was being tried.
+    """Whether a signal handler raised ``error``, so that ``error`` says nothing about what was tried.
 
-    A handler is the one function that gets a number and, behind it, the frame which it interrupts.
+    A handler is recognised by its arguments: a signal number, followed by the frame that it interrupts.
     """
-    if isinstance(error, KeyboardInterrupt):  # Python's own handler has no frame
+    if isinstance(error, KeyboardInterrupt):  # Python's own handler has no Python frame
         return True
     traceback = error.__traceback__
     outer: list[FrameType] = []
@@ -312,10 +313,10 @@ def is_from_handler(error: BaseException) -> bool:
 
 
 def _positional(frame: FrameType) -> list[Any]:
-    """Return the positional arguments of a function, as far as it has not dropped them."""
+    """Return the positional arguments of a function, as far as it still holds them."""
     code, found = frame.f_code, frame.f_locals
     arguments = [found.get(name) for name in code.co_varnames[: code.co_argcount]]
-    if code.co_flags & 0x04:  # *args come behind those that can be named only
+    if code.co_flags & 0x04:  # ``*args`` lies behind the keyword-only arguments
         arguments += found.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount], ())
     return arguments
 
@@ -324,9 +325,9 @@ def _positional(frame: FrameType) -> list[Any]:
 
 
 def _ends_calls(handler: Any) -> bool:
-    """Whether a SIGINT that ``handler`` takes ends what the main thread does: it is not the user's own.
+    """Whether ``handler`` is one whose SIGINT must end what the main thread does: Python's, or asyncio's.
 
-    The one of ``asyncio.run`` would only cancel its main task, which is blocked here and would not hear of it.
+    The handler of ``asyncio.run`` only cancels the main task. That task is blocked here and would not notice.
     """
     if handler is _default:
         return True

@@ -1,4 +1,4 @@
-"""Time limits: what counts as one, and what the system's own waits can take of it."""
+"""Time limits: which values are valid, and what the waits of the system accept."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_timeout(timeout: Any) -> float | None:
 
 
 def as_seconds(number: Any) -> float:
-    """Return a number as a float; an integer that is larger than all floats is infinity.
+    """Return a number as a float. An integer larger than every float becomes infinity.
 
     Examples
     --------
@@ -42,7 +42,8 @@ def as_seconds(number: Any) -> float:
 
 
 def poll_ms(seconds: float) -> int:
-    """Return a wait in milliseconds, rounded up; one that is too long for ``poll`` ends early and is repeated.
+    """Return a wait in milliseconds, rounded up. A wait that is too long for ``poll`` ends early, and the caller
+    repeats it.
 
     Examples
     --------
@@ -53,5 +54,5 @@ def poll_ms(seconds: float) -> int:
 
 
 def lock_s(seconds: float) -> float:
-    """Return the time for which a lock can be waited for: up to centuries."""
+    """Return the longest time, up to ``seconds``, for which Python can wait for a lock."""
     return min(max(seconds, 0.0), threading.TIMEOUT_MAX)

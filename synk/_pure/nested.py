@@ -1,10 +1,11 @@
-"""Nested arguments: dicts, tuples, named tuples and dataclasses of arrays, taken apart and built again.
+"""Takes nested arguments apart and builds them again: dicts, tuples, named tuples and dataclasses of arrays.
 
-So are sparse matrices and tables, where rows of them are wanted: they are structure around arrays, too.
+Sparse matrices and tables are taken apart in the same way where single rows of them are needed: they too are structure
+around arrays.
 
-What counts as structure and what as rows is decided here. A list is rows, as ``numpy.asarray`` takes it, and so is a
-tuple of numbers or texts; every other tuple is structure, so arrays of equal length are never stacked. A list of arrays
-could be either, and is refused where rows are divided.
+This file decides what is structure and what is rows. A list is rows, as for ``numpy.asarray``, and so is a tuple of
+numbers or texts. Every other tuple is structure, so arrays of equal length are never stacked. A list of arrays could be
+either, and is refused where rows are divided.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from synk._pure.tables import is_table, table_parts
 from synk._pure.tensors import is_tensor
 
 SINGLE_VALUES = (str, bytes, bool, int, float, complex, np.generic)
-"""What has no rows to divide, beside None."""
+"""Types without rows to divide, besides None."""
 
 PLAIN_TYPES = frozenset((str, bytes, bool, int, float, complex, type(None)))
-"""What needs nothing but the plain pickler, which takes a tenth of the time."""
+"""Types for which the plain pickler is enough. It takes a tenth of the time."""
 
 _SCALAR_TYPES = frozenset(np.sctypeDict.values()) - {np.object_, np.void}
 _SEQUENCES = (list, tuple, collections.deque)
@@ -38,7 +39,7 @@ _MAX_DEPTH, _PLAIN_DEPTH = 16, 8
 
 LEAF = "leaf"
 WHOLE = "whole"
-"""A leaf that is no rows: part of something that is, and needed by whoever builds any of it."""
+"""Stands for a leaf without rows of its own: a part of a matrix or table, which every rank needs whole."""
 
 
 class Node(NamedTuple):
@@ -51,9 +52,9 @@ class Node(NamedTuple):
     make : callable
         What the container is built with: its class, in most cases.
     keys : tuple
-        Of a mapping in its order; else the names of the fields, or nothing.
+        The keys of a mapping in its order, or the names of the fields, or nothing.
     parts : tuple of Node, ``LEAF``, ``WHOLE`` or None
-        None is a value that is None.
+        None stands for a value that is None.
     """
 
     kind: str
@@ -62,17 +63,18 @@ class Node(NamedTuple):
     parts: tuple[Any, ...]
 
 
-class Place(NamedTuple):
-    """What is known of a leaf.
+class LeafInfo(NamedTuple):
+    """What is known about a leaf.
 
     Attributes
     ----------
     path : str
-        As one would write it behind the argument's name; for part of a sparse matrix or a table the place of this one.
+        The place of the leaf, as one would write it behind the argument's name. A part of a sparse matrix or a table
+        has the path of the matrix or table.
     is_whole : bool
         Whether every rank needs the leaf whole.
     made_by : callable or None
-        What builds the sparse matrix or the table that it is part of.
+        Builds the sparse matrix or the table that the leaf is part of.
     """
 
     path: str
@@ -81,7 +83,7 @@ class Place(NamedTuple):
 
 
 def is_nested(value: Any) -> bool:
-    """Whether a value is structure around its leaves, and no array, rows or single value itself.
+    """Whether a value is structure around leaves, rather than an array, rows or a single value.
 
     Examples
     --------
@@ -99,7 +101,7 @@ def is_nested(value: Any) -> bool:
 
 
 def is_plain_object(value: Any, depth: int = _PLAIN_DEPTH) -> bool:
-    """Whether a value is a number, a text, None, or a tuple, list or dict of such: no code of the user's pickles it."""
+    """Whether a value is a number, a text, None, or a tuple, list or dict of these: pickling it runs no user code."""
     if type(value) in PLAIN_TYPES or type(value) in _SCALAR_TYPES:
         return True
     if not depth or type(value) not in (tuple, list, dict):
@@ -109,12 +111,12 @@ def is_plain_object(value: Any, depth: int = _PLAIN_DEPTH) -> bool:
 
 
 def has_inner_rows(value: Any) -> bool:
-    """Whether a value that is no array can be built of arrays with its rows: a sparse matrix, or a table."""
+    """Whether a value is a sparse matrix or a table: no array, but made of arrays that have its rows."""
     return is_csr(value) or is_table(value)
 
 
 def held_array(value: Any) -> Any:
-    """Return an array or tensor with axes that a list or tuple holds, at any depth; None where there is none.
+    """Return an array or tensor with axes that a list or tuple holds at any depth, or None.
 
     Examples
     --------
@@ -136,16 +138,16 @@ def held_array(value: Any) -> Any:
 
 
 def check_no_list(value: Any, verb: str, what: str, label: str = "", caller: str = "") -> None:
-    """Refuse a list of arrays, where it could mean rows or structure.
+    """Raise TypeError for a list of arrays, which could mean rows or structure.
 
     Parameters
     ----------
     verb, what : str
         What cannot be done, for the error.
     label : str
-        How the program writes the value; empty: there is no structure where it goes.
+        How the program writes the value. Empty if structure is not allowed there.
     caller : str
-        The name of the function whose only argument it may have become by mistake.
+        The name of the function whose only argument this may have become by mistake.
 
     Raises
     ------
@@ -170,14 +172,14 @@ def check_no_list(value: Any, verb: str, what: str, label: str = "", caller: str
 def take_apart(value: Any, *, by_rows: bool = False) -> tuple[list[Any], Any]:
     """Return the leaves of a nested value, and its structure.
 
-    With ``by_rows`` a sparse matrix or a table whose rows can be divided is no leaf, but has some.
+    With ``by_rows`` a sparse matrix or a table with rows to divide is taken apart as well; otherwise it is a leaf.
 
     Raises
     ------
     TypeError
         If a dataclass cannot be built from its fields, or a table cannot be pickled.
     RecursionError
-        If it holds itself.
+        If the value holds itself.
 
     Examples
     --------
@@ -208,8 +210,9 @@ def _structure(value: Any, leaves: list[Any], by_rows: bool) -> Any:
 def take_apart_whole(value: Any) -> tuple[list[Any], Any]:
     """Return the leaves of a value that goes whole to every rank, and its structure.
 
-    Lists are structure here, for nothing of it is rows. What holds no array is one leaf, however nested it is, and so
-    is whatever a pickle keeps and its parts do not tell: objects of other classes, an array that stands in two places.
+    Lists are structure here, since the value has no rows. A part without arrays is one leaf, however deeply it is
+    nested. So is everything that a pickle keeps and that its parts alone would lose: objects of other classes, an array
+    that appears twice.
 
     Examples
     --------
@@ -226,7 +229,7 @@ def take_apart_whole(value: Any) -> tuple[list[Any], Any]:
 
 
 def _whole_structure(value: Any, leaves: list[Any], arrays: list[int], depth: int) -> Any:
-    """Return the structure of a value; note its leaves, and the identities of the arrays among them."""
+    """Return the structure of a value, and add its leaves and the identities of its arrays to the lists."""
     cls = type(value)
     make: Any = cls
     kind: str = ""
@@ -249,20 +252,20 @@ def _whole_structure(value: Any, leaves: list[Any], arrays: list[int], depth: in
         return LEAF
     first_leaf, num_arrays, structures = len(leaves), len(arrays), []
     for part in parts:
-        if type(part) is np.ndarray:  # most are: the same as below
+        if type(part) is np.ndarray:  # most parts are arrays; the general way below gives the same
             leaves.append(part)
             arrays.append(id(part))
             structures.append(LEAF)
         else:
             structures.append(_whole_structure(part, leaves, arrays, depth - 1))
-    if len(arrays) == num_arrays:  # none in it
+    if len(arrays) == num_arrays:  # it holds no array
         leaves[first_leaf:] = [value]
         return LEAF
     return Node(kind, make, keys, tuple(structures))
 
 
 def _is_plain_dataclass(value: Any) -> bool:
-    """Whether a pickle of a dataclass is its fields and nothing else, and is loaded without code of the user's."""
+    """Whether a dataclass is pickled as its fields and nothing else, and loaded without user code."""
     cls = type(value)
     if not dataclasses.is_dataclass(cls) or not hasattr(value, "__dict__"):
         return False
@@ -271,7 +274,7 @@ def _is_plain_dataclass(value: Any) -> bool:
 
 
 class _Restored:
-    """Builds an object from its attributes, as a pickle does. Equal as long as the class holds the same."""
+    """Builds an object from its attributes, as unpickling does. Equal while the class holds the same objects."""
 
     def __init__(self, cls: type, contents: tuple[Any, ...] = ()) -> None:
         self._cls, self._contents = cls, contents
@@ -294,7 +297,7 @@ class _Restored:
 
 
 def _opened(value: Any) -> tuple[str, Callable[..., Any], tuple[Any, ...], Any]:
-    """Return the kind of a container, what builds another like it, its keys and its parts."""
+    """Return a container's kind, the callable that builds another like it, its keys and its parts."""
     cls = type(value)
     if cls is dict:
         return "mapping", dict, tuple(value), value.values()
@@ -313,7 +316,7 @@ def _opened(value: Any) -> tuple[str, Callable[..., Any], tuple[Any, ...], Any]:
 
 @functools.lru_cache(maxsize=64)
 def _field_names(cls: Any) -> tuple[str, ...]:
-    """Return the fields from which the constructor of a dataclass builds it; the others are its own affair."""
+    """Return the fields from which the constructor of a dataclass builds it. It computes the other fields itself."""
     names = tuple(field.name for field in dataclasses.fields(cls) if field.init)
     try:
         inspect.signature(cls).bind(**dict.fromkeys(names))
@@ -324,7 +327,7 @@ def _field_names(cls: Any) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _DefaultDict:
-    """Builds a defaultdict from a dict; equal for equal factories, unlike a partial."""
+    """Builds a defaultdict from a dict. Unlike a partial, it is equal for equal factories."""
 
     factory: Any
 
@@ -336,19 +339,19 @@ _is_built_so: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary(
 
 
 def _maker(cls: type, parts: Any, plain: type) -> Callable[..., Any]:
-    """Return ``cls`` where it can be built from its parts, as most can, else the plain type that holds them."""
+    """Return ``cls`` if it can be built from its parts, as most classes can, else the plain type that holds them."""
     is_built_so = _is_built_so.get(cls)
     if is_built_so is None:
         try:
             is_built_so = len(safe_point(cls, parts)) == len(parts)
-        except Exception:  # whatever the user's constructor raises
+        except Exception:  # the user's constructor may raise anything
             is_built_so = False
         _is_built_so[cls] = is_built_so
     return cls if is_built_so else plain
 
 
 def holds(value: Any, kind: type) -> bool:
-    """Whether ``value`` is of a class, or a leaf of it is; False where it cannot be taken apart."""
+    """Whether ``value`` or one of its leaves is an instance of ``kind``; False if it cannot be taken apart."""
     if not is_nested(value):
         return isinstance(value, kind)
     try:
@@ -358,7 +361,7 @@ def holds(value: Any, kind: type) -> bool:
 
 
 def build(structure: Any, leaves: Iterator[Any]) -> Any:
-    """Return the nesting of ``structure`` with the next of ``leaves`` in place."""
+    """Return the nesting of ``structure``, filled with the next items of ``leaves``."""
     if structure is LEAF or structure in (LEAF, WHOLE):
         return next(leaves)
     if structure is None:
@@ -374,21 +377,21 @@ def build(structure: Any, leaves: Iterator[Any]) -> Any:
 
 
 def paths(structure: Any, path: str = "") -> list[str]:
-    """Return the place of each leaf, as one would write it behind the argument's name."""
-    return [place.path for place in places(structure, path)]
+    """Return the path of each leaf, as one would write it behind the argument's name."""
+    return [leaf.path for leaf in leaf_infos(structure, path)]
 
 
-def places(structure: Any, path: str = "") -> list[Place]:
-    """Return the place of each leaf."""
+def leaf_infos(structure: Any, path: str = "") -> list[LeafInfo]:
+    """Return what is known about each leaf."""
     if structure is None:
         return []
     if structure in (LEAF, WHOLE):
-        return [Place(path, False, None)]
+        return [LeafInfo(path, False, None)]
     kind, make, keys, parts = structure
     if kind == "rows":
-        return [Place(path, part == WHOLE, make) for part in parts]
+        return [LeafInfo(path, part == WHOLE, make) for part in parts]
     if kind == "tuple":
         steps = [f"[{position}]" for position in range(len(parts))]
     else:
         steps = [f"[{key!r}]" if kind == "mapping" else f".{key}" for key in keys]
-    return [place for step, part in zip(steps, parts) for place in places(part, path + step)]
+    return [leaf for step, part in zip(steps, parts) for leaf in leaf_infos(part, path + step)]

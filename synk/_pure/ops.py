@@ -1,9 +1,9 @@
-"""The ops: how the values that the ranks return for an output become one. All that is asked of one is here. No process.
+"""The ops: how the values that the ranks return for an output become one result. All that an op must answer is here.
 
-What is reduced is lifted first: a value becomes a partial result, in the accumulator dtype, and for an average times
-its rows. Partial results are merged in any number of levels (slices, ranks). The last one is finished: divided and
-rounded to the dtype of the values. Whoever finishes in between rounds twice, which changes about a quarter of the
-elements of a float16 average.
+A reduction has three steps. A value is *lifted* to a partial result: it is converted to the accumulator dtype, and for
+an average it is multiplied by its rows. Partial results are *merged*, in any number of levels (slices, ranks). The last
+one is *finished*: it is divided and rounded to the dtype of the values. Finishing at an inner level would round twice,
+which changes about a quarter of the elements of a float16 average.
 """
 
 from __future__ import annotations
@@ -20,31 +20,32 @@ from synk._pure.dtypes import as_numbers, assign, describe_dtype, is_bfloat16
 BLOCK_NBYTES = 1 << 18
 
 EqualReduction = tuple[np.ufunc, Sequence[np.ndarray], int]
-"""What combines, the values, the divisor"""
+"""The function that combines, the values, the divisor."""
 
 
 class Op:
-    """How the values that the ranks return for an output become the result: the base class for ops of your own.
+    """The base class of ops of your own: how the values that the ranks return for an output become the result.
 
-    Subclass it and pass an instance as an op of ``outputs``. An op that *combines* defines ``combine``, which gets what
-    the function has returned on each rank. An op that *concatenates* sets ``concatenates = True`` and defines
-    ``finish``, which gets the rows of all ranks joined in their order, as under ``"gather"``: so the result of a
-    function that returns a row for each of its rows does not depend on the number of workers.
+    Subclass it and pass an instance as an op of ``outputs``. There are two kinds. An op that *combines* defines
+    ``combine``, which gets what the function returned on each rank. An op that *concatenates* sets ``concatenates =
+    True`` and defines ``finish``, which gets the rows of all ranks, joined in their order as under ``"gather"``. With
+    it, a function that returns a row for each of its rows gives the same result for every number of workers.
 
-    ``combine`` and ``finish`` are called in your program, once for each call and output, and ``check`` on the workers,
-    to which the op is sent with the function. What they raise fails the call; a note names the op and the function.
+    ``combine`` and ``finish`` are called in your program, once for each call and output. ``check`` is called on the
+    workers; the op travels there with the function. An exception in any of them fails the call, with a note that names
+    the op and the function.
 
     Attributes
     ----------
     needs_rows : bool, default True
-        Whether calls without rows to divide are refused, as for ``"sum"``: all ranks compute the same value there, so
-        the result may depend on how many they are. ``function(..., per_rank=True)`` allows them.
+        Whether calls without rows to divide are refused, as for ``"sum"``. In such a call every rank computes the same
+        value, so the result may depend on the number of ranks. ``function(..., per_rank=True)`` allows them.
     concatenates : bool, default False
-        Whether the values have rows on axis 0, and are joined before ``finish``. They may be arrays of one dtype and
-        trailing shape on all ranks, lists, Series or DataFrames.
+        Whether the values have rows on axis 0 that are joined before ``finish``. The values may be lists, Series or
+        DataFrames, or arrays that have one dtype and trailing shape on all ranks.
     has_empty : bool, default False
-        Whether a call for no rows has a result. The function is called once then, on rank 0 with no rows, and what it
-        returns is combined and finished as any other value. Otherwise such a call is refused, as for ``"avg"``.
+        Whether a call for no rows has a result. If so, the function is called once, on rank 0 with no rows, and its
+        value is combined and finished like any other. If not, such a call is refused, as for ``"avg"``.
 
     Examples
     --------
@@ -70,21 +71,21 @@ class Op:
     concatenates = False
     has_empty = False
 
-    # What else is asked of an op. Those of a user's own have no say in it: ``combine`` gets all slices of all ranks at
-    # once, with their rows, so nobody has to know whether it may be applied to some of them first.
+    # The other properties of an op. A user's own op does not choose them: its ``combine`` gets the values of all slices
+    # of all ranks at once, with their rows, so it does not matter whether it could be applied to some of them first.
     is_weighted = True
     is_of_rank_0 = False
     keeps_slices = True
 
     def check(self, dtype: np.dtype, what: str) -> None:
-        """Raise TypeError where the op has no meaning for arrays or numbers of a dtype; by default it has for all.
+        """Raise TypeError if the op has no meaning for arrays or numbers of a dtype. By default it accepts every dtype.
 
         Parameters
         ----------
         dtype : numpy.dtype
-            Of what the function has returned on a rank. Of values that are no arrays or numbers nothing is asked.
+            The dtype of what the function returned on a rank. Only arrays and numbers are checked.
         what : str
-            Names the output in errors, as ``"the output of 'f'"``.
+            Names the output in errors, for instance ``"the output of 'f'"``.
         """
 
     def combine(self, values: list[Any], rows: list[int]) -> Any:
@@ -93,27 +94,28 @@ class Op:
         Parameters
         ----------
         values : list
-            What the function has returned on each rank that had rows, in their order; with ``num_slices`` for each
-            slice of each of them. Arrays and tensors are the op's own. Ranks may return values of any kind and shape.
+            What the function returned on each rank that had rows, in rank order; with ``num_slices``, on each slice of
+            each rank. Arrays and tensors belong to the op, which may change them. Ranks may return values of any kind
+            and shape.
         rows : list of int
             How many rows each value stands for: 1 where there are no rows to divide.
         """
         raise TypeError(f"cannot combine with {self!r}: it has no combine(values, rows). Define one in its class.")
 
     def finish(self, value: Any) -> Any:
-        """Return the result for what was combined or joined, by default that.
+        """Return the result for the combined or joined value. By default that is the value itself.
 
-        What it returns as NumPy's where the function returns tensors comes back as a tensor.
+        If the function returns tensors, a NumPy array that this returns comes back as a tensor.
         """
         return value
 
     @property
     def is_of_arrays(self) -> bool:
-        """Whether it works on arrays, tables or lists of rows only, which must be alike on all ranks."""
+        """Whether the op accepts only arrays, tables or lists of rows, which must be alike on all ranks."""
         return self.concatenates
 
     def accumulate(self, values: list[Any], value: Any) -> None:
-        """Take in the value of one more slice of a rank."""
+        """Add the value of one more slice of a rank to ``values``."""
         values.append(value)
 
     def __repr__(self) -> str:
@@ -121,7 +123,7 @@ class Op:
 
 
 class _Named(Op):
-    """An op that has a word."""
+    """An op that has a name."""
 
     name: str
     is_weighted = False
@@ -138,17 +140,17 @@ class Reduction(_Named):
 
     ufunc: str
     verb = ""
-    """For errors, where it is another word than the name"""
+    """Names the op in errors, if not by its name."""
 
     @property
     def is_of_arrays(self) -> bool:
         return True
 
     def check(self, dtype: np.dtype, what: str) -> None:
-        """Raise TypeError where the op has no meaning for ``dtype``.
+        """Raise TypeError if the op has no meaning for ``dtype``.
 
-        The rules are the same on every backend: avg of floats and complex numbers only, no sum or prod of bools (it
-        would silently mean "or"), no order of complex numbers, no arithmetic on text, dates and records.
+        The rules are the same on every backend: no avg of integers and bools, no sum or prod of bools (it would
+        silently mean "or"), no order of complex numbers, no arithmetic on text, dates and records.
         """
         if dtype.kind not in "biufc" and not is_bfloat16(dtype):
             raise TypeError(
@@ -157,24 +159,25 @@ class Reduction(_Named):
             )
 
     def combine(self, values: Sequence[np.ndarray], rows: Sequence[float]) -> np.ndarray:
-        """Return a new array of the values' shape and dtype."""
+        """Return a new array with the shape and dtype of the values."""
         out = np.empty_like(values[0])
         with np.errstate(all="ignore"):
             self.reduce_into(values, rows, out)
         return out
 
     def lift(self, value: Any, rows: float = 1, *, xp: Any = np, out: Any = None) -> Any:
-        """Return the partial result of a value that stands for ``rows`` rows; the value itself if nothing is to do.
+        """Return the partial result of a value that stands for ``rows`` rows: the value itself if nothing has to be
+        done.
 
         Parameters
         ----------
         value : array
         rows : float
-            Its weight in an average; 1 where all weigh the same.
+            Its weight in an average; 1 where all values weigh the same.
         xp : module
             NumPy, or the namespace of the array library that the value belongs to.
         out : array, optional
-            Where it may be written, of the accumulator dtype.
+            An array of the accumulator dtype into which the result may be written.
         """
         wide = accumulator_dtype(value.dtype)
         if wide != value.dtype:
@@ -187,18 +190,18 @@ class Reduction(_Named):
         return out
 
     def merge(self, first: Any, second: Any, *, xp: Any = np, out: Any = None) -> Any:
-        """Return the partial result of what two of them stand for; ``out`` may be one of them."""
+        """Return two partial results merged into one; ``out`` may be either of them."""
         return getattr(xp, self.ufunc)(first, second, out=out)
 
     def finish_into(self, partial: Any, rows: float, out: Any, *, xp: Any = np) -> None:
-        """Write the result to ``out``: of an average over ``rows`` rows the quotient. ``partial`` is overwritten."""
+        """Write the result of a partial one to ``out``; an average is divided by ``rows``. Overwrites ``partial``."""
         if self.is_weighted:
             xp.divide(partial, partial.dtype.type(rows), out=partial)
         if partial is not out:
             assign(out, partial)
 
     def finished(self, partial: Any, rows: float, dtype: np.dtype) -> Any:
-        """Return the result of a partial one of the host, overwritten, as ``dtype``; a scalar where it is one."""
+        """Return the result of a partial one on the host, as ``dtype``, and overwrite ``partial``. 0-d is a scalar."""
         partial = np.asarray(partial)
         out = partial if partial.dtype == dtype else np.empty(partial.shape, dtype)
         self.finish_into(partial, rows, out)
@@ -210,11 +213,11 @@ class Reduction(_Named):
         Parameters
         ----------
         values : sequence of ndarray
-            One per rank that votes; none of them may overlap ``out``.
+            One for each rank that votes. None may overlap ``out``.
         rows : sequence of float or None
-            How many rows stand behind each value: the weights of ``avg``. ``None``: all alike.
+            How many rows each value stands for: the weights of ``avg``. ``None``: all weigh the same.
 
-        Overflow and NaN are the caller's numbers, as in a NumPy reduction: callers run this under ``np.errstate``.
+        Overflow and NaN are the caller's business, as in a NumPy reduction: callers use ``np.errstate``.
         """
         if out.nbytes <= BLOCK_NBYTES:
             self._reduce_block(values, rows, out)
@@ -233,7 +236,7 @@ class Reduction(_Named):
             return
         wide = accumulator_dtype(out.dtype)
         total = out if wide == out.dtype else np.empty(out.shape, wide)
-        # The rows multiply before the one division, so that an average of equal values is that value.
+        # Multiply by the rows before the one division, so that an average of equal values is that value.
         is_weighted = self.is_weighted and rows is not None and len(set(rows)) > 1
         weights: Sequence[float] = rows if is_weighted and rows is not None else [1] * len(blocks)
         term = np.empty(out.shape, wide) if is_weighted or total is not out else None
@@ -243,9 +246,9 @@ class Reduction(_Named):
         self.finish_into(partial, sum(weights), out)
 
     def equal_reduction(self, values: Sequence[np.ndarray]) -> EqualReduction | None:
-        """Return what reduces values that weigh the same, where they are lifted as they are and nothing is rounded.
+        """Return how to reduce values of equal weight that need no conversion and no rounding; None for other values.
 
-        Whoever reduces the same places again and again does no more than combine them, in order, and divide.
+        Code that reduces the same places again and again then only combines them in order and divides.
         """
         if not values or any(value.dtype != accumulator_dtype(value.dtype) for value in values):
             return None
@@ -318,7 +321,7 @@ class _Gather(_Named):
 
 
 class _First(_Named):
-    """The value of rank 0."""
+    """The value of the lowest rank that ran."""
 
     name = "first"
     needs_rows = False
@@ -334,7 +337,7 @@ class _First(_Named):
 
 
 class _Each(Op):
-    """What is given as None: the values are not combined."""
+    """The op that is written None: the values are not combined."""
 
     needs_rows = False
     is_weighted = False
@@ -344,7 +347,7 @@ class _Each(Op):
 
 
 class Folded(Op):
-    """What is given as a function of two values."""
+    """The op that is given as a function of two values."""
 
     is_weighted = False
     keeps_slices = False
@@ -363,11 +366,11 @@ class Folded(Op):
 
 
 OWN_NAMES = frozenset({"is_weighted", "is_of_rank_0", "keeps_slices", "is_of_arrays", "accumulate"})
-"""What an op of a user's own must not define"""
+"""The names that a user's own op must not define."""
 
 EACH = _Each()
 
 REDUCTIONS: dict[str, Reduction] = {op.name: op for op in (_Avg(), _Sum(), _Prod(), _Min(), _Max())}
 REDUCE_OPS = tuple(REDUCTIONS)
 OPS: dict[str, Op] = {**REDUCTIONS, **{op.name: op for op in (_Gather(), _First())}}
-"""By their words."""
+"""The ops by name."""

@@ -1,13 +1,13 @@
-"""Which op is for which output: nestings of ops, checked, looked up, and matched with results. No process."""
+"""Which op belongs to which output: checks nestings of ops, looks up names, matches ops with results. No process."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from difflib import get_close_matches
 from typing import Any
 
-from synk._pure.ops import EACH, OPS, OWN_NAMES, Folded, Op
+from synk._pure.blocks import InBlocks
+from synk._pure.ops import EACH, OPS, OWN_NAMES, Folded, Op, Reduction
 from synk._pure.trees import flatten
 
 _WORDS = {
@@ -16,11 +16,11 @@ _WORDS = {
     "concat": "gather", "cat": "gather", "stack": "gather", "add": "sum", "total": "sum", "mul": "prod",
     "product": "prod", "minimum": "min", "maximum": "max", "none": "None", "list": "None",
 }  # fmt: skip
-"""The ops that do what functions of one argument, many values, do, and what other libraries call them."""
+"""Names of functions that combine values, and of ops elsewhere, with the op that does the same. For errors."""
 
 
 class DefaultOp(str):
-    """The op of a function whose ``outputs`` nobody has named: it is checked whether it fits."""
+    """The op of a function without ``outputs=``. Only this op is checked for whether it fits."""
 
     __slots__ = ()
 
@@ -29,7 +29,7 @@ DEFAULT_OP = DefaultOp("avg")
 
 
 def ops_of(outputs: Any, what: str) -> Any:
-    """Return the ops that are meant by ``outputs`` as a user gives it: one, or the same nesting of them.
+    """Return the ops that ``outputs`` means, as a user gives it: one op, or a nesting of ops.
 
     Raises
     ------
@@ -53,6 +53,8 @@ def ops_of(outputs: Any, what: str) -> Any:
         return Folded(outputs)
     if isinstance(outputs, str):
         if outputs not in OPS:
+            from difflib import get_close_matches
+
             word = _WORDS.get(outputs.lower()) or next(iter(get_close_matches(outputs.lower(), OPS, 1)), "")
             hint = f" Did you mean {word if word == 'None' else repr(word)}?" if word else ""
             raise ValueError(
@@ -72,7 +74,7 @@ def ops_of(outputs: Any, what: str) -> Any:
 
 
 def _check_own(op: Any, what: str) -> None:
-    """Raise unless an op of a user's own can be used."""
+    """Raise unless a user's own op is usable."""
     if isinstance(op, type):
         raise TypeError(
             f"cannot build {what}: got the class {op.__name__} as an op, expected an instance of it. Write "
@@ -92,10 +94,10 @@ def _check_own(op: Any, what: str) -> None:
 
 
 def _check_callable(op: Callable[..., Any], what: str) -> None:
-    """Raise unless ``op`` takes two values. Those for which a second argument means something else combine wrongly."""
+    """Raise unless ``op`` combines two values. A callable whose second argument means something else is refused."""
     try:
         parameters = list(inspect.signature(op).parameters.values())
-    except (TypeError, ValueError):  # some built-in functions have none: max and min, ufuncs
+    except (TypeError, ValueError):  # some built-in functions have no signature: max, min, ufuncs
         return
     values = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     num_required = sum(p.default is p.empty for p in values)
@@ -108,6 +110,16 @@ def _check_callable(op: Callable[..., Any], what: str) -> None:
         f"cannot build {what}: got {name}({', '.join(map(str, parameters))}) as an op, expected op(a, b), which "
         f"returns the two ranks' values combined.{hint}"
     )
+
+
+def in_blocks(outputs: Any) -> Any:
+    """Return ``outputs``, as a user gives it, with each reduction made one over blocks."""
+    if isinstance(outputs, dict):
+        return {key: in_blocks(child) for key, child in outputs.items()}
+    if isinstance(outputs, (tuple, list)):
+        return type(outputs)([in_blocks(child) for child in outputs])
+    op = OPS.get(outputs) if isinstance(outputs, str) else None
+    return InBlocks(op) if isinstance(op, Reduction) else outputs
 
 
 def each_op(outputs: Any) -> Iterator[Any]:
@@ -125,15 +137,15 @@ def each_op(outputs: Any) -> Iterator[Any]:
 def match_ops(outputs: Any, skeleton: Any, num_leaves: int, what: str) -> list[Any]:
     """Return the op of each leaf of a result.
 
-    ``outputs`` is a prefix of the result's structure: an op stands for all leaves below it. A list matches a tuple and
-    the other way round; dicts match by key.
+    ``outputs`` is a prefix of the result's structure: an op stands for all leaves below it. Lists and tuples match each
+    other; dicts match by key.
 
     Parameters
     ----------
     outputs : op, or nesting of ops
-        As a user gives it, or looked up.
+        Either as a user gives it or already looked up.
     skeleton : nesting of int
-        The result with the position of each leaf in its place.
+        The result, with the position of each leaf in its place.
     num_leaves : int
     what : str
         Names the function in errors.
@@ -141,7 +153,7 @@ def match_ops(outputs: Any, skeleton: Any, num_leaves: int, what: str) -> list[A
     Raises
     ------
     ValueError
-        If the two differ in length or keys.
+        If ``outputs`` and the result differ in length or keys.
     """
     ops: list[Any] = [None] * num_leaves
     _match(outputs, skeleton, ops, what, "")
@@ -176,7 +188,7 @@ def _mismatch(what: str, path: str, outputs: Any, got: str) -> str:
 
 
 def wanted_leaves(skeleton: Any, subset: tuple[Any, ...] | None, name: str) -> set[int] | None:
-    """Return the leaf positions under the top-level positions or keys of ``subset``; None for all.
+    """Return the positions of the leaves under the top-level positions or keys of ``subset``; None stands for all.
 
     Raises
     ------

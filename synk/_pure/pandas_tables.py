@@ -1,4 +1,4 @@
-"""What is done for tables of pandas; see ``synk._pure.tables``, which imports this where there is one."""
+"""The pandas half of ``synk._pure.tables``, which imports this file when it meets a pandas table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MASKED = (pd.arrays.IntegerArray, pd.arrays.FloatingArray, pd.arrays.BooleanArr
 
 
 def opened(table: Any) -> tuple[Any, list[Any], bool]:
-    """Return a table without rows, its columns (those of the index first), and whether its index counts the rows."""
+    """Return a table without rows, its columns (those of the index first), and whether the index just counts rows."""
     index = table.index
     own: list[Any] = []
     if isinstance(index, pd.MultiIndex):
@@ -29,17 +29,17 @@ def columns_of(table: Any) -> list[Any]:
 
 
 def _column(values: Any) -> Any:
-    """Return the array behind a Series or an index: NumPy's, where it has the dtype."""
+    """Return the array behind a Series or an index: a NumPy array if NumPy has the dtype."""
     return values.to_numpy() if isinstance(values.dtype, np.dtype) else values.array
 
 
 def labels_of(table: Any) -> list[Any]:
-    """Return the labels of the columns."""
+    """Return the column labels."""
     return [table.name] if isinstance(table, pd.Series) else list(table.columns)
 
 
 def arrays(column: Any) -> list[np.ndarray] | None:
-    """Return the arrays that hold a column; None where it must be pickled."""
+    """Return the arrays that hold a column, or None if it must be pickled."""
     dtype = column.dtype
     if isinstance(column, _MASKED):
         return [column.to_numpy(dtype.numpy_dtype, na_value=dtype.type(0)), column.isna()]
@@ -51,19 +51,19 @@ def arrays(column: Any) -> list[np.ndarray] | None:
 
 
 def numbers(column: Any) -> list[np.ndarray] | None:
-    """Return the arrays of a column with which an op can compute."""
+    """Return the arrays of a column that an op can compute with, or None."""
     is_plain = isinstance(column, np.ndarray) and column.dtype.kind in "biufc"
     return arrays(column) if is_plain or isinstance(column, _MASKED) else None
 
 
 def alike(columns: Sequence[Any]) -> list[Any]:
-    """Return columns in a dtype that holds them all."""
+    """Return the columns converted to a dtype that holds all of them."""
     dtype = concatenated(columns).dtype
     return [column.astype(dtype) for column in columns]
 
 
 def restored(column: Any, arrays: Sequence[np.ndarray]) -> Any:
-    """Return a column like ``column``, which may have no rows, of its arrays."""
+    """Return a column built from its arrays. ``column`` gives the dtype and may have no rows."""
     dtype = column.dtype
     if isinstance(column, _MASKED):
         return type(column)(*arrays)
@@ -86,7 +86,7 @@ def taken(column: Any, positions: np.ndarray) -> Any:
 
 
 def built(template: Any, columns: Sequence[Any], numbers: np.ndarray | None) -> Any:
-    """Return a table like ``template`` of columns as ``opened`` returned them, with the rows of these numbers."""
+    """Return a table like ``template``, with columns in the order of ``opened`` and the rows of these numbers."""
     index = template.index
     if isinstance(index, pd.RangeIndex):
         assert numbers is not None
@@ -97,7 +97,7 @@ def built(template: Any, columns: Sequence[Any], numbers: np.ndarray | None) -> 
         return with_columns(template, own, columns[index.nlevels :])
     own = pd.Index(columns[0], dtype=index.dtype, name=index.name, copy=False)
     if getattr(index, "freq", None) is not None and not isinstance(index, pd.PeriodIndex):
-        with contextlib.suppress(ValueError):  # the rows do not follow one another
+        with contextlib.suppress(ValueError):  # the rows are not evenly spaced
             own.freq = index.freq
     return with_columns(template, own, columns[1:])
 
@@ -107,7 +107,7 @@ def with_columns(template: Any, index: Any, columns: Sequence[Any]) -> Any:
     if isinstance(template, pd.Series):
         table: Any = pd.Series(columns[0], index, dtype=columns[0].dtype, name=template.name, copy=False)
     else:
-        own = {  # pandas makes text of objects that are text, unless it is told not to
+        own = {  # Without a dtype pandas would convert objects that are text to its text dtype.
             k: pd.Series(column, index, dtype=object) if column.dtype == object else column
             for k, column in enumerate(columns)
         }
@@ -119,7 +119,7 @@ def with_columns(template: Any, index: Any, columns: Sequence[Any]) -> Any:
 
 
 def _counting(index: Any, numbers: np.ndarray) -> Any:
-    """Return the part of a counting index at ``numbers``, which counts too where they do."""
+    """Return the part of a counting index at ``numbers``. It counts too if the numbers are evenly spaced."""
     if not len(numbers):
         return index
     first = int(numbers[0])
@@ -131,15 +131,15 @@ def _counting(index: Any, numbers: np.ndarray) -> Any:
 
 
 def joined(tables: Sequence[Any]) -> Any:
-    """Return the rows of several tables one behind the other."""
+    """Return the rows of several tables, one table after the other."""
     table, dtype = pd.concat(tables), tables[0].index.dtype
     if table.index.dtype != dtype and all(each.index.dtype == dtype for each in tables):
-        table.index = table.index.astype(dtype)  # pandas makes text of objects that are text
+        table.index = table.index.astype(dtype)  # pandas converts objects that are text to its text dtype
     return table
 
 
 def differ(first: Any, second: Any, *, has_rows: bool) -> str:
-    """Return what two tables differ in, of their labels; empty for nothing. ``has_rows``: also in those of the rows."""
+    """Return which labels of two tables differ, empty for none. With ``has_rows`` the index is compared too."""
     if isinstance(first, pd.Series) != isinstance(second, pd.Series):
         return "kind"
     if not pd.Index(labels_of(first)).equals(pd.Index(labels_of(second))):
@@ -148,7 +148,7 @@ def differ(first: Any, second: Any, *, has_rows: bool) -> str:
 
 
 def described(table: Any, difference: str) -> str:
-    """Return in words what differs."""
+    """Describe the labels that differ, for errors."""
     if difference == "index":
         index = table.index
         more = ", ..." if len(index) > 6 else ""
@@ -157,5 +157,5 @@ def described(table: Any, difference: str) -> str:
 
 
 def equals(first: Any, second: Any) -> bool:
-    """Whether two columns that are no numbers are equal."""
+    """Whether two columns that do not hold numbers are equal."""
     return bool(pd.Series(first, dtype=first.dtype).equals(pd.Series(second, dtype=second.dtype)))

@@ -1,4 +1,4 @@
-"""What is kept of an output over the slices of a rank, and parts joined to a whole. Pure NumPy, no process."""
+"""Collects an output over the slices of a rank, and joins parts to a whole. Pure NumPy, no process."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from synk._pure.ops import Op, Reduction
 
 @dataclass(frozen=True)
 class Slices:
-    """What a rank has returned over its slices: combined with that of the others, at once, so nothing is rounded twice.
+    """What a rank returned on each of its slices. The slices of all ranks are combined at once, so nothing is rounded
+    twice.
 
     Attributes
     ----------
     values : list
     rows : list of int
-        Behind each.
+        How many rows each value stands for.
     """
 
     values: list[Any]
@@ -40,13 +41,10 @@ class Accumulator:
         Names the output in errors.
     xp : module
         NumPy, or the namespace of the array library that the values belong to.
-    is_single : bool
-        There will be one slice only: its value is taken without a copy.
     """
 
-    def __init__(self, op: Op, what: str, xp: Any = np, *, is_single: bool = False) -> None:
+    def __init__(self, op: Op, what: str, xp: Any = np) -> None:
         self.op = op
-        self._is_single = is_single
         self.what = what
         self._xp = xp
         self._parts: list[Any] = []
@@ -54,16 +52,16 @@ class Accumulator:
         self._sum: Any = None
 
     def add(self, value: Any, num_rows: int) -> None:
-        """Take in the value of one slice of ``num_rows`` rows (an array, or any object where the op allows it)."""
+        """Add the value of one slice of ``num_rows`` rows: an array, or any object if the op accepts it."""
         op = self.op
         self._rows.append(num_rows)
-        if not self._is_single and (_is_on_host(value) or isinstance(value, self._xp.ndarray)):
-            # A function may return a buffer that it fills again for the next slice.
-            value = (np if _is_on_host(value) else self._xp).array(value)
+        if _is_on_host(value) or isinstance(value, self._xp.ndarray):
+            # The function may return the same buffer again, filled for the next slice.
+            value = self._library_of(value).array(value)
         if not isinstance(op, Reduction):
             op.accumulate(self._parts, value)
         elif not self._parts:
-            self._parts = [value]  # as it is: with one slice nothing is computed
+            self._parts = [value]  # a single slice is kept as it is: nothing is computed
         else:
             self._combine(op, value, num_rows)
 
@@ -71,7 +69,7 @@ class Accumulator:
         first = self._parts[0]
         if self._sum is None:
             op.check(first.dtype, self.what)
-            self._sum = self._xp.array(self._lift(op, first, self._rows[0]), order="C")
+            self._sum = self._library_of(first).array(self._lift(op, first, self._rows[0]), order="C")
         if value.shape != first.shape or value.dtype != first.dtype:
             raise ValueError(
                 f"cannot accumulate {self.what} over slices: got shape {value.shape} and dtype "
@@ -79,15 +77,23 @@ class Accumulator:
                 "expected the same for every slice. "
                 "Use op 'gather' where the length follows the rows."
             )
-        with np.errstate(all="ignore"):  # overflow and NaN are the caller's numbers, as in a NumPy reduction
-            op.merge(self._sum, self._lift(op, value, num_rows), xp=self._xp, out=self._sum)
+        lifted = self._lift(op, value, num_rows)
+        xp = self._library_of(self._sum, lifted)
+        out = self._sum if xp is np else None  # not every library can compute a minimum in place
+        with np.errstate(all="ignore"):  # overflow and NaN are the caller's business, as in a NumPy reduction
+            self._sum = op.merge(xp.asarray(self._sum), xp.asarray(lifted), xp=xp, out=out)
 
     def _lift(self, op: Reduction, value: Any, num_rows: int) -> Any:
+        xp = self._library_of(value)
         with np.errstate(all="ignore"):
-            return op.lift(self._xp.asarray(value), num_rows, xp=self._xp)  # a number may still be on the host
+            return op.lift(xp.asarray(value), num_rows, xp=xp)
+
+    def _library_of(self, *values: Any) -> Any:
+        """Return NumPy if all values lie on the host, as numbers may on any backend, else the backend's library."""
+        return np if all(map(_is_on_host, values)) else self._xp
 
     def partial(self) -> Any:
-        """Return what ``combine`` takes of an output that is reduced: not rounded, and of an average not divided."""
+        """Return the partial result that ``combine`` takes: neither rounded nor, for an average, divided."""
         if self._sum is not None:
             return self._sum
         assert isinstance(self.op, Reduction)
@@ -95,7 +101,7 @@ class Accumulator:
         return self._lift(self.op, self._parts[0], self._rows[0])
 
     def result(self) -> Any:
-        """Return the value over all slices, once: of an op that keeps the slices apart the list of theirs."""
+        """Return the value over all slices; call it once. An op that keeps slices apart gets a list of values."""
         op = self.op
         if op.concatenates:
             if all(isinstance(part, list) for part in self._parts):
@@ -108,18 +114,19 @@ class Accumulator:
         if self._sum is None:
             return self._parts[0]
         with np.errstate(all="ignore"):
-            result = self._xp.empty(self._sum.shape, dtype=self._parts[0].dtype)
-            op.finish_into(self._sum, sum(self._rows), result, xp=self._xp)
+            xp = self._library_of(self._sum)
+            result = xp.empty(self._sum.shape, dtype=self._parts[0].dtype)
+            op.finish_into(self._sum, sum(self._rows), result, xp=xp)
             return result
 
     @property
     def dtype(self) -> Any:
-        """That of the values."""
+        """The dtype of the values."""
         return self._parts[0].dtype
 
 
 def concatenate(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Join host arrays along axis 0. Where they agree on a dtype it is kept: ``np.concatenate`` would pack records."""
+    """Join host arrays along axis 0. A dtype that they share is kept: ``np.concatenate`` would repack records."""
     dtype = parts[0].dtype
     if any(part.dtype != dtype for part in parts):
         return np.concatenate(parts)
@@ -128,7 +135,7 @@ def concatenate(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def join(parts: Sequence[list[Any]], order: np.ndarray | None) -> list[Any]:
-    """Join lists. Row k goes to position ``order[k]``; None: they are in order.
+    """Join lists. Row k goes to position ``order[k]``; None means that they are in order.
 
     Examples
     --------
@@ -145,5 +152,5 @@ def join(parts: Sequence[list[Any]], order: np.ndarray | None) -> list[Any]:
 
 
 def _is_on_host(value: Any) -> bool:
-    """Whether ``value`` is NumPy's, as text and numbers of a function on a device may be."""
+    """Whether ``value`` belongs to NumPy. A function on a device may still return text or numbers on the host."""
     return isinstance(value, (np.ndarray, np.generic))

@@ -1,4 +1,4 @@
-"""What is done for tables of polars; see ``synk._pure.tables``, which imports this where there is one."""
+"""The polars half of ``synk._pure.tables``, which imports this file when it meets a polars table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ARRAYS = {
 
 
 def opened(table: Any) -> tuple[Any, list[Any], bool]:
-    """Return a table without rows, its columns, and False: it has no index that would count the rows."""
+    """Return a table without rows, its columns, and False: there is no index that could count the rows."""
     return table.clear(), columns_of(table), False
 
 
@@ -24,12 +24,12 @@ def columns_of(table: Any) -> list[Any]:
 
 
 def labels_of(table: Any) -> list[Any]:
-    """Return the labels of the columns."""
+    """Return the column labels."""
     return [table.name] if isinstance(table, pl.Series) else table.columns
 
 
 def arrays(column: Any) -> list[np.ndarray] | None:
-    """Return the arrays that hold a column; None where it must be pickled."""
+    """Return the arrays that hold a column, or None if it must be pickled."""
     if column.dtype not in _ARRAYS and not column.dtype.is_temporal():
         return None
     physical = column.to_physical()
@@ -40,18 +40,18 @@ def arrays(column: Any) -> list[np.ndarray] | None:
 
 
 def numbers(column: Any) -> list[np.ndarray] | None:
-    """Return the arrays of a column with which an op can compute."""
+    """Return the arrays of a column that an op can compute with, or None."""
     return arrays(column) if column.dtype in _ARRAYS else None
 
 
 def alike(columns: Sequence[Any]) -> list[Any]:
-    """Return columns in a dtype that holds them all."""
+    """Return the columns converted to a dtype that holds all of them."""
     dtype = joined(columns).dtype
     return [column.cast(dtype) for column in columns]
 
 
 def restored(column: Any, arrays: Sequence[np.ndarray]) -> Any:
-    """Return a column like ``column``, which may have no rows, of its arrays."""
+    """Return a column built from its arrays. ``column`` gives the dtype and may have no rows."""
     made = pl.Series(column.name, arrays[0]).cast(column.dtype)
     if len(arrays) == 1:
         return made
@@ -78,26 +78,26 @@ def with_columns(template: Any, index: None, columns: Sequence[Any]) -> Any:
 
 
 def joined(tables: Sequence[Any]) -> Any:
-    """Return the rows of several tables one behind the other."""
+    """Return the rows of several tables, one table after the other."""
     if isinstance(tables[0], pl.Series):
         return pl.concat([table.to_frame() for table in tables], how="vertical_relaxed").to_series()
     return pl.concat(tables, how="vertical_relaxed")
 
 
 def differ(first: Any, second: Any, *, has_rows: bool) -> str:
-    """Return what two tables differ in; empty for nothing. Without an index, rows differ in their number only."""
+    """Return what differs between two tables, empty for nothing. Without an index, rows differ only in number."""
     if isinstance(first, pl.Series) != isinstance(second, pl.Series):
         return "kind"
     if labels_of(first) != labels_of(second):
         return "name" if isinstance(first, pl.Series) else "columns"
     dtypes = [(a.dtype, b.dtype) for a, b in zip(columns_of(first), columns_of(second))]
     if any(a != b and pl.Null not in (a, b) and not (a.is_numeric() and b.is_numeric()) for a, b in dtypes):
-        return "dtypes"  # polars would make text of numbers
+        return "dtypes"  # polars would convert numbers to text
     return "index" if has_rows and len(first) != len(second) else ""
 
 
 def described(table: Any, difference: str) -> str:
-    """Return in words what differs."""
+    """Describe what differs, for errors."""
     if difference == "index":
         return f"{len(table)} rows"
     if difference == "dtypes":
@@ -106,5 +106,5 @@ def described(table: Any, difference: str) -> str:
 
 
 def equals(first: Any, second: Any) -> bool:
-    """Whether two columns that are no numbers are equal."""
+    """Whether two columns that do not hold numbers are equal."""
     return bool(first.equals(second, null_equal=True))

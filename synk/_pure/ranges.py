@@ -1,20 +1,20 @@
-"""How elements are divided: into blocks for devices, into chunks on cache lines for ranks."""
+"""Divides elements: into blocks for devices, and into chunks on cache lines for ranks."""
 
 from __future__ import annotations
 
 import itertools
 
 LINE_NBYTES = 64
-"""Of a cache line: what different processes write lies on different ones."""
+"""The size of a cache line. Different processes write to different lines."""
 
 
 def round_up(nbytes: int, multiple: int) -> int:
-    """Return the smallest multiple that is not less."""
+    """Return the smallest multiple of ``multiple`` that is not less than ``nbytes``."""
     return -(-nbytes // multiple) * multiple
 
 
 def block_bounds(count: int, num_blocks: int) -> list[tuple[int, int]]:
-    """Split ``count`` elements into blocks of equal length, but for the last ones, as the devices divide them.
+    """Split ``count`` elements into blocks of equal length, as devices do: only the last ones may be shorter.
 
     Examples
     --------

@@ -1,7 +1,7 @@
-"""What the master reads of a shared variable: a copy that refuses to be changed in place.
+"""What the master reads of a shared variable: a copy that cannot be changed in place.
 
-``w.value[0] = 5`` would change that copy only, and be lost. Whatever makes another copy gives an ordinary array, dict
-or list, which may be changed; so does the operator of ``w.value += 1``, and Python assigns what it gives.
+``w.value[0] = 5`` would change only that copy and be lost. Any operation that makes a new object gives an ordinary
+array, dict or list, which may be changed. So does the operator of ``w.value += 1``, and Python then assigns its result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TEXT = (
 
 
 class ReadOnlyArray(np.ndarray):
-    """An array that is not writable, whose error says what to do. Results and copies are ordinary arrays."""
+    """An array that is not writable, with an error that says what to do. Results and copies are ordinary arrays."""
 
     __slots__ = ()
 
@@ -62,7 +62,7 @@ class ReadOnlyArray(np.ndarray):
 
 
 def _as_result(result: Any) -> Any:
-    """Return an array that is the caller's own as an ordinary one; views of a value stay what they are."""
+    """Return a new array as an ordinary one. Views of a value stay read-only."""
     if isinstance(result, ReadOnlyArray) and result.flags.writeable:
         return result.view(np.ndarray)
     return result
@@ -88,7 +88,7 @@ _CHANGING = (
 
 
 class _Container:
-    """Mixin of the read-only containers: what copies them gives ordinary ones."""
+    """Mixin of the read-only containers: copies of them are ordinary containers."""
 
     __slots__ = ()
 
@@ -105,7 +105,7 @@ class _Container:
         return copied(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        own = ordinary(self)  # of a class that is there without synk
+        own = ordinary(self)  # of a class that can be loaded without synk
         if type(own) is list:
             return list, (tuple(own),)
         factory = (own.default_factory,) if type(own) is defaultdict else ()
@@ -117,14 +117,14 @@ class _Container:
 
 @functools.cache
 def _read_only_kind(kind: type) -> type:
-    """Return the class of read-only containers that are otherwise of class ``kind``."""
+    """Return the read-only subclass of the container class ``kind``."""
     members: dict[str, Any] = {name: _refuse for name in _CHANGING if hasattr(kind, name)}
     members.update((f"__i{name}__", _on_a_copy(getattr(operator, f"__i{name}__"))) for name in ("or", "add", "mul"))
     return type(kind.__name__, (_Container, kind), {"__slots__": (), "_kind": kind, **members})
 
 
 def read_only(value: Any) -> Any:
-    """Return a value of a variable, which is the caller's own, so that nobody changes it in place."""
+    """Return a value of a variable so that it cannot be changed in place. The value must belong to the caller."""
     if isinstance(value, np.ndarray):
         view = value.view(ReadOnlyArray)
         view.flags.writeable = False
@@ -133,7 +133,7 @@ def read_only(value: Any) -> Any:
 
 
 def ordinary(value: Any) -> Any:
-    """Return a nesting with ordinary containers, and its arrays as they are."""
+    """Return a nesting with ordinary containers. Its arrays are not converted."""
     return _rebuilt(value, ordinary, _ordinary_kind)
 
 
@@ -147,7 +147,7 @@ def _ordinary_kind(kind: type) -> type:
 
 
 def _rebuilt(value: Any, convert: Callable[[Any], Any], kind_of: Callable[[type], type]) -> Any:
-    """Return a container of ``kind_of`` its class that holds its converted children; anything else as it is."""
+    """Return a container with its children converted, of the class that ``kind_of`` gives; other values unchanged."""
     if isinstance(value, tuple):
         children = [convert(child) for child in value]
         return type(value)(*children) if hasattr(value, "_fields") else type(value)(children)

@@ -1,4 +1,4 @@
-"""From rows to bounds per rank: which rows a call uses, and which rank works on which. Pure arithmetic."""
+"""From rows to bounds: which rows a call uses, and which rank works on which. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -31,6 +31,18 @@ def shard_bounds(num_rows: int, world_size: int) -> list[tuple[int, int]]:
     return bounds
 
 
+def block_bounds(num_rows: int, num_parts: int, block_rows: int) -> list[tuple[int, int]]:
+    """Return ``(start, stop)`` of each rank's rows: whole blocks, except for the very last one.
+
+    Examples
+    --------
+    >>> block_bounds(25, 2, 10)
+    [(0, 20), (20, 25)]
+    """
+    blocks = shard_bounds(-(-num_rows // block_rows), num_parts)
+    return [(min(first * block_rows, num_rows), min(last * block_rows, num_rows)) for first, last in blocks]
+
+
 @dataclass(frozen=True)
 class Selection:
     """The rows of a call, as positions on axis 0 of its scattered inputs, in the order they are used.
@@ -50,13 +62,13 @@ class Selection:
     indices: npt.NDArray[np.int64] | None = None
 
     def positions(self) -> npt.NDArray[np.int64]:
-        """All selected rows as an int64 array of shape ``(count,)``."""
+        """All selected rows, as an int64 array of shape ``(count,)``."""
         if self.indices is not None:
             return self.indices
         return self.start + self.step * np.arange(self.count, dtype=np.int64)
 
     def same_rows(self, other: Selection) -> bool:
-        """Whether both stand for the same rows in the same order."""
+        """Whether both select the same rows in the same order."""
         if self.indices is None and other.indices is None:
             return (self.count, self.start, self.step) == (other.count, other.start, other.step)
         return np.array_equal(self.positions(), other.positions())
@@ -151,9 +163,9 @@ def select_common(
     Parameters
     ----------
     batch
-        As in :func:`select_rows`.
+        As for :func:`select_rows`.
     lengths : sequence of (name, rows)
-        Inputs that hold the whole data set. They may differ in length only where ``batch`` means the same rows of all.
+        Inputs that hold the whole data set. They may differ in length only if ``batch`` selects the same rows of all.
     minibatch_lengths : sequence of (name, rows)
         Inputs that hold just the rows of the batch, in its order: row j belongs to the j-th row that it picks. They may
         be longer. Without a ``batch`` they are as long as the others.
@@ -162,9 +174,9 @@ def select_common(
     Raises
     ------
     ValueError
-        If the inputs' lengths differ and ``batch`` does not settle which rows are meant.
+        If the inputs differ in length and ``batch`` does not say which rows are meant.
     IndexError, TypeError
-        As :func:`select_rows`.
+        As for :func:`select_rows`.
     """
     if batch is None:
         everything = [*lengths, *minibatch_lengths]
@@ -198,7 +210,7 @@ def select_common(
 
 
 def _count_unbounded(batch: Any, what: str) -> int:
-    """Return how many rows ``batch`` picks of a data set whose length nobody knows: only minibatch data is passed."""
+    """Return how many rows ``batch`` selects if only minibatch data is passed, so that no data set gives the length."""
     if isinstance(batch, slice):
         step = 1 if batch.step is None else batch.step
         start = 0 if batch.start is None and step > 0 else batch.start
@@ -226,19 +238,19 @@ def _uncountable(what: str, got: str, expected: str) -> ValueError:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which rank works on which rows where the ranks own the rows (sharded variables).
+    """Which rank works on which rows if the ranks own the rows (sharded variables).
 
     Attributes
     ----------
     selection : Selection
-        All selected rows, those of rank 0 first; rank r's are ``bounds[r]`` of them.
+        All selected rows, rank by rank; those of rank r lie at ``bounds[r]``.
     bounds : list of (low, high)
     local_ranges : list of (start, step)
-        Rank r's rows in its own shard, where ``local_indices`` is None.
+        The rows of rank r in its own shard, if ``local_indices`` is None.
     local_indices : ndarray of int64, shape (count,), or None
-        Position of each selected row in its owner's shard.
+        The position of each selected row in its owner's shard.
     order : ndarray of int64, shape (count,), or None
-        Position of each selected row in the caller's order; None where it is the same.
+        The position of each selected row in the caller's order; None if the orders are the same.
     """
 
     selection: Selection
@@ -249,7 +261,7 @@ class Assignment:
 
 
 def bounds_of(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return ``(low, high)`` of each of ``counts`` rows, one stretch behind the other."""
+    """Return ``(low, high)`` for each of ``counts``, as consecutive ranges."""
     edges = [0]
     for count in counts:
         edges.append(edges[-1] + count)
@@ -257,14 +269,14 @@ def bounds_of(counts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def assign_owned(batch: Any, lengths: Sequence[int], what: str) -> Assignment:
-    """Divide the rows that ``batch`` picks of a whole data set among the ranks that own them.
+    """Divide the rows that ``batch`` selects from a whole data set among the ranks that own them.
 
     Parameters
     ----------
     batch
-        As in :func:`select_rows`, over the shards one after the other.
+        As for :func:`select_rows`. It counts through the shards in rank order.
     lengths : sequence of int
-        Rows that each rank owns.
+        How many rows each rank owns.
     what : str
     """
     owned = bounds_of(lengths)
@@ -276,7 +288,7 @@ def assign_owned(batch: Any, lengths: Sequence[int], what: str) -> Assignment:
     counts = np.bincount(owner, minlength=len(owned)).tolist()
     bounds = bounds_of(counts)
     if selection.indices is None and selection.step > 0:
-        # Ascending rows stay a range on every rank: nothing is gathered there.
+        # Ascending rows stay a range on every rank, so no rank has to gather rows.
         ranges = [
             (int(positions[low]) - first if high > low else 0, selection.step)
             for (low, high), (first, _) in zip(bounds, owned)
@@ -292,12 +304,12 @@ def assign_owned(batch: Any, lengths: Sequence[int], what: str) -> Assignment:
 
 
 def assign_local(shard_batch: Any, lengths: Sequence[int], what: str) -> Assignment:
-    """Pick rows among those that each rank owns.
+    """Select rows among those that each rank owns.
 
     Parameters
     ----------
-    shard_batch : slice, sequence, or one per rank
-        One for all ranks, or a list with a slice or sequence for each.
+    shard_batch : slice, sequence, or list of these
+        One for all ranks, or a list with a slice or sequence for each rank.
     lengths : sequence of int
     what : str
     """

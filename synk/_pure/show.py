@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def table(title: str, rows: Sequence[Sequence[object]], *, has_heads: bool = False) -> str:
-    """Return an HTML table; with ``has_heads`` its first row names the columns."""
+    """Return an HTML table. With ``has_heads`` the first row names the columns."""
     lines = [f"<table><caption style='text-align:left'>{html.escape(title)}</caption>"]
     for number, row in enumerate(rows):
         tag = "th" if has_heads and number == 0 else "td"
@@ -17,7 +17,7 @@ def table(title: str, rows: Sequence[Sequence[object]], *, has_heads: bool = Fal
 
 
 class Text(str):
-    """A text of several lines that a REPL and a notebook show as it is, and not in quotes."""
+    """A text of several lines that a REPL and a notebook show without quotes and escapes."""
 
     __slots__ = ()
 

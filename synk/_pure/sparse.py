@@ -1,4 +1,4 @@
-"""Rows of sparse matrices in the CSR format. SciPy is imported by whoever has one, never from here."""
+"""Rows of sparse matrices in CSR format. This file never imports SciPy: a program with a matrix has imported it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy as np
 
 
 def is_csr(value: Any) -> bool:
-    """Whether ``value`` is a ``scipy.sparse.csr_matrix`` or a ``csr_array`` with rows and columns."""
+    """Whether ``value`` is a two-dimensional ``scipy.sparse.csr_matrix`` or ``csr_array``."""
     module = sys.modules.get("scipy.sparse")
     kinds = () if module is None else tuple(getattr(module, name, ()) for name in ("csr_matrix", "csr_array"))
     return isinstance(value, kinds) and value.ndim == 2
 
 
 def csr_parts(value: Any) -> tuple[CsrRows, list[tuple[np.ndarray, bool]]]:
-    """Return what builds rows of a CSR matrix, and what it builds them from.
+    """Return an object that builds rows of a CSR matrix, and the arrays that it needs.
 
     Returns
     -------
     make : CsrRows
     parts : list of (ndarray, is_whole)
-        The stored elements and their columns, of the whole matrix; and for each row where its elements start and stop.
-        So the rows are divided like those of any array, and nobody reads the elements of others.
+        The stored elements and their columns, of the whole matrix, and for each row where its elements start and stop.
+        So rows are divided as for any array, and no rank reads the elements of other ranks' rows.
     """
     num_elements = value.indptr[-1]
     whole = value.data[:num_elements], value.indices[:num_elements]
@@ -36,7 +36,7 @@ def csr_parts(value: Any) -> tuple[CsrRows, list[tuple[np.ndarray, bool]]]:
 
 @dataclass(frozen=True)
 class CsrRows:
-    """Builds a CSR matrix of some of the rows of another one.
+    """Builds a CSR matrix from some rows of another one.
 
     Examples
     --------
@@ -55,7 +55,7 @@ class CsrRows:
     def __call__(self, data: np.ndarray, columns: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Any:
         bounds = np.zeros(len(starts) + 1, starts.dtype)
         np.cumsum(stops - starts, out=bounds[1:])
-        if np.array_equal(starts[1:], stops[:-1]):  # one behind the other
+        if np.array_equal(starts[1:], stops[:-1]):  # the rows are consecutive
             chosen: Any = slice(starts[0], stops[-1]) if len(starts) else slice(0)
         else:
             chosen = np.arange(bounds[-1]) + np.repeat(starts - bounds[:-1], stops - starts)

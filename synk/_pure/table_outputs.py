@@ -1,4 +1,4 @@
-"""Series and DataFrames as outputs: joined with their labels, or reduced where these are equal on all ranks."""
+"""Series and DataFrames as outputs: joined with their labels, or reduced if the labels are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from synk.errors import CollectiveMismatch
 
 
 def num_rows(value: Any) -> int:
-    """Return the rows of a table, or of the first of several slices."""
+    """Return the number of rows of a table, or of the first of several slices."""
     return len(value.values[0] if isinstance(value, Slices) else value)
 
 
 def check_table(op: Op, table: Any, what: str) -> None:
-    """Raise TypeError where ``op`` has no meaning for a column of a table that ``what`` names."""
+    """Raise TypeError if ``op`` has no meaning for a column of a table; ``what`` names the output."""
     if not isinstance(op, Reduction):
         return
     functions = functions_for(library_of(table))
@@ -44,7 +44,7 @@ def combined(
     ranks: Sequence[int],
     order: np.ndarray | None = None,
 ) -> Any:
-    """Return the table that those of all ranks are together.
+    """Return the tables of all ranks combined into one.
 
     Parameters
     ----------
@@ -52,16 +52,16 @@ def combined(
         One that concatenates or reduces.
     parts : sequence of tables or Slices of them
     rows : sequence of int
-        Behind each part.
+        How many rows each part stands for.
     ranks : sequence of int
-        Of each part, for errors.
+        The rank of each part, for errors.
     order : ndarray of int64, optional
         Row k of a gathered table goes to position ``order[k]``.
 
     Raises
     ------
     CollectiveMismatch
-        If they are of different kinds, or have different columns; if they are reduced, different rows.
+        If the tables differ in kind or columns, or tables that are reduced differ in their rows.
     """
     each = [
         (rank, table, count)
@@ -82,7 +82,7 @@ def combined(
     if not isinstance(op, Reduction):
         try:
             table = functions.joined(tables)
-        except Exception as error:  # what is no mismatch of labels the library says in its own words
+        except Exception as error:  # other errors come from the library, in its own words
             raise CollectiveMismatch(f"cannot gather {what}: {type(error).__name__}: {error}") from error
         if order is None:
             return table
@@ -117,7 +117,7 @@ def _kind(part: Any) -> str:
 
 
 def _reduced(op: Reduction, columns: Sequence[Any], weights: Sequence[int], functions: Any, what: str) -> Any:
-    """Return the column that those of all ranks are together; where their dtypes differ, in one that holds all."""
+    """Return the columns of all ranks reduced to one. If their dtypes differ, it has a dtype that holds all of them."""
     if any(column.dtype != columns[0].dtype for column in columns):
         dtypes = ", ".join(dict.fromkeys(str(column.dtype) for column in columns))
         columns = functions.alike(columns)
@@ -136,9 +136,9 @@ def _reduced(op: Reduction, columns: Sequence[Any], weights: Sequence[int], func
 def compared(
     value: Any, serial: Any, are_same: Callable[[Any, Any], bool], difference: Callable[[Any, Any], float]
 ) -> tuple[bool, float]:
-    """Return whether two outputs, of which one is a table, are equal, and the largest difference of their numbers.
+    """Return whether two outputs, at least one of them a table, are equal, and the largest difference of their numbers.
 
-    ``are_same`` and ``difference`` compare the numbers of a column.
+    ``are_same`` and ``difference`` compare columns of numbers.
     """
     library = library_of(value)
     functions = functions_for(library) if library and library == library_of(serial) else None

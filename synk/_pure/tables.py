@@ -1,10 +1,11 @@
-"""Series and DataFrames of pandas and polars as arguments: taken apart into arrays with rows, and built of some rows.
+"""Takes Series and DataFrames of pandas and polars apart into arrays with rows, and builds tables from some rows.
 
-Columns of numbers, bools and times are arrays as they are; so are the codes of categories, and values and masks of what
-may be missing. All others (text, objects, lists) are pickled in blocks of rows, of which a rank loads those it has rows
-of. What is left, a table without rows, has the labels, the dtypes and the name: it is part of the structure.
+Columns of numbers, bools and times are arrays already. Categories travel as their codes, and columns that may have
+missing values as values and masks. All other columns (text, objects, lists) are pickled in blocks of rows, and a rank
+loads only the blocks that hold its rows. The table without its rows, which carries the labels, the dtypes and the name,
+is part of the structure.
 
-Neither library is imported from here: whoever has a table has imported its own.
+This file imports neither library: a program with a table has imported its own.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from synk._pure.interrupts import safe_point
 
 _MODULES = {"pandas": "synk._pure.pandas_tables", "polars": "synk._pure.polars_tables"}
 _BLOCK = 1 << 13
-"""Rows that are pickled together."""
+"""How many rows are pickled together."""
 
 
 def library_of(value: Any) -> str:
-    """Return which library a Series or a DataFrame belongs to; empty for anything else."""
+    """Return the library that a Series or a DataFrame belongs to; empty for anything else."""
     for name in _MODULES:
         library = sys.modules.get(name)
         if library is not None and isinstance(
@@ -44,7 +45,7 @@ def is_table(value: Any) -> bool:
 
 
 def kind_of(table: Any) -> str:
-    """Return what errors call a table.
+    """Return a table's name in errors.
 
     Examples
     --------
@@ -56,18 +57,18 @@ def kind_of(table: Any) -> str:
 
 
 def functions_for(library: str) -> Any:
-    """Return the module with what is done differently for tables of this library."""
+    """Return the module with the functions for tables of this library."""
     return importlib.import_module(_MODULES[library])
 
 
 def table_parts(table: Any) -> tuple[TableRows, list[tuple[np.ndarray, bool]]]:
-    """Return what builds rows of a table, and what it builds them from.
+    """Return an object that builds rows of a table, and the arrays that it needs.
 
     Returns
     -------
     make : TableRows
     parts : list of (ndarray, is_whole)
-        Arrays with the rows of the table, and those that are needed whole.
+        Arrays with the rows of the table, and arrays that every rank needs whole.
 
     Raises
     ------
@@ -80,7 +81,8 @@ def table_parts(table: Any) -> tuple[TableRows, list[tuple[np.ndarray, bool]]]:
     parts: list[tuple[np.ndarray, bool]] = []
     counts = []
     labels = functions.labels_of(table)
-    for position, column in enumerate(columns, len(labels) - len(columns)):  # negative: of the index
+    # columns of the index have negative positions
+    for position, column in enumerate(columns, len(labels) - len(columns)):
         arrays = functions.arrays(column)
         what = f"column {labels[position]!r}" if position >= 0 else "index"
         whole = _blocks(column, what) if arrays is None else ()
@@ -95,19 +97,19 @@ def table_parts(table: Any) -> tuple[TableRows, list[tuple[np.ndarray, bool]]]:
 
 @dataclass(frozen=True)
 class TableRows:
-    """Builds a table of some of the rows of another one.
+    """Builds a table from some rows of another one.
 
     Attributes
     ----------
     library : str
     what : str
-        What errors call it.
+        Names the table in errors.
     template : bytes
         The pickle of the table without rows.
     counts : tuple of int
         How many arrays each column has; 0 where it is pickled.
     has_numbers : bool
-        Whether the first array has the numbers of the rows.
+        Whether the first array holds the row numbers.
 
     Examples
     --------
@@ -141,7 +143,7 @@ class TableRows:
         ]
         return functions.built(template, made, numbers)
 
-    def __reduce__(self) -> Any:  # without what it keeps
+    def __reduce__(self) -> Any:  # without the cached template
         return TableRows, (self.library, self.what, self.template, self.counts, self.has_numbers)
 
 
@@ -149,18 +151,18 @@ class TableRows:
 
 
 def _blocks(column: Any, what: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pickles of the blocks of a column, one behind the other, and where each ends."""
+    """Return the pickled blocks of a column as one array, and where each block ends."""
     pickles = [_dumps(column[start : start + _BLOCK], what) for start in range(0, len(column), _BLOCK)]
     ends = np.cumsum([len(each) for each in pickles], dtype=np.int64)
     data = b"".join(pickles)
-    # So that columns of about the same size keep the plan of the call.
+    # Round the size up, so that columns of about the same size fit the same plan.
     room = np.zeros(1 << max(8, (len(data) - 1).bit_length()), np.uint8)
     room[: len(data)] = np.frombuffer(data, np.uint8)
     return room, ends
 
 
 def _loaded(column: Any, parts: Iterator[np.ndarray], numbers: np.ndarray | None) -> Any:
-    """Return the rows of a column that have these numbers; ``column`` is the one without rows."""
+    """Return the rows of a column that have these numbers. ``column`` is the column without rows."""
     data, ends = next(parts), next(parts)
     assert numbers is not None
     blocks, places = np.divmod(numbers, _BLOCK)
@@ -172,7 +174,7 @@ def _loaded(column: Any, parts: Iterator[np.ndarray], numbers: np.ndarray | None
 
 def _dumps(value: Any, what: str) -> bytes:
     try:
-        try:  # two thirds of the time for what has no classes of the script's
+        try:  # saves two thirds of the time if the column has no classes of the script
             data = safe_point(pickle.dumps, value, protocol=5)
         except Exception:
             data = None

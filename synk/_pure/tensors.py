@@ -1,6 +1,6 @@
-"""torch's tensors and the arrays in whose memory they lie.
+"""torch's tensors and the arrays that share their memory.
 
-torch is imported where there is a tensor or one is to be made, never in order to look for one.
+This file imports torch only if it is given a tensor or has to make one, never to find out whether there is one.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ _SHARED_DTYPES = frozenset(
         "float16", "float32", "float64", "complex64", "complex128",
     )
 )  # fmt: skip
-"""Those that NumPy and torch call alike."""
+"""The dtypes that have the same name in NumPy and torch."""
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether ``value`` is torch's; without importing torch: where it was never imported nothing is."""
+    """Whether ``value`` is a tensor of torch. Does not import torch: before it is imported there are none."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, getattr(torch, "Tensor", ()))
 
 
 def has_torch_dtype(array: Any) -> bool:
-    """Whether torch has a tensor for an array: none for text, dates and records."""
+    """Whether torch has tensors of an array's dtype. It has none for text, dates and records."""
     name = dtype_name(array.dtype)
     return name in _SHARED_DTYPES or name == "bfloat16" or bool(foreign_name(array.dtype))
 
 
 def dtype_of(tensor: Any) -> str:
-    """Return the name of a tensor's dtype, as ``"bfloat16"``."""
+    """Return the name of a tensor's dtype, for instance ``"bfloat16"``."""
     return _name_of(tensor.dtype)
 
 
@@ -45,14 +45,14 @@ def _name_of(dtype: Any) -> str:
 
 
 def is_plain(tensor: Any) -> bool:
-    """Whether the elements of a tensor lie in memory as those of an array."""
+    """Whether the elements of a tensor lie in memory like those of an array."""
     import torch
 
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 def array_of(tensor: Any) -> np.ndarray:
-    """Return the memory of a plain tensor of the host as an array; for dtypes that NumPy lacks see ``dtypes``."""
+    """Return the memory of a plain tensor on the host as an array. ``dtypes`` has the dtypes that NumPy lacks."""
     import torch
 
     tensor = tensor.detach().resolve_conj().resolve_neg()
@@ -64,32 +64,33 @@ def array_of(tensor: Any) -> np.ndarray:
 
 
 def torch_dtypes(name: str, plain: str) -> tuple[Any, Any]:
-    """Return torch's dtype ``name``, and the one of the same size that NumPy has too; None where it has the first."""
+    """Return torch's dtype ``name``. The second is ``plain``, the dtype that stores it, or None if NumPy has it."""
     import torch
 
     return getattr(torch, name), None if name == plain else getattr(torch, plain)
 
 
 def memory_of(tensor: Any, dtype: Any, plain: Any) -> np.ndarray | None:
-    """Return the memory of a tensor as an array, if it is one of ``dtype`` that NumPy can look at as it is, else None.
+    """Return the memory of a tensor as an array if it has ``dtype`` and NumPy can read it without conversion, else
+    None.
 
-    For whoever has asked ``torch_dtypes`` before; ``array_of`` and ``check_tensor`` take all others and say what is
+    ``torch_dtypes`` gives the two dtypes. ``array_of`` and ``check_tensor`` accept all other tensors, or say what is
     wrong.
     """
     if type(tensor) is not sys.modules["torch"].Tensor or tensor.dtype is not dtype or tensor.requires_grad:
         return None
     try:
         array: np.ndarray = (tensor if plain is None else tensor.view(plain)).numpy()
-    except (TypeError, RuntimeError):  # on a device, sparse, conjugated, of a transformation
+    except (TypeError, RuntimeError):  # on a device, sparse, conjugated, or inside a transformation
         return None
     return array
 
 
 def tensor_of(array: np.ndarray) -> Any:
-    """Return a tensor on the memory of an array that torch has a dtype for."""
+    """Return a tensor on the memory of an array whose dtype torch has."""
     import torch
 
-    if array.ndim and min(array.strides) < 0:  # torch has none of these
+    if array.ndim and min(array.strides) < 0:  # torch has no negative strides
         array = array.copy()
     name = dtype_name(array.dtype)
     if name in _SHARED_DTYPES:
@@ -98,14 +99,14 @@ def tensor_of(array: np.ndarray) -> Any:
 
 
 def as_dtype(tensor: Any, name: str) -> Any:
-    """Return a tensor on the same memory whose elements are of the dtype ``name``, which are as large."""
+    """Return a tensor on the same memory with the dtype ``name``, whose elements have the same size."""
     import torch
 
     return tensor.view(getattr(torch, name))
 
 
 def is_ordinary(tensor: Any) -> bool:
-    """Whether a tensor is what its elements are, and nothing more: no subclass, no gradient, no attributes."""
+    """Whether a tensor is nothing but its elements: no subclass, no gradient, no attributes."""
     import torch
 
     is_bare = type(tensor) is torch.Tensor and not tensor.requires_grad and not vars(tensor)
@@ -113,7 +114,7 @@ def is_ordinary(tensor: Any) -> bool:
 
 
 def copied_tensor(buffer: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-    """Return a tensor with a copy of the bytes in ``buffer``: it may be written into and kept."""
+    """Return a tensor with a copy of the bytes in ``buffer``. It may be changed and kept."""
     import torch
 
     if not len(buffer):
@@ -122,13 +123,13 @@ def copied_tensor(buffer: Any, dtype: str, shape: tuple[int, ...]) -> Any:
 
 
 def check_tensor(tensor: Any, what: str) -> np.ndarray:
-    """Return the memory of a tensor that is an argument; see ``array_of``.
+    """Return the memory of a tensor argument as an array; see ``array_of``.
 
     Raises
     ------
     TypeError
-        If it requires grad, for calls carry no gradients; if it has no plain memory here (sparse, quantized, nested, on
-        a device or nowhere).
+        If the tensor requires grad, because calls carry no gradients, or has no plain memory on the host (sparse,
+        quantized, nested, on a device, on the meta device).
     """
     check_no_grad(tensor, what)
     problem = _problem(tensor)
@@ -136,14 +137,14 @@ def check_tensor(tensor: Any, what: str) -> np.ndarray:
         raise TypeError(f"cannot share {what}: got {problem}.")
     try:
         return array_of(tensor)
-    except Exception as error:  # a subclass of the user's, or of a transformation of torch's
+    except Exception as error:  # a subclass of the user's, or of one of torch's transformations
         raise TypeError(
             f"cannot share {what}: got a {type(tensor).__name__} whose memory cannot be read ({error})."
         ) from error
 
 
 def check_no_grad(tensor: Any, what: str) -> None:
-    """Refuse a tensor that requires grad: autograd would take what comes back for a constant, without a word."""
+    """Raise TypeError if a tensor requires grad: autograd would silently treat the result as a constant."""
     if tensor.requires_grad:
         raise TypeError(
             f"cannot share {what}: got a tensor that requires grad, and calls carry no gradients back. "
@@ -152,7 +153,7 @@ def check_no_grad(tensor: Any, what: str) -> None:
 
 
 def _problem(tensor: Any) -> str:
-    """Return what is wrong with a tensor, and the next step; nothing where its memory can be read."""
+    """Return what is wrong with a tensor and what to do; empty if its memory can be read."""
     import torch
 
     if tensor.is_quantized:
@@ -172,18 +173,18 @@ def _problem(tensor: Any) -> str:
 
 
 def is_torch_module(obj: Any) -> bool:
-    """Whether ``obj`` is a module of torch, a model or a part of one."""
+    """Whether ``obj`` is a torch module: a model or a part of one."""
     torch = sys.modules.get("torch")
     return isinstance(obj, getattr(getattr(torch, "nn", None), "Module", ()))
 
 
 def is_torch_optimizer(obj: Any) -> bool:
-    """Whether ``obj`` is an optimizer of torch."""
+    """Whether ``obj`` is a torch optimizer."""
     torch = sys.modules.get("torch")
     return isinstance(obj, getattr(getattr(torch, "optim", None), "Optimizer", ()))
 
 
 def num_torch_threads() -> int:
-    """Return with how many threads torch computes in this process; 1 where it was never imported."""
+    """Return how many threads torch computes with in this process; 1 before it is imported."""
     torch = sys.modules.get("torch")
     return 1 if torch is None else int(torch.get_num_threads())

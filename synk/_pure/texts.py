@@ -13,7 +13,7 @@ _repr.maxstring = _repr.maxother = 60
 
 
 def short_repr(value: object) -> str:
-    """Return the repr of a value in one line and not too long; never an exception.
+    """Return the repr of a value, shortened to one line. It never raises.
 
     Examples
     --------
@@ -24,6 +24,6 @@ def short_repr(value: object) -> str:
     """
     try:
         text = " ".join(safe_point(_repr.repr, value).split())
-    except Exception:  # reprlib guards instances, but no containers of odd classes
+    except Exception:  # reprlib guards against instances that raise, but not against odd containers
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."

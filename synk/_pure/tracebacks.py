@@ -1,48 +1,133 @@
-"""What a user sees of an exception: the lines of the program, and not those of synk between them."""
+"""Shortens tracebacks: a user sees the lines of the program, and not the frames of synk between them."""
 
 from __future__ import annotations
 
+import functools
 import linecache
 import os
 import re
+import sys
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import ParamSpec, TypeVar
 
-from synk.errors import RemoteError, SynkError
+from synk import errors
+from synk._pure.interrupts import is_from_handler
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in ')
-_MISTAKE = re.compile(r"cannot |\S+\(\) ")  # found by synk; or, as Python says it, in how a function was called
+_MISTAKE = re.compile(r"cannot |\S+\(\) ")  # a mistake that synk found, or that Python words as a wrong function call
 _CARETS = re.compile(r"^ +[~^]+[~^ ]*$")
+_FOLDER = os.path.dirname(os.path.abspath(errors.__file__)) + os.sep
+_MISTAKEN = (TypeError, ValueError, IndexError, ModuleNotFoundError)
+_PACKAGES = re.compile(r"[/\\](site|dist)-packages[/\\]")
 
 
-def outline(error: Exception) -> None:
-    """Drop the frames that ``error`` has come through, where they are synk's own and say nothing.
+def verb(fn: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a public function: its exceptions show the program's lines and none of synk's."""
 
-    That is so for what a worker's function raised, for errors of the runtime, and for mistakes that synk has found; of
-    anything else the frames are kept. ``SYNK_FULL_TRACEBACK=1`` in the environment keeps all.
+    @functools.wraps(fn)
+    def told(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return fn(*args, **kwargs)
+        except BaseException as error:
+            __tracebackhide__ = True
+            outline(error)
+            if sys.version_info < (3, 11):  # there a bare raise brings all frames back
+                raise error
+            raise
+
+    return told
+
+
+def told(results: Iterator[R]) -> Iterator[R]:
+    """Yield ``results``. An exception that ends them shows only the program's lines, like one of a :func:`verb`."""
+    try:
+        yield from results
+    except BaseException as error:
+        __tracebackhide__ = True
+        outline(error)
+        if sys.version_info < (3, 11):
+            raise error
+        raise
+
+
+def outline(error: BaseException) -> None:
+    """Drop all but the program's own frames from the traceback of ``error`` if the others say nothing.
+
+    They say nothing about an exception of a worker's function, an error of the runtime, a mistake that synk found, or
+    an exception of a signal handler, such as Ctrl-C. For any other exception all frames are kept.
+    ``SYNK_FULL_TRACEBACK=1`` in the environment always keeps them.
     """
-    is_told = isinstance(error, SynkError) or isinstance(error.__cause__, RemoteError)
-    if not is_told and isinstance(error, (TypeError, ValueError, IndexError)):
-        is_told = bool(error.args) and _MISTAKE.match(str(error.args[0])) is not None
-    if is_told and not os.environ.get("SYNK_FULL_TRACEBACK"):
-        BaseException.with_traceback(error, None)
+    if os.environ.get("SYNK_FULL_TRACEBACK") or not (_is_told(error) or is_from_handler(error)):
+        return
+    each: BaseException | None = error
+    seen: set[int] = set()
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        BaseException.with_traceback(each, _of_the_program(each.__traceback__))
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
 
 
-def frames_of(text: str) -> str:
-    """Return the frames of a formatted traceback, with source lines that were not known where it was made.
+def _is_told(error: BaseException) -> bool:
+    """Whether the text of an error says everything, so that synk's lines are not needed."""
+    if isinstance(error, errors.SynkError) or isinstance(error.__cause__, errors.RemoteError):
+        return True
+    return isinstance(error, _MISTAKEN) and _is_mistake(str(error))
 
-    A cell of a notebook has its lines in the master. One that is followed by others (``During handling of ...``) is
-    returned as it is.
+
+def _is_mistake(text: str) -> bool:
+    return _MISTAKE.match(text) is not None
+
+
+def _of_the_program(traceback: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without synk's frames and those of the libraries that synk called."""
+    frames = []
+    is_synks = False
+    while traceback is not None:
+        frame = traceback.tb_frame
+        name = str(frame.f_globals.get("__name__")).partition(".")[0]
+        is_library = name in sys.stdlib_module_names or _PACKAGES.search(frame.f_code.co_filename) is not None
+        is_synks = name == "synk" or (is_synks and is_library)
+        if not is_synks:
+            frames.append(traceback)
+        traceback = traceback.tb_next
+    kept: TracebackType | None = None
+    for each in reversed(frames):
+        kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return kept
+
+
+def frames_of(text: str, type_name: str = "", message: str = "") -> str:
+    """Return the frames of a formatted traceback, with the source lines that were missing where it was made.
+
+    The source of a notebook cell is known only in the master. synk's own frames are left out, unless the exception was
+    raised in one of them and is not a mistake that synk found. A traceback that other text follows (``During handling
+    of ...``) keeps all of its frames.
     """
     lines: list[str] = []
+    is_own: list[bool] = []
     given = text.rstrip("\n").split("\n")
     for number, line in enumerate(given):
         if _CARETS.match(line):
             continue
-        lines.append(line)
         frame = _FRAME.match(line)
+        is_own.append(frame["file"].startswith(_FOLDER) if frame else line.startswith("    ") and is_own[-1])
+        lines.append(line)
         if frame and not (number + 1 < len(given) and given[number + 1].startswith("    ")):
             source = linecache.getline(frame["file"], int(frame["line"])).strip()
             lines += [f"    {source}"] if source else []
+            is_own += [is_own[-1]] if source else []
     if sum(line.startswith("Traceback (most recent call last)") for line in lines) == 1:
         ends = [number for number, line in enumerate(lines) if line.startswith("  ")]
-        lines = lines[1 : ends[-1] + 1] if ends else lines
+        end = ends[-1] + 1 if ends else 0
+        is_told = hasattr(errors, type_name) or (
+            type_name in {each.__name__ for each in _MISTAKEN} and _is_mistake(message)
+        )
+        if end and not os.environ.get("SYNK_FULL_TRACEBACK") and (is_told or not is_own[end - 1]):
+            lines = [line for line, own in zip(lines[1:end], is_own[1:end]) if not own]
+        elif end:
+            lines = lines[1:end]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Nested results: flat lists of leaves and back. What is one container takes a short way; the rest is optree's."""
+"""Takes nested results apart into flat lists of leaves, and builds them again. A single container needs no optree."""
 
 from __future__ import annotations
 
@@ -13,20 +13,30 @@ _NODES = (tuple, list, dict, type(None))
 
 
 class DictStructure:
-    """The structure of a dict without containers in it. Equal for equal keys, as optree's, whatever their order.
+    """The structure of a dict that holds no containers. Equal for equal keys in any order, as in optree.
 
     Attributes
     ----------
     keys : tuple of str
-        As the leaves are sorted.
+        The keys in the order of the leaves: sorted.
     order : tuple of str
-        As they stand in the dict.
+        The keys in the order of the dict.
+    places : tuple of int
+        For each key in that order, the position of its leaf.
     """
 
-    __slots__ = ("keys", "order")
+    __slots__ = ("_places", "keys", "order")
 
     def __init__(self, keys: tuple[str, ...], order: tuple[str, ...]) -> None:
         self.keys, self.order = keys, order
+        self._places: tuple[int, ...] | None = None
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        if self._places is None:
+            found = {key: place for place, key in enumerate(self.keys)}
+            self._places = tuple([found[key] for key in self.order])
+        return self._places
 
     def __eq__(self, other: object) -> bool:
         return type(other) is DictStructure and self.keys == other.keys
@@ -43,7 +53,7 @@ def _is_node(value: Any) -> bool:
 
 
 def _is_leaf(value: Any) -> bool:
-    # Containers that optree knows but the documentation does not promise (deque, ...) are plain objects here.
+    # optree also opens containers that the documentation does not promise (deque, ...). They are plain objects here.
     return not _is_node(value)
 
 
@@ -87,12 +97,12 @@ def describe(structure: Any) -> str:
 
 
 def skeleton_of(structure: Any, num_leaves: int) -> Any:
-    """Return the nesting of ``structure`` with the position of each leaf in its place."""
+    """Return the nesting of ``structure``, with the position of each leaf in its place."""
     return unflatten(structure, list(range(num_leaves)))
 
 
 def paths(skeleton: Any) -> list[str]:
-    """Return the place of each leaf in a result, as one would write it behind the result's name.
+    """Return the path of each leaf in a result, as one would write it behind the result's name.
 
     Examples
     --------
@@ -116,7 +126,7 @@ def paths(skeleton: Any) -> list[str]:
 
 
 def output_name(skeleton: Any, position: int) -> str:
-    """Return what errors call a leaf of a result.
+    """Return the name of a result's leaf in errors.
 
     Examples
     --------
@@ -131,7 +141,7 @@ def output_name(skeleton: Any, position: int) -> str:
 
 
 def leaves_of(structure: Any, tree: Any) -> list[Any]:
-    """Return what stands in the places of the leaves of ``structure``: leaves, or nestings of their own.
+    """Return what ``tree`` holds in the places of the leaves of ``structure``: leaves, or nestings.
 
     Examples
     --------
@@ -148,22 +158,21 @@ def leaves_of(structure: Any, tree: Any) -> list[Any]:
 
 
 def unflatten(structure: Any, leaves: list[Any]) -> Any:
-    """Return the nesting of ``structure`` with ``leaves`` in place."""
+    """Return the nesting of ``structure`` with ``leaves`` in their places."""
     if structure == "leaf":
         return leaves[0]
     if isinstance(structure, tuple):
         kind, _ = structure
         return kind(leaves)
     if type(structure) is DictStructure:
-        values = dict(zip(structure.keys, leaves))
-        return values if structure.keys == structure.order else {key: values[key] for key in structure.order}
+        return dict(zip(structure.order, map(leaves.__getitem__, structure.places)))
     return _optree().tree_unflatten(structure, leaves)
 
 
 def _optree() -> Any:
-    """Return the module; a worker imports it at its first use, because it takes 25 ms and most functions need none.
+    """Return the optree module. A worker imports it only when needed: that takes 25 ms, and most functions need none.
 
-    Relative entries of the search path do not count: no file of the current folder may take its place.
+    Relative entries of the search path are left out, so that no file of the current folder can take its place.
     """
     if "optree" not in sys.modules:
         path = list(sys.path)

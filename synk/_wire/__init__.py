@@ -1,4 +1,4 @@
-"""What both halves must agree on: messages, numbers and memory that they share, and how they wake one another.
+"""What both halves must agree on: messages, shared numbers, shared memory, and how they wake each other.
 
-Lives in both processes and decides nothing: neither half can be seen from here.
+It lives in both processes and decides nothing. It imports neither half.
 """

@@ -1,8 +1,8 @@
-"""Small segments side by side in large ones: thousands of small values with a few descriptors.
+"""Small segments side by side in a large one: thousands of small values need only a few descriptors.
 
-An arena is cut into places of one size, and holds what workers may write or what they only read. Its memory is taken
-place by place, when a value comes to lie there, and given back when the value is gone; its descriptor and its addresses
-when all of its places are free. Knows nothing of workers: the runtime tells them.
+An arena is cut into places of one size. Workers either write to all places of an arena or only read them. The memory of
+a place is reserved when a value is put there and given back when the value is gone. The arena's descriptor and
+addresses are given back when all of its places are free. This file knows nothing of workers: the runtime informs them.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _PLACE_NBYTES = tuple(PAGE_NBYTES << shift for shift in (0, 2, 4, 6))
 
 
 class _Arena:
-    """One arena. Places are taken and put back in one step of the interpreter each, in any thread."""
+    """One arena. Taking or returning a place is a single step of the interpreter, so any thread may do it."""
 
     def __init__(self, place_nbytes: int, is_worker_writable: bool, segment_id: int) -> None:
         self.segment = Segment.create_arena(ARENA_NBYTES, is_worker_writable=is_worker_writable, segment_id=segment_id)
         self.free = deque(range(0, ARENA_NBYTES, place_nbytes))
         self.num_places = len(self.free)
-        self.burnt: list[int] = []  # never used again, because a forked child may read there
+        self.retired: list[int] = []  # places that are never used again, because a forked child may read there
 
     def take(self) -> int | None:
-        """Return the offset of a free place, which is the caller's from now on; None where there is none."""
+        """Return the offset of a free place, which then belongs to the caller, or None if there is none."""
         try:
             return self.free.popleft()
         except IndexError:
@@ -41,7 +41,7 @@ class _Arena:
 
 
 class _Tenant(weakref.ref[np.ndarray]):
-    """What all views of a value refer to, and where it lies."""
+    """A weak reference to the array behind all views of a value, which knows where the value lies."""
 
     __slots__ = ("arena", "arenas", "generation", "nbytes", "offset")
     arena: _Arena
@@ -54,26 +54,26 @@ class _Tenant(weakref.ref[np.ndarray]):
 class Arenas:
     """The small segments of one runtime.
 
-    A place is used again when its segment was discarded, which the runtime does while no call is in flight, and no view
-    is left; unless a forked child may still read it.
+    A place is used again when its segment was discarded, which the runtime does while no call is in flight, and when no
+    view of it is left. It is never used again if a forked child may still read it.
 
     Parameters
     ----------
     released : deque of Segment
-        Where arenas go that have become empty.
+        Receives arenas that became empty.
     ids : iterator of int
-        For new segments: those of one runtime.
+        Numbers for new segments, unique within the runtime.
     """
 
     def __init__(self, released: deque[Segment], ids: Iterator[int]) -> None:
         self._released = released
         self._ids = ids
         self._by_kind: dict[tuple[int, bool], list[_Arena]] = {}
-        self._tenants: dict[int, _Tenant] = {}  # by their id
+        self._tenants: dict[int, _Tenant] = {}  # by ``id()`` of the tenant
         self._ended: deque[_Tenant] = deque()  # filled in C, see ResultPool
 
     def create(self, nbytes: int, *, is_worker_writable: bool = False) -> Segment:
-        """Allocate a segment of at least ``nbytes`` bytes, filled with zeros: in an arena where it is small.
+        """Allocate a segment of at least ``nbytes`` bytes, filled with zeros. A small one lies in an arena.
 
         Raises
         ------
@@ -84,7 +84,7 @@ class Arenas:
         if not place_nbytes:
             return Segment.create(nbytes, is_worker_writable=is_worker_writable, segment_id=next(self._ids))
         arenas = self._by_kind.setdefault((place_nbytes, is_worker_writable), [])
-        with deferred():  # a place that is neither free nor taken would be lost
+        with deferred():  # an exception in between would lose a place that is neither free nor in use
             self.sweep()
             for arena in reversed(arenas):
                 offset = arena.take()
@@ -93,7 +93,7 @@ class Arenas:
             else:
                 try:
                     arena = _Arena(place_nbytes, is_worker_writable, next(self._ids))
-                except SharedMemoryError:  # no room for a whole arena: one segment may still fit
+                except SharedMemoryError:  # there is no room for a whole arena, but one segment may still fit
                     return Segment.create(nbytes, is_worker_writable=is_worker_writable, segment_id=next(self._ids))
                 offset = arena.take()
                 arenas.append(arena)
@@ -101,7 +101,7 @@ class Arenas:
             return self._settle(arena, arenas, offset, nbytes)
 
     def _settle(self, arena: _Arena, arenas: list[_Arena], offset: int, nbytes: int) -> Segment:
-        """Make a segment in a place that was taken."""
+        """Create a segment in a place that was taken."""
         try:
             segment = arena.segment.create_part(next(self._ids), offset, nbytes)
         except BaseException:
@@ -114,7 +114,7 @@ class Arenas:
         return segment
 
     def sweep(self) -> None:
-        """Free the places whose segment and views are gone; for any thread, at any time."""
+        """Free the places whose segment and views are gone. Any thread may call it at any time."""
         while self._ended:
             try:
                 tenant = self._ended.popleft()
@@ -126,18 +126,19 @@ class Arenas:
                 _clear(arena.segment, tenant.offset, tenant.nbytes)
                 arena.free.append(tenant.offset)
             else:
-                arena.burnt.append(tenant.offset)
+                arena.retired.append(tenant.offset)
             self._drop_if_empty(arena, tenant.arenas)
 
     def _drop_if_empty(self, arena: _Arena, arenas: list[_Arena]) -> None:
-        """Give an empty arena up, but keep one for what comes next."""
-        is_wanted = len(arenas) == 1 and not arena.burnt
-        if is_wanted or len(arena.free) + len(arena.burnt) < arena.num_places:
+        """Give up an empty arena, unless it is the only one: that one is kept for the next value."""
+        is_wanted = len(arenas) == 1 and not arena.retired
+        if is_wanted or len(arena.free) + len(arena.retired) < arena.num_places:
             return
         taken = []
-        while (offset := arena.take()) is not None:  # who holds all places can be sure that nobody takes one
+        # A thread that holds all places knows that no other thread can take one.
+        while (offset := arena.take()) is not None:
             taken.append(offset)
-        if len(taken) + len(arena.burnt) == arena.num_places:
+        if len(taken) + len(arena.retired) == arena.num_places:
             try:
                 arenas.remove(arena)
             except ValueError:  # another thread was faster
@@ -147,7 +148,7 @@ class Arenas:
             arena.free.extend(taken)
 
     def close(self) -> None:
-        """Drop everything; segments live on in their views."""
+        """Drop all arenas. Their memory lives on in views."""
         for arenas in self._by_kind.values():
             for arena in arenas:
                 arena.segment.close()
@@ -158,5 +159,5 @@ class Arenas:
 def _clear(arena: Segment, offset: int, nbytes: int) -> None:
     try:
         punch(arena.fd, offset, nbytes)
-    except OSError:  # not every file can
+    except OSError:  # not every file system can punch holes
         arena.buffer[offset : offset + nbytes] = 0

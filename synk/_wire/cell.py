@@ -1,4 +1,4 @@
-"""The one process-wide cell: the current runtime of a master, and the worker that a process is."""
+"""The one process-wide cell: the current runtime in a master, and the worker that this process is."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from synk.errors import ReentrancyError
 
 
 class _Cell:
-    """What module-level verbs work on.
+    """The objects that module-level verbs work on.
 
     Attributes
     ----------
     runtime : Runtime or None
-        The one that ``synk.fork()`` made, while it is open.
+        The runtime that ``synk.fork()`` made, while it is open.
     session : Session or None
-        That of ``runtime``.
+        The session of ``runtime``.
     last_session : Session or None
-        Likewise, also when it is closed: to tell why.
+        The last such session, open or closed. Errors use it to say why it ended.
     forked_at : NotebookCell or None
-        Where in a notebook that was.
+        The notebook cell that called ``synk.fork()``.
     forked_with : tuple or None
-        With which arguments.
+        The arguments of that call.
     worker : Worker or None
-        What this process is; inline, what it plays while a call runs. None in a master.
+        The worker that this process is, or with ``inline=True`` plays during a call. None in a master.
     unfinished : dict of str to object
-        By stream of the master ("stdout", "stderr"): what has written the line there that has no end yet.
+        For each stream of the master ("stdout", "stderr"), the writer of a line that has no end yet.
     broken_streams : set of str
-        Streams of this process (``"stdout"``, ``"stderr"``) of which it was said that they take no text.
+        Streams of this process (``"stdout"``, ``"stderr"``) whose failure was already reported.
     has_freeze_support : bool
         Whether a frozen program called ``synk.freeze_support()``.
     """
@@ -40,13 +40,14 @@ class _Cell:
     forked_with: Any = None
     worker: Any = None
     has_freeze_support = False
+    _is_made_by_import = True  # a module that names it has each process's own: its contents never travel
 
     def __init__(self) -> None:
         self.unfinished: dict[str, Any] = {}
         self.broken_streams: set[str] = set()
 
     def uninterrupted(self) -> contextlib.AbstractContextManager[None]:
-        """Hold back an interrupt of the call under way, on a worker, while the body runs."""
+        """On a worker, hold back an interrupt of the running call while the body runs."""
         return contextlib.nullcontext() if self.worker is None else self.worker.uninterrupted()
 
 
@@ -54,7 +55,7 @@ cell = _Cell()
 
 
 def refuse_inside_worker(verb: str) -> None:
-    """Raise ReentrancyError where synk's verbs are used inside a function."""
+    """Raise ReentrancyError if this process runs a function: synk's verbs cannot be used there."""
     if cell.worker is not None:
         raise ReentrancyError(
             f"cannot {verb} inside worker rank {cell.worker.rank}: a function runs on one device and cannot use the "

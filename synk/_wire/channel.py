@@ -1,8 +1,8 @@
-"""Framed messages between the master and one worker, over descriptors that the worker inherited; how to wait for them.
+"""Framed messages between the master and one worker, over inherited descriptors, and how to wait for them.
 
-Two pipes carry doorbells of eight bytes (atomic by POSIX, so that they never tear); one SOCK_SEQPACKET pair carries
-bodies, each a single packet with a fixed header, or a sealed memory file where it is large. The header is checked
-before a byte of the body is looked at.
+Two pipes carry doorbells of eight bytes, which POSIX writes atomically, so a doorbell is never torn. A SOCK_SEQPACKET
+pair carries bodies. Each is a single packet with a fixed header; a large body travels in a sealed memory file. The
+header is checked before any byte of the body is used.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from synk.errors import SharedMemoryError, SynkError
 MAGIC = b"synk"
 TOKEN_NBYTES = 32
 HEADER = struct.Struct(f"<4sHHIQ{TOKEN_NBYTES}s")
-"""magic, version, flags, sequence, body length, token."""
+"""magic, version, flags, sequence, body length, token"""
 
 INLINE_NBYTES = 1 << 16
 MAX_BODY_NBYTES = 1 << 40
-MAX_FDS = 250  # SCM_MAX_FD is 253; one is kept for a large body
+MAX_FDS = 250  # SCM_MAX_FD is 253; one is reserved for a large body
 _IS_LARGE = 1
 
 _LATE_NS = 1_000_000
@@ -37,7 +37,7 @@ _MAX_WINDOW_S = 3600.0
 
 
 class ProtocolError(SynkError):
-    """Bytes that the other side cannot have sent: that side is treated as dead."""
+    """Bytes that the other side cannot have sent. The receiver treats that side as dead."""
 
 
 def encode_header(sequence: int, nbytes: int, token: bytes, flags: int = 0) -> bytes:
@@ -51,7 +51,7 @@ def decode_header(packet: bytes, token: bytes) -> tuple[int, int, int]:
     Raises
     ------
     ProtocolError
-        If the packet is short, or its magic, version, token or length are not ours.
+        If the packet is too short, or its magic, version, token or length is wrong.
     """
     if len(packet) < HEADER.size:
         raise ProtocolError(f"cannot read a message: got {len(packet)} bytes, expected at least {HEADER.size}.")
@@ -66,21 +66,21 @@ def decode_header(packet: bytes, token: bytes) -> tuple[int, int, int]:
 
 
 class Polled(Protocol):
-    """What is waited for: a ``select.poll``, or a `Looked`."""
+    """A thing to wait for: a ``select.poll``, or a `Looked`."""
 
     def poll(self, timeout_ms: int | None = None, /) -> Any:
-        """Return what has come, if necessary after a sleep of ``timeout_ms`` at most."""
+        """Return what has arrived, after sleeping for at most ``timeout_ms``."""
 
 
 class Looked:
-    """What is waited for in shared memory.
+    """Waits for a condition in shared memory.
 
     Parameters
     ----------
     look : callable
-        Returns whether it is there.
+        Returns whether the condition holds.
     sleep : callable
-        Returns when it is; or False at once, where nobody should sleep.
+        Sleeps until the condition holds and returns True, or returns False at once if this process must not sleep.
     """
 
     def __init__(self, look: Callable[[], bool], sleep: Callable[[], bool]) -> None:
@@ -91,36 +91,47 @@ class Looked:
         return self._look() if timeout_ms == 0 else self._sleep()
 
     def awaited(self, patience: Patience) -> bool:
-        """Return whether it has come, awake or asleep."""
-        return bool(patience.wait(self))
+        """Wait until the condition holds, awake at first; return False if this process must not sleep."""
+        began = time.monotonic_ns()
+        try:
+            return bool(patience.wait(self))
+        finally:
+            patience.waited_ns += time.monotonic_ns() - began
 
 
 class Patience:
-    """Waits for messages, at first awake where that pays: it can take 50 us and more to wake a process that sleeps.
+    """Waits for messages, awake at first if that pays: waking a sleeping process can take 50 us and more.
 
-    It pays only as long as messages follow each other closely, so the wait before must have ended within ``window_s``.
-    And it must not cost others anything: the core is offered to them at every turn, and if it comes back late they want
-    it, and this side goes to sleep at once for the next waits, for more of them each time.
+    It pays only while messages follow each other closely, so the previous wait must have ended within ``window_s``. It
+    must not cost others anything either. So the wait offers its core to other processes at every turn. If the core
+    comes back late, another process wants it: this side then sleeps at once in the next waits, in more of them each
+    time.
 
     Parameters
     ----------
     window_s : float
-        The longest wait that is spent awake; 0: none.
+        The longest time to wait awake; 0 to sleep at once.
+
+    Attributes
+    ----------
+    waited_ns : int
+        How long waits for conditions in shared memory have taken. Whoever asks may set it to 0.
     """
 
     def __init__(self, window_s: float) -> None:
+        self.waited_ns = 0
         self._window_ns = int(min(window_s, _MAX_WINDOW_S) * 1e9)
         self._was_short = self._window_ns > 0
-        self._num_asleep = 0  # how many of the next waits are spent asleep
-        self._penalty = _MIN_PENALTY  # how many it will be the next time
+        self._num_asleep = 0  # how many of the next waits sleep at once
+        self._penalty = _MIN_PENALTY  # how many will do so the next time
 
     @property
     def pays(self) -> bool:
-        """Whether the next wait begins awake."""
+        """Whether the next wait starts awake."""
         return self._was_short and not self._num_asleep
 
     def wait(self, poll: Polled, timeout_ms: int | None = None) -> Any:
-        """Return what ``poll`` reports, ``timeout_ms`` after the time awake at the latest."""
+        """Return what ``poll`` reports. The time limit starts when the wait falls asleep."""
         began = now = time.monotonic_ns()
         if self._num_asleep:
             self._num_asleep -= 1
@@ -150,7 +161,7 @@ class Channel:
     read_fd, write_fd : Descriptor
         Pipe ends for doorbells.
     token : bytes
-        Secret of the runtime, in every header.
+        A secret of the runtime that every header carries.
     """
 
     def __init__(self, sock: socket.socket, read_fd: Descriptor, write_fd: Descriptor, token: bytes) -> None:
@@ -161,31 +172,33 @@ class Channel:
 
     def ring(self, kind: int, flags: int, sequence: int, value: int) -> None:
         """Write one doorbell."""
+        # A pipe takes eight bytes whole or not at all. So a doorbell is never torn, even if its writer is killed.
         os.write(self.write_fd, DOORBELL.pack(kind, flags, sequence & 0xFFFF, value))
 
     def answer(self) -> tuple[int, int, int, int] | None:
-        """Read one doorbell ``(kind, flags, sequence, value)``; None when the other side is gone."""
+        """Read one doorbell ``(kind, flags, sequence, value)``; None if the other side is gone."""
         return self.understood(os.read(self.read_fd, DOORBELL.size))
 
     @staticmethod
     def understood(data: bytes) -> tuple[int, int, int, int] | None:
-        """Return what the bytes of a doorbell say, as ``answer`` does."""
+        """Decode the bytes of a doorbell; None if they are incomplete, as at the end of the pipe."""
         return DOORBELL.unpack(data) if len(data) == DOORBELL.size else None
 
     def send_body(self, sequence: int, body: bytes, fds: Sequence[int] = ()) -> None:
-        """Send one body; ``fds`` (at most ``MAX_FDS``) ride along.
+        """Send one body with descriptors ``fds`` (at most ``MAX_FDS``).
 
         Raises
         ------
         OSError
             If the other side is gone.
         SharedMemoryError
-            If a large body cannot be placed.
+            If there is no memory for a large body.
         """
         if len(body) <= INLINE_NBYTES:
             packet = encode_header(sequence, len(body), self._token) + body
             socket.send_fds(self.sock, [packet], list(fds), socket.MSG_NOSIGNAL)
             return
+        # The descriptor that travels keeps the memory alive after this side has closed its own.
         segment = Segment.create(len(body))
         try:
             segment.buffer[: len(body)] = memoryview(body)
@@ -195,14 +208,14 @@ class Channel:
             segment.close()
 
     def receive_body(self, sequence: int | None) -> tuple[bytes, list[int]]:
-        """Receive the body of message ``sequence`` (None: any), and its descriptors, close-on-exec.
+        """Receive the body of message ``sequence`` (None: of any message) and its descriptors, which are close-on-exec.
 
-        Bodies of earlier messages, which an interrupted wait left behind, are thrown away.
+        Bodies of earlier messages, which an interrupted wait left in the socket, are discarded.
 
         Raises
         ------
         ProtocolError
-            If the packet is not ours, or its descriptors were cut off by this process's limit.
+            If the header is wrong, or descriptors were cut off by this process's limit.
         EOFError
             If the other side is gone.
         """
@@ -223,6 +236,7 @@ class Channel:
                 raise
             body = packet[HEADER.size :]
             if flags & _IS_LARGE:
+                # The sender appends the descriptor of a large body last.
                 body_fd = fds.pop()
                 try:
                     with mmap.mmap(body_fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
@@ -234,16 +248,16 @@ class Channel:
             _close_all(fds)
 
     def close(self) -> None:
-        """Close all three descriptors; safe to repeat."""
+        """Close all three descriptors. It may be called again."""
         self.sock.close()
         self.read_fd = self.write_fd = NONE
 
 
 def _receive(sock: socket.socket) -> tuple[bytes, list[int], int]:
-    """Return a packet, its descriptors, close-on-exec, and its flags.
+    """Return a packet, its descriptors and its flags. The descriptors are close-on-exec.
 
-    ``socket.recv_fds`` does not pass its flags on (CPython 3.11 to 3.14), and a program that a function starts would
-    inherit the descriptors.
+    ``socket.recv_fds`` ignores its flags (CPython 3.11 to 3.14), and a program that a function starts would inherit the
+    descriptors.
     """
     fds = array.array("i")
     room = socket.CMSG_LEN((MAX_FDS + 1) * fds.itemsize)

@@ -1,4 +1,4 @@
-"""The numbers that master and workers write for each other in shared memory: their names, and where they lie."""
+"""The numbers that the master and the workers share in memory: their names, and where they lie."""
 
 from __future__ import annotations
 
@@ -7,56 +7,80 @@ from enum import IntEnum, IntFlag
 import numpy as np
 
 NUM_LANES = 3
-"""How many calls can be under way at once: one that runs, one whose inputs are brought, one that waits."""
+"""How many calls can be in flight at once: one runs, one gets its inputs, one waits."""
 
 
 class Down(IntEnum):
     """Positions in the block that the master writes for a rank.
 
-    INTERRUPT, COMMITTED and BROKEN belong to the rank, and only those of lane 0 count; the others belong to a call.
+    INTERRUPT, COMMITTED and BROKEN belong to the rank, and only those in lane 0 count. The others belong to a call.
     """
 
-    INTERRUPT = 0  # which messages a SIGINT is meant for, see interrupt_word; negative: none
+    INTERRUPT = 0  # the messages that a SIGINT is meant for, see interrupt_word; negative: none
     PARTICIPATES = 1
     LOW = 2  # the rank's rows, as positions in the selection
     HIGH = 3
-    START = 4  # of the selection
+    START = 4  # first row and step of the selection
     STEP = 5
-    ROWS = 6  # weight of the rank in averages
-    LOCAL_START = 7  # of the rank's rows among those of its shard
+    ROWS = 6  # the rank's weight in averages
+    LOCAL_START = 7  # first row and step of the rank's rows within its shard
     LOCAL_STEP = 8
-    CALL = 9  # number of the call; rank 0's entry counts for all
-    COMMITTED = 10  # number of the last call whose assignments hold on this rank
-    GROUP = 11  # number of the NCCL group by which the devices reduce the call's large outputs; 0: through the host
-    BROKEN = 12  # number of the last NCCL group that is given up
-    RESULT = 13  # segment for the call's large outputs, 0: they are asked for later; rank 0's entry counts for all
+    TIMED = 9  # 1: the ranks write the times of the call; TRACED: it is in a trace; rank 0's entry counts for all
+    CALL = 10  # number of the call; rank 0's entry counts for all
+    COMMITTED = 11  # number of the last call whose assignments took effect on this rank
+    GROUP = 12  # number of the NCCL group that reduces the call's large outputs on the devices; 0: the host does
+    BROKEN = 13  # number of the last NCCL group that was given up
+    # segment for the call's large outputs; 0: the master asks for them later; rank 0's entry counts for all
+    RESULT = 14
 
 
 class Up(IntEnum):
     """Positions in the block that a worker writes.
 
-    RSS, PHASE, OUTPUT_NBYTES and BROKEN belong to the rank, and only those of lane 0 count.
+    RSS, PHASE and BROKEN belong to the rank, and only those in lane 0 count. The others belong to a call.
     """
 
-    FUNCTION_NS = 0  # time in the user's function
-    RSS = 1  # resident bytes when they were last measured
+    FUNCTION_NS = 0  # time in the user's function, without WAIT_NS
+    RSS = 1  # resident memory in bytes, at the last measurement
     PHASE = 2  # what the worker is doing: a Phase
-    OUTPUT_NBYTES = 3  # bytes of outputs that it has published since it started
-    BROKEN = 4  # number of the last NCCL group that this rank has given up
-    PUBLISHED = 5  # number of the last call whose outputs lay in the slot and looked as before; negative: did not
-    TRAITS = 6  # of a call on trial: what the function did, as Traits
+    BROKEN = 3  # number of the last NCCL group that this rank gave up
+    # number of the last call whose outputs lie in the slot and fit the known layout; its negative: they do not
+    PUBLISHED = 4
+    TRAITS = 5  # in a call on trial: what the function did, as Traits
+    WAIT_NS = 6  # time in the function that was spent waiting for other ranks in synk.comm; written once ranks talk
+    # when the rank received the call, when its function began and ended, and when its outputs were in place
+    RECEIVED_NS = 7
+    BEGAN_NS = 8
+    ENDED_NS = 9
+    PUBLISHED_NS = 10
+    # the phases of a training step, without what was spent waiting in them; written in calls that change residents
+    FORWARD_NS = 11
+    BACKWARD_NS = 12
+    REDUCE_NS = 13
+    OPTIMIZER_NS = 14
+    # bytes that the backend has copied to and from the device since the last timed call; written on devices
+    H2D_NBYTES = 15
+    D2H_NBYTES = 16
+
+
+PHASES = {name: int(Up[f"{name.upper()}_NS"]) for name in ("forward", "backward", "reduce", "optimizer")}
+"""The phases of a training step on its rank, and their words."""
+
+
+TRACED = 2
+"""The value of ``Down.TIMED`` in a trace."""
 
 
 class Traits(IntFlag):
-    """What a function was seen to do in a call on trial."""
+    """What a function did in a call on trial."""
 
-    DRAWS = 1  # random numbers, from a generator of the process or one that it captured
-    CHANGES = 2  # other objects that it captured
-    COMMUNICATES = 4  # by ``synk.comm``
+    DRAWS = 1  # drew random numbers from a process-wide generator or one that it captured
+    CHANGES = 2  # changed another captured object
+    COMMUNICATES = 4  # used ``synk.comm``
 
 
 class Phase(IntEnum):
-    """What a worker is doing; the value in ``Up.PHASE``."""
+    """What a worker is doing: the value of ``Up.PHASE``."""
 
     IDLE = 0
     FUNCTION = 1
@@ -65,29 +89,29 @@ class Phase(IntEnum):
     LOADING = 4
 
 
-BLOCK_LENGTH = 16
+BLOCK_LENGTH = 24
 assert max(Down) < BLOCK_LENGTH
 assert max(Up) < BLOCK_LENGTH
 
 
 def control_nbytes(world_size: int) -> int:
-    """Bytes of the control segment of ``world_size`` ranks."""
+    """Return the size in bytes of the control segment for ``world_size`` ranks."""
     return NUM_LANES * world_size * 2 * BLOCK_LENGTH * 8
 
 
 def control_blocks(buffer: np.ndarray, world_size: int, lane: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return a lane's int64 arrays ``(down, up)``, each of shape ``(world_size, BLOCK_LENGTH)``."""
+    """Return the int64 arrays ``(down, up)`` of a lane, each of shape ``(world_size, BLOCK_LENGTH)``."""
     blocks = buffer[: control_nbytes(world_size)].view(np.int64).reshape(NUM_LANES, world_size, 2, BLOCK_LENGTH)
     return blocks[lane, :, 0], blocks[lane, :, 1]
 
 
 def interrupt_word(first: int, last: int) -> int:
-    """Return what says that a SIGINT is meant for the messages ``first`` to ``last`` (16-bit numbers that wrap)."""
+    """Return a word which says that a SIGINT is meant for messages ``first`` to ``last`` (16-bit numbers that wrap)."""
     return first << 16 | last
 
 
 def is_interrupted(word: int, sequence: int) -> bool:
-    """Whether a SIGINT is meant for message ``sequence``.
+    """Whether a SIGINT with this word is meant for message ``sequence``.
 
     Examples
     --------

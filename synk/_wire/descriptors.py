@@ -1,4 +1,4 @@
-"""File descriptors that are closed once, and never while a thread still uses the number."""
+"""File descriptors that are closed exactly once, and never while a thread still uses the number."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any
 from synk._pure.interrupts import deferred
 
 NONE = -1
-"""What stands in the place of a descriptor that was given up."""
+"""Takes the place of a descriptor that was given up."""
 
 
 class Descriptor(int):
-    """The number of an open file, which is closed when nobody refers to this object any more.
+    """The number of an open file, which is closed when the last reference to this object is gone.
 
     An owner keeps it in one attribute and gives it up by assigning ``NONE``, in any thread and as often as it likes. A
-    thread that is in the middle of a system call holds a reference of its own, so the number cannot be closed under it
-    and given to somebody else.
+    thread in the middle of a system call holds a reference of its own. So the number cannot be closed and reused during
+    the call.
 
     Parameters
     ----------
     fd : int
-        A descriptor that nobody else closes.
+        A descriptor that no other code closes.
     """
 
     __slots__ = ()
@@ -36,14 +36,14 @@ class Descriptor(int):
         return super().__new__(cls, above_streams(fd))
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        with contextlib.suppress(OSError):  # closed behind our back, by a program that closes all it finds
+        with contextlib.suppress(OSError):  # the program closed it, as programs do that close every descriptor
             close(self)
 
 
 def above_streams(fd: int) -> int:
-    """Return ``fd``, moved where it took the place of a closed standard stream.
+    """Return ``fd``, duplicated to a number above 2 if it took the place of a closed standard stream.
 
-    What C code prints, and what a program started later takes for its output, would go into it.
+    Otherwise text that C code prints, or the output of a program that is started later, would go into it.
     """
     if fd > 2:
         return fd
@@ -59,13 +59,14 @@ def pipe() -> tuple[Descriptor, Descriptor]:
     try:
         read = Descriptor(read_fd)
     except BaseException:
+        # Moving the first end may fail for want of descriptors, and the second end has no owner yet.
         os.close(write_fd)
         raise
     return read, Descriptor(write_fd)
 
 
 def packet_pair() -> tuple[socket.socket, Descriptor]:
-    """Return the two ends of a new socket pair that keeps the bounds of messages."""
+    """Return the two ends of a new socket pair that preserves message boundaries."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         other = Descriptor(theirs.detach())
@@ -73,13 +74,13 @@ def packet_pair() -> tuple[socket.socket, Descriptor]:
 
 
 class Orphans:
-    """Knows the owner of each descriptor, and which are without one.
+    """Knows the owner of each descriptor, and finds descriptors whose owner is gone.
 
     Attributes
     ----------
     ended : deque of weakref.ref
-        Of owners that are gone, with a descriptor still open. Filled by the references themselves, at any time and in
-        any thread, in C: nothing can come between.
+        References to owners that are gone. Their descriptors may still be open. The references append themselves, in
+        any thread and at any time. This happens in C, so no signal handler can interrupt it.
     """
 
     def __init__(self) -> None:
@@ -87,16 +88,16 @@ class Orphans:
         self._owners: dict[int, weakref.ref[Any]] = {}
 
     def watch(self, fd: int, owner: object) -> None:
-        """Note that ``owner`` closes ``fd``, with :meth:`close`."""
+        """Note that ``owner`` will close ``fd`` by :meth:`close`."""
         self._owners[fd] = weakref.ref(owner, self.ended.append)
 
     def close(self, fd: int) -> None:
-        """Close a descriptor on behalf of its owner. A signal handler runs before or after it, not in between."""
+        """Close a descriptor for its owner. A signal handler may run before or after this, but not in between."""
         del self._owners[fd]
         os.close(fd)
 
     def close_all(self) -> None:
-        """Close what owners that are gone have left open."""
+        """Close the descriptors that owners left open when they went."""
         with deferred():
             while self.ended:
                 owner = self.ended.popleft()

@@ -6,16 +6,16 @@ from typing import NamedTuple
 
 
 class Failure(NamedTuple):
-    """An exception of one rank in transferable form.
+    """An exception of one rank in a form that can travel.
 
     Attributes
     ----------
     pickled : bytes or None
-        The exception itself where it can be pickled, loaded again and is an ordinary ``Exception``.
+        The exception itself, if it is an ordinary ``Exception`` that can be pickled and loaded.
     unfit : str
-        Why it could not be, where it is one.
+        Why an ordinary ``Exception`` could not be pickled.
     is_collateral : bool
-        The rank failed only because another one did.
+        Whether the rank failed only because another rank did.
     """
 
     rank: int

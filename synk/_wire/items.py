@@ -1,4 +1,4 @@
-"""Items of a map: what a worker is sent of them, and the arrays among them that lie in shared memory."""
+"""Items of a map: how they are sent to a worker, and their large arrays, which lie in shared memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from synk._wire.cell import cell
 
 
 class Items(NamedTuple):
-    """What an ITEMS message says.
+    """The content of an ITEMS message.
 
     Attributes
     ----------
@@ -25,16 +25,16 @@ class Items(NamedTuple):
 
 
 class ItemsDone(NamedTuple):
-    """What a rank answers to an ITEMS message.
+    """A rank's answer to an ITEMS message.
 
     Attributes
     ----------
     values : list of bytes
-        One pickle for each item that came to its end, up to the first that failed.
+        One pickle for each item that succeeded, up to the first that failed.
     failure : Failure or None
-        What that one raised.
+        The exception of that item.
     failed_item : str
-        Its text, in short.
+        A short text that names that item.
     duration_ns : int
     """
 
@@ -45,17 +45,17 @@ class ItemsDone(NamedTuple):
 
 
 def call(task: Any) -> Any:
-    """Call a task: the function that is mapped where the items are tasks."""
+    """Call a task. This is the mapped function if the items are tasks."""
     return task()
 
 
 def call_with(fn: Any, items: tuple[Any, ...]) -> Any:
-    """Call a function with one item of each iterable that is mapped over."""
+    """Call a function with one item of each mapped iterable."""
     return fn(*items)
 
 
 def array_in_segment(segment_id: int, shape: tuple[int, ...], dtype: np.dtype, is_transposed: bool) -> np.ndarray:
-    """Return a large array of an item, on its rank: a read-only view of shared memory."""
+    """Return a large array of an item, on its rank, as a read-only view of shared memory."""
     if cell.worker is None:
         raise pickle.UnpicklingError("cannot load an item of synk.map here: expected a worker of its runtime.")
     array = cell.worker.held.segments[segment_id].view(0, shape, dtype)

@@ -1,11 +1,11 @@
-"""Two lines by which the kernel ends a worker, and what it started, when the master ends.
+"""Two lifelines by which the kernel ends a worker, and the processes that it started, when the master ends.
 
-The first is a pipe whose write end only the master holds. A child that the master makes by ``fork`` inherits that end;
-Python's own hooks close it there, but the fork of a C library runs no hooks. So the second is the mapping of a memory
-file without a descriptor, which no child inherits: the file ceases to exist with the master's address space.
+The first is a pipe whose write end only the master holds. A child that the master makes by ``fork`` inherits that end.
+Python's own hooks close it there, but the fork of a C library runs no hooks. So the second lifeline is the mapping of a
+memory file without a descriptor. No child inherits it: the file ceases to exist with the master's address space.
 
-Both raise SIGKILL in the worker's process group without a thread and without the interpreter's lock: it works while a
-function is stuck in C code.
+Both raise SIGKILL in the worker's process group. This takes no thread and not the interpreter's lock, so it works while
+a function is stuck in C code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Pulse:
     def __init__(self) -> None:
         self._fd: int = Descriptor(create_fd(mmap.PAGESIZE))
         self._pid = os.getpid()
-        self._address: list[int] = []  # taken out by whoever unmaps it, so that it happens once
+        self._address: list[int] = []  # whoever pops the address unmaps it, so that this happens once
         libc = _libc()
         address = libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_SHARED, self._fd, 0)
         if address == _FAILED:
@@ -38,12 +38,12 @@ class Pulse:
         libc.madvise(address, mmap.PAGESIZE, mmap.MADV_DONTFORK)
 
     def take(self) -> int:
-        """Return the descriptor for the worker, which must be the last to hold it."""
+        """Return the descriptor for the worker. The worker must be the last to hold it."""
         fd, self._fd = self._fd, NONE
         return fd
 
     def close(self) -> None:
-        """Let go of the file; safe to repeat. In a forked child the mapping does not exist."""
+        """Let go of the file. It may be called again. A forked child does not have the mapping."""
         self._fd = NONE
         if self._pid == os.getpid():
             while self._address:
@@ -51,20 +51,20 @@ class Pulse:
 
 
 def tie_to_pipe(fd: int) -> None:
-    """End with the write end of the pipe ``fd``. Nothing is ever written to it, so its only event is its end."""
+    """End this process when the write end of the pipe ``fd`` is closed. Nothing is ever written to the pipe."""
     _kill_on_event(fd)
     try:
         is_closed = os.read(fd, 1) == b""
     except BlockingIOError:
         is_closed = False
-    if is_closed:  # before the signal was armed
+    if is_closed:  # it was closed before the signal was armed
         os._exit(1)
 
 
 def tie_to_pulse(fd: int) -> Descriptor | None:
-    """End with the file of a :class:`Pulse`, and close its descriptor here; return what to keep open.
+    """End this process when the file of a :class:`Pulse` ceases to exist. Closes ``fd``; returns what must stay open.
 
-    None where the system has no watches left for this user: the pipe has to do then.
+    Returns None if this user has no inotify watches left. Then the pipe alone must do.
     """
     libc = _libc()
     watch = libc.inotify_init1(os.O_CLOEXEC)

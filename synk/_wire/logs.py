@@ -1,4 +1,4 @@
-"""Log records on their way from a worker to the loggers of the master, a line of JSON each; and the levels back."""
+"""Log records on their way from a worker to the master's loggers, one line of JSON each, and levels on the way back."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _formatter = logging.Formatter()
 
 
 def pack_record(record: logging.LogRecord) -> bytes:
-    """Return a record as a line. Its message is put together here; extra attributes travel if they are plain values.
+    """Return a record as a line. Its message is formatted here. Extra attributes travel if they are plain values.
 
-    The line begins with a newline, too: one that an interrupt has cut off spoils no other.
+    The line also starts with a newline, so that it is not spoiled by a line that an interrupt cut off.
     """
     content = {name: getattr(record, name, None) for name in _SENT}
     content["msg"] = record.getMessage()
@@ -29,7 +29,7 @@ def pack_record(record: logging.LogRecord) -> bytes:
 
 
 def unpack_record(line: bytes, rank: int) -> logging.LogRecord:
-    """Return the record of a line that the worker of ``rank`` has written.
+    """Return the record in a line that the worker of ``rank`` wrote.
 
     Raises
     ------
@@ -42,12 +42,14 @@ def unpack_record(line: bytes, rank: int) -> logging.LogRecord:
 
 
 class Levels(NamedTuple):
-    """The levels that were set.
+    """The log levels of a process.
 
     Attributes
     ----------
-    root, disabled : int
-        Of the root logger, and of ``logging.disable``.
+    root : int
+        The level of the root logger.
+    disabled : int
+        The level given to ``logging.disable``.
     by_logger : dict of str to int
     """
 
@@ -57,14 +59,14 @@ class Levels(NamedTuple):
 
 
 def levels() -> Levels:
-    """Return the levels of this process."""
+    """Return the log levels of this process."""
     loggers = list(logging.root.manager.loggerDict.items())
     by_logger = {name: logger.level for name, logger in loggers if isinstance(logger, logging.Logger) and logger.level}
     return Levels(logging.root.level, logging.root.manager.disable, by_logger)
 
 
 def set_levels(wanted: Levels) -> None:
-    """Give the loggers of this process the levels of another one."""
+    """Give the loggers of this process the levels of another process."""
     logging.disable(wanted.disabled)
     logging.root.setLevel(wanted.root)
     for name, level in wanted.by_logger.items():

@@ -1,8 +1,8 @@
-"""Files mapped into memory: without a second descriptor, made private where a fork demands it, given back in pieces.
+"""Files mapped into memory: without a second descriptor, made private when the process forks, given back in pieces.
 
-The standard library's ``mmap`` keeps a duplicate of each descriptor it is given, cannot map at a chosen address, and
-has no way to take or free part of a file. The calls of the system that this takes are here and nowhere else. Knows
-nothing of segments and arrays.
+The standard library's ``mmap`` keeps a duplicate of each descriptor, cannot map at a chosen address, and cannot reserve
+or free part of a file. The system calls for this are here and nowhere else. This file knows nothing of segments and
+arrays.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from synk._wire.descriptors import orphans
 
 _MAP_FIXED = 0x10
-_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.13; so on x86-64 and AArch64
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.13; the value on x86-64 and AArch64
 _MREMAP_MAYMOVE_FIXED = 1 | 2
 _FALLOC_PUNCH_HOLE_KEEP_SIZE = 2 | 1
 
@@ -34,15 +34,15 @@ _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 _madvise = _libc.madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MADV_REMOVE = 9
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14
 _FAILED = ctypes.c_void_p(-1).value
 
 
 class MappedFile(mmap.mmap):
-    """A mapping of a file, and the owner of its one descriptor.
+    """A mapping of a file, which owns the file's one descriptor.
 
-    An anonymous mapping of the standard library holds the addresses: it is unmapped in C when the last view is gone,
-    and refuses to be closed before. The file takes its place.
+    An anonymous mapping of the standard library reserves the addresses, and the file is mapped in its place. So C code
+    unmaps it when the last view is gone, and it cannot be closed before.
 
     Parameters
     ----------
@@ -51,12 +51,12 @@ class MappedFile(mmap.mmap):
     nbytes : int
     is_writable : bool
     is_private : bool
-        Whether nobody else sees what is written here, by whatever means.
+        Whether writes through this mapping stay invisible to everyone else.
 
     Attributes
     ----------
     fd : int
-        -1 where it was closed.
+        -1 after it was closed.
 
     Raises
     ------
@@ -75,7 +75,7 @@ class MappedFile(mmap.mmap):
             raise _last_error()
         self._is_private = is_private
         orphans.watch(fd, self)
-        self.fd = fd  # last: whoever called owns it until here
+        self.fd = fd  # last: until here the caller owns it
         return self
 
     @property
@@ -83,19 +83,19 @@ class MappedFile(mmap.mmap):
         return int(np.frombuffer(self, np.uint8).__array_interface__["data"][0])
 
     def make_private(self) -> None:
-        """From now on nobody sees what is written here, in this process or in one forked from it; nothing is copied.
+        """Make the mapping private: from now on writes here are invisible to other processes. Nothing is copied.
 
-        What others write into the file may still be seen: nobody may. The file takes its own place in one step, so
-        that no thread loses what it writes at this moment. It is mapped elsewhere first: where that is refused, nothing
-        has been touched.
+        Writes of other processes to the file may still be visible here, so no process may write to it any more. The
+        private mapping replaces the shared one in a single step of the kernel, so a thread that is writing at this
+        moment loses nothing. It is first made at another address: if the kernel refuses it, nothing has changed.
 
         Raises
         ------
         OSError
         """
         try:
-            held = memoryview(self)  # no other thread unmaps it meanwhile
-        except ValueError:  # one has
+            held = memoryview(self)  # no other thread can unmap it while this exists
+        except ValueError:  # another thread already did
             return
         with held:
             self._make_private(held.nbytes)
@@ -109,7 +109,7 @@ class MappedFile(mmap.mmap):
             if self.fd != fd:
                 return
             raise _last_error()
-        # Another thread that has closed the descriptor meanwhile may have had its number given to another file.
+        # Another thread may have closed the descriptor in the meantime, and its number may now be another file.
         if self.fd != fd:
             _munmap(aside, nbytes)
             return
@@ -120,24 +120,24 @@ class MappedFile(mmap.mmap):
         self._is_private = True
 
     def take_fd(self) -> int:
-        """Return the descriptor, which is the caller's from now on."""
+        """Return the descriptor, which then belongs to the caller."""
         fd, self.fd = self.fd, -1
         return fd
 
     def close_fd(self) -> None:
-        """Close the descriptor; the mapping stays."""
-        fd = self.take_fd()  # first: whatever interrupts this must not lead to a second close of the number
+        """Close the descriptor. The mapping stays."""
+        fd = self.take_fd()  # first: an exception after this line must not lead to a second close of the number
         if fd >= 0:
             orphans.close(fd)
 
     def __del__(self) -> None:
-        # No lock, no message: safe in a finalizer. Where a signal handler breaks it off, the next operation finds the
-        # descriptor.
+        # No lock and no message, so this is safe in a finalizer. If a signal handler breaks it off, the next operation
+        # closes the descriptor.
         self.close_fd()
 
 
 def punch(fd: int, offset: int, nbytes: int) -> None:
-    """Give part of a file's memory back: it reads as zeros, in all processes.
+    """Give part of a file's memory back. It reads as zeros in all processes.
 
     Raises
     ------
@@ -148,19 +148,19 @@ def punch(fd: int, offset: int, nbytes: int) -> None:
 
 
 def populate(address: int, nbytes: int) -> None:
-    """Take the memory of whole pages of a shared mapping now; so that none is there is an error, and no signal later.
+    """Reserve the memory of whole pages of a shared mapping. A lack of memory is an error here and not a signal later.
 
     Raises
     ------
     OSError
-        EINVAL where the kernel is older than Linux 5.14.
+        EINVAL if the kernel is older than Linux 5.14.
     """
     if _madvise(address, nbytes, _MADV_POPULATE_WRITE):
         raise _last_error()
 
 
 def give_back(address: int, nbytes: int) -> None:
-    """Give the memory of whole pages of a shared mapping back: they read as zeros, in all processes.
+    """Give the memory of whole pages of a shared mapping back. They read as zeros in all processes.
 
     Raises
     ------

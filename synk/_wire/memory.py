@@ -1,8 +1,8 @@
-"""Shared memory segments: unnamed, sealed, private to the processes that hold their file descriptor.
+"""Shared memory segments: unnamed, sealed, and private to the processes that hold their file descriptor.
 
-Owns allocation. A segment has no name anywhere, so nothing can leak or be opened by others, and the kernel frees it
-with its last descriptor and mapping. Small segments may lie side by side in a larger one (``synk._wire.arenas``). Knows
-nothing of arrays beyond bytes, nothing of workers.
+This file owns allocation. A segment has no name, so nothing can leak or be opened by others, and the kernel frees it
+with its last descriptor and mapping. Small segments may lie side by side in a larger one (``synk._wire.arenas``). This
+file knows only bytes, and nothing of workers.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ PAGE_NBYTES = mmap.PAGESIZE
 
 
 def available_nbytes() -> int:
-    """Bytes of memory that can still be taken: ``MemAvailable``, or the cgroup's limit where it is lower.
+    """Return how many bytes of memory are available: ``MemAvailable``, or the cgroup's limit if that is lower.
 
-    A memfd has no size limit of its own, and over-committing it ends with the out-of-memory killer instead of an
-    error, so segments check this before they allocate.
+    A memfd has no size limit of its own, and over-committing it ends with the out-of-memory killer instead of an error.
+    So segments check this before they allocate.
     """
     available = 1 << 62
     try:
@@ -40,7 +40,7 @@ def available_nbytes() -> int:
                 if line.startswith("MemAvailable:"):
                     available = int(line.split()[1]) * 1024
                     break
-    except OSError:  # not Linux, or /proc hidden: posix_fallocate is then the only check
+    except OSError:  # Not Linux, or /proc is hidden: posix_fallocate is then the only check.
         pass
     try:
         with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
@@ -49,17 +49,17 @@ def available_nbytes() -> int:
             used = int(file.read())
         if limit != "max":
             available = min(available, int(limit) - used)
-    except (OSError, ValueError):  # no cgroup v2, or none of our own
+    except (OSError, ValueError):  # no cgroup v2, or none for this process
         pass
     return available
 
 
 class Forks:
-    """How often this process has forked.
+    """Counts how often this process has forked.
 
-    A child maps whatever was mapped when it was made and may read it for as long as it lives, so memory that is older
-    than the last fork is never given away: it is neither zeroed nor used for anything else. It is unmapped and closed,
-    and the kernel frees it with the last process that maps it.
+    A child maps everything that was mapped when it was made, and may read it for as long as it lives. So memory that is
+    older than the last fork is neither zeroed nor used for anything else. It is unmapped and closed, and the kernel
+    frees it with the last process that maps it.
     """
 
     def __init__(self) -> None:
@@ -70,11 +70,11 @@ forks = Forks()
 
 
 class Fence:
-    """Calling it puts this process's reads and writes of shared memory before the call ahead of those after it.
+    """When called, orders this process's accesses of shared memory: those before the call come before those after it.
 
-    Plain stores of one process may be seen late, or in another order, by the others. Releasing a lock and taking it
-    again is a full memory barrier on x86-64 and AArch64, also between a store and a later load; docs/design.md says
-    why, and which words rely on it. The lock itself is private and never contended.
+    Other processes may see plain stores late or in another order. Releasing a lock and taking it again is a full memory
+    barrier on x86-64 and AArch64, also between a store and a later load. docs/design.md says why, and which words rely
+    on it. The lock is private and never contended.
     """
 
     def __init__(self) -> None:
@@ -83,16 +83,17 @@ class Fence:
 
     def __call__(self) -> None:
         lock = self._lock
-        if not lock.locked():  # an interrupt has broken off the fence before, between the two lines below
+        if not lock.locked():  # an interrupt broke off an earlier fence between the two lines below
             lock.acquire()
         lock.release()
         lock.acquire()
 
 
 def create_fd(nbytes: int, *, is_reserved: bool = True, tail_nbytes: int = 0) -> int:
-    """Return a descriptor of ``nbytes`` of owner-only, unnamed memory; reserved now, or later in pieces.
+    """Return a descriptor of ``nbytes`` of unnamed memory that only its owner may open, reserved now or later in
+    pieces.
 
-    ``tail_nbytes``: of addresses behind that, where the limits allow them; nothing is reserved there.
+    ``tail_nbytes`` is the size of an address range behind it. No memory is reserved there, and limits may forbid it.
     """
     try:
         fd = above_streams(os.memfd_create("synk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
@@ -100,7 +101,7 @@ def create_fd(nbytes: int, *, is_reserved: bool = True, tail_nbytes: int = 0) ->
     except (AttributeError, OSError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             raise
-        # memfd missing or blocked (old kernel, seccomp): an unlinked file has no name either.
+        # memfd is missing or blocked (old kernel, seccomp). An unlinked file has no name either.
         import tempfile
 
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -109,12 +110,12 @@ def create_fd(nbytes: int, *, is_reserved: bool = True, tail_nbytes: int = 0) ->
         is_sealable = False
     try:
         os.fchmod(fd, 0o600)
-        if is_reserved:  # turns "memory full" into ENOSPC here instead of SIGBUS at the first write
+        if is_reserved:  # full memory is ENOSPC here instead of SIGBUS at the first write
             os.posix_fallocate(fd, 0, nbytes)
         else:
             os.ftruncate(fd, nbytes)
         if tail_nbytes:
-            with contextlib.suppress(OSError):  # a limit on the size of files: there is no tail
+            with contextlib.suppress(OSError):  # a limit on file sizes: there is no tail
                 os.ftruncate(fd, nbytes + tail_nbytes)
         if is_sealable:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -127,38 +128,39 @@ def create_fd(nbytes: int, *, is_reserved: bool = True, tail_nbytes: int = 0) ->
 class Segment:
     """A mapped piece of shared memory.
 
-    ``buffer`` is a ``uint8`` array of shape ``(nbytes,)`` over the mapping; every view of it keeps the mapping alive,
-    so a segment that is closed while views exist stays readable and its memory returns with the last view.
+    ``buffer`` is a ``uint8`` array of shape ``(nbytes,)`` over the mapping. Every view of it keeps the mapping alive.
+    So a segment that is closed while views exist stays readable, and its memory is freed with the last view.
 
     Parameters
     ----------
     fd : int
-        Descriptor of the memory; owned by the segment once it is made.
+        Descriptor of the memory. The segment owns it once it is made.
     nbytes : int
-        Size, in bytes; at least 1.
+        Size in bytes, at least 1.
     is_writable : bool
         Whether this process may write through the mapping.
     segment_id : int
-        The name under which messages refer to it.
+        The number by which messages refer to it.
     is_private : bool
-        Whether the mapping shows the pages that this process writes, by whatever means, to nobody else.
+        Whether the pages that this process writes are invisible to all others.
 
     Attributes
     ----------
     is_staging : bool
-        Whether it holds the arguments of one call after the other.
+        Whether it holds the arguments of one call after another.
     arena : Segment or None
-        The larger one in which it lies, ``offset`` bytes from the start; it has no descriptor of its own then.
+        The larger segment in which it lies, ``offset`` bytes from the start. It then has no descriptor of its own.
     is_arena : bool
-        Whether it holds others.
+        Whether it holds other segments.
     is_file : bool
         Whether it is a file of the user's, which is only read.
     generation : int
         ``forks.count`` when it was made.
     mapping : MappedFile or None
-        None where it was closed.
+        None after it was closed.
     tail_nbytes : int
-        Of addresses behind the segment, whose memory is taken page by page and is not counted as the segment's.
+        Size of an address range behind the segment. Its memory is taken page by page and does not count as the
+        segment's.
     """
 
     __slots__ = (
@@ -184,7 +186,7 @@ class Segment:
         self.tail_nbytes = tail_nbytes
 
     def map_again(self) -> None:
-        """Map what is only read a second time. The first mapping lives on as long as arrays refer to it."""
+        """Map a read-only segment a second time. The first mapping lives on as long as arrays refer to it."""
         assert self.mapping is not None
         with deferred():  # the descriptor changes hands
             again = _map(self.mapping.fd, self.nbytes, False, self.is_private)
@@ -211,22 +213,22 @@ class Segment:
     ) -> Segment:
         """Allocate a new segment of at least ``nbytes`` bytes, filled with zeros.
 
-        ``is_worker_writable`` says how workers map it: what they only read they cannot damage. ``segment_id`` tells it
-        from the others of its runtime, which has given it; 0 where no message names the segment. ``tail_nbytes``: what
-        it asks for behind itself, see above.
+        ``is_worker_writable`` says how workers map it: they cannot damage what they map read-only. ``segment_id`` is
+        unique within the runtime, or 0 if no message refers to the segment. ``tail_nbytes`` is the size of the address
+        range behind it.
 
         Raises
         ------
         SharedMemoryError
             If the memory, the file size limit or the number of descriptors does not suffice.
         """
-        with deferred():  # between two calls of the system the descriptor has no owner
+        with deferred():  # between two system calls the descriptor has no owner
             nbytes = round_up(max(nbytes, 1), PAGE_NBYTES)
             return cls._create(nbytes, is_worker_writable, segment_id, tail_nbytes=tail_nbytes)
 
     @classmethod
     def create_arena(cls, nbytes: int, *, is_worker_writable: bool, segment_id: int) -> Segment:
-        """Allocate a segment for :meth:`part`; the memory of its parts is reserved when they are made.
+        """Allocate a segment for :meth:`part`. The memory of each part is reserved when the part is made.
 
         Raises
         ------
@@ -247,7 +249,7 @@ class Segment:
         is_reserved: bool = True,
         tail_nbytes: int = 0,
     ) -> Segment:
-        free = available_nbytes() if nbytes > (1 << 24) else nbytes  # the check costs a file read: large ones only
+        free = available_nbytes() if nbytes > (1 << 24) else nbytes  # the check reads a file: for large segments only
         try:
             if nbytes > free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -263,7 +265,7 @@ class Segment:
         return segment
 
     def create_part(self, segment_id: int, offset: int, nbytes: int) -> Segment:
-        """Reserve memory in this arena, and return the segment there, filled with zeros.
+        """Reserve memory in this arena and return the segment there, filled with zeros.
 
         Raises
         ------
@@ -284,11 +286,11 @@ class Segment:
 
     @property
     def fd(self) -> int:
-        """The descriptor to pass on; -1 where there is none."""
+        """The descriptor to pass on; -1 if there is none."""
         return self.mapping.fd if self.is_owner and self.mapping is not None else -1
 
     def duplicate_fd(self) -> int:
-        """Return another descriptor of the memory, which is the caller's.
+        """Return another descriptor of the memory, which belongs to the caller.
 
         Raises
         ------
@@ -301,50 +303,51 @@ class Segment:
             raise _no_memory(self.nbytes, error) from error
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return an array of ``shape`` and ``dtype`` over the bytes from ``offset`` on (no copy)."""
+        """Return an array of ``shape`` and ``dtype`` over the bytes from ``offset`` on. No copy."""
         dtype = np.dtype(dtype)
         return np.ndarray(shape, dtype, self.buffer, offset) if math.prod(shape) else np.empty(shape, dtype)
 
     def shared_view(self) -> Segment:
-        """Return a segment over the same memory for an inline rank; read-only where workers map it so."""
+        """Return a segment over the same memory for an inline rank, read-only if workers would map it so."""
         assert self.mapping is not None
         twin = Segment.__new__(Segment)
         twin._lie_at(self.mapping, self.id, self.offset, self.nbytes, self.arena)
         twin.tail_nbytes = self.tail_nbytes
         twin.is_owner, twin.is_worker_writable = False, self.is_worker_writable
         twin.is_arena, twin.is_file = self.is_arena, self.is_file
-        twin.buffer = self.buffer.view()  # of this very array: what the rank keeps is seen as a view of this segment
+        # a view of this very array, so that what the rank keeps is seen as a view of this segment
+        twin.buffer = self.buffer.view()
         twin.buffer.flags.writeable = self.is_worker_writable
         return twin
 
     def tail(self) -> np.ndarray:
-        """Return a new ``uint8`` array over the addresses behind the segment."""
+        """Return a new ``uint8`` array over the address range behind the segment."""
         assert self.mapping is not None
         return np.frombuffer(self.mapping, np.uint8, self.tail_nbytes, self.offset + self.nbytes)
 
     def root(self) -> np.ndarray:
-        """Return a new ``uint8`` array over the whole segment that all arrays made from it refer to as their base."""
+        """Return a new ``uint8`` array over the whole segment. It becomes the base of all arrays made from it."""
         assert self.mapping is not None
         return np.frombuffer(self.mapping, np.uint8, self.nbytes, self.offset)
 
     def close_fd(self) -> None:
-        """Close the descriptor; the mapping stays. For a process that will not pass it on."""
+        """Close the descriptor of a segment that this process will not pass on. The mapping stays."""
         if self.is_owner and self.mapping is not None:
             self.mapping.close_fd()
 
     def release(self) -> MappedFile | None:
-        """Let go of the mapping, which is alive, and with it its descriptor, as long as views are; return it."""
+        """Drop the mapping and return it. It lives, with its descriptor, as long as views of it do."""
         mapping, self.mapping = self.mapping, None
         self.buffer = np.empty(0, np.uint8)
         return mapping
 
     def close(self) -> None:
-        """Close the descriptor and drop the mapping; its memory returns when the last view is gone."""
+        """Close the descriptor and drop the mapping. The memory is freed when the last view is gone."""
         self.close_fd()
         self.release()
 
     def discard(self) -> None:
-        """Close, and where nobody can see it any more give the memory back at once, though workers still map it."""
+        """Close, and give the memory back at once if no view is left, although workers still map it."""
         with deferred():
             self._discard()
 
@@ -359,7 +362,7 @@ class Segment:
             mapping.close()
             if self.generation == forks.count:
                 punch(fd, 0, self.nbytes)
-        except (BufferError, OSError):  # views exist; or the file cannot
+        except (BufferError, OSError):  # views exist, or the file cannot be punched
             pass
         finally:
             orphans.close(fd)

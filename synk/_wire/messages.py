@@ -1,11 +1,11 @@
-"""What travels between master and workers: kinds, status, and the message bodies.
+"""The messages between the master and the workers: kinds, status words and bodies.
 
-A repeated call is one doorbell of eight bytes down and one up for each rank; its numbers lie in the control segment,
-where each rank has two blocks of int64 in each lane, one written by the master and one by the worker. Everything that
-is new (a function, a plan, a segment) travels as the pickled body of the message that needs it first, as names, shapes
-and bounds: array bytes never do.
+A repeated call is one doorbell of eight bytes down and one up for each rank. Its numbers lie in the control segment,
+where each rank has two blocks of int64 in each lane: one that the master writes and one that the worker writes. New
+things (a function, a plan, a segment) travel in the pickled body of the first message that needs them, as names, shapes
+and bounds. Array bytes never travel in messages.
 
-All records are named tuples. To define a frozen dataclass takes seven times as long, nearly a millisecond, and each
+All records are named tuples. Defining a frozen dataclass takes seven times as long, nearly a millisecond, and each
 worker would define twenty of them when it starts.
 """
 
@@ -24,24 +24,24 @@ from synk._wire.logs import Levels
 VERSION = 1
 
 DOORBELL = struct.Struct("<BBHI")
-"""kind, flags, sequence (16 bits), value: the whole message of a repeated call, each way."""
+"""kind, flags, sequence (16 bits), value: the whole message of a repeated call, in both directions"""
 
 HAS_BODY = 1
 IS_COLLATERAL = 2
-"""Flag of an error reply: the rank failed only because another one did."""
+"""Flag of an error reply: the rank failed only because another rank did."""
 
 IS_UNRECEIVED = 4
 """Flag of an error reply: the rank could not take in what the message brought."""
 
 IS_ASSEMBLED = 8
-"""Flag of a reply to a call: the rank's part of the large outputs is in its place."""
+"""Flag of a reply to a call: the rank has put its part of the large outputs in place."""
 
 
 LANE_SHIFT = 6
-"""Where in a doorbell's flags the lane of the call begins."""
+"""The lowest bit of a doorbell's flags that holds the lane of the call."""
 
 IS_ALONE = 16
-"""Flag of a message: no other is under way, so the rank need not remember what happened in other lanes."""
+"""Flag of a message: no other message is in flight, so the rank need not remember what happened in other lanes."""
 
 DEVICE_DTYPES = frozenset(
     (
@@ -49,32 +49,32 @@ DEVICE_DTYPES = frozenset(
         "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
     )
 )  # fmt: skip
-"""What NCCL can reduce between devices, if not directly then in another dtype."""
+"""Dtypes that NCCL can reduce between devices, directly or by way of another dtype."""
 
 LARGE_NBYTES = 1 << 18
-"""Outputs from this size on are reduced by the workers, each its own chunk; smaller ones by the master."""
+"""Outputs of at least this size are reduced by the workers, each its own chunk. The master reduces smaller ones."""
 
 
 MIN_CHECKED_ROWS = 4
-"""Rows of a rank from which on it is checked whether the default op fits a function."""
+"""How many rows a rank needs for the check whether the default op fits a function."""
 
 
 class Kind(IntEnum):
     """Messages from the master to a worker."""
 
-    LOAD = 1  # functions, and objects that they refer to
+    LOAD = 1  # functions and the objects that they refer to
     CALL = 2  # value = plan
     PUBLISH = 3  # the slots have grown: publish the outputs of the last call again
     ASSEMBLE = 4  # value = segment: reduce or copy the large outputs of the last call into it
     VARIABLE = 5  # an operation on shared variables
     PING = 6
     CLOSE = 7
-    GROUP = 8  # join NCCL
-    SUPPLY = 9  # segments of the next message, where they are more than one can bring
+    GROUP = 8  # join an NCCL group
+    SUPPLY = 9  # segments of the next message, if there are more than one message can carry
     RESIDENT = 11  # an operation on resident objects, see synk._wire.residents
-    PREFETCH = 10  # value = plan: bring the inputs of the call that will follow in this lane; gets no answer
-    ITEMS = 12  # run a function on each of some items, see synk._wire.items
-    CHECK = 13  # see on trial whether the default op fits the function of the last call
+    PREFETCH = 10  # value = plan: bring the inputs of this lane's next call; the rank does not answer
+    ITEMS = 12  # run a function on items, see synk._wire.items
+    CHECK = 13  # check on trial whether the default op fits the function of the last call
 
 
 class Status(IntEnum):
@@ -84,7 +84,7 @@ class Status(IntEnum):
     DONE = 2
     ERROR = 3
     INTERRUPTED = 4
-    UNPUBLISHED = 5  # outputs are there, but the slot is too small for them
+    UNPUBLISHED = 5  # the outputs are there, but the slot is too small for them
     PONG = 6
     BYE = 7
 
@@ -95,21 +95,21 @@ class Input(NamedTuple):
     Attributes
     ----------
     name : str
-        The parameter; empty for one passed by position.
+        The parameter; empty if the argument is passed by position.
     kind : str
         ``"rows"`` (scattered array), ``"whole"`` (broadcast array), ``"object"`` (entry of the call's pickle),
         ``"shard"`` or ``"replica"`` (a shared variable, sharded or replicated), ``"resident"`` (the rank's own object),
-        ``"closed over"`` (all rows of an
-        array of a sharded variable that the function closes over, for a serial call; ``name`` is the variable's id).
+        ``"closed over"`` (all rows of one array of a sharded variable that the function closes over, in a serial call;
+        ``name`` is the variable's number).
     segment_id, offset : int
-        Where the array starts; for ``"object"`` ``offset`` is the position in the pickled tuple, and for shared
-        variables and resident objects ``segment_id`` is their number.
+        Where the array starts; For ``"object"``, ``offset`` is the position in the pickled tuple. For shared variables
+        and resident objects, ``segment_id`` is their number.
     shape, dtype
-        Of the whole array, axis 0 being the rows.
+        Those of the whole array. Axis 0 is the rows.
     is_minibatch : bool
-        Whether axis 0 is the rows of the batch, and not of the data set that the batch was chosen from.
+        Whether axis 0 is the rows of the batch rather than of the data set that the batch selects from.
     tensor_dtype : str
-        Of a tensor whose dtype NumPy lacks, its name; ``dtype`` is then that in which it lies.
+        The dtype of a tensor, if NumPy lacks it. ``dtype`` is then the one that stores its elements.
     """
 
     name: str
@@ -127,25 +127,29 @@ IN_SEGMENTS = ("rows", "whole", "closed over")
 
 
 class Plan(NamedTuple):
-    """A call with everything that does not change when it is repeated.
+    """All parts of a call that stay the same when it is repeated.
 
     Attributes
     ----------
     pickle_place : tuple (segment_id, offset, nbytes) or None
-        Where the pickle of the ``"object"`` arguments lies; ``buffers`` are its out-of-band buffers, likewise.
+        Where the pickle of the ``"object"`` arguments lies. ``buffers`` are the places of its out-of-band buffers.
     indices_place : tuple (segment_id, offset, count) or None
-        The selected rows as int64, where they are no range.
+        Where the selected rows lie as int64, if they are not a range.
     local_indices_place : tuple (segment_id, offset, count) or None
-        Likewise the rows of sharded variables, as positions in each rank's own shard.
+        Where the rows of sharded variables lie, as positions in each rank's own shard, if they are not ranges.
     order_place : tuple (segment_id, offset, count) or None
-        Likewise the rows of minibatch inputs, where the ranks' rows are not in the order of the batch.
+        Where the rows of minibatch inputs lie, if the ranks' rows are not in the order of the batch.
     is_trial : bool
-        Nothing shall be left of the call but its outputs.
+        Whether the call must leave nothing behind but its outputs.
     is_apart : bool
-        Of a call on trial: the outputs are not combined, as with op None.
+        Whether the outputs of a call on trial are kept apart, as with op None.
     nests : bytes
-        A pickle of ``(first, num_leaves, structure)`` for each nested argument: the inputs that are its leaves. Nothing
-        where there are none.
+        A pickle of ``(first, num_leaves, structure)`` for each nested argument: which inputs are its leaves. Empty if
+        no argument is nested.
+    block_rows : int
+        How many rows each block has for which the function is called once; 0 for no blocks.
+    num_repeats : int
+        How often the call runs on each rank; what one run changes, the next one finds.
     """
 
     plan_id: int
@@ -162,13 +166,15 @@ class Plan(NamedTuple):
     is_trial: bool = False
     is_apart: bool = False
     nests: bytes = b""
+    block_rows: int = 0
+    num_repeats: int = 1
 
 
 class Leaf(NamedTuple):
-    """Shape and dtype of one output of one rank; ``dtype`` None stands for an object that travels in the body.
+    """Shape and dtype of one output of one rank. ``dtype`` is None for an object, which travels in the body.
 
-    ``is_tensor``: the function returned it as a tensor, and the master gives it back as one. ``partial_of``: the dtype
-    of the value that a partial result (see ``synk._pure.partials``) becomes when those of all ranks are combined.
+    ``is_tensor``: whether the function returned a tensor, so that the master returns one too. ``partial_of``: the dtype
+    of the final value, if this is a partial result (see ``synk._pure.partials``).
     """
 
     shape: tuple[int, ...]
@@ -184,7 +190,7 @@ class Leaf(NamedTuple):
 
     @property
     def value_dtype(self) -> Any:
-        """That of the finished value."""
+        """The dtype of the final value."""
         return self.dtype if self.partial_of is None else self.partial_of
 
 
@@ -194,10 +200,10 @@ class Layout(NamedTuple):
     Attributes
     ----------
     skeleton
-        The result with leaf positions as leaves.
+        The result, with the position of each leaf in its place.
     leaves : tuple of Leaf
     assigned : tuple of (variable_id, shapes)
-        Shared variables that the call has assigned.
+        The shared variables that the call assigned.
     """
 
     skeleton: Any
@@ -206,18 +212,18 @@ class Layout(NamedTuple):
 
 
 class Move(NamedTuple):
-    """What a worker does with one large output at assembly.
+    """What a worker does with one large output when the result is put together.
 
     Attributes
     ----------
     leaf : int
         Position among the rank's leaves.
     kind : str
-        ``"reduce"`` (this rank reduces elements ``start`` to ``stop`` of all ranks' values), ``"device"`` (likewise, by
-        NCCL) or ``"copy"`` (the whole value goes to ``offset``).
+        ``"reduce"`` (this rank reduces elements ``start`` to ``stop`` of all ranks' values), ``"device"`` (NCCL reduces
+        them) or ``"copy"`` (the whole value goes to ``offset``).
     op : str
     offset : int
-        Byte offset in the result segment of the output (``"reduce"``) or of this rank's part (``"copy"``).
+        Byte offset in the result segment of the whole output (``"reduce"``) or of this rank's part (``"copy"``).
     start, stop : int
     """
 
@@ -230,18 +236,18 @@ class Move(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """Have a rank copy the value of a variable into its buffer in shared memory."""
+    """Orders a rank to copy the value of a variable into its buffer in shared memory."""
 
     variable_id: int
 
 
 class DeviceCollective(NamedTuple):
-    """Have all ranks do a collective over a variable on their devices.
+    """Orders all ranks to run a collective over a variable on their devices.
 
     Attributes
     ----------
     kind : {"all_reduce", "broadcast", "all_gather"}
-        ``"broadcast"`` is from rank 0; ``"all_gather"`` concatenates values of one shape along axis 0.
+        ``"broadcast"`` starts from rank 0. ``"all_gather"`` concatenates values of one shape along axis 0.
     op : str
     """
 
@@ -251,27 +257,26 @@ class DeviceCollective(NamedTuple):
 
 
 class JoinOrder(NamedTuple):
-    """Have a rank join the NCCL group ``number``; without an id it makes one."""
+    """Orders a rank to join NCCL group ``number``. A rank that gets no id makes one."""
 
     number: int
     unique_id: bytes | None
 
 
 class Body(NamedTuple):
-    """What a message brings besides its own content: segments (their descriptors ride along) and what to forget.
+    """What a message carries besides its own content: segments, whose descriptors go with it, and what to forget.
 
     Attributes
     ----------
     segments : list of (segment_id, nbytes, is_writable, is_staging, is_arena, is_file)
     parts : list of (segment_id, arena_id, offset, nbytes)
-        Segments that lie in arenas, which came before or come with this.
+        Segments that lie in arenas. The arenas came before or come with this message.
     dropped : dict of str to dict
-        By kind, the numbers of what the rank has to forget: segments, plans, functions, variables, residents, and
-        parcels with the globals that they brought (the address of the namespace, and the name).
+        The numbers of what the rank must forget, by kind: segments, plans, functions, variables, residents, and parcels
+        with the globals that they brought (the address of the namespace, and the name).
     news : list of (kind, number, value)
-        What the log says that is new: ``"variable"`` (a Declaration), ``"lane"`` (the segment of its slots, their size,
-        and the segment through which functions communicate, 0 where there is none), ``"settings"`` (of the program;
-        on the rank their pickle).
+        New entries of the log: ``"variable"`` (a Declaration), ``"lane"`` (the segment of its slots, their size, and
+        the segment for ``synk.comm``, 0 if there is none), ``"settings"`` (of the program; on the rank, their pickle).
     content : the message's own body
     """
 
@@ -283,7 +288,7 @@ class Body(NamedTuple):
 
 
 class Reload(NamedTuple):
-    """A module of the user's program whose code has changed: its source now, and before where that is known."""
+    """A module of the program whose code has changed: its source now and, if known, before."""
 
     module: str
     file: str
@@ -297,7 +302,7 @@ class ParcelOrder(NamedTuple):
     Attributes
     ----------
     is_optional : bool
-        Whether to go on where it cannot be loaded.
+        Whether to go on if it cannot be loaded.
     """
 
     number: int
@@ -306,7 +311,7 @@ class ParcelOrder(NamedTuple):
 
 
 class LoadOrder(NamedTuple):
-    """What a LOAD message says.
+    """The content of a LOAD message.
 
     Attributes
     ----------
@@ -315,9 +320,9 @@ class LoadOrder(NamedTuple):
     sys_path : list of str
         The master's.
     levels : Levels
-        Of the master's loggers.
+        Those of the master's loggers.
     prepare : int or None
-        The function to run in a worker that was started in the place of another.
+        The function to run in a worker that replaces another.
     """
 
     reloads: list[Reload]
@@ -333,18 +338,18 @@ def is_reduced_on_devices(leaf: Leaf, op: Op, has_group: bool) -> bool:
 
 
 def is_in_slot(leaf: Leaf, op: Op, num_voters: int, has_group: bool) -> bool:
-    """Whether an output, or what other ranks need of it, lies in the rank's slot."""
+    """Whether an output lies in the rank's slot, at least the part that other ranks need."""
     if leaf.nbytes < LARGE_NBYTES:
         return True
     return isinstance(op, Reduction) and num_voters > 1 and not is_reduced_on_devices(leaf, op, has_group)
 
 
 def slot_offsets(leaves: Sequence[Leaf], ops: Sequence[Op], num_voters: int, has_group: bool) -> tuple[list[int], int]:
-    """Return the byte offset of each leaf in a rank's slot, and the bytes needed. Both sides compute the same.
+    """Return the byte offset of each leaf in a rank's slot, and the bytes needed. Both halves compute the same.
 
-    Large outputs take room only where the ranks have to read one another's values: reduced ones with several voters.
-    Reduced outputs come first: they are of one size on all ranks, so each rank finds those of the others where its own
-    ones lie, whatever the sizes of the rest.
+    A large output takes room only if the ranks must read one another's values: if it is reduced and several ranks vote.
+    Reduced outputs come first. They have the same size on all ranks, so each rank finds the others' at its own offsets,
+    whatever the sizes of the other outputs.
     """
     offsets = [0] * len(leaves)
     offset = 0
@@ -357,7 +362,7 @@ def slot_offsets(leaves: Sequence[Leaf], ops: Sequence[Op], num_voters: int, has
 
 
 class Reply(NamedTuple):
-    """A worker's answer; ``body`` is still pickled."""
+    """A worker's answer. ``body`` is still pickled."""
 
     status: Status
     flags: int
@@ -365,8 +370,8 @@ class Reply(NamedTuple):
 
 
 DONE = Reply(Status.DONE, 0, b"")
-"""What a rank answers to a repeated call that went well."""
+"""A rank's answer to a repeated call that succeeded."""
 
 
 ASSEMBLED = Reply(Status.DONE, IS_ASSEMBLED, b"")
-"""Likewise where the outputs are large."""
+"""A rank's answer to a repeated call that succeeded and has large outputs."""

@@ -1,4 +1,4 @@
-"""What a parcel is pickled with in the master and loaded with in a worker."""
+"""What both halves need for parcels: the pickler of the master, and what a worker calls when it loads one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from synk._pure.interrupts import safe_point
 
 
 class Mapped(NamedTuple):
-    """Where the bytes of a large array lie: ``nbytes`` from ``offset`` on in a segment of shared memory."""
+    """Where the bytes of a large array lie: ``nbytes`` from ``offset`` on in a segment."""
 
     segment: int
     offset: int
@@ -26,11 +26,11 @@ class Mapped(NamedTuple):
 
 
 class Absent:
-    """In a parcel: the value of a name that does not exist any more."""
+    """Stands in a parcel for the value of a name that no longer exists."""
 
 
 def locate(module: str, steps: tuple[tuple[str, Any], ...]) -> Any:
-    """Return an object of a module that a worker imports itself; a stand-in that nobody uses where there is none."""
+    """Return an object of a module that a worker imports itself, or an unused stand-in if there is none."""
     try:
         found: Any = importlib.import_module(module)
         for kind, key in steps:
@@ -38,7 +38,7 @@ def locate(module: str, steps: tuple[tuple[str, Any], ...]) -> Any:
                 found = vars(found)
             else:
                 found = found.__closure__[key] if kind == "closure" else getattr(found, key)
-    except Exception:  # the function that needs it says so itself, if there is one
+    except Exception:  # if a function needs it, the function raises its own error
         return {} if steps and steps[-1][0] == "table" else types.SimpleNamespace()
     return found
 
@@ -49,7 +49,7 @@ def make_cell() -> types.CellType:
 
 
 def fill_function(function: types.FunctionType, state: tuple[Any, Any, Any]) -> None:
-    """Set the cells that came with a function, and the rest of it by cloudpickle's own ``setter``."""
+    """Set the cells that came with a function; cloudpickle's own ``setter`` sets the rest."""
     filled, setter, rest = state
     for cell, value in filled:
         cell.cell_contents = value
@@ -57,12 +57,12 @@ def fill_function(function: types.FunctionType, state: tuple[Any, Any, Any]) -> 
 
 
 def make_array(raw: np.ndarray, dtype: np.dtype, shape: tuple[int, ...], order: str) -> np.ndarray:
-    """Return the array of which the bytes lie in shared memory; who writes to it gets pages of its own."""
+    """Return the array whose bytes lie in shared memory. The mapping is private: writing to it copies pages."""
     return np.frombuffer(raw, dtype, math.prod(shape)).reshape(shape, order=order)  # type: ignore[call-overload]
 
 
 def make_tensor(raw: Any, dtype: Any, shape: tuple[int, ...], requires_grad: bool, is_parameter: bool) -> Any:
-    """Return a tensor of torch's with the elements in ``raw``: bytes, or an array in shared memory."""
+    """Return a torch tensor with the elements in ``raw``: bytes, or an array in shared memory."""
     import torch
 
     if math.prod(shape):
@@ -78,11 +78,11 @@ def make_tensor(raw: Any, dtype: Any, shape: tuple[int, ...], requires_grad: boo
 
 
 CACHED = type(functools.lru_cache(abs))
-"""What ``functools.lru_cache`` and ``functools.cache`` make of a function."""
+"""The type of functions with a cache (``functools.lru_cache``, ``functools.cache``)."""
 
 
 def is_by_reference(obj: Any) -> bool:
-    """Whether a function, a class or a function with a cache is pickled as the name of a module's."""
+    """Whether a function, a class or a function with a cache is pickled as its name in a module."""
     found = _lookup_module_and_qualname(obj)
     return found is not None and not _is_registered_pickle_by_value(found[0])
 
@@ -94,17 +94,17 @@ def _reduce_cached(cached: Any) -> Any:
 
 
 def make_cached(fn: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
-    """Return ``fn`` with a cache in which nothing is."""
+    """Return ``fn`` with an empty cache."""
     return functools.lru_cache(**parameters)(fn)
 
 
 class Pickler(cloudpickle.Pickler):
-    """Pickles by cloudpickle's rules, and functions with a cache as it does functions."""
+    """Pickles by cloudpickle's rules; functions with a cache are pickled like functions."""
 
     dispatch_table: ClassVar[Any] = ChainMap({CACHED: _reduce_cached}, cloudpickle.Pickler.dispatch_table)
 
 
 def reduced(obj: Any) -> Any:
-    """Return the recipe by which an object is pickled, made anew: a name, or what ``__reduce_ex__`` returns."""
+    """Return the recipe by which an object is pickled: a name, or what ``__reduce_ex__`` returns now."""
     rule = Pickler.dispatch_table.get(type(obj))
     return safe_point(obj.__reduce_ex__, 5) if rule is None else safe_point(rule, obj)

@@ -1,4 +1,4 @@
-"""Messages about resident objects: Python objects of which each rank holds its own copy between calls."""
+"""Messages about resident objects: Python objects of which each rank keeps its own copy between calls."""
 
 from __future__ import annotations
 
@@ -8,44 +8,48 @@ from typing import Any, NamedTuple
 from synk._wire.cell import cell
 
 NEVER = -1
-"""The version of an object in a process that was started in the place of another: it has only what it began with."""
+"""The version of an object in a replacement worker, which has only what the object started with."""
 
 
 class Adopt(NamedTuple):
-    """Make an object from its pickle, in place of the one of this number where there is one."""
+    """Orders a rank to make an object from its pickle, or to replace the object with this number."""
 
     resident_id: int
     name: str
     pickle: bytes
-    version: int
+    version: float
     sys_path: list[str]
 
 
 class Report(NamedTuple):
-    """Tell of objects ``(version, is_torn, mark)``."""
+    """Orders a rank to report ``(version, is_torn, mark)`` of objects.
 
-    resident_ids: tuple[int, ...]
+    ``counted`` has their numbers, each with that of the last call that has changed it and succeeded.
+    """
+
+    counted: tuple[tuple[int, float], ...]
 
 
 class Dump(NamedTuple):
-    """Tell the state of an object, as bytes; with ``is_whole`` the object itself, pickled."""
+    """Orders a rank to send an object's state as bytes; with ``is_whole``, the object itself, pickled."""
 
     resident_id: int
     is_whole: bool = False
 
 
 class Restore(NamedTuple):
-    """Bring an object into a state: that of another rank after call ``version``."""
+    """Orders a rank to restore an object's state: the one that another rank had after call ``version``."""
 
     resident_id: int
     state: bytes
-    version: int
+    version: float
 
 
 def methods_of(value: Any) -> tuple[Any, Any]:
-    """Return ``(dump, load)`` for an object that has such methods by torch's names, or for several of them; else None.
+    """Return ``(dump, load)`` for an object with torch's state methods, or a list or tuple of such objects; else None
+    twice.
 
-    A pickle of the object is its state then, and loading it makes a new object.
+    Without these methods the state is a pickle of the object, and loading it makes a new object.
     """
     if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         return _state_of_one, _load_into_one
@@ -72,7 +76,7 @@ def _load_into_all(values: Any, states: Any) -> None:
 
 
 def resolve_resident(resident_id: int) -> Any:
-    """Return this rank's object; what a pickled ``Resident`` becomes."""
+    """Return this rank's object. A pickled ``Resident`` is loaded by this."""
     if cell.worker is None:
         raise pickle.UnpicklingError(
             "cannot load a resident object here: it has a meaning only on the workers of its runtime."

@@ -1,8 +1,8 @@
-"""Settings of libraries by which a function computes otherwise: how the program reads them, and how a rank follows.
+"""Settings of libraries that change what a function computes: how the program reads them, and how a rank follows.
 
-The program reads all of them at each call, which takes about a microsecond. A rank is told with the next message where
-they are others than it was told last, and sets those that differ. A library that is not imported has none: in the
-program it is not asked, and on a rank its settings wait until it is.
+The program reads all of them at each call, which takes about a microsecond. If they differ from what a rank was told,
+the next message tells it, and the rank sets those that differ. A library that is not imported has no settings: the
+program does not ask for them, and on a rank they wait until it is imported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Setting(NamedTuple):
     library : str
         The module.
     reader : callable
-        ``reader(module)`` returns what reads the value for this thread: one that nobody changes, compared by ``==``.
+        ``reader(module)`` returns a function that reads this thread's value: an object that is never changed in place
+        and is compared by ``==``.
     set : callable
         ``set(module, value)`` sets it for this thread.
     """
@@ -38,11 +39,12 @@ class Setting(NamedTuple):
 
 
 def _set_filters(warnings: Any, filters: tuple[Any, ...]) -> None:
-    warnings.resetwarnings()  # which also tells the interpreter that they are others
+    warnings.resetwarnings()  # also tells the interpreter that the filters changed
     warnings.filters[:] = filters
 
 
-# NumPy holds them in an object that is another one whenever they are set. To read it takes a hundred times as long.
+# NumPy replaces this object whenever the float errors are set. Reading the errors themselves takes a hundred times as
+# long.
 _float_object = umath._extobj_contextvar.get if hasattr(umath, "_extobj_contextvar") else object
 
 
@@ -52,7 +54,8 @@ def _float_errors(_: Any) -> dict[str, Any]:
 
 
 def _set_float_errors(numpy: Any, kinds: dict[str, str]) -> None:
-    numpy.seterr(**{kind: how for kind, how in kinds.items() if how not in ("call", "log")})  # what to call is no value
+    # functions to call do not travel
+    numpy.seterr(**{kind: how for kind, how in kinds.items() if how not in ("call", "log")})
 
 
 def _decimal_context(getcontext: Callable[[], Any]) -> tuple[Any, ...]:
@@ -75,7 +78,7 @@ def _matmul_precision(torch: Any) -> str | None:
     try:
         return str(torch.get_float32_matmul_precision())
     except RuntimeError:
-        return None  # the precisions of single backends have been set, which torch does not let one read together
+        return None  # torch cannot return one precision if those of single backends were set
 
 
 def _set_matmul_precision(torch: Any, value: str | None) -> None:
@@ -83,7 +86,7 @@ def _set_matmul_precision(torch: Any, value: str | None) -> None:
         torch.set_float32_matmul_precision(value)
 
 
-# The flags of cuDNN are read by torch's functions in C: properties of a module take three times as long.
+# The cuDNN flags are read by torch's C functions: the properties of its module take three times as long.
 SETTINGS: dict[str, Setting] = {
     "recursion limit": Setting(
         "sys", lambda sys: sys.getrecursionlimit, lambda sys, value: sys.setrecursionlimit(value)
@@ -125,7 +128,7 @@ class Reader:
     Attributes
     ----------
     names : list of str
-        Those of the settings that were read last.
+        The names of the settings that were read last.
     """
 
     def __init__(self) -> None:
@@ -134,13 +137,13 @@ class Reader:
         self._readers: list[Callable[[], Any]] = []
 
     def read(self) -> list[Any]:
-        """Return the values, for this thread."""
+        """Return the values of the settings for this thread."""
         if len(sys.modules) != self._num_modules:
-            self._look()
+            self._find()
         return [read() for read in self._readers]
 
     @as_operation
-    def _look(self) -> None:
+    def _find(self) -> None:
         num_modules, found = len(sys.modules), {}
         for name, setting in SETTINGS.items():
             if (module := sys.modules.get(setting.library)) is not None:
@@ -155,7 +158,7 @@ class Reader:
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Put back what the body changes."""
+    """Restore the settings that the body changes."""
     reader = Reader()
     values = reader.read()
     before = dict(zip(reader.names, values))

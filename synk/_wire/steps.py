@@ -1,6 +1,6 @@
-"""Copies and reductions between places in shared segments: the primitive moves of collectives on the CPU.
+"""Copies and reductions between places in shared segments: the primitive steps of collectives on the CPU.
 
-The master plans them; workers run them, each its own share, or the master itself where they are small.
+The master plans them. The workers run them, each its own share; if they are small, the master runs them itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Reduce:
-    """Reduce ``count`` elements of ``dtype`` at several places, in order, into another."""
+    """Reduce ``count`` elements of ``dtype`` from several places, in order, into another place."""
 
     op: str
     dtype: Any

@@ -23,15 +23,15 @@ class Declaration(NamedTuple):
     Attributes
     ----------
     skeleton : bytes
-        Pickle of the nesting of the value, with leaf positions as leaves.
+        The pickled nesting of the value, with the position of each leaf in its place.
     segment_ids : tuple (int, int)
-        The rank's two buffers; 0 for one that does not exist yet.
+        The rank's two buffers; 0 stands for one that does not exist yet.
     shapes : tuple (Shapes, Shapes)
-        Of the leaves in either buffer.
+        The shapes of the leaves in either buffer.
     front : int
         Which buffer holds the value.
     content : int
-        Rises when the master has written this rank's value: copies of it elsewhere are out of date.
+        A counter that the master raises when it writes this rank's value: copies on a device are then out of date.
     """
 
     variable_id: int
@@ -52,7 +52,7 @@ def shapes_of(leaves: Sequence[Any]) -> Shapes:
 def leaf_offsets(dtypes: Sequence[np.dtype], shapes: Shapes) -> tuple[list[int], int]:
     """Return the byte offset of each leaf in a variable's buffer, and the buffer's size.
 
-    Leaves of one dtype lie side by side, so that a collective takes each dtype of a nested variable in one go.
+    Leaves of one dtype lie side by side, so that a collective handles each dtype of a nested variable at once.
     """
     offsets = [0] * len(dtypes)
     offset = 0
@@ -68,7 +68,7 @@ def leaf_order(dtypes: Sequence[np.dtype]) -> list[int]:
 
 
 def dtype_runs(dtypes: Sequence[np.dtype], shapes: Shapes) -> list[tuple[np.dtype, int, int]]:
-    """Return ``(dtype, start, stop)`` in bytes of each stretch of equal dtype in a variable's buffer."""
+    """Return ``(dtype, start, stop)``, in bytes, of each range of equal dtype in a variable's buffer."""
     offsets, total = leaf_offsets(dtypes, shapes)
     runs: list[tuple[np.dtype, int, int]] = []
     order = leaf_order(dtypes)
@@ -82,9 +82,9 @@ def dtype_runs(dtypes: Sequence[np.dtype], shapes: Shapes) -> list[tuple[np.dtyp
 
 
 def flatten_value(value: Any, expected: Any = None) -> tuple[list[Any], Any]:
-    """Flatten the value of a variable: lists of plain numbers are arrays, other containers a nesting of arrays.
+    """Flatten the value of a variable. Lists of plain numbers are arrays; other containers are nestings of arrays.
 
-    ``expected`` is the structure of the variable, where it is known.
+    ``expected`` is the structure of the variable, if it is known.
     """
     if expected == "leaf" and isinstance(value, (list, tuple)):
         return [value], "leaf"
@@ -103,18 +103,19 @@ def check_value(
     is_sharded: bool = False,
     as_array: Callable[[Any, str], Any] = as_plain_array,
 ) -> list[Any]:
-    """Return ``leaves`` as arrays fit for a variable: same number, axes and trailing shape, a dtype that casts safely.
+    """Return ``leaves`` as arrays that fit a variable: same number, axes and trailing shape, and a dtype that casts
+    safely.
 
     Raises
     ------
     ValueError, TypeError
-        Naming the variable, what it got and what it expects.
+        With the variable's name, what it got and what it expects.
     """
     arrays = []
     for position, (leaf, dtype, shape) in enumerate(zip(leaves, dtypes, shapes)):
         where = f"variable {name!r}" + (f" (leaf {position})" if len(dtypes) > 1 else "")
         array = as_array(leaf, where)
-        # A Python number has no width of its own, only a kind: 1.5 fits a float32 variable and no integer one.
+        # A Python number has a kind but no width: 1.5 fits a float32 variable, but no integer one.
         if not np.can_cast(array.dtype, dtype, "safe" if hasattr(leaf, "dtype") else "same_kind"):
             raise TypeError(
                 f"cannot assign {where}: got dtype {array.dtype}, expected {dtype}. Convert it with "
@@ -139,7 +140,7 @@ def check_value(
 
 
 def value_as_array(variable: Any, structure: Any, dtype: Any, copy: bool | None) -> np.ndarray:
-    """Return ``variable.value`` as NumPy asks for it by ``__array__``."""
+    """Return ``variable.value`` in the form that NumPy asks for by ``__array__``."""
     if structure != "leaf":
         raise TypeError(
             f"cannot make an array of variable {variable.name!r}: got {describe(structure)}, expected one array. "
@@ -149,7 +150,7 @@ def value_as_array(variable: Any, structure: Any, dtype: Any, copy: bool | None)
 
 
 def resolve_variable(variable_id: int) -> Any:
-    """Return this worker's replica; what a pickled ``Shared`` becomes."""
+    """Return this worker's replica. A pickled ``Shared`` is loaded by this."""
     if cell.worker is None:
         raise pickle.UnpicklingError(
             "cannot load a shared variable here: it has a meaning only on the workers of its runtime."

@@ -35,13 +35,14 @@ def nothing(step: str) -> None:
 
 
 def arm(points: Sequence[Sequence[object]], rank: int) -> Callable[[str], None]:
-    """Return the function that steps call.
+    """Return the function to call at each step.
 
     Parameters
     ----------
     points : sequence of (step, rank, nth, action)
-        At the ``nth`` time (from 1; 0: every time) that ``rank`` reaches ``step``: ``"kill"``, ``"segv"``, ``"stop"``
-        (signals to itself), ``"exit"`` (``os._exit(3)``), ``"sleep"`` (a minute) or ``"raise"`` (RuntimeError).
+        What happens the ``nth`` time (from 1; 0: every time) that ``rank`` reaches ``step``: ``"kill"``, ``"segv"``,
+        ``"stop"`` (signals to itself), ``"exit"`` (``os._exit(3)``), ``"sleep"`` (a minute) or ``"raise"``
+        (RuntimeError).
     """
     mine = {(step, nth): str(action) for step, where, nth, action in points if where == rank}
     if not mine:

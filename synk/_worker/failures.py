@@ -1,4 +1,4 @@
-"""How an exception of a rank gets ready to travel to the master."""
+"""Prepares an exception of a rank for its way to the master."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _CappedFile(io.RawIOBase):
 
 
 def _message(error: BaseException) -> str:
-    """Return ``str(error)``, cut; never the text of a huge argument and never an exception."""
+    """Return ``str(error)``, cut to a limit. Never formats huge arguments, and never raises."""
     try:
         nbytes = sum(len(argument) for argument in error.args if isinstance(argument, (bytes, bytearray, str)))
         if nbytes > PICKLE_CAP:
@@ -58,7 +58,7 @@ def _message(error: BaseException) -> str:
 
 
 def _format(error: BaseException, depth: int = 0) -> str:
-    """Format an exception and its chain like the interpreter does, without calling anything of it but ``str``."""
+    """Format an exception and its chain as the interpreter does. The only method it calls of them is ``__str__``."""
     text = ""
     cause = error.__cause__
     context = None if error.__suppress_context__ else error.__context__
@@ -75,7 +75,7 @@ def _format(error: BaseException, depth: int = 0) -> str:
 
 
 def _pickle(error: BaseException) -> tuple[bytes | None, str]:
-    """Return the exception pickled, or None where it is not fit to be raised in the master, and why."""
+    """Return the exception pickled, or None and the reason why the master cannot raise it."""
     if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
         return None, ""
     from synk._worker.held.pickling import HostPickler
@@ -94,7 +94,7 @@ def _pickle(error: BaseException) -> tuple[bytes | None, str]:
 
 
 def pack_failure(error: BaseException, rank: int, device: str, *, is_collateral: bool = False) -> Failure:
-    """Return ``error`` in transferable form."""
+    """Return ``error`` in a form that can be sent to the master."""
     message = _message(error)
     if isinstance(error, ValueError) and _READ_ONLY in message:
         add_note(

@@ -1,6 +1,6 @@
-"""What a rank is: its lanes, what it holds, its variables, its peers, and how it ends what its functions may do.
+"""What a rank consists of: lanes, what it holds, variables, peers. Also how it recovers from a function that failed.
 
-A worker learns everything from its messages (``synk._worker.loop.dispatch``); it never asks.
+A worker learns everything from its messages (``synk._worker.loop.dispatch``). It never asks.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import functools
 import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any, cast
 
 import numpy as np
 
-from synk._wire.control import NUM_LANES, Phase, Up
+from synk._wire.control import NUM_LANES, Down, Phase, Up, is_interrupted
 from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, IS_COLLATERAL, LANE_SHIFT, Kind, Status
 from synk._worker import failpoints as _failpoints
@@ -37,7 +39,11 @@ Doorbell = tuple[int, int, int, int]
 
 RSS_INTERVAL_NS = 1_000_000_000
 
-_PHASE, _FUNCTION = int(Up.PHASE), int(Phase.FUNCTION)  # members of an enumeration are slow to look up
+# Members of an enumeration are slow to look up.
+_PHASE, _FUNCTION, _INTERRUPT = int(Up.PHASE), int(Phase.FUNCTION), int(Down.INTERRUPT)
+_CALL, _DONE = int(Kind.CALL), int(Status.DONE)
+_CALLS = (_CALL, int(Kind.CHECK))
+_WITH_OUTPUTS = (_CALL, int(Kind.PUBLISH), int(Kind.ASSEMBLE))
 
 
 class Interrupted(KeyboardInterrupt):
@@ -45,7 +51,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class DeviceLost(SynkError):
-    """The device failed in a way that only a new process can get over."""
+    """The device failed in a way that only a new process can recover from."""
 
 
 def _replica_type(backend: Backend) -> type[Replica]:
@@ -57,7 +63,10 @@ def _replica_type(backend: Backend) -> type[Replica]:
 
 
 class Worker:
-    """One rank. Its parts know only what lies below them; who acts on messages is handed all of it.
+    """One rank. Its parts know only what lies below them; the code that acts on messages is handed the whole rank.
+
+    It has many attributes, because it is the one object through which code on a rank finds everything else: who the
+    rank is, its parts, and the state of the current message.
 
     Parameters
     ----------
@@ -66,13 +75,13 @@ class Worker:
     control : Segment
         The numbers of all ranks; see ``synk._wire.control``.
     eventfds : sequence of int
-        One per rank, to wake one another in collectives inside functions.
+        One for each rank, by which ranks wake each other in collectives inside functions.
 
     Attributes
     ----------
     lanes : list of WorkerLane
     lane : WorkerLane
-        That of the message under way.
+        The lane of the current message.
     held : Held
     variables : VariableStore
     residents : Residents
@@ -80,10 +89,12 @@ class Worker:
     peers : Peers
     mapped : LoadedFunction or None
         The function of a map, while this rank runs some of its items.
+    process_group : object or None
+        The ``torch.distributed`` group that functions have asked for; see ``synk.torch._process_group``.
     check : Halves or None
-        While the function of a call is checked on trial; see ``synk._worker.loop.halves``.
+        Set while the function of a call is checked on trial; see ``synk._worker.loop.halves``.
     sequence : int
-        Of the message under way.
+        The number of the current message.
     is_interruptible : bool
         Whether an interrupt of this message may be raised where it arrives, because the user's code is running.
     """
@@ -101,38 +112,43 @@ class Worker:
         self.world_size = world_size
         self.device = device
         self.is_inline = False  # whether it lives in the master's process
-        self.pid = os.getpid()  # a function may fork; what it makes so is no worker
+        self.pid = os.getpid()  # a function may fork: the child is no worker
         self._control = control  # keeps the mapping alive
         self.backend = backend_module(backend_name).open_device(device)
         self.lanes = [WorkerLane(index, rank, world_size, control, self.backend) for index in range(NUM_LANES)]
         self.lane = self.lanes[0]
-        self.used_lanes: set[int] = set()  # in which something may be remembered of a call
+        self.used_lanes: set[int] = set()  # lanes that may still hold something of a call
+        self.only_lane: WorkerLane | None = None  # the single used lane, if there is only one
         self.down, self.up = self.lane.down, self.lane.up
         self.own_down, self.own_up = memoryview(self.down[rank]), self.lane.own_up
-        self.own_up[Up.PHASE] = Phase.IDLE  # whatever the one was at in whose place this one was started
+        self.own_up[Up.PHASE] = Phase.IDLE  # a dead worker that this one replaces may have left another phase
         self.held = Held(self.backend)
         self.variables = VariableStore(rank, self.held.segments, self.down, self.backend, _replica_type(self.backend))
         self.residents = Residents()
         self.settings = Settings()
         self.peers = Peers(rank, world_size, self.backend, self.down, self.up, eventfds)
-        self.failpoint: Callable[[str], None] = _failpoints.nothing
+        self.failpoint = _failpoints.nothing
         self.peek: Callable[[], Doorbell | None] = _see_nothing
         if self.backend.is_device:
             for lane in self.lanes:
                 lane.executor.inputs.look_ahead = self._look_ahead
         self.mapped: LoadedFunction | None = None
+        self.process_group: Any = None
         self.check: Any = None
-        self.seed: Sequence[int] = (0,)  # and the key of this rank's own stream
+        self.seed: Sequence[int] = (0,)  # the runtime's seed, then the key of this rank's own stream
         self.sequence = -1
         self.is_interruptible = False
         self.num_deferred = 0  # interrupts that came while they could not be raised
-        self.is_held = False
-        self.num_held = 0
+        self.is_held = False  # whether a first interrupt waits for the end of a step; see hold_back
+        self.num_held = 0  # interrupts that wait for it
         self.num_collectives = 0  # that functions have begun
+        self.part_rows = 0  # of the slice of a training step that is running
         self.rss_measured = 0
 
     def close(self) -> None:
-        """Let go of the device and of all memory; where the process ends anyway nobody needs to."""
+        """Release the device and all memory. A process that ends anyway need not call this."""
+        if self.process_group is not None:
+            self.process_group.close()
         self.peers.close()
         self.variables.close()
         self.backend.close()
@@ -146,10 +162,15 @@ class Worker:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those among which a function counts: of the call under way; all outside of one, and in an item of a map."""
+        """The ranks among which a function counts: the current call's; outside a call, and in a map, all."""
         if self.mapped is None and self.own_up[_PHASE] == _FUNCTION:
             return self.lane.ranks
         return tuple(range(self.world_size))
+
+    @property
+    def num_rows(self) -> int:
+        """This rank's rows in the call, or in the slice of a training step that is running."""
+        return self.part_rows or int(self.lane.down[self.rank, Down.ROWS])
 
     @property
     def executor(self) -> Executor:
@@ -163,7 +184,7 @@ class Worker:
         return called.function.name if called is not None else ""
 
     def collectives(self) -> Collectives:
-        """Return the collectives of the call under way, for ``synk.comm``."""
+        """Return the collectives of the current call, for ``synk.comm``."""
         self.num_collectives += 1
         self.check_called()
         if self.check is not None:
@@ -179,7 +200,7 @@ class Worker:
         return self.peers.collectives(self.lane, self.lane.called.function)
 
     def check_called(self) -> None:
-        """Refuse what has a meaning only in a call, which all ranks run together."""
+        """Raise in an item of a map, which runs on one rank: what follows is for calls that all ranks run together."""
         if self.mapped is not None:
             raise ValueError(
                 f"cannot communicate in {self.function_name!r}: synk.map runs it for each item on one worker, while "
@@ -189,39 +210,55 @@ class Worker:
 
     # -- between calls ------------------------------------------------------------------------------------------------
 
-    def enter_lane(self, lane: int, kind: int, *, is_alone: bool) -> None:
-        """Act in a lane from now on. ``is_alone``: calls in the others are over."""
-        self.lane = self.lanes[lane]
-        if self.used_lanes != {lane}:
-            others = self.used_lanes - {lane}
-            if is_alone:
-                self.forget_lanes(others)
-            elif kind in (Kind.CALL, Kind.CHECK):
-                self._detach_outputs(others)
-            self.used_lanes.add(lane)
+    @property
+    def failpoint(self) -> Callable[[str], None]:
+        """Called with the name of each step of a message. Does nothing except in tests of faults (``is_armed``)."""
+        return self._failpoint
+
+    @failpoint.setter
+    def failpoint(self, failpoint: Callable[[str], None]) -> None:
+        self._failpoint, self.is_armed = failpoint, failpoint is not _failpoints.nothing
+
+    def enter_lane(self, kind: int, *, is_alone: bool) -> None:
+        """Change to the current lane, after calls in others. ``is_alone``: the calls in the others are over."""
+        others = self.used_lanes - {self.lane.index}
+        self.used_lanes.add(self.lane.index)
+        self.only_lane = None if others else self.lane
+        if is_alone:
+            self.forget_lanes(others)
+            self.only_lane = self.lane
+        elif kind in _CALLS:  # the user's code is about to run again, and may change what it has returned
+            for index in others:
+                outputs = self.lanes[index].executor.outputs
+                if outputs.held_plan is not None:
+                    with self.backend.running():
+                        outputs.detach()
 
     def forget_lanes(self, lanes: set[int]) -> None:
-        """Drop what is remembered of calls that are over: outputs of a call that another rank failed in, views."""
+        """Drop what lanes hold of calls that are over: views, and outputs of a call in which another rank failed."""
         for index in lanes:
             self.lanes[index].executor.forget()
             self.lanes[index].called = None
+            if self.lanes[index] is self.only_lane:
+                self.only_lane = None
         self.used_lanes -= lanes
 
-    def _detach_outputs(self, lanes: set[int]) -> None:
-        """Before the user's code runs again: let it change nothing of what calls before have returned."""
-        with self.backend.running():
-            for index in lanes:
-                self.lanes[index].executor.outputs.detach()
-
-    def tidy(self, kind: int, status: Status) -> None:
-        """After the reply: drop outputs that nobody needs any more. Finalizers of the user's objects run here."""
-        is_call = kind in (Kind.CALL, Kind.PUBLISH, Kind.ASSEMBLE)
-        executor = self.lane.executor
-        if is_call and status == Status.DONE and not executor.outputs.is_waiting:
-            executor.forget()
+    def tidy(self, kind: int, status: int) -> None:
+        """After the reply, wake peers and drop outputs that nobody needs. Finalizers of the user's objects run here."""
+        lane = self.lane
+        if kind == _CALL:
+            if reduce(or_, lane.sleeps, 0) & 1:
+                self.peers.wake(lane)
+            ended = lane.executor.ended
+            if ended - self.rss_measured > RSS_INTERVAL_NS:
+                self.rss_measured = ended
+                self.own_up[Up.RSS] = _resident_nbytes()
+        outputs = lane.executor.outputs
+        if outputs.held_plan is not None and not outputs.is_waiting and status == _DONE and kind in _WITH_OUTPUTS:
+            lane.executor.forget()
 
     def settle_inputs(self, prepared: PreparedPlan) -> None:
-        """See to what a function keeps of its inputs, so that later calls do not change it, nor it them."""
+        """Separate inputs that a function has kept from those of later calls, so that neither changes the other."""
         is_kept = self.executor.settle_inputs(prepared)
         if prepared.function.to_framework is not None:
             self.held.kept_data |= prepared.loans.kept_data()
@@ -230,15 +267,21 @@ class Worker:
 
     # -- the user's code, which may raise anything and be interrupted -------------------------------------------------
 
-    def guarded(self, action: Callable[[], Any]) -> Reply:
-        """Run code that may be the user's: an exception or an interrupt becomes a reply."""
+    def guarded(self, action: Callable[[Worker, Any, Any], Reply], value: Any, body: Any) -> Reply:
+        """Return the reply of ``action``, which may run the user's code: exceptions and interrupts become replies."""
         try:
             try:
                 self.is_interruptible = True
-                body = action()
+                word = self.own_down[_INTERRUPT]
+                if word >= 0 and is_interrupted(word, self.sequence):
+                    raise Interrupted  # the signal came before this message became interruptible
+                if not self.backend.is_device:
+                    return action(self, value, body)
+                with self.backend.running():
+                    return action(self, value, body)
             except Interrupted:
                 raise
-            except BaseException as error:  # SystemExit and the like must not end a worker
+            except BaseException as error:  # not even SystemExit may end a worker
                 return self.failed(error)
             finally:
                 self.is_interruptible = False
@@ -246,12 +289,13 @@ class Worker:
             self.is_interruptible = False
             self.recover("")
             return Status.INTERRUPTED, 0, None
-        return Status.DONE, 0, body
 
     def failed(self, error: BaseException) -> Reply:
-        """Return the reply that tells of an exception, and drop what its call has left."""
-        # A rank that waits for one that failed fails too; only if nobody failed otherwise is it the cause.
-        is_collateral = self.peers.is_collateral(error)
+        """Return the reply that reports an exception, and drop what its call has left."""
+        # A rank that waits for one that failed fails, too. It counts as the cause only if no rank failed otherwise.
+        is_collateral = self.peers.is_collateral(error) or (
+            self.process_group is not None and self.process_group.is_lost_peer(error)
+        )
         error = self.backend.explain(error, repr(self.function_name))
         failure = pack_failure(error, self.rank, self.device, is_collateral=is_collateral)
         _drop_frames(error)
@@ -259,15 +303,17 @@ class Worker:
         return Status.ERROR, IS_COLLATERAL if is_collateral else 0, failure
 
     def recover(self, text: str) -> None:
-        """After a call that did not end well: nothing of it is left on the device."""
+        """Clean up after a call that failed or was interrupted, so that nothing of it is left on the device."""
         self.peers.give_up_started(self.lane)
+        if self.process_group is not None:
+            self.process_group.abandon()
         self.executor.forget()
         if not self.backend.recover():
             raise DeviceLost(f"{text}{self.device} reports errors to every call from now on: this worker ends.")
 
     @contextlib.contextmanager
     def uninterrupted(self) -> Iterator[None]:
-        """Hold back an interrupt of the call under way while the body runs."""
+        """Hold back an interrupt of the current call while the body runs."""
         was_interruptible, self.is_interruptible = self.is_interruptible, False
         num_deferred = self.num_deferred
         try:
@@ -275,36 +321,31 @@ class Worker:
         finally:
             self.is_interruptible = was_interruptible
         if was_interruptible and self.num_deferred != num_deferred:
-            self.interrupt()  # the signal came meanwhile, and not in an earlier body of this call
+            self.interrupt()  # a signal came during this body, not during an earlier one of the call
 
     def interrupt(self) -> None:
-        """End the call under way, unless it is to finish its step first."""
+        """End the current call now, or at the end of its step if ``hold_back`` says so."""
         if self.is_held and not self.num_held:
             self.num_held = 1
             return
         raise Interrupted
 
     def hold_back(self, is_held: bool) -> None:
-        """From now on hold an interrupt back, for the end of a step that this rank can finish by itself, or no longer.
+        """Begin or end a step that this rank can finish by itself: an interrupt in it is raised only at its end.
 
-        Weaker than :meth:`uninterrupted`: a second interrupt, which the master sends to a rank that has not answered
-        the first one, is heard. So code that never ends can be ended.
+        This is weaker than :meth:`uninterrupted`: the master sends a second interrupt to a rank that has not answered
+        the first one, and that one is raised at once. So even code that never ends can be ended.
         """
         was_interrupted = bool(self.num_held)
         self.is_held, self.num_held = is_held, 0
         if was_interrupted:
             raise Interrupted
 
-    def measure(self, now_ns: int) -> None:
-        """Note how much memory this process holds."""
-        self.rss_measured = now_ns
-        self.own_up[Up.RSS] = _resident_nbytes()
-
     # -- the call that comes next -------------------------------------------------------------------------------------
 
     def _look_ahead(self, is_hurried: bool) -> None:
-        """Bring the inputs of the next call to the device while this one computes, where it has arrived already."""
-        with self.uninterrupted():  # what is taken from the pipe must not be lost
+        """Bring the inputs of the next call to the device while this one computes, if its message has arrived."""
+        with self.uninterrupted():  # a doorbell that was taken from the pipe must not be lost
             doorbell = self.peek()
         if doorbell is None:
             return
@@ -313,10 +354,11 @@ class Worker:
             self.prefetch(flags >> LANE_SHIFT, plan_id, is_hurried=is_hurried)
 
     def prefetch(self, lane: int, plan_id: int, *, is_hurried: bool = False) -> None:
-        """Bring the inputs of a call that will come, if it can be done."""
+        """Bring the inputs of a call that will come to the device, if this rank has its plan."""
         prepared = self.held.plans.get(plan_id)
         if prepared is not None:
             self.used_lanes.add(lane)
+            self.only_lane = None
             self.lanes[lane].executor.inputs.prefetch(prepared, is_hurried=is_hurried)
 
 
@@ -325,7 +367,7 @@ def _see_nothing() -> None:
 
 
 def _drop_frames(error: BaseException) -> None:
-    """Break the links from an exception to the frames it went through, so that their arrays are freed now."""
+    """Unlink an exception from the frames it went through, so that their arrays are freed now."""
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
@@ -338,7 +380,7 @@ def _drop_frames(error: BaseException) -> None:
 
 
 def _resident_nbytes() -> int:
-    """Resident memory of this process, for the report of one that is killed."""
+    """Return the resident memory of this process in bytes. The error text shows it if the process is killed."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * resource.getpagesize()

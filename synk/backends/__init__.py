@@ -10,17 +10,29 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from synk._wire.memory import Segment
-from synk.backends._places import Places
+from synk.backends._assignment import DeviceAssignment
 
-_MODULES = {"numpy": "synk.backends._numpy", "cupy": "synk.cuda._cupy"}
+_MODULES = {
+    "numpy": "synk.backends._numpy",
+    "cupy": "synk.cuda._placement",
+    "dpnp": "synk.backends._dpnp",
+    "torch": "synk.backends._torch",
+}
 BACKENDS = tuple(_MODULES)
+"""The backends by name. A backend is named like the package of its arrays."""
+
+# Where to find `on_host` for objects of a package.
+_LIBRARIES = {name: module for name, module in _MODULES.items() if name != "numpy"} | dict.fromkeys(
+    ("jax", "jaxlib"), "synk.backends._frameworks"
+)
+_OTHER_NAMES = {"opencl": "dpnp", "sycl": "dpnp", "oneapi": "dpnp", "cuda": "cupy", "cpu": "numpy"}
 
 
 class Backend(Protocol):
     """One device and its arrays.
 
-    Host arrays at this seam are NumPy arrays, mostly views of shared segments; device arrays are of the backend's own
-    library. A backend raises ``UnsupportedError`` for what it lacks.
+    Host arrays here are NumPy arrays, mostly views of shared segments. Device arrays belong to the backend's library. A
+    backend raises ``UnsupportedError`` for what it lacks.
     """
 
     name: str
@@ -28,23 +40,20 @@ class Backend(Protocol):
     is_device: bool
     """Whether arrays lie in a memory of their own, so that the host sees only copies."""
 
-    stream_handle: int
-    """The stream on which all work of this process is queued; 0 where nothing is queued."""
+    framework: str | None
+    """The library whose arrays functions get that name none; None: those of the backend itself."""
 
     xp: Any
     """The namespace with NumPy's functions for the backend's arrays."""
 
     def note_segment(self, segment: Segment) -> None:
-        """Take note of a shared segment: arrays will be copied from and to it."""
+        """Note a shared segment: arrays will be copied from it and to it."""
 
     def forget_segment(self, segment: Segment) -> None:
-        """Let go of a segment that is about to be unmapped."""
+        """Forget a segment that is about to be unmapped."""
 
     def is_array(self, value: Any) -> bool:
-        """Whether ``value`` is what the methods below take as an array: one of the backend's own, or of NumPy's."""
-
-    def address(self, array: Any) -> int:
-        """Return where the first element of a contiguous array lies."""
+        """Whether the methods below accept ``value`` as an array: one of the backend's, or of NumPy's."""
 
     def from_host(self, host: np.ndarray) -> Any:
         """Return a device array with the values of ``host``; on the CPU ``host`` itself (a read-only view)."""
@@ -53,13 +62,13 @@ class Backend(Protocol):
         """Return a device array of the rows ``host[indices]``, shape ``(len(indices), *rest)`` (a copy)."""
 
     def take(self, array: Any, indices: np.ndarray) -> Any:
-        """Return the rows ``indices`` (positions on the host) of an array of the backend, as a new one."""
+        """Return a new array with the rows ``indices`` (positions on the host) of an array of the backend."""
 
     def from_objects(self, value: Any) -> Any:
-        """Return a broadcast object as functions see it: arrays in a nesting of tuples, lists and dicts converted."""
+        """Return a broadcast object as functions see it, with the arrays in its tuples, lists and dicts converted."""
 
     def as_output(self, value: Any) -> Any:
-        """Return an array or scalar that a function returned as an array of the backend, or None if it is neither.
+        """Return an array or scalar that a function returned as an array of the backend; None if it is neither.
 
         A number may stay a NumPy array on any backend.
         """
@@ -70,23 +79,26 @@ class Backend(Protocol):
         Raises
         ------
         TypeError
-            Naming ``what``, if it is none.
+            If it cannot be converted. The text names ``what``.
         """
 
     def flat(self, array: Any) -> Any:
-        """Return the elements in C order with one axis; a view where possible."""
+        """Return the elements in C order with one axis, as a view if possible."""
 
     def to_host(self, array: Any, out: np.ndarray) -> None:
-        """Copy an array into the host array ``out`` of the same shape and dtype; done when ``synchronize`` returns."""
+        """Copy an array into the host array ``out`` of the same shape and dtype. ``synchronize`` waits for it."""
 
     def host_copy(self, array: Any) -> np.ndarray:
-        """Return the values on the host, now; of an array that lies there the array itself."""
+        """Return the values on the host, now. An array that lies there is returned itself."""
 
     def own_copy(self, array: Any) -> Any:
-        """Return a new array where the given one lies, which only the caller has."""
+        """Return a new array in the same memory space, which only the caller has."""
+
+    def torch_device(self) -> str:
+        """Return the kind of device on which torch computes beside this backend: ``"cpu"``, ``"cuda"``, ..."""
 
     def converters(self, framework: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-        """Return functions that hand arrays over to ``"torch"`` or ``"jax"``, and take values back, without a copy."""
+        """Return functions that convert arrays to those of ``"torch"`` or ``"jax"`` and back, without a copy."""
 
     def running(self) -> contextlib.AbstractContextManager[Any]:
         """Make the backend's device and stream current while the body runs."""
@@ -95,10 +107,10 @@ class Backend(Protocol):
         """Return when everything queued on the device is done."""
 
     def explain(self, error: BaseException, what: str) -> BaseException:
-        """Return the error to report for one that ended ``what``."""
+        """Return the error to report for an error that ended ``what``."""
 
     def recover(self) -> bool:
-        """Clean up after an exception; return whether the device still works."""
+        """Clean up after an exception. Return whether the device still works."""
 
     def describe(self) -> str:
         """Return one line: library, version, device, memory."""
@@ -108,67 +120,111 @@ class Backend(Protocol):
 
 
 class DeviceBackend(Backend, Protocol):
-    """A backend whose arrays lie in a memory of their own; addresses are plain integers."""
+    """A backend whose arrays lie in a memory of their own."""
 
     def beside(self) -> contextlib.AbstractContextManager[Any]:
-        """Have ``from_host`` and ``take_rows`` in the body bring arrays beside the work under way; yields an event.
+        """Let ``from_host`` and ``take_rows`` in the body copy beside the work in flight. Yields an event.
 
         The arrays may be used after ``join(event)``.
         """
 
     def join(self, event: Any) -> None:
-        """Have all later work wait for what was brought; the host does not."""
+        """Make all later device work wait for these copies. The host does not wait."""
 
     def enter_thread(self) -> None:
-        """Have what this thread queues go to the stream of the function, whose own thread is left as it is."""
+        """Queue this thread's work on the stream of the function, whose own thread is not affected."""
+
+    def is_pinned(self, host: np.ndarray) -> bool:
+        """Whether copying a host array to the device does not block the host."""
+
+    def take_copied(self) -> tuple[int, int]:
+        """Return how many bytes arrays had that were copied to the device, and back, since this was last called."""
+
+
+class BufferBackend(Backend, Protocol):
+    """A backend whose arrays a communicator reads and writes where they lie. Addresses are plain integers."""
+
+    stream_handle: int
+    """The stream on which all work of this process is queued; 0 if nothing is queued."""
+
+    def address(self, array: Any) -> int:
+        """Return where the first element of a contiguous array lies."""
+
+
+class NcclBackend(DeviceBackend, BufferBackend, Protocol):
+    """A backend between whose devices NCCL communicates."""
 
     def mark(self) -> Any:
-        """Return an event: what has been queued so far."""
+        """Return an event for everything queued so far."""
 
     def communicate(self, after: Any, launch: Callable[[int], Any]) -> Any:
-        """Call ``launch(stream)`` with a stream beside that of the work under way, which goes on from ``after``.
+        """Call ``launch(stream)`` with a stream beside that of the work in flight. It starts after the event ``after``.
 
-        Returns the event of its end. Work that is queued meanwhile runs beside it, until ``join(event)`` or
+        Returns the event of its end. Work that is queued in the meantime runs beside it, until ``join(event)`` or
         ``join_communication()``.
         """
 
     def join_communication(self) -> None:
-        """Have all later work wait for what was launched beside it; the host does not."""
-
-    def is_pinned(self, host: np.ndarray) -> bool:
-        """Whether bringing a host array to the device does not hold up the host."""
+        """Make all later device work wait for what ``communicate`` launched. The host does not wait."""
 
     def is_idle(self) -> bool:
-        """Whether everything queued is done; does not wait."""
+        """Whether everything queued is done. Does not wait."""
 
     def scratch_address(self) -> int:
         """Return the address of a few bytes of device memory that stay allocated."""
 
-    def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy between host and device memory, in either direction, ordered on the stream."""
-
 
 class BackendModule(Protocol):
-    """What the file of a backend holds. Its array library is imported by ``open_device`` alone, in a worker."""
+    """What a backend's file provides. Only ``open_device`` and ``on_host``, on a worker, need the array library."""
 
     def is_usable(self) -> bool:
-        """Whether ``backend="auto"`` may choose it: a device is there, and the library installed."""
+        """Whether ``backend="auto"`` may choose it: a device is there and the library is installed."""
 
-    def place(self, num_workers: int | None, devices: Sequence[Any] | None) -> Places:
+    def place(self, num_workers: int | None, devices: Sequence[Any] | None) -> DeviceAssignment:
         """Choose the devices of ``num_workers`` ranks (None: as many as make sense), in the master.
 
         Raises
         ------
         UnsupportedError
-            If there is no such device; the message says why, and what to install.
+            If there is no such device. The message says why, and what to install.
         ValueError, TypeError
-            If the arguments, or variables of the environment, make no sense here.
+            If the arguments, or environment variables, make no sense here.
         """
 
     def open_device(self, device: str) -> Backend:
-        """Open one of the devices that ``place`` has named, in a worker."""
+        """Open one of the devices that ``place`` returned, on a worker."""
+
+    def on_host(self, obj: Any) -> Any:
+        """Return an object of the array library as one of the host, if it lies on a device; any other unchanged."""
+
+    def report(self) -> list[str]:
+        """Return what ``synk.info()`` says about the devices; nothing where there is nothing to say."""
 
 
 def backend_module(name: str) -> BackendModule:
-    """Return the file of the backend ``name``, one of ``BACKENDS``."""
+    """Return the file of a backend.
+
+    Raises
+    ------
+    ValueError
+        If there is none of this name.
+    """
+    if name not in BACKENDS:
+        other = _OTHER_NAMES.get(str(name))
+        hint = "" if other is None else f" For {name} use backend={other!r}{_how_to_install(other)}."
+        raise ValueError(f"cannot fork: got backend={name!r}, expected one of {('auto', *BACKENDS)}.{hint}")
     return cast(BackendModule, import_module(_MODULES[name]))
+
+
+def _how_to_install(name: str) -> str:
+    extra = {"dpnp": "dpnp", "cupy": "cuda13"}.get(name)
+    return "" if extra is None else f' (pip install "synkhronos[{extra}]")'
+
+
+def on_host(obj: Any) -> Any:
+    """Return an array that any library holds on a device as one of the host; anything else unchanged.
+
+    The master must not touch a device: a context there costs memory on every GPU, and ends the use of ``os.fork``.
+    """
+    module = _LIBRARIES.get(type(obj).__module__.partition(".")[0])
+    return obj if module is None else import_module(module).on_host(obj)

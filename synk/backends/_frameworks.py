@@ -1,8 +1,9 @@
-"""Arrays of other libraries: handed to functions without a copy, and taken back so."""
+"""Converts arrays to those of other libraries for functions, and back, without a copy."""
 
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +18,9 @@ Converter = Callable[[Any], Any]
 def host_converters(framework: str) -> tuple[Converter, Converter]:
     """Return ``(to_framework, from_framework)`` between NumPy arrays and those of ``framework``.
 
-    Arrays that the library has no dtype for (text, dates) stay what they are. The tensors are views. torch has none
-    that are read-only: a function that writes into its input in place (``x += 1``, ``x.relu_()``) changes pages of this
-    process's own, which ``synk._worker.held.loans`` drops after the call.
+    Arrays of dtypes that the library lacks (text, dates) are not converted. Tensors are views. torch has no read-only
+    tensors: a function that writes into its input (``x += 1``, ``x.relu_()``) changes pages of its own process, which
+    ``synk._worker.held.loans`` drops after the call.
 
     Raises
     ------
@@ -29,8 +30,18 @@ def host_converters(framework: str) -> tuple[Converter, Converter]:
     return _torch_converters() if framework == "torch" else _jax_converters()
 
 
+def on_host(obj: Any) -> Any:
+    """Return a tensor of torch, or an array of JAX, that lies on a device as one of the host; others unchanged."""
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    if torch is not None and isinstance(obj, torch.Tensor):
+        return obj if obj.device.type in ("cpu", "meta") else obj.detach().cpu()
+    if jax is not None and isinstance(obj, jax.Array):
+        return obj if all(device.platform == "cpu" for device in obj.devices()) else np.asarray(obj)
+    return obj
+
+
 def bfloat16() -> np.dtype:
-    """Return NumPy's dtype of that name, which comes from ml_dtypes."""
+    """Return the dtype bfloat16 of ml_dtypes."""
     try:
         import ml_dtypes
     except ImportError as error:
@@ -44,7 +55,7 @@ def _torch_converters() -> tuple[Converter, Converter]:
     import torch
 
     with warnings.catch_warnings():
-        # torch says once per process that it cannot protect read-only memory; said in the docstring above.
+        # torch warns once per process that it cannot protect read-only memory. The docstring above covers this.
         warnings.simplefilter("ignore")
         read_only = np.zeros(1)
         read_only.flags.writeable = False
@@ -77,8 +88,8 @@ def _jax_converters() -> tuple[Converter, Converter]:
 def device_converters(framework: str) -> tuple[Converter, Converter]:
     """Return ``(to_framework, from_framework)`` between CuPy arrays and those of ``framework``, by DLPack.
 
-    Each side tells the other its current stream, so the order of the work is kept whatever the streams are. Values that
-    lie on the host, as a CPU tensor, come back as NumPy arrays.
+    Each side tells the other its current stream, so the order of the work is kept whatever the streams are. Values on
+    the host, such as CPU tensors, come back as NumPy arrays.
 
     Raises
     ------
@@ -129,5 +140,5 @@ def _jax_device_converters() -> tuple[Converter, Converter]:
         is_host = all(device.platform == "cpu" for device in value.devices())
         return np.asarray(value) if is_host else cupy.from_dlpack(value)
 
-    # XLA takes compact arrays only, and rows picked with a step are not.
+    # XLA takes only compact arrays, and rows taken with a step are not compact.
     return lambda array: jax.dlpack.from_dlpack(cupy.asarray(array, order="C")), from_jax

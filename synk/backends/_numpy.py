@@ -1,8 +1,9 @@
-"""The CPU backend: arrays are NumPy views of shared memory, so most of a transfer is nothing at all."""
+"""The CPU backend. Its arrays are NumPy views of shared memory, so most transfers do nothing."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,31 +12,40 @@ import numpy as np
 from synk._pure.arrays import as_plain_array, is_masked
 from synk._pure.cores import num_cores
 from synk._wire.memory import Segment
+from synk.backends._assignment import DeviceAssignment
 from synk.backends._frameworks import Converter, host_converters
-from synk.backends._places import Places
 
 
 def is_usable() -> bool:
     return True
 
 
-def place(num_workers: int | None, devices: Sequence[Any] | None) -> Places:
-    """Give every rank the whole machine: its cores are shared."""
+def place(num_workers: int | None, devices: Sequence[Any] | None) -> DeviceAssignment:
+    """Give every rank the whole machine: the ranks share its cores."""
     if devices is not None:
         raise ValueError(f"cannot fork: got devices={devices!r} with backend 'numpy', expected None.")
     count = num_workers or num_cores()
-    return Places(tuple(f"cpu:{rank}" for rank in range(count)))
+    return DeviceAssignment(tuple(f"cpu:{rank}" for rank in range(count)))
 
 
 def open_device(device: str) -> NumpyBackend:
     return NumpyBackend(device)
 
 
+def on_host(obj: Any) -> Any:
+    return obj
+
+
+def report() -> list[str]:
+    return [f"CPU: {num_cores()} of {os.cpu_count()} cores usable"]
+
+
 class NumpyBackend:
-    """One CPU worker's view of its arrays; ``device`` is only a name, as ``"cpu:0"``."""
+    """The arrays of one CPU worker. ``device`` is only a name, for instance ``"cpu:0"``."""
 
     name = "numpy"
     is_device = False
+    framework: str | None = None
     stream_handle = 0
     xp: Any = np
 
@@ -43,10 +53,10 @@ class NumpyBackend:
         self.device = device
 
     def note_segment(self, segment: Segment) -> None:
-        """Segments are read where they are."""
+        """Do nothing: segments are read where they are."""
 
     def forget_segment(self, segment: Segment) -> None:
-        """Nothing refers to it here."""
+        """Do nothing: nothing refers to it here."""
 
     def is_array(self, value: Any) -> bool:
         return isinstance(value, np.ndarray)
@@ -65,7 +75,7 @@ class NumpyBackend:
 
     def take_rows(self, host: np.ndarray, indices: np.ndarray) -> np.ndarray:
         rows = host.take(indices, axis=0)
-        rows.flags.writeable = False  # inputs are read-only however their rows were picked
+        rows.flags.writeable = False  # inputs are read-only however their rows were taken
         return rows
 
     def as_output(self, value: Any) -> np.ndarray | None:
@@ -95,6 +105,9 @@ class NumpyBackend:
     def own_copy(self, array: np.ndarray) -> np.ndarray:
         return np.array(array)
 
+    def torch_device(self) -> str:
+        return "cpu"
+
     def converters(self, framework: str) -> tuple[Converter, Converter]:
         return host_converters(framework)
 
@@ -102,10 +115,15 @@ class NumpyBackend:
         return contextlib.nullcontext()
 
     def synchronize(self) -> None:
-        """Nothing is queued on a CPU."""
+        """Do nothing: nothing is queued on a CPU."""
 
     def explain(self, error: BaseException, what: str) -> BaseException:
-        return error
+        """Return the error to report: torch has no MemoryError for the host."""
+        if type(error) is not RuntimeError or "DefaultCPUAllocator: can't allocate memory" not in str(error):
+            return error
+        explained = MemoryError(f"cannot run {what} on {self.device}: out of memory ({error}).")
+        explained.__cause__ = error
+        return explained
 
     def recover(self) -> bool:
         return True
@@ -114,9 +132,9 @@ class NumpyBackend:
         return f"numpy {np.__version__}, {num_cores()} cores usable"
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 def _native(array: np.ndarray) -> np.ndarray:
-    """Return ``array`` in the machine's byte order, in which all inputs are too."""
+    """Return ``array`` in the machine's byte order, which all inputs have."""
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))

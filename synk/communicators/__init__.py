@@ -1,7 +1,7 @@
-"""What a reduction needs of a group of workers: the protocol, in raw pointers, no array library's type.
+"""What a collective needs of a group of workers: a protocol of raw pointers, without any array library's types.
 
-Implementations: ``_shm`` (CPU workers, shared memory), ``_nccl`` (GPUs, NCCL through nccl4py or pynccl),
-``_staging`` (GPU arrays through host shared memory). What one of them lacks it says by ``UnsupportedError``.
+Implementations: ``_shm`` (shared memory of the host; arrays on devices go through it as copies) and ``_nccl`` (GPUs, by
+NCCL through nccl4py or pynccl). What one of them lacks it says by ``UnsupportedError``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Buffer:
     count : int
         Number of elements.
     dtype : str
-        Name as in ``numpy.dtype(...).name``, or ``"bfloat16"``.
+        The name as in ``numpy.dtype(...).name``, or ``"bfloat16"``.
     """
 
     ptr: int
@@ -45,23 +45,23 @@ class Communicator(Protocol):
     """Collectives between the ranks of one runtime. Every rank calls the same ones in the same order.
 
     Ops are the words of ``REDUCE_OPS``. ``avg`` takes ``weight``, this rank's share of the rows (the shares of all
-    ranks sum to 1); ``None`` weights all ranks alike. ``min`` and ``max`` propagate NaN as NumPy does. ``send`` and
-    ``recv`` buffers may be the same memory; where one holds a block for each rank, the other may be this rank's block
-    of it. Counts may be 0. ``stream`` is the raw handle of the device stream to work on (ignored on the CPU, where a
-    call returns when the result is there). Where only some of the ranks take part in a call (``_shm``), blocks, shares
-    and averages are over those, and every rank keeps its number.
+    ranks sum to 1); ``None`` weights all ranks equally. ``min`` and ``max`` propagate NaN as NumPy does. The ``send``
+    and ``recv`` buffers may be the same memory. If one of them holds a block for each rank, the other may be this
+    rank's block of it. Counts may be 0. ``stream`` is the raw handle of the device stream to work on. On the CPU it is
+    ignored: there a method returns when the result is complete. If only some of the ranks take part in a call
+    (``_shm``), blocks, shares and averages are over those ranks, and every rank keeps its number.
     """
 
     rank: int
     world_size: int
 
     def all_reduce(self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0) -> None:
-        """Reduce ``send`` of all ranks into ``recv`` of every rank; equal counts and dtypes everywhere."""
+        """Reduce ``send`` of all ranks into ``recv`` of every rank. Counts and dtypes must be equal everywhere."""
 
     def reduce(
         self, send: Buffer, recv: Buffer, op: str, root: int, *, weight: float | None = None, stream: int = 0
     ) -> None:
-        """Reduce ``send`` of all ranks into ``recv`` of rank ``root``; others may pass ``send`` as ``recv``."""
+        """Reduce ``send`` of all ranks into ``recv`` of rank ``root``. Other ranks may pass ``send`` as ``recv``."""
 
     def broadcast(self, buffer: Buffer, root: int, *, stream: int = 0) -> None:
         """Copy ``buffer`` of rank ``root`` into ``buffer`` of every rank."""
@@ -72,10 +72,10 @@ class Communicator(Protocol):
     def reduce_scatter(
         self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0
     ) -> None:
-        """Reduce ``send`` (``world_size * recv.count``) and leave the rank's own block in ``recv``."""
+        """Reduce ``send`` (``world_size * recv.count``) and leave this rank's block in ``recv``."""
 
     def send(self, buffer: Buffer, peer: int, tag: int = 0, *, stream: int = 0) -> None:
-        """Send ``buffer`` to rank ``peer``; pairs with ``recv`` of the same tag there, in order per tag."""
+        """Send ``buffer`` to rank ``peer``. A ``recv`` of the same tag there takes it, in order for each tag."""
 
     def recv(self, buffer: Buffer, peer: int, tag: int = 0, *, stream: int = 0) -> None:
         """Receive into ``buffer`` from rank ``peer``."""
@@ -84,7 +84,7 @@ class Communicator(Protocol):
         """Return when every rank has called it."""
 
     def group(self) -> contextlib.AbstractContextManager[None]:
-        """Launch the operations of the ``with`` body as one (NCCL); elsewhere they run one by one."""
+        """Launch the operations of the ``with`` body as one (NCCL). The other communicators run them one by one."""
 
     def poll(self) -> str:
         """Return ``"ok"``, ``"pending"`` or ``"error"``."""
@@ -93,7 +93,7 @@ class Communicator(Protocol):
         """Break every pending operation of this rank. Callable from another thread."""
 
     def close(self) -> None:
-        """Release everything; safe to repeat."""
+        """Release everything. Safe to repeat."""
 
     def capabilities(self) -> Capabilities:
-        """Say what this communicator can do."""
+        """Return what this communicator can do."""

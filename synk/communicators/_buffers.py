@@ -1,9 +1,10 @@
-"""Between raw buffers and NumPy arrays of host memory. No copy is made here, and no lifetime is kept."""
+"""Conversions between raw buffers and NumPy arrays of host memory. They copy nothing and keep nothing alive."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -32,12 +33,12 @@ _memory_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 @functools.cache
 def named_dtype(name: str) -> np.dtype:
-    """Return the NumPy dtype called ``name``; ``"bfloat16"`` is one of synk's own.
+    """Return the NumPy dtype called ``name``. ``"bfloat16"`` is a dtype of synk's own.
 
     Raises
     ------
     UnsupportedError
-        If the host cannot hold such values.
+        If values of that dtype cannot be communicated.
     """
     if name == "bfloat16":
         return BFLOAT16
@@ -52,7 +53,7 @@ def named_dtype(name: str) -> np.dtype:
 def as_array(buffer: Buffer) -> np.ndarray:
     """View a buffer of host memory as a writable array of shape ``(count,)``.
 
-    The array does not keep the memory alive: whoever made the buffer does, until the operation on it has returned.
+    The array does not keep the memory alive. The caller who made the buffer must, until the operation has returned.
     """
     dtype = named_dtype(buffer.dtype)
     if buffer.count == 0:
@@ -60,13 +61,29 @@ def as_array(buffer: Buffer) -> np.ndarray:
     return np.frombuffer(_memory_at(buffer.ptr, buffer.count * dtype.itemsize, _PY_BUF_WRITE), dtype)
 
 
-def as_buffer(array: np.ndarray) -> Buffer:
-    """Describe the memory of a C-contiguous array, of any shape; the caller keeps the array alive.
+def check_out(out: Any, shape: tuple[int, ...], dtype: Any, array_type: Any = np.ndarray) -> Any:
+    """Return ``out`` if a result of this shape and dtype can be written to it.
 
     Raises
     ------
     ValueError
-        If the elements do not lie next to each other.
+        If its type, shape, dtype or layout do not fit, or if it is read-only.
+    """
+    if not isinstance(out, array_type) or out.shape != shape or out.dtype != dtype:
+        got = f"{getattr(out, 'dtype', type(out).__name__)} of shape {getattr(out, 'shape', ())}"
+        raise ValueError(f"cannot write to out: got {got}, expected {dtype} of shape {shape}.")
+    if not out.flags.c_contiguous or not getattr(out.flags, "writeable", True):
+        raise ValueError("cannot write to out: got an array that is read-only or not contiguous.")
+    return out
+
+
+def as_buffer(array: np.ndarray) -> Buffer:
+    """Return the memory of a C-contiguous array of any shape as a buffer. The caller keeps the array alive.
+
+    Raises
+    ------
+    ValueError
+        If the array is not C-contiguous.
     """
     if not array.flags.c_contiguous:
         raise ValueError(

@@ -1,17 +1,19 @@
-"""What every communicator refuses alike: ops that a dtype does not have, buffers that do not fit together.
+"""What every communicator refuses: ops that a dtype does not have, buffers that do not fit together.
 
 Pure functions of names and counts.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 
-from synk._pure.ops import REDUCE_OPS
+from synk._pure.ops import REDUCE_OPS, REDUCTIONS
 from synk._pure.texts import short_repr
 from synk.communicators import Buffer
+from synk.communicators._buffers import DTYPE_NAMES
 from synk.errors import UnsupportedError
 
 
@@ -28,14 +30,14 @@ def dtype_nbytes(dtype: str) -> int:
 
 
 def check_reduction(op: str, dtype: str, weight: float | None = None) -> None:
-    """Raise unless ``op`` is defined for ``dtype`` and ``weight`` belongs to it.
+    """Check that ``op`` is defined for ``dtype``, and that a weight comes only with ``avg``.
 
     Raises
     ------
     ValueError
-        Unknown op; a weight without ``avg``, or outside 0 to 1.
+        If the op is unknown, or a weight comes with another op than ``avg`` or lies outside 0 to 1.
     TypeError
-        ``sum``, ``prod`` or ``avg`` of booleans, ``avg`` of integers, ``min`` or ``max`` of complex numbers.
+        A dtype for which the op has no meaning: see ``Reduction.check``.
     """
     if op not in REDUCE_OPS:
         raise ValueError(f"cannot reduce: got op {op!r}, expected one of {', '.join(REDUCE_OPS)}.")
@@ -43,17 +45,17 @@ def check_reduction(op: str, dtype: str, weight: float | None = None) -> None:
         raise ValueError(
             f"cannot reduce by {op!r}: got weight={weight!r}, expected a share from 0 to 1, and only with op 'avg'."
         )
-    is_bool = dtype == "bool"
-    if is_bool and op in ("sum", "prod", "avg"):
-        raise TypeError(f"cannot {op} booleans: got dtype bool, expected numbers. Use 'min' or 'max', or cast first.")
-    if op == "avg" and dtype.startswith(("int", "uint")):
-        raise TypeError(f"cannot average integers: got dtype {dtype}, expected floats. Use 'sum', or cast to a float.")
-    if op in ("min", "max") and dtype.startswith("complex"):
-        raise TypeError(f"cannot take the {op} of complex numbers: got dtype {dtype}. Reduce real and imaginary parts.")
+    _check_dtype(op, dtype)
+
+
+@functools.cache  # what raises is not kept
+def _check_dtype(op: str, dtype: str) -> None:
+    if dtype in DTYPE_NAMES:  # others are the communicator's to refuse
+        REDUCTIONS[op].check(np.dtype("float32" if dtype == "bfloat16" else dtype), "the array of a collective")
 
 
 def check_buffers(action: str, send: Buffer, recv: Buffer, *, send_count: int, recv_count: int) -> None:
-    """Raise ValueError unless the dtypes are equal and the counts are those expected."""
+    """Raise ValueError unless the dtypes are equal and the counts are as expected."""
     if send.dtype != recv.dtype or (send.count, recv.count) != (send_count, recv_count):
         raise ValueError(
             f"cannot {action}: got {send.count} {send.dtype} to send and {recv.count} {recv.dtype} to receive, "
@@ -68,14 +70,14 @@ def check_rank(action: str, name: str, rank: int, world_size: int) -> None:
 
 
 def check_place(action: str, name: str, place: Any, num_ranks: int) -> None:
-    """Raise unless ``place`` is one of a call's ranks, as functions count them.
+    """Check that ``place`` is one of a call's ranks, as functions count them.
 
     Raises
     ------
     TypeError
-        Where it is no int, as an array is.
+        If it is not an int, for instance an array.
     ValueError
-        Where there is no such rank.
+        If the call has no such rank.
     """
     is_int = isinstance(place, (int, np.integer)) and not isinstance(place, bool)
     if is_int and 0 <= place < num_ranks:

@@ -1,6 +1,6 @@
-"""How the segment of a shared-memory communicator is divided. Pure arithmetic: both sides derive it from the size.
+"""How the segment of a shared-memory communicator is divided. Pure arithmetic: each process derives it from the size.
 
-In this order: the control words; for each rank the two halves of its slot; for each ordered pair of ranks a mailbox.
+The order is: the control words; for each rank its two halves; for each ordered pair of ranks a ring.
 """
 
 from __future__ import annotations
@@ -12,47 +12,54 @@ from synk._wire.memory import PAGE_NBYTES
 
 WORD_NBYTES = 8
 
-# Three quarters are for the two halves: of two ranks, each half holds a full chunk of both and a result.
-SLOT_NBYTES = 1 << 23
+# Three quarters are for the two halves. With two ranks, each half holds a full chunk of both and a result.
+RANK_NBYTES = 1 << 23
+
+# The words of a head besides one for each rank: the dtype, the number of axes, and a shape of up to 63 axes.
+MAX_HEAD_WORDS = 2 + 63
 
 
 class ControlLayout(NamedTuple):
-    """Where the control words of ``world_size`` ranks lie; offsets in bytes from the start of the segment."""
+    """Where the control words of ``world_size`` ranks lie. Offsets are in bytes from the start of the segment."""
 
     world_size: int
 
     @property
     def column_nbytes(self) -> int:
-        """Size of one word for each rank."""
+        """The size of a column: one word for each rank, in whole cache lines."""
         return round_up(self.world_size * WORD_NBYTES, LINE_NBYTES)
 
     def column(self, index: int) -> int:
-        """Return the offset of the ``index``-th column; the abort word has the line before them."""
+        """Return the offset of column ``index``. The abort word has the line before the columns."""
         return LINE_NBYTES + index * self.column_nbytes
 
     @property
     def requests(self) -> int:
-        """Offset of the requests, ``(rank, 3)``, a line each: two for collectives in turn, one for messages."""
+        """Offset of the requests, ``(rank, 3)``, a line each: two for collectives, by turns, and one for messages."""
         return self.column(6)
+
+    def request_offsets(self, place: int) -> list[int]:
+        """Return the offsets of the requests of all ranks at one of the three places."""
+        return [self.requests + (3 * rank + place) * LINE_NBYTES for rank in range(self.world_size)]
 
     @property
     def written(self) -> int:
-        """Offset of the bytes written to each mailbox, ``(sender, receiver)``."""
+        """Offset of the counts of bytes written to each ring, ``(sender, receiver)``."""
         return self.requests + self.world_size * 3 * LINE_NBYTES
 
     @property
     def read(self) -> int:
-        """Offset of the bytes read from each mailbox, ``(receiver, sender)``."""
+        """Offset of the counts of bytes read from each ring, ``(receiver, sender)``."""
         return self.written + self.world_size * self.column_nbytes
 
     @property
     def unsent(self) -> int:
-        """Offset of what tells whether a sender has more for a mailbox than is written, ``(sender, receiver)``."""
+        """Offset of the words that say whether a sender has more for a ring, ``(sender, receiver)``."""
         return self.read + self.world_size * self.column_nbytes
 
     @property
     def nbytes(self) -> int:
-        """Size of all control words, in whole pages."""
+        """The size of all control words, in whole pages."""
         return round_up(self.unsent + self.world_size * self.column_nbytes, PAGE_NBYTES)
 
 
@@ -64,46 +71,47 @@ class Layout(NamedTuple):
 
     @property
     def halves(self) -> int:
-        """Offset of the slots, ``(rank, 2, half_nbytes)``."""
+        """Offset of the halves, ``(rank, 2, half_nbytes)``."""
         return ControlLayout(self.world_size).nbytes
 
     @property
     def rank_nbytes(self) -> int:
-        """What each rank has: the two halves of its slot and the mailboxes that it writes."""
+        """How much each rank has: its two halves, and the rings that it writes."""
         return (self.nbytes - self.halves) // self.world_size
 
     @property
-    def mailbox_nbytes(self) -> int:
+    def ring_nbytes(self) -> int:
         return self.rank_nbytes // 4 // self.world_size // LINE_NBYTES * LINE_NBYTES
 
     @property
     def half_nbytes(self) -> int:
-        return (self.rank_nbytes - self.world_size * self.mailbox_nbytes) // 2 // LINE_NBYTES * LINE_NBYTES
+        return (self.rank_nbytes - self.world_size * self.ring_nbytes) // 2 // LINE_NBYTES * LINE_NBYTES
 
     @property
-    def mailboxes(self) -> int:
-        """Offset of the mailboxes, ``(sender, receiver, mailbox_nbytes)``."""
+    def rings(self) -> int:
+        """Offset of the rings, ``(sender, receiver, ring_nbytes)``."""
         return self.halves + self.world_size * 2 * self.half_nbytes
 
 
-def required_nbytes(world_size: int, slot_nbytes: int = SLOT_NBYTES) -> int:
+def required_nbytes(world_size: int, rank_nbytes: int = RANK_NBYTES) -> int:
     """Return the size of the segment for ``world_size`` ranks.
 
     Parameters
     ----------
     world_size : int
-    slot_nbytes : int
-        What each rank may fill before the others must have read it. More makes large collectives meet less often;
-        a quarter goes to the mailboxes.
+    rank_nbytes : int
+        How much memory each rank has. A quarter of it goes to its rings. With more, large collectives meet less
+        often.
 
     Raises
     ------
     ValueError
-        If the slot cannot hold a cache line for each rank, twice, and as many mailboxes.
+        If that is too little for two halves, each with the head of an exchange and a cache line for each rank, and for
+        as many rings.
     """
-    smallest = 8 * (world_size + 1) * LINE_NBYTES
-    if slot_nbytes < smallest:
+    smallest = 8 * (world_size + 4) * LINE_NBYTES
+    if rank_nbytes < smallest:
         raise ValueError(
-            f"cannot divide a slot of {slot_nbytes} bytes among {world_size} ranks: expected at least {smallest}."
+            f"cannot divide the {rank_nbytes} bytes of a rank among {world_size} ranks: expected at least {smallest}."
         )
-    return ControlLayout(world_size).nbytes + world_size * slot_nbytes
+    return ControlLayout(world_size).nbytes + world_size * rank_nbytes

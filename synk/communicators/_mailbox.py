@@ -1,17 +1,21 @@
 """Tagged messages from one rank to another, through a ring of bytes for each ordered pair of ranks.
 
-A ring is a stream of messages: a line with the header and the first bytes, the other bytes, padding to whole lines. The
-sender alone raises the count of bytes written and the receiver alone the count of bytes read (both in the rendezvous),
-so a ring needs no lock. Whoever waits for anything takes in everything that has arrived for it; what is not wanted yet
-is kept in private memory. So messages may be received in any order of tags, and two ranks may send to each other first
-and receive afterwards.
+A ring is a stream of messages: a line with the header and the first bytes, the other bytes, padding to whole lines.
+Only the sender raises the count of bytes written, and only the receiver the count of bytes read (both lie in the
+rendezvous), so a ring needs no lock. A rank that waits for anything takes in everything that has arrived for it, and
+keeps in private memory what it has not asked for yet. So messages may be received in any order of tags, and two ranks
+may send to each other first and receive afterwards.
 
-A message that finds no room stands in a queue of its sender, who writes on whenever it waits for anything.
+A message for which the ring has no room waits in a queue of its sender. The sender goes on writing whenever it waits
+for anything.
+
+In one file because a rank that waits to send receives in the meantime, and the other way round.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections import deque
 
 import numpy as np
@@ -25,11 +29,13 @@ from synk.communicators._messages import (
     Outgoing,
 )
 from synk.communicators._outbox import CHUNK_NBYTES, Outbox
-from synk.communicators._rendezvous import Rendezvous, Request
+from synk.communicators._rendezvous import SPIN_YIELDS, Rendezvous, Request
 from synk.communicators._schedule import Schedule
 
-# So little is copied to private memory, where the ring has no room for it.
+# An isend below this size never uses the outbox: if the ring has no room, the sender keeps a private copy.
 SMALL_NBYTES = 1 << 12
+# The largest piece that is written at once. The receiver finds it in the cache and copies it during the next one.
+GRAIN_NBYTES = 1 << 17
 
 Key = tuple[int, int]
 """Sender and tag."""
@@ -42,11 +48,20 @@ class Mailbox:
     ----------
     rendezvous : Rendezvous
     schedule : Schedule
-        Of the collectives that were started: they go on while the rank waits for a message.
+        The collectives in flight, which go on while the rank waits for a message.
     rings : ndarray of uint8, shape ``(sender, receiver, nbytes)``
-        The shared memory; ``nbytes`` is a multiple of the cache line.
+        The shared memory. ``nbytes`` is a multiple of the cache line.
     outbox : Outbox
-        For what a ring has no room for.
+        For messages that are too large for the ring.
+
+    Attributes
+    ----------
+    to_peers, from_peers : list of ndarray of uint8
+        The rings that this rank writes, and those that it reads.
+    capacity : int
+        The size of a ring in bytes.
+    is_used : bool
+        Whether this rank has sent or asked for a message in the current call.
     """
 
     def __init__(self, rendezvous: Rendezvous, schedule: Schedule, rings: np.ndarray, outbox: Outbox) -> None:
@@ -57,24 +72,24 @@ class Mailbox:
         self.to_peers = list(rings[self._rank])
         self.from_peers = list(rings[:, self._rank])
         self.capacity = rings.shape[2]
-        # While one part is taken out, the next is put in.
-        self._grain = max(round_up(self.capacity // 4, LINE_NBYTES), LINE_NBYTES)
-        self._unsent: dict[int, deque[Outgoing]] = {}  # by receiver; none that is empty
-        # By receiver, what it may have taken in a part of: where it begins and ends in the stream.
+        # At most a quarter of the ring, so that the receiver takes one piece out while the next is put in.
+        self._grain = min(max(round_up(self.capacity // 4, LINE_NBYTES), LINE_NBYTES), GRAIN_NBYTES)
+        self._unsent: dict[int, deque[Outgoing]] = {}  # by receiver: messages not yet written; no deque is empty
+        # By receiver: messages that it may have read only in part, with their begin and end in the stream.
         self._in_pieces: dict[int, deque[tuple[int, int, Request]]] = {}
-        self._arriving: dict[int, Incoming] = {}  # by sender
-        self._fetched: list[Incoming] = []  # from outboxes, that were asked for and are not all there
-        self._posted: dict[Key, deque[Incoming]] = {}  # that have not come
-        self._arrived: dict[Key, deque[Incoming]] = {}  # that nobody has asked for
-        self.is_used = False  # in the present call
+        self._arriving: dict[int, Incoming] = {}  # by sender: the message whose first line was read
+        self._fetched: list[Incoming] = []  # asked for, and not yet complete in the sender's outbox
+        self._posted: dict[Key, deque[Incoming]] = {}  # asked for, and not yet arrived
+        self._arrived: dict[Key, deque[Incoming]] = {}  # arrived, and not yet asked for
+        self.is_used = False
 
     def is_idle(self) -> bool:
-        """Whether nothing is asked for, kept or waiting."""
+        """Whether no message is asked for, kept or waiting to be written, and no collective is in flight."""
         is_busy = self._arriving or self._fetched or self._posted or self._arrived or self._unsent
         return not (is_busy or self._schedule.operations)
 
     def clear(self) -> None:
-        """Forget all messages. To be called before the rendezvous begins a call, so that no rank reads old counts."""
+        """Forget all messages. Call this before the rendezvous begins a call, so that no rank reads old counts."""
         if self.is_used:
             for messages in (self._unsent, self._in_pieces, self._arriving, self._fetched, self._posted, self._arrived):
                 messages.clear()
@@ -84,20 +99,20 @@ class Mailbox:
                 rendezvous.written[rank][peer] = 0
                 rendezvous.read[rank][peer] = 0
                 rendezvous.unsent[rank][peer] = 0
-            self.is_used = False  # last: an interrupted call leaves the rest to the next one
+            self.is_used = False  # last, so that the next clear does the rest if this one is interrupted
 
     def trim(self) -> None:
-        """Give memory of messages back that all were received."""
+        """Give back memory of the outbox once all of its messages were received."""
         if self.is_used:
             self._outbox.trim()
 
     def close(self) -> None:
-        """Let go of the shared memory."""
+        """Release the shared memory."""
         self.to_peers, self.from_peers = [], []
         self._outbox.close()
 
     def progress(self) -> None:
-        """Take in what has arrived, write what finds room, and go on with the collectives."""
+        """Take in what has arrived, write what finds room, and advance the collectives in flight."""
         for peer in self._rendezvous.ranks:
             if self._rendezvous.has_begun(peer):
                 self._take_in(peer)
@@ -108,7 +123,7 @@ class Mailbox:
     # -- the end of a call ---------------------------------------------------------------------------------------
 
     def complete(self) -> None:
-        """Wait for what was asked for, and until what was sent is in the rings."""
+        """Wait for the messages that were asked for, and until those sent are in the rings or the outbox."""
         for messages in list(self._posted.values()):
             for message in list(messages):
                 self.finish(message)
@@ -118,13 +133,15 @@ class Mailbox:
             self._finish_sending(outgoing)
 
     def check_received(self) -> None:
-        """When this rank has left the call: wait until its messages are taken in, and raise where one is left over.
+        """Wait until the peers have taken in this rank's messages, and check that none is left over.
 
-        What its receiver has taken in and nobody has asked for is an error there.
+        This rank has left the call. A message that its receiver took in but did not ask for is an error there, not
+        here.
 
         Raises
         ------
         CollectiveMismatch
+            If a message to this rank was never asked for, or a peer left without taking one of this rank's in.
         """
         rank, rendezvous = self._rank, self._rendezvous
         for (sender, tag), messages in self._arrived.items():
@@ -138,7 +155,7 @@ class Mailbox:
     def _is_taken_in(self, peer: int) -> bool:
         """Whether ``peer`` has taken in all that this rank has sent."""
         rank, rendezvous = self._rank, self._rendezvous
-        has_left = rendezvous.has_left(peer)  # looked at first: what it read before leaving counts
+        has_left = rendezvous.has_left(peer)  # first, so that what it read before it left counts
         num_read = rendezvous.read[peer][rank] if rendezvous.has_begun(peer) else 0
         if num_read == rendezvous.written[rank][peer]:
             return True
@@ -147,7 +164,7 @@ class Mailbox:
         return False
 
     def _first_unread(self, peer: int, num_read: int) -> Request:
-        """Return what was sent to ``peer`` and stands at the front of the ring."""
+        """Return the send to ``peer`` whose message is the first in the ring that was not read in full."""
         for begin, end, request in self._in_pieces.get(peer, ()):
             if begin < num_read < end:
                 return request
@@ -159,7 +176,7 @@ class Mailbox:
     # -- sending -------------------------------------------------------------------------------------------------
 
     def send(self, array: np.ndarray, peer: int, tag: int) -> None:
-        """Write a message; return as soon as its last byte is in the ring.
+        """Write a message. Return as soon as its last byte is in the ring.
 
         Raises
         ------
@@ -169,12 +186,12 @@ class Mailbox:
         self._finish_sending(self._put(Outgoing(array, peer, tag)))
 
     def isend(self, array: np.ndarray, peer: int, tag: int) -> None:
-        """Write a message if the ring has room for all of it, else leave it in the outbox.
+        """Leave a message for a peer without waiting: in the ring, in the outbox, or in a private copy.
 
         Raises
         ------
         SharedMemoryError
-            If there is no memory for it.
+            If the outbox gets no memory for it. Nothing was sent then.
         """
         message = Outgoing(array, peer, tag)
         is_small = array.nbytes < SMALL_NBYTES or (peer not in self._unsent and array.nbytes < self._room(peer) // 2)
@@ -188,21 +205,30 @@ class Mailbox:
         self._fill(place, body, peer)
 
     def _fill(self, place: int, body: np.ndarray, peer: int) -> None:
-        """Copy a message into the outbox; the receiver may know of it already, and copies along."""
+        """Copy a message into the outbox, chunk by chunk. The receiver may know of it already and copies along."""
         rendezvous, outbox = self._rendezvous, self._outbox
         for start in range(0, body.size, CHUNK_NBYTES):
             chunk = body[start : start + CHUNK_NBYTES]
             outbox.put(place, start, chunk)
-            rendezvous.fence()
+            rendezvous.fence()  # the bytes must be visible before the count that announces them
             outbox.show(place, start + chunk.size)
             rendezvous.wake(peer)
 
     def _finish_sending(self, message: Outgoing) -> None:
+        """Wait until all of a message is in the ring."""
+        peer, num_looks = message.request.peer, 0
+        while not message.is_done and num_looks < SPIN_YIELDS:  # a receiver that is awake makes room all the time
+            num_looks = 0 if self._room(peer) else num_looks + 1
+            if num_looks:
+                os.sched_yield()
+            else:
+                self._write(peer)
         if not message.is_done:
             self._rendezvous.post(message.request)
             self._rendezvous.wait(lambda: self._is_written(message), is_message=True)
 
     def _put(self, message: Outgoing) -> Outgoing:
+        """Queue a message, and write as much of the queue as the ring has room for."""
         self.is_used = True
         peer = message.request.peer
         self._unsent.setdefault(peer, deque()).append(message)
@@ -211,7 +237,7 @@ class Mailbox:
 
     def _is_written(self, message: Outgoing) -> bool:
         rendezvous, peer = self._rendezvous, message.request.peer
-        has_left = rendezvous.has_left(peer)  # looked at first: what it read before leaving counts
+        has_left = rendezvous.has_left(peer)  # first, so that what it read before it left counts
         self.progress()
         if message.is_done:
             return True
@@ -220,13 +246,13 @@ class Mailbox:
         return False
 
     def write_on(self) -> None:
-        """Write what finds room by now."""
+        """Write as much of every queue as its ring has room for by now."""
         if self._unsent:
             for peer in list(self._unsent):
                 self._write(peer)
 
     def _write(self, peer: int) -> None:
-        """Write what waits for ``peer``, as far as there is room."""
+        """Write as much of the queue for ``peer`` as the ring has room for."""
         rank, rendezvous, queue = self._rank, self._rendezvous, self._unsent[peer]
         ring, written = self.to_peers[peer], rendezvous.written[rank]
         while queue:
@@ -240,7 +266,7 @@ class Mailbox:
                 queue[0].begin = written[peer]
             # Both counts stay multiples of a line, so a first line never wraps around.
             nbytes = queue[0].write(ring[start : start + min(room, self._grain)])
-            rendezvous.fence()
+            rendezvous.fence()  # the bytes must be visible before the count that announces them
             written[peer] += nbytes
             rendezvous.wake(peer)
             if queue[0].is_done:
@@ -249,6 +275,7 @@ class Mailbox:
         rendezvous.unsent[rank][peer] = 0
 
     def _note_written(self, message: Outgoing, end: int) -> None:
+        """Remember where a message lies in the stream, for the text of an error, until the peer has read it."""
         rendezvous, peer = self._rendezvous, message.request.peer
         noted = self._in_pieces.setdefault(peer, deque())
         num_read = rendezvous.read[peer][self._rank] if peer in rendezvous.begun else 0
@@ -257,16 +284,16 @@ class Mailbox:
         noted.append((message.begin, end, message.request))
 
     def _room(self, peer: int) -> int:
-        """Return how many bytes may be written for ``peer``: whole lines."""
+        """Return how many bytes may be written for ``peer``, in whole lines."""
         rendezvous = self._rendezvous
-        if not rendezvous.has_begun(peer):  # its count of bytes read is still that of an earlier call
+        if not rendezvous.has_begun(peer):  # its count of bytes read is from an earlier call; in this one it is 0
             return self.capacity - rendezvous.written[self._rank][peer]
         return rendezvous.room(self._rank, peer)
 
     # -- receiving -----------------------------------------------------------------------------------------------
 
     def irecv(self, like: np.ndarray | None, peer: int, tag: int) -> Incoming:
-        """Ask for the next message of this sender and tag that was not asked for."""
+        """Ask for the next message of this sender and tag that no earlier receive asked for."""
         self.is_used = True
         dtype, count = ("", -1) if like is None else (dtype_name(like.dtype), like.size)
         request = Request("recv", dtype=dtype, num_elements=count, peer=peer, tag=tag)
@@ -281,22 +308,31 @@ class Mailbox:
         return message
 
     def finish(self, message: Incoming) -> None:
-        """Wait until what was asked for is there.
+        """Wait until a message that was asked for is complete.
 
         Raises
         ------
         CollectiveMismatch
             If the sender has left without sending, or no rank can go on.
         """
+        assert message.request is not None
+        sender, num_looks = message.request.peer, 0
+        if self._rendezvous.has_begun(sender):
+            written, read = self._rendezvous.written[sender], self._rendezvous.read[self._rank]
+            while not message.is_done and num_looks < SPIN_YIELDS:  # a sender that is awake goes on writing
+                num_looks = 0 if written[self._rank] != read[sender] else num_looks + 1
+                if num_looks:
+                    os.sched_yield()
+                else:
+                    self._take_in(sender)
         if not message.is_done:
-            assert message.request is not None
             self._rendezvous.post(message.request)
             self._rendezvous.wait(lambda: self._is_there(message), is_message=True)
 
     def _is_there(self, message: Incoming) -> bool:
         rendezvous, request = self._rendezvous, message.request
         assert request is not None
-        has_left = rendezvous.has_left(request.peer)  # looked at first: what it sent before leaving counts
+        has_left = rendezvous.has_left(request.peer)  # first, so that what it sent before it left counts
         self.progress()
         if message.is_done:
             return True
@@ -308,7 +344,7 @@ class Mailbox:
         return False
 
     def _take_in(self, sender: int) -> None:
-        """Move all that ``sender`` has written out of the ring."""
+        """Move everything that ``sender`` has written out of the ring."""
         rank, rendezvous = self._rank, self._rendezvous
         ring, read = self.from_peers[sender], rendezvous.read[rank]
         while True:
@@ -330,12 +366,12 @@ class Mailbox:
                 num_read = round_up(nbytes, LINE_NBYTES)
             if message.is_done:
                 self._arriving.pop(sender, None)
-            rendezvous.fence()
+            rendezvous.fence()  # the bytes must be read before the count that gives their place back
             read[sender] += num_read
             rendezvous.wake(sender)
 
     def _open(self, sender: int, line: bytes) -> Incoming:
-        """Begin to take in the message of this line."""
+        """Begin to take in the message with this first line: for its recv, or to be kept until a recv asks for it."""
         self.is_used = True
         key = sender, HEADER.unpack_from(line)[0]
         message = _take(self._posted, key)
@@ -352,14 +388,14 @@ class Mailbox:
     # -- from outboxes -------------------------------------------------------------------------------------------
 
     def _begin_to_fetch(self, message: Incoming) -> None:
-        """Have a message that somebody asks for come from the outbox of its sender, if it lies there."""
+        """Begin to fetch a message that was asked for, if it lies in the outbox of its sender."""
         if message.place >= 0:
             message.make_body()
             self._fetched.append(message)
             self._rendezvous.is_fetching = True
 
     def _fetch_on(self) -> None:
-        """Copy what has come into the outboxes of messages that were asked for."""
+        """Go on with the messages that are being fetched from outboxes."""
         if self._fetched:
             for message in self._fetched:
                 self._fetch(message)
@@ -367,6 +403,7 @@ class Mailbox:
             self._rendezvous.is_fetching = bool(self._fetched)
 
     def _fetch(self, message: Incoming) -> None:
+        """Copy what the sender has put into its outbox since the last look."""
         rendezvous, outbox, place = self._rendezvous, self._outbox, message.place
         assert message.body is not None
         start, stop = message.num_filled, outbox.num_filled(place)
@@ -376,7 +413,7 @@ class Mailbox:
         message.body[start:stop] = outbox.contents(place, start, stop)
         message.num_filled = stop
         if message.is_done:
-            rendezvous.fence()
+            rendezvous.fence()  # the bytes must be read before their place goes back to the sender
             outbox.release(place)
 
 
@@ -388,7 +425,7 @@ def _unreceived_text(request: Request, sender: int) -> str:
 
 
 def _take(messages: dict[Key, deque[Incoming]], key: Key) -> Incoming | None:
-    """Take the oldest message of a sender and tag out."""
+    """Remove and return the oldest message of a sender and tag, or None."""
     queue = messages.get(key)
     if queue is None:
         return None

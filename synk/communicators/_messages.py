@@ -1,4 +1,4 @@
-"""A message between two ranks: how it lies in a ring, and what either side remembers of it. Touches no shared words."""
+"""A message between two ranks: its form in a ring, and what each side remembers of it. Touches no shared words."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from synk.communicators._buffers import DTYPE_NAMES, named_dtype
 from synk.communicators._rendezvous import Request
 from synk.errors import CollectiveMismatch
 
-# tag, bytes of the array, number of the dtype, axes; then what lies behind the header: from two axes on the shape, and
-# the array, of which all that does not fit the line follows in the next ones.
-# place: in the outbox of the sender, where the message is all there, behind its shape; negative: it is in the ring.
+# The first line of a message: tag, size of the array in bytes, number of the dtype, number of axes, place. The last 32
+# bytes begin the contents: the shape, if there are two axes or more, then the array. The lines that follow have the
+# rest. A place of 0 or more is an offset in the outboxes: the array lies there, and the line has only the shape, if
+# there is room for it. A negative place means that the array is in the ring.
 LINE = struct.Struct("=qqHB5xq32s")
 HEADER = struct.Struct("=qqHB5xq")
 INLINE_NBYTES = LINE_NBYTES - HEADER.size
 MAX_INLINE_AXES = INLINE_NBYTES // 8
 SHAPES = [struct.Struct(f"={num_axes}q") for num_axes in range(MAX_INLINE_AXES + 1)]
 NUMBERS = {np.dtype(name): number for number, name in enumerate(DTYPE_NAMES) if name != "bfloat16"}
-"""Of dtypes that need no look: in the machine's byte order, and known to NumPy."""
+"""The numbers of dtypes that need no further checks: NumPy's own, in the machine's byte order."""
 
 
 def prefix_nbytes(num_axes: int) -> int:
-    """Return the size of the shape in front of an array; one axis is as long as the array has bytes for."""
+    """Return the size of the shape in front of an array. The length of a single axis follows from the bytes."""
     return 8 * num_axes if num_axes > 1 else 0
 
 
@@ -34,14 +35,15 @@ class Outgoing:
 
     Attributes
     ----------
+    request : Request
     line : bytes
-        Its first line.
+        The first line.
     rest : ndarray of uint8
-        What follows.
+        The bytes that follow it.
     num_written : int
-        Bytes in the ring, of both.
+        How many bytes of both are in the ring.
     begin : int
-        Where in the stream it begins, as soon as a byte of it is there.
+        Where the message begins in the stream. Valid once its first line is in the ring.
     """
 
     __slots__ = ("_body", "_header", "_prefix", "begin", "line", "num_written", "request", "rest")
@@ -63,7 +65,7 @@ class Outgoing:
         self._prefix, self._body = prefix, body
 
     def lay_out(self, place: int) -> np.ndarray:
-        """Have the ring say only where the message lies; return the bytes to be put there."""
+        """Let the ring say only where in the outbox the message lies. Return the bytes to put there."""
         self.line = LINE.pack(*self._header, place, self._prefix)
         self.rest = self.rest[:0]
         return self._body
@@ -73,14 +75,14 @@ class Outgoing:
         return self.num_written >= LINE_NBYTES + self.rest.size
 
     def make_own(self) -> None:
-        """Copy what is left, so that the array may be changed."""
+        """Copy what is not written yet, so that the array may be changed."""
         if not self.is_done:
             start = max(self.num_written - LINE_NBYTES, 0)
             self.rest = self.rest[start:].copy()
             self.num_written -= start
 
     def write(self, place: np.ndarray) -> int:
-        """Write as much as ``place`` takes, which has room for a line; return how many bytes, in whole lines."""
+        """Write as much as fits into ``place``, at least a line. Return how many bytes that is, in whole lines."""
         num_first = 0
         if not self.num_written:
             place[:LINE_NBYTES] = np.frombuffer(self.line, np.uint8)
@@ -93,16 +95,20 @@ class Outgoing:
 
 
 class Incoming:
-    """A message on the receiver's side, from its recv or its arrival on, whichever is first.
+    """A message on the receiver's side. It exists from its recv or its arrival on, whichever comes first.
 
     Attributes
     ----------
     request : Request or None
-        What a recv has asked for.
+        The recv that asked for it, if there is one yet.
     target : ndarray or None
-        Where its array is to be.
+        The array that the recv gave for it.
     place : int
-        In the outbox of its sender; negative for one that comes through the ring.
+        Its offset in the outboxes; negative if it comes through the ring.
+    body : ndarray of uint8 or None
+        Memory for the array, preceded by the shape if the first line had no room for that.
+    num_filled : int
+        How many bytes of the body have arrived.
     """
 
     __slots__ = (
@@ -111,7 +117,7 @@ class Incoming:
 
     def __init__(self, request: Request | None = None, target: np.ndarray | None = None) -> None:
         self.request, self.target = request, target
-        self.body: np.ndarray | None = None  # bytes of the array, behind those of a shape that the line has no room for
+        self.body: np.ndarray | None = None
         self.num_filled = 0
         self.place = -1
 
@@ -120,7 +126,7 @@ class Incoming:
         return self.body is not None and self.num_filled == self.body.size
 
     def open(self, line: bytes) -> None:
-        """Take in the first line."""
+        """Read the first line. A message in the ring gets its body; one in an outbox stays there until asked for."""
         _, self.nbytes, number, self._num_axes, self.place, inline = LINE.unpack(line)
         self.dtype = DTYPE_NAMES[number]
         prefix = prefix_nbytes(self._num_axes)
@@ -131,7 +137,7 @@ class Incoming:
         elif not self._num_apart:
             self._shape = struct.unpack_from(f"={self._num_axes}q", inline)
             inline = inline[prefix:]
-        if self.place >= 0:  # it stays where it is until somebody asks for it
+        if self.place >= 0:
             return
         self.make_body()
         assert self.body is not None
@@ -140,7 +146,7 @@ class Incoming:
         self.num_filled = first.size
 
     def make_body(self) -> None:
-        """Make room for the bytes: the array of the recv itself, where it is like the message."""
+        """Make memory for the bytes, or use the recv's own array if it is like the message."""
         target = self.target
         if target is not None and not self._num_apart and self._is_like(target):
             self.body = target.reshape(-1).view(np.uint8)
@@ -155,12 +161,12 @@ class Incoming:
         return array.nbytes == self.nbytes and dtype_name(array.dtype) == self.dtype
 
     def array(self) -> np.ndarray:
-        """Return what came, in the array of the recv where that was given one.
+        """Return what came: in the recv's array if there is one, else as a new array.
 
         Raises
         ------
         CollectiveMismatch
-            If the message has another dtype or count than what the recv asked for.
+            If the dtype or the number of elements differs from what the recv asked for.
         """
         assert self.body is not None
         target = self.target

@@ -1,10 +1,10 @@
-"""Where a rank leaves messages for which a ring has no room: behind the segment of the communicator, by address.
+"""Where a rank leaves messages for which a ring has no room: in a range of addresses behind the communicator's segment.
 
-Each rank has a range of addresses, of which it alone gives places away: two lines of words, then the bytes of the
-message. The sender raises ``filled`` while it copies, so that a receiver that waits copies along; the receiver sets
-``released`` when it has all of them. Until the receiver is told of a place both words are the sender's, and again from
-then on that they are released. Memory is taken when a place is first used, and above ``KEPT_NBYTES`` given back when
-nothing is in use any more.
+Each rank has a range of its own and gives away places in it: two lines of words, then the bytes of the message. The
+sender raises ``filled`` while it copies, so that a receiver that waits copies along. The receiver sets ``released``
+when it has everything. Both words belong to the sender until the receiver learns of the place, and again once the place
+is released. The kernel gives memory when a place is first used. Above ``KEPT_NBYTES`` it gets the memory back when no
+place is in use.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ KEPT_NBYTES = 1 << 26
 CHUNK_NBYTES = 1 << 20
 _MAX_RANGE_NBYTES = 1 << 36
 _HEAD_NBYTES = 2 * LINE_NBYTES
-_CHECKED_NBYTES = 1 << 24  # from here on it is worth a file read to ask how much memory is free
+_CHECKED_NBYTES = 1 << 24  # above this it is worth reading a file to know how much memory is free
 
 
 @functools.cache
 def _can_populate() -> bool:
-    """Whether the kernel takes memory on demand and says where there is none: Linux 5.14."""
+    """Whether the kernel can allocate memory on demand and report that there is none: Linux 5.14."""
     try:
-        with _probe() as probe:
+        with _Probe() as probe:
             populate(probe.address, PAGE_NBYTES)
     except (OSError, SharedMemoryError):
         return False
     return True
 
 
-class _probe:
-    def __enter__(self) -> _probe:
+class _Probe:
+    def __enter__(self) -> _Probe:
         self._segment = Segment.create(PAGE_NBYTES)
         self.address = int(self._segment.buffer.__array_interface__["data"][0])
         return self
@@ -52,9 +52,9 @@ class _probe:
 
 
 def tail_nbytes(world_size: int) -> int:
-    """Return how many bytes of addresses the outboxes of all ranks take: for each as many as the machine has memory.
+    """Return how many bytes of addresses the outboxes of all ranks take: the size of the machine's memory for each.
 
-    0 where addresses are limited, and where the kernel is too old.
+    0 if the process's address space is limited, or the kernel is too old.
     """
     is_limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
     if is_limited or not _can_populate():
@@ -64,12 +64,12 @@ def tail_nbytes(world_size: int) -> int:
 
 
 class Outbox:
-    """The outboxes of all ranks, of which one is this rank's.
+    """The outboxes of all ranks. This rank gives away places in its own and reads from the others.
 
     Parameters
     ----------
     tail : ndarray of uint8
-        The addresses, ``(rank, nbytes)`` flat; empty where there are none.
+        All addresses, ``(rank, nbytes)`` flat. Empty if there are no outboxes.
     rank, world_size : int
     """
 
@@ -81,16 +81,16 @@ class Outbox:
         self._begin = rank * self._nbytes
         self._address = int(tail.__array_interface__["data"][0])
         self._taken: list[tuple[int, int]] = []  # places in use, ascending, with their ends
-        self._populated = self._begin  # up to where memory was taken
+        self._populated = self._begin  # up to here the kernel has given memory
         if self._nbytes:
-            self._give_back(self._begin)  # what a worker has left that had this rank before
+            self._give_back(self._begin)  # memory left by a dead worker that had this rank before
 
     @property
     def is_there(self) -> bool:
         return self._nbytes > 0
 
     def close(self) -> None:
-        """Let go of the shared memory."""
+        """Release the shared memory."""
         self._filled = self._released = memoryview(b"").cast("q")
         self._boxes = np.empty(0, np.uint8)
         self._nbytes = 0
@@ -98,7 +98,7 @@ class Outbox:
     # -- the sender's side ---------------------------------------------------------------------------------------
 
     def take(self, nbytes: int) -> int:
-        """Return a place for a message.
+        """Return a place for a message of ``nbytes``.
 
         Raises
         ------
@@ -113,14 +113,15 @@ class Outbox:
             if begin - start >= size:
                 break
             start = end
-        self._populate(start + size)
+        self._populate(start + size, nbytes)
         bisect.insort(self._taken, (start, start + size))
         word = start // WORD_NBYTES
         self._filled[word] = 0
         released[word + 8] = 0
         return start
 
-    def _populate(self, end: int) -> None:
+    def _populate(self, end: int, message_nbytes: int) -> None:
+        """Have the kernel give memory up to ``end``."""
         if end <= self._populated:
             return
         nbytes = end - self._populated
@@ -130,27 +131,27 @@ class Outbox:
             populate(self._address + self._populated, nbytes)
         except OSError as error:
             raise SharedMemoryError(
-                f"cannot leave a message of {nbytes} bytes for its receiver: {error.strerror}. Wait for messages that "
-                "were sent before, or send it by send, which waits for the receiver."
+                f"cannot leave a message of {message_nbytes} bytes for its receiver: {error.strerror}. Wait for "
+                "messages that were sent before, or send it by send, which waits for the receiver."
             ) from error
         self._populated = end
 
     def put(self, place: int, start: int, data: np.ndarray) -> None:
-        """Copy the bytes of a message from ``start`` on; ``show`` follows."""
+        """Copy bytes of a message to their place, from offset ``start`` on. A fence and ``show`` follow."""
         first = place + _HEAD_NBYTES + start
         self._boxes[first : first + data.size] = data
 
     def show(self, place: int, num_filled: int) -> None:
-        """Tell the receiver how many bytes are there, after a fence."""
+        """Tell the receiver how many bytes are in place. The caller has issued a fence after ``put``."""
         self._filled[place // WORD_NBYTES] = num_filled
 
     def clear(self) -> None:
-        """Take all places back: no rank is in the call in which they were given away."""
+        """Take all places back. Safe because no rank is any longer in the call in which they were given away."""
         self._taken.clear()
         self.trim()
 
     def trim(self) -> None:
-        """Give memory back if there is much of it and no place is in use."""
+        """Give memory back to the kernel if there is much of it and no place is in use."""
         released = self._released
         if self._populated - self._begin > KEPT_NBYTES and all(
             released[begin // WORD_NBYTES + 8] for begin, _ in self._taken
@@ -159,10 +160,10 @@ class Outbox:
             self._give_back(self._begin + KEPT_NBYTES)
 
     def _give_back(self, start: int) -> None:
-        """Give all memory from ``start`` on back."""
+        """Give back all memory from ``start`` on."""
         try:
             give_back(self._address + start, self._begin + self._nbytes - start)
-        except OSError:  # it stays, and is used again
+        except OSError:  # the memory stays and is used again
             pass
         else:
             self._populated = start
@@ -170,14 +171,14 @@ class Outbox:
     # -- the receiver's side -------------------------------------------------------------------------------------
 
     def num_filled(self, place: int) -> int:
-        """Return how many bytes of a message are there; a fence comes before they are read."""
+        """Return how many bytes of a message are in place. The caller issues a fence before it reads them."""
         return self._filled[place // WORD_NBYTES]
 
     def contents(self, place: int, start: int, stop: int) -> np.ndarray:
-        """View bytes of a message."""
+        """Return a view of bytes of a message."""
         first = place + _HEAD_NBYTES
         return self._boxes[first + start : first + stop]
 
     def release(self, place: int) -> None:
-        """Give a place back to its sender, after a fence."""
+        """Give a place back to its sender. The caller has issued a fence after its last read."""
         self._released[place // WORD_NBYTES + 8] = 1

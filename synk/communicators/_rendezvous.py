@@ -1,20 +1,21 @@
 """Where the ranks of one machine meet: who takes part, who has arrived, who has left, who sleeps, and whether to stop.
 
-Owns the control words at the head of a communicator's segment, and waiting and waking. Every word has a single writer:
-the rank it belongs to, or the master (the abort word). No lock is ever shared between processes, so a process that is
-killed at any instruction leaves nothing locked. Moves no data.
+This file owns the control words at the head of a communicator's segment, and waiting and waking. It moves no data.
+Every word has a single writer: the rank it belongs to, or the master (the abort word). No lock is ever shared between
+processes, so a process that is killed at any instruction leaves nothing locked.
 
-The unit of agreement is the *tick*: a rank raises its own tick, then waits until those of all ranks of the group are as
-high. Everything in shared memory that is written for tick ``t`` lies in one of two places, chosen by ``t & 1``. Reading
-it ends before the reader's tick ``t + 1``, and the next write to that place comes after the writer has seen tick
-``t + 1`` of everybody: two places and one wait for each tick are enough.
+The unit of agreement is the *tick*: a rank raises its own tick, then waits until all ranks of the group have raised
+theirs as far. Whatever is written to shared memory for tick ``t`` lies in one of two places, chosen by ``t & 1``. A
+reader has finished with it before it raises its own tick to ``t + 1``, and the next write to that place comes after the
+writer has seen tick ``t + 1`` of everybody. So two places and one wait for each tick are enough.
 
-Which fence orders which words stands in one table of docs/design.md; tests/memory_model.py has the same steps and tries
-them in every order that a processor may choose. In one file because each step relies on the ones beside it.
+A table in docs/design.md says which fence orders which words. tests/support/memory_model.py has the same steps and
+tries them in every order that a processor may choose. In one file because each step relies on the ones beside it.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import struct
@@ -31,10 +32,11 @@ from synk.communicators._buffers import DTYPE_NAMES
 from synk.communicators._layout import WORD_NBYTES, ControlLayout
 from synk.errors import CollectiveMismatch, SynkError
 
-# A rank that comes a few microseconds after the others finds them awake, also where the wait is without patience
-# because there are fewer cores than ranks.
+# A rank that arrives a few microseconds after the others finds them awake, even if they have no patience because there
+# are fewer cores than ranks.
 SPIN_YIELDS = 16
-# Every change is followed by a wake-up; looking again without one is for what nobody can announce: a deadlock.
+# Every change is followed by a wake-up, so a sleeper needs no timer for changes. It needs one for deadlocks, which
+# nobody announces.
 RECHECK_MS = 100
 
 _MESSAGES = ("send", "recv")
@@ -42,12 +44,12 @@ KINDS = (
     *("barrier", "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"),
     *("gather", "scatter", "all_to_all", "all_gather along an axis", *_MESSAGES),
 )
-# Where requests lie: those of collectives take turns in the places 0 and 1, by their tick.
+# Requests for collectives alternate between the places 0 and 1, by their tick. The request for a message has its own.
 _MESSAGE_PLACE = 2
 _PLACE_MASK = 3
-# Beside the place of what a rank waits for: it has raised its tick, and not gone on from there.
+# Flags beside the place of what a sleeping rank waits for. This one: it has raised its tick and waits for the others.
 _IS_MEETING = 4
-# Likewise: what it waits for is being copied by its sender, who waits for nothing meanwhile.
+# This one: a sender is copying a message that the rank waits for. The sender is awake, so this is no deadlock.
 _IS_FETCHING = 8
 _RULE = "Every rank that takes part must call the same collectives, in the same order, with equal arguments."
 
@@ -57,7 +59,7 @@ class Aborted(SynkError):
 
 
 class Request(NamedTuple):
-    """What a rank asks for; ``peer`` is the root of a collective or the other side of a message."""
+    """What a rank asks for. ``peer`` is the root of a collective or the other side of a message."""
 
     kind: str
     op: str = ""
@@ -71,7 +73,7 @@ class Request(NamedTuple):
         if self.kind == "barrier":
             return "barrier()"
         words = [self.op] if self.op else []
-        if self.num_elements < 0:  # whatever comes
+        if self.num_elements < 0:  # a recv without an array accepts any
             words.append("any array")
         elif self.dtype:
             words += [self.dtype, f"{self.num_elements} elements"]
@@ -84,15 +86,17 @@ class Request(NamedTuple):
         return f"{self.kind}({', '.join(words)})"
 
 
-# Seven words that must be equal on all ranks, then the weight, which may differ: one cache line.
+# One cache line: seven words that must be equal on all ranks, then the weight, which may differ.
 _REQUEST = struct.Struct("=7qd")
-_NUM_EQUAL_NBYTES = 7 * WORD_NBYTES
+_NUM_EQUAL_WORDS = 7
 _OP_NAMES = ("", *REDUCE_OPS)
 _DTYPE_NAMES = ("", *DTYPE_NAMES)
 
 
-def _packed(request: Request) -> tuple[Any, ...]:
-    return (
+@functools.lru_cache(maxsize=1024)  # a program makes the same few requests again and again
+def packed(request: Request) -> bytes:
+    """Return a request as other ranks read it."""
+    return _REQUEST.pack(
         KINDS.index(request.kind),
         _OP_NAMES.index(request.op),
         _DTYPE_NAMES.index(request.dtype),
@@ -105,34 +109,34 @@ def _packed(request: Request) -> tuple[Any, ...]:
 
 
 class Rendezvous:
-    """One rank's hold of the control words.
+    """One rank's view of the control words.
 
     Parameters
     ----------
     segment : Segment
-        Writable; its first ``ControlLayout(world_size).nbytes`` bytes are the control words, zero at first.
+        Writable. Its first ``ControlLayout(world_size).nbytes`` bytes are the control words, initially zero.
     rank, world_size : int
     eventfds : sequence of int
-        One for each rank: a rank sleeps on its own, the others write to it.
-    mailbox_nbytes : int
-        How much a sender may write before its receiver reads.
+        One for each rank. A rank sleeps on its own; the others write to it.
+    ring_nbytes : int
+        The size of a ring: how much a sender may write before its receiver reads.
     patience : Patience
         How this rank waits before it sleeps.
 
     Attributes
     ----------
     ranks : tuple of int
-        Who takes part in the present call, ascending; empty outside a call.
+        The ranks of the current call, ascending; empty outside a call.
     tick : int
-        How often this rank has met the others in the present call.
+        How many meetings of the current call this rank has arrived at.
     is_meeting : bool
-        Whether it has raised its tick and not gone on from there.
+        Whether this rank has raised its tick and still waits for the others.
     is_fetching : bool
-        Whether a message that was asked for is being copied by its sender.
+        Whether this rank waits for a message that its sender is copying.
     is_unfinished : bool
-        Whether an operation goes on, or was broken off.
+        Whether an operation is running, or one was broken off.
     begun : set of int
-        Who is known to have joined the present call.
+        The ranks that are known to have joined the current call.
     """
 
     def __init__(
@@ -141,7 +145,7 @@ class Rendezvous:
         rank: int,
         world_size: int,
         eventfds: Sequence[int],
-        mailbox_nbytes: int,
+        ring_nbytes: int,
         patience: Patience,
     ) -> None:
         layout = ControlLayout(world_size)
@@ -156,14 +160,13 @@ class Rendezvous:
         self.is_fetching = False
         self.begun: set[int] = set()
         self.patience = patience
-        self._mailbox_nbytes = mailbox_nbytes
+        self._ring_nbytes = ring_nbytes
         self._eventfds = tuple(eventfds)
         self._poll = select.poll()
         self._poll.register(eventfds[rank], select.POLLIN)
         self.fence = Fence()
 
         self._bytes = segment.buffer.data[: layout.nbytes]
-        self._requests = layout.requests
         words = self._bytes.cast("q")
 
         def column(offset: int) -> memoryview[int]:
@@ -174,14 +177,23 @@ class Rendezvous:
         columns = [column(layout.column(index)) for index in range(6)]
         self._sequences, self._ticks, self._left, self._sleeps, self._places, self._verdicts = columns
         step = layout.column_nbytes
-        # written and unsent[sender][receiver] belong to the sender, read[receiver][sender] to the receiver.
+        # The sender alone writes written[sender][receiver] and unsent[sender][receiver], the receiver alone
+        # read[receiver][sender].
         self.written = [column(layout.written + each * step) for each in range(world_size)]
         self.read = [column(layout.read + each * step) for each in range(world_size)]
         self.unsent = [column(layout.unsent + each * step) for each in range(world_size)]
-        self._views = [words, self._abort_word, *columns, *self.written, *self.read, *self.unsent]
+        # Three views of the line at requests[place][rank]: all of it, the words that must be equal, and the weight.
+        lines = [
+            [self._bytes[start : start + LINE_NBYTES] for start in layout.request_offsets(place)] for place in range(3)
+        ]
+        self._requests = lines
+        self._wanted = [[line.cast("q")[:_NUM_EQUAL_WORDS] for line in each] for each in lines]
+        self._weights = [[line.cast("d")[_NUM_EQUAL_WORDS:] for line in each] for each in lines]
+        of_requests = [view for views in (lines, self._wanted, self._weights) for each in views for view in each]
+        self._views = [words, self._abort_word, *columns, *self.written, *self.read, *self.unsent, *of_requests]
 
     def close(self) -> None:
-        """Let go of the shared memory; any use afterwards raises ValueError."""
+        """Release the shared memory. Any later use raises ValueError."""
         self.ranks = ()
         for view in (*self._views, self._bytes):
             view.release()
@@ -189,74 +201,79 @@ class Rendezvous:
     # -- who takes part ------------------------------------------------------------------------------------------
 
     def begin(self, ranks: tuple[int, ...], sequence: int) -> None:
-        """Join the call ``sequence`` (above all earlier ones) of the ranks ``ranks``."""
+        """Join a call of ``ranks``. Its number, ``sequence``, is above those of all earlier calls."""
         self.ranks, self.sequence, self.tick, self.is_meeting = ranks, sequence, 0, False
         self._is_aborted = self.is_fetching = False
         self.begun = set()
         self._ticks[self.rank] = 0
-        self.fence()  # nobody may take an old tick, or an old count of bytes, for one of this call
+        self.fence()  # nobody may mistake an old tick or an old count of bytes for one of this call
         self._sequences[self.rank] = sequence
 
     def end(self) -> None:
-        """Leave the call: whoever waits for this rank, now or later, learns that it will not come."""
+        """Leave the call: a rank that waits for this one, now or later, learns that it will not come."""
         if self.ranks:
             self.ranks = ()
-            # Whatever the others must see before this was followed by a wake-up, and so by a fence.
+            # No fence is needed here: every store that the others must see first was followed by a wake-up, which
+            # begins with one.
             self._left[self.rank] = self.sequence
             self.wake_all()
 
-    def skip(self, sequence: int) -> None:
-        """Say that this rank has gone through the call ``sequence`` without ``begin``."""
-        self._left[self.rank] = sequence
-        self.wake_all()
-
     def skip_words(self) -> tuple[memoryview, memoryview]:
-        """Return the words that ``skip`` writes, and those that tell who sleeps: odd numbers."""
+        """Return the words by which a rank goes through a call without ``begin`` and ``end``.
+
+        The first hold, for each rank, the last call that it has left: the rank stores the call's number there. The
+        second are odd for ranks that sleep: if any is, ``wake_all`` must follow the store.
+        """
         return self._left, self._sleeps
 
     def has_begun(self, rank: int) -> bool:
-        """Whether ``rank`` has joined the present call; its counters mean nothing before."""
+        """Whether ``rank`` has joined the current call. Until then its counters are those of an earlier call."""
         if rank not in self.begun:
             if self._sequences[rank] != self.sequence:
                 return False
-            self.fence()  # its counters are read after this, or they could be those of the call before
+            self.fence()  # its counters must be read after its sequence, or they could still be old
             self.begun.add(rank)
         return True
 
     def has_left(self, rank: int) -> bool:
-        """Whether ``rank`` has left the present call; what it wrote before can be seen after this returned True."""
+        """Whether ``rank`` has left the current call. If so, everything it wrote before is visible from here on."""
         if self._left[rank] != self.sequence:
             return False
-        self.fence()  # what it wrote is read after this
+        self.fence()  # what it wrote must be read after the word that says it left
         return True
 
     def room(self, sender: int, receiver: int) -> int:
         """Return how many bytes ``sender`` may write for ``receiver``, once both have begun."""
-        return self._mailbox_nbytes - self.written[sender][receiver] + self.read[receiver][sender]
+        return self._ring_nbytes - self.written[sender][receiver] + self.read[receiver][sender]
 
     # -- meeting -------------------------------------------------------------------------------------------------
 
     def post(self, request: Request) -> None:
-        """Show what this rank is about to do; for a collective, ``arrive`` follows."""
-        is_message = request.kind in _MESSAGES
-        # Who is behind may still compare the request of the tick before, which lies where that of the next one goes.
-        assert is_message or not self.is_meeting
-        place = _MESSAGE_PLACE if is_message else (self.tick + 1) & 1
-        _REQUEST.pack_into(self._bytes, self._request_offset(self.rank, place), *_packed(request))
-        if not is_message:
-            self._place = place
-            self._places[self.rank] = place
+        """Show the others what this rank is about to do. For a collective, ``arrive`` follows."""
+        if request.kind in _MESSAGES:
+            self._requests[_MESSAGE_PLACE][self.rank][:] = packed(request)
+        else:
+            self.post_packed(packed(request))
+
+    def post_packed(self, request: bytes) -> None:
+        """Show the others which collective this rank is about to join. ``arrive`` follows."""
+        # This overwrites the request of the tick before. A rank that is behind may still compare that one, until it
+        # raises its own tick. So this rank's meeting must be over.
+        assert not self.is_meeting
+        place = self._place = (self.tick + 1) & 1
+        self._requests[place][self.rank][:] = request
+        self._places[self.rank] = place
 
     def arrive(self) -> None:
-        """Raise this rank's tick: what it has written for this one is there."""
+        """Raise this rank's tick, which announces everything that it has written for it."""
         self.tick += 1
         self.is_meeting = True
-        self.fence()  # data and request come before the tick that tells of them
+        self.fence()  # data and request must be visible before the tick that announces them
         self._ticks[self.rank] = self.tick
         self.wake_all()
 
     def has_met(self) -> bool:
-        """Whether all ranks have arrived; this one goes on from there, awake.
+        """Whether all ranks have arrived. If so, this rank is awake and no longer in the meeting.
 
         Raises
         ------
@@ -265,12 +282,12 @@ class Rendezvous:
         """
         if not self._have_all_arrived():
             return False
-        self.rouse()  # what the others have written is read after this
+        self.rouse()  # its fence comes before this rank reads what the others wrote
         self.is_meeting = False
         return True
 
     def compare(self) -> list[Any]:
-        """When all have met at the start of a collective, return the weights, in the order of ``ranks``.
+        """Compare the requests of all ranks, after the first meeting of a collective. Return weights in rank order.
 
         Raises
         ------
@@ -278,17 +295,29 @@ class Rendezvous:
             On every rank of the group, if any two requests differ.
         """
         place = self.tick & 1
-        starts = [self._request_offset(rank, place) for rank in self.ranks]
-        if len({bytes(self._bytes[start : start + _NUM_EQUAL_NBYTES]) for start in starts}) > 1:
-            texts = "; ".join(f"rank {rank}: {self._request_at(start)}" for rank, start in zip(self.ranks, starts))
-            raise CollectiveMismatch(f"cannot run a collective: the ranks asked for different ones: {texts}. {_RULE}")
-        return [_REQUEST.unpack_from(self._bytes, start)[-1] for start in starts]
+        wanted, weights = self._wanted[place], self._weights[place]
+        mine = wanted[self.rank]
+        for rank in self.ranks:
+            if wanted[rank] != mine:
+                texts = "; ".join(f"rank {each}: {self._request_at(each, place)}" for each in self.ranks)
+                raise CollectiveMismatch(
+                    f"cannot run a collective: the ranks asked for different ones: {texts}. {_RULE}"
+                )
+        return [weights[rank][0] for rank in self.ranks]
 
     def _have_all_arrived(self) -> bool:
+        if len(self.begun) == len(self.ranks):  # the quick way: everybody has joined, so ticks alone decide
+            tick, ticks = self.tick, self._ticks
+            for rank in self.ranks:
+                if ticks[rank] < tick:
+                    break
+            else:
+                return True
         missing = [rank for rank in self.ranks if not self._has_arrived(rank)]
         if not missing:
             return True
-        # A rank may arrive and leave between the two looks: only who had not arrived when it left is missing.
+        # A rank may arrive and leave between the two looks. So look again after it has left: only a rank that left
+        # without arriving is missing.
         left = [rank for rank in missing if self.has_left(rank)]
         left = [rank for rank in left if not self._has_arrived(rank)]
         if left:
@@ -301,10 +330,10 @@ class Rendezvous:
     # -- waiting and waking --------------------------------------------------------------------------------------
 
     def wait(self, is_ready: Callable[[], bool], *, is_message: bool = False) -> None:
-        """Return when ``is_ready()``; it is called again after every wake-up and may raise.
+        """Return once ``is_ready()`` is true. It is called again after every wake-up, and may raise.
 
-        What is read afterwards is as new as what ``is_ready`` has seen. ``is_message``: the rank waits for what it has
-        posted about a message, else for a collective.
+        What is read afterwards is at least as new as what ``is_ready`` has seen. ``is_message``: the rank waits for the
+        message that it posted, not for a collective.
 
         Raises
         ------
@@ -328,54 +357,54 @@ class Rendezvous:
         while True:
             place = _MESSAGE_PLACE if is_message else self._place
             self._places[rank] = place | _IS_MEETING * self.is_meeting | _IS_FETCHING * self.is_fetching
-            # What this rank has done and asked for comes before the news that it sleeps.
+            # What this rank has done and asked for must be visible before the word that says it sleeps.
             self.fence()
             sleeps[rank] |= 1
-            # The other side changes something, then looks who sleeps; this side says that it sleeps, then looks again.
-            # Each has a fence between, so at least one of them sees the other: no wake-up is lost.
+            # This rank says that it sleeps, then looks again. A rank that changes something first changes it, then
+            # looks who sleeps. Each has a fence in between, so at least one sees the other: no wake-up is lost.
             self.fence()
             if is_ready():
                 return True
-            if not sleeps[rank] & 1:  # it was roused by what it saw, and has to look once more
+            if not sleeps[rank] & 1:  # is_ready found something to do and roused this rank: say again that it sleeps
                 continue
             self.check_abort()
-            if self.ranks is not ranks:  # in a thread that the function has left behind
+            if self.ranks is not ranks:  # this is a thread that the function has left behind
                 raise Aborted(f"cannot wait any longer on rank {rank}: its call is over. End threads in the function.")
             if self._poll.poll(RECHECK_MS):
                 os.eventfd_read(self._eventfds[rank])
-            elif self.ranks:  # who has left waits only for what it sent, and that may go on as long as it likes
+            elif self.ranks:  # after it has left a rank waits only for its messages to be taken in: no deadlock
                 self._check_deadlock()
 
     def rouse(self) -> None:
-        """Say that this rank is awake, before it changes anything and after each wait.
+        """Say that this rank is awake: before it changes anything, and after each wait.
 
-        The number of naps is odd as long as the rank sleeps, and whoever sleeps changes nothing: ``_check_deadlock``
-        relies on it. The fence also puts what the rank has seen before whatever it reads next.
+        A rank's number in ``_sleeps`` is odd while it sleeps, and a rank that sleeps changes nothing.
+        ``_check_deadlock`` relies on both. The fence also makes what this rank reads next as new as what it has seen.
         """
         if self._sleeps[self.rank] & 1:
             self._sleeps[self.rank] += 1
         self.fence()
 
     def wake_all(self) -> None:
-        """Wake every rank that sleeps, after a change that it may wait for."""
+        """Wake every rank that sleeps, after a change that any of them may wait for."""
         self.fence()
         for rank, number in enumerate(self._sleeps.tolist()):
             if number & 1:
                 os.eventfd_write(self._eventfds[rank], 1)
 
     def wake(self, rank: int) -> None:
-        """Wake ``rank`` if it sleeps, after a change that only it may wait for."""
+        """Wake ``rank`` if it sleeps, after a change that no other rank may wait for."""
         self.fence()
         if self._sleeps[rank] & 1:
             os.eventfd_write(self._eventfds[rank], 1)
 
     def check_abort(self) -> None:
-        """Raise Aborted if the call is to be given up."""
+        """Raise Aborted if the call was aborted."""
         if self._abort_word[0] or self._is_aborted:
             raise Aborted(f"rank {self.rank} gave up waiting: the call was aborted after a failure elsewhere.")
 
     def fail(self, text: str) -> NoReturn:
-        """Raise CollectiveMismatch; where a rank has left for an abort or a verdict, that is raised instead."""
+        """Raise CollectiveMismatch with ``text``, unless the real cause is an abort or a deadlock: then raise that."""
         self.check_abort()
         if self.sequence in self._verdicts.tolist():
             self._give_verdict()
@@ -386,21 +415,22 @@ class Rendezvous:
         return bool(self._abort_word[0]) or self._is_aborted
 
     def abort(self) -> None:
-        """Break the wait of this rank; callable from another thread of the process."""
+        """Break this rank's wait. Callable from another thread of the process."""
         self._is_aborted = True
         os.eventfd_write(self._eventfds[self.rank], 1)
 
-    # -- nobody can go on ----------------------------------------------------------------------------------------
+    # -- deadlocks -----------------------------------------------------------------------------------------------
 
     def _check_deadlock(self) -> None:
-        """Raise if every rank of the group has left or sleeps over something that no rank can bring about any more.
+        """Raise if every rank of the group has left, or sleeps until something happens that no rank can do any more.
 
-        A rank that sleeps changes nothing, so what is read here belongs together if nobody woke up meanwhile.
+        A rank that sleeps changes nothing. So what is read here is consistent if no rank woke up in the meantime, which
+        the second look at ``_sleeps`` shows: each nap has a number of its own.
         """
         numbers = self._sleeps.tolist()
         self.fence()
         for rank in self.ranks:
-            if self.has_left(rank):  # perhaps without having begun: it had no use for collectives
+            if self.has_left(rank):  # perhaps without having begun: it used no collectives
                 continue
             if not (self.has_begun(rank) and numbers[rank] & 1 and self._is_stuck(rank)):
                 return
@@ -409,22 +439,22 @@ class Rendezvous:
             self._give_verdict()
 
     def _is_stuck(self, rank: int) -> bool:
-        """Whether the sleeping ``rank`` has nothing to do: all that it waits for is still missing."""
+        """Whether the sleeping ``rank`` has nothing to do: everything that it waits for is still missing."""
         place, peers = self._places[rank], [each for each in self.ranks if self.has_begun(each)]
         if place & _IS_FETCHING:
             return False
         if place & _IS_MEETING and all(each in peers and self._ticks[each] >= self._ticks[rank] for each in self.ranks):
             return False
-        # Whoever waits goes on writing when a receiver made room, and takes in whatever reaches it.
+        # A rank that waits also writes on where a receiver has made room, and takes in whatever has arrived for it.
         if any(self.unsent[rank][each] and self.room(rank, each) > 0 for each in peers):
             return False
         return not any(self.written[each][rank] != self.read[rank][each] for each in peers)
 
     def _give_verdict(self) -> NoReturn:
-        """Raise what every rank raises when none can go on: the same text, whoever has found it first and left."""
+        """Raise that no rank can go on. All ranks raise the same text, no matter which finds out first and leaves."""
         self.check_abort()
         self._verdicts[self.rank] = self.sequence
-        self.fence()  # whoever sees that this rank has left sees why
+        self.fence()  # a rank that sees that this one has left must also see why
         waiting = [rank for rank in self.ranks if not self.has_left(rank) or self._verdicts[rank] == self.sequence]
         raise CollectiveMismatch(
             f"cannot go on: every rank waits for another one: {self._requests_text(waiting)}. {_RULE}"
@@ -432,15 +462,12 @@ class Rendezvous:
 
     # -- texts ---------------------------------------------------------------------------------------------------
 
-    def _request_offset(self, rank: int, place: int) -> int:
-        return self._requests + (3 * rank + place) * LINE_NBYTES
-
     def _request(self, rank: int) -> Request:
-        """Return what ``rank`` sleeps over."""
-        return self._request_at(self._request_offset(rank, self._places[rank] & _PLACE_MASK))
+        """Return the request that the sleeping ``rank`` waits for."""
+        return self._request_at(rank, self._places[rank] & _PLACE_MASK)
 
-    def _request_at(self, offset: int) -> Request:
-        kind, op, dtype, count, peer, tag, is_weighted, weight = _REQUEST.unpack_from(self._bytes, offset)
+    def _request_at(self, rank: int, place: int) -> Request:
+        kind, op, dtype, count, peer, tag, is_weighted, weight = _REQUEST.unpack(self._requests[place][rank])
         return Request(
             KINDS[kind], _OP_NAMES[op], _DTYPE_NAMES[dtype], count, peer, tag, weight if is_weighted else None
         )
@@ -458,9 +485,10 @@ class Rendezvous:
 
 
 def reset(segment: Segment, world_size: int, eventfds: Sequence[int]) -> None:
-    """Make the segment as new: counters at zero, no abort, no wake-up under way.
+    """Make the segment as new: counters at zero, no abort, no wake-up pending.
 
-    For the master, while no rank is in a call: after ``set_abort``, and before a worker that was started again begins.
+    Only the master calls this, while no rank is in a call: after ``set_abort``, and before a replacement of a worker
+    that died begins.
     """
     segment.buffer[: ControlLayout(world_size).nbytes] = 0
     for eventfd in eventfds:
@@ -471,7 +499,7 @@ def reset(segment: Segment, world_size: int, eventfds: Sequence[int]) -> None:
 
 
 def set_abort(segment: Segment, eventfds: Sequence[int]) -> None:
-    """Make every rank leave what it waits for, with ``Aborted``. For the master; stays set until ``reset``."""
+    """Make every rank that waits raise ``Aborted``, until ``reset``. Only the master calls this."""
     segment.view(0, (1,), np.dtype(np.int64))[0] = 1
-    for eventfd in eventfds:  # a system call each: the word is visible before the wake-up
+    for eventfd in eventfds:  # each write is a system call, which makes the word visible before the wake-up
         os.eventfd_write(eventfd, 1)

@@ -1,8 +1,9 @@
-"""The collectives that a rank has started and not finished, in their order.
+"""The collectives that a rank has in flight, in their order.
 
-A collective is a generator, its *steps*. It first yields when it has refused what it refuses and shown nothing yet,
-then each time it has raised the rank's tick, and goes on when all ranks have met. All ranks start the same ones in the
-same order, so one is under way at a time. The rank goes on with it whatever it waits for, and whenever it is asked.
+A collective is a generator, its *steps*. It yields first when it has checked its arguments and shown nothing to the
+other ranks yet, and then each time it has raised the rank's tick, to go on when all ranks have met. All ranks start the
+same collectives in the same order, so only the first one in flight takes steps. It does so whenever the rank waits for
+anything, and whenever the function asks for its state.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Steps = Generator[None, None, Any]
 
 
 class Operation:
-    """A collective that was started."""
+    """A collective in flight, or one that is done."""
 
     __slots__ = ("_returned", "_steps")
 
@@ -32,7 +33,7 @@ class Operation:
 
     @property
     def value(self) -> Any:
-        """What its steps have returned; it is done."""
+        """What its steps returned. Only for one that is done."""
         return self._returned[0]
 
     def advance(self) -> None:
@@ -41,16 +42,17 @@ class Operation:
 
 
 def _to_the_end(steps: Steps, returned: list[Any]) -> Steps:
-    """Take the steps, and note what they return."""
+    """Take all steps, and append what they return to ``returned``."""
     returned.append((yield from steps))
 
 
 class Schedule:
-    """The collectives of one rank that are not finished.
+    """The collectives of one rank in flight.
 
     Attributes
     ----------
     operations : deque of Operation
+        The oldest first. Only this one takes steps.
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
@@ -65,21 +67,22 @@ class Schedule:
         return self.operations[-1]
 
     def clear(self) -> None:
-        """Forget what a failed call has left."""
+        """Forget the collectives that a failed call has left."""
         self.operations.clear()
 
     def append(self, operation: Operation) -> None:
-        """Start one; its turn comes when those before it are done."""
+        """Add a collective. It goes on here if no other is in flight, else when all before it are done."""
         self.operations.append(operation)
         if len(self.operations) == 1:
             self._go_on()
 
     def advance(self) -> None:
-        """Go on as far as the other ranks have come."""
+        """Take the steps for which the other ranks are ready."""
         if self.operations and self._rendezvous.has_met():
             self._go_on()
 
     def _go_on(self) -> None:
+        """Take steps until one must wait for the other ranks, or no collective is left."""
         operations, rendezvous = self.operations, self._rendezvous
         while operations:
             operations[0].advance()

@@ -1,15 +1,17 @@
 """Collectives between the worker processes of one machine, through one shared segment. No socket, no shared lock.
 
-The collectives are in ``_shm_collectives``, their order in ``_schedule``, messages in ``_mailbox``, and where the ranks
-meet in ``_rendezvous``.
+``_shm_collectives`` has the collectives, ``_schedule`` their order, ``_mailbox`` messages between two ranks, and
+``_rendezvous`` the words by which ranks meet.
 
-The master makes the segment (``required_nbytes``) and one eventfd for each rank, hands both to the workers, and keeps
-them for those that it starts again: ``set_abort`` when a worker failed, ``reset`` when all workers are idle again.
+The master makes the segment (``required_nbytes``) and one eventfd for each rank. It hands both to the workers, and
+keeps them for replacements of workers that died. When a worker failed it calls ``set_abort``, and when all workers are
+idle again ``reset``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,24 +23,27 @@ from synk._wire.channel import Patience
 from synk._wire.memory import Segment
 from synk.communicators import Buffer, Capabilities
 from synk.communicators._buffers import DTYPE_NAMES, as_array, named_dtype
-from synk.communicators._layout import Layout, required_nbytes
+from synk.communicators._layout import Layout
 from synk.communicators._mailbox import Mailbox
 from synk.communicators._messages import Incoming
 from synk.communicators._outbox import Outbox
-from synk.communicators._rendezvous import Aborted, Rendezvous, reset, set_abort
+from synk.communicators._rendezvous import SPIN_YIELDS, Aborted, Rendezvous
+from synk.communicators._results import ResultMemory
 from synk.communicators._schedule import Operation, Schedule, Steps
 from synk.communicators._shm_collectives import ShmCollectives
+from synk.communicators._short_collectives import ShortCollectives
 from synk.communicators._short_path import ShortPath
 from synk.errors import CollectiveMismatch, SharedMemoryError
 
-__all__ = ["Aborted", "ShmCommunicator", "required_nbytes", "reset", "set_abort"]
+__all__ = ["Aborted", "ShmCommunicator"]
 
 
 class ShmCommunicator(ShmCollectives):
-    """Collectives of one rank; they run between ``begin`` and ``end``, over the ranks given to ``begin``.
+    """Collectives of one rank. They run between ``begin`` and ``end``, over the ranks given to ``begin``.
 
-    All take part in the same order with equal arguments; where they do not, ``CollectiveMismatch`` is raised on every
-    rank that waits, and the rest of this call has no collectives. One thread at a time, but for ``abort``.
+    All ranks call the same collectives, in the same order, with equal arguments. If they do not, every rank that waits
+    raises ``CollectiveMismatch``, and the rest of the call has no collectives. One thread at a time may use it, except
+    for ``abort``.
 
     Parameters
     ----------
@@ -46,24 +51,26 @@ class ShmCommunicator(ShmCollectives):
         Writable, at least ``required_nbytes(world_size)`` bytes, the same memory in all ranks.
     rank, world_size : int
     eventfds : sequence of int
-        One for each rank, as numbered in this process.
+        The descriptors in this process, one for each rank.
     patience_s : float
-        The longest wait that a rank spends awake, where that pays.
+        How long a rank waits awake at most before it sleeps.
 
     Attributes
     ----------
     short_path : ShortPath
-        For messages of plain arrays.
+        The quick way for messages and collectives of plain arrays.
+    results : ResultMemory
+        Memory for this rank's large results.
 
     Raises
     ------
     Aborted
-        By every operation, once the master called ``set_abort``.
+        By every operation, once the master has called ``set_abort``.
 
     Notes
     -----
-    A message that fits its mailbox is sent without waiting for the receiver. A longer one waits until the receiver
-    waits for anything; what that one does not want yet is kept in its private memory.
+    ``send`` returns without waiting if the message fits into its ring. A longer message is taken in whenever the
+    receiver waits for anything: what the receiver has not asked for yet, it keeps in private memory.
     """
 
     def __init__(
@@ -71,54 +78,57 @@ class ShmCommunicator(ShmCollectives):
     ) -> None:
         layout = Layout(segment.nbytes, world_size)
         halves = (world_size, 2, layout.half_nbytes)
-        rings = (world_size, world_size, layout.mailbox_nbytes)
-        rendezvous = Rendezvous(segment, rank, world_size, eventfds, layout.mailbox_nbytes, Patience(patience_s))
+        rings = (world_size, world_size, layout.ring_nbytes)
+        rendezvous = Rendezvous(segment, rank, world_size, eventfds, layout.ring_nbytes, Patience(patience_s))
         super().__init__(rendezvous, segment.view(layout.halves, halves, np.dtype(np.uint8)))
-        self.world_size = world_size
+        self.world_size, self.patience = world_size, rendezvous.patience
         self._schedule = Schedule(rendezvous)
         self._mailbox = Mailbox(
             rendezvous,
             self._schedule,
-            segment.view(layout.mailboxes, rings, np.dtype(np.uint8)),
+            segment.view(layout.rings, rings, np.dtype(np.uint8)),
             Outbox(segment.tail(), rank, world_size),
         )
-        self.short_path = ShortPath(rendezvous, self._mailbox)
+        self.results = ResultMemory()
+        short = ShortCollectives(self, rendezvous, self._schedule, self.results, self.meet, self.go_on)
+        self.short_path = ShortPath(rendezvous, self._mailbox, short)
         self._is_closed = False
 
     # -- the call ------------------------------------------------------------------------------------------------
 
     @property
     def call(self) -> int:
-        """The number of the present call; -1 outside a call."""
+        """The number of the current call; -1 outside a call."""
         return self._rendezvous.sequence if self._rendezvous.ranks else -1
 
     def begin(self, ranks: tuple[int, ...], sequence: int) -> None:
-        """Enter a call, before its first operation; to be called by ``ranks`` only. ``end`` follows.
+        """Enter a call, before its first operation. Only ``ranks`` may call this. ``end`` follows.
 
-        One of ``ranks`` that has no use for collectives may call ``skip`` instead of both. No rank may enter a call
-        before all ranks have left the one before: the master sees to that by waiting for their replies.
+        A rank that uses no collectives may write ``skip_words`` instead of both. No rank may enter a call before all
+        ranks have left the one before. The master sees to that: it waits for their replies.
 
         Parameters
         ----------
         ranks : tuple of int
-            Those that take part, ascending, this rank among them.
+            The ranks that take part, ascending. This rank is one of them.
         sequence : int
-            The number of the call, the same on all of them: at least 1, and larger than in any earlier call.
+            The number of the call, the same on all ranks: at least 1, and larger than in any earlier call.
         """
         self._mailbox.clear()
         self._schedule.clear()
         self._rendezvous.is_unfinished = False
+        self.short_path.collectives.begin(ranks)
         self._rendezvous.begin(ranks, sequence)
 
     def complete(self) -> None:
-        """Bring what this rank has started in the call to its end, and leave it: the function has returned.
+        """Finish what this rank has started in the call, and leave the call. The function has returned.
 
         Raises
         ------
         CollectiveMismatch
-            If that cannot be done, or a message is left that nobody has received.
+            If something cannot be finished, or a message is left that nobody has received.
         """
-        if self._rendezvous.is_unfinished:  # and the function has got over it
+        if self._rendezvous.is_unfinished:  # an operation failed, and the function caught its error
             self.end()
             return
         while self._schedule:
@@ -129,29 +139,26 @@ class ShmCommunicator(ShmCollectives):
         self.end()
         self._mailbox.check_received()
         self._mailbox.trim()
+        self.results.trim()
 
     def end(self) -> None:
-        """Leave the call, after the function returned or raised. Peers that still wait for this rank are told."""
+        """Leave the call, after the function returned or raised. Peers that wait for this rank are woken and told."""
         self._rendezvous.end()
 
     def skip_words(self) -> tuple[memoryview, memoryview]:
-        """Return what ``skip`` writes (the last call that each rank has left) and what it looks at: who sleeps."""
+        """Return the words by which a rank goes through a call without ``begin`` and ``end``; see ``Rendezvous``."""
         return self._rendezvous.skip_words()
 
     def wake_sleepers(self) -> None:
-        """Wake peers that may wait for what was written to ``skip_words``."""
+        """Wake peers that may wait for what this rank wrote to ``skip_words``."""
         self._rendezvous.wake_all()
 
-    def skip(self, sequence: int) -> None:
-        """Go through a call without ``begin`` and ``end``. Peers that wait for this rank are told."""
-        self._rendezvous.skip(sequence)
-
-    # -- collectives that are started ------------------------------------------------------------------------------
+    # -- collectives in flight -------------------------------------------------------------------------------------
 
     def start(self, steps: Steps) -> Operation:
-        """Start a collective, behind those that are not finished, and go as far as the others have come.
+        """Start a collective, behind those in flight, and take the steps for which the other ranks are ready.
 
-        What the steps raise before they have shown anything to the others is raised here, and nothing has happened.
+        If the steps raise before they have shown anything to the other ranks, nothing has happened.
 
         Raises
         ------
@@ -167,11 +174,11 @@ class ShmCommunicator(ShmCollectives):
 
     @property
     def has_started(self) -> bool:
-        """Whether a collective was started in the call that is not finished."""
+        """Whether a collective of this call is in flight."""
         return bool(self._schedule)
 
     def finish(self, operation: Operation) -> Any:
-        """Wait until a collective is done, and return what its steps return."""
+        """Wait until a collective is done. Return what its steps returned."""
         if not operation.is_done:
             self._check_whole()
             self._rendezvous.is_unfinished = True
@@ -180,7 +187,7 @@ class ShmCommunicator(ShmCollectives):
         return operation.value
 
     def test(self, operation: Operation) -> bool:
-        """Go as far as the others have come; return whether a collective is done."""
+        """Take the steps for which the other ranks are ready. Return whether a collective is done."""
         if not operation.is_done:
             self._check_whole()
             self._rendezvous.is_unfinished = True
@@ -189,17 +196,53 @@ class ShmCommunicator(ShmCollectives):
         return operation.is_done
 
     def run(self, steps: Steps) -> Any:
-        """Run a collective to its end."""
-        return self.finish(self.start(steps))
+        """Run a collective to its end. Return what its steps returned."""
+        if self._schedule:  # behind the collectives in flight
+            return self.finish(self.start(steps))
+        rendezvous = self._rendezvous
+        try:
+            next(steps)  # all checks of the arguments come before the first yield
+            self._check_whole()
+            rendezvous.is_unfinished = True
+        except StopIteration as end:
+            return end.value
+        value = self.go_on(steps)
+        rendezvous.is_unfinished = False
+        return value
+
+    def go_on(self, steps: Steps) -> Any:
+        """Take the remaining steps of a collective. Return what they return."""
+        try:
+            next(steps)
+            while True:
+                self.meet()
+                next(steps)
+        except StopIteration as end:
+            return end.value
+
+    def meet(self) -> None:
+        """Wait until all ranks have met."""
+        rendezvous = self._rendezvous
+        for _ in range(SPIN_YIELDS):
+            if rendezvous.has_met():
+                return
+            os.sched_yield()
+        rendezvous.wait(self._has_met)
+
+    def _has_met(self) -> bool:
+        if self._rendezvous.has_met():
+            return True
+        self._mailbox.progress()  # a rank that is late may be stuck in a send until this one takes its message in
+        return False
 
     def _advance(self, operation: Operation) -> bool:
         self._schedule.advance()
-        if not operation.is_done:  # a sender may have to be freed of a message first
+        if not operation.is_done:  # as in _has_met
             self._mailbox.progress()
         return operation.is_done
 
     def barrier(self) -> None:
-        """Return when every rank of the call is here."""
+        """Return when every rank of the call has called it."""
         self.run(self.barrier_steps())
 
     def group(self) -> contextlib.AbstractContextManager[None]:
@@ -207,21 +250,22 @@ class ShmCommunicator(ShmCollectives):
         return contextlib.nullcontext()
 
     def poll(self) -> str:
-        """Return ``"error"`` if the call was aborted or an operation of it failed on this rank, else ``"ok"``."""
+        """Return ``"error"`` if the call was aborted or one of its operations failed on this rank, else ``"ok"``."""
         return "error" if self._rendezvous.is_unfinished or self._is_closed or self._rendezvous.is_aborted() else "ok"
 
     def abort(self) -> None:
-        """Break the pending operation of this rank, and all later ones of this call. Callable from another thread."""
+        """Break the pending operation of this rank, and all later ones of the call. Callable from another thread."""
         if not self._is_closed:
             self._rendezvous.abort()
 
     def close(self) -> None:
-        """Leave the call and let go of the segment; the eventfds stay with whoever opened them."""
+        """Leave the call and release the segment. The eventfds stay open: they belong to the caller."""
         if not self._is_closed:
             self._is_closed = True
             self.end()
             self._rendezvous.close()
             self._mailbox.close()
+            self.short_path.collectives.close()
             self._halves = np.empty((0, 2, 0), np.uint8)
 
     def capabilities(self) -> Capabilities:
@@ -257,42 +301,42 @@ class ShmCommunicator(ShmCollectives):
         self.run(self.all_gather_steps(send, recv))
 
     def send(self, buffer: Buffer, peer: int, tag: int = 0, *, stream: int = 0) -> None:
-        """Send ``buffer`` to rank ``peer``, which may be this one; it may be changed as soon as this returns."""
+        """Send ``buffer`` to rank ``peer``, which may be this one. The buffer may be changed once this returns."""
         self.send_array(as_array(buffer), peer, tag)
 
     def recv(self, buffer: Buffer, peer: int, tag: int = 0, *, stream: int = 0) -> None:
-        """Receive into ``buffer`` from rank ``peer`` the oldest message of this tag."""
+        """Receive the oldest message of this tag from rank ``peer`` into ``buffer``."""
         self.recv_array(as_array(buffer), peer, tag)
 
     def send_array(self, array: np.ndarray, peer: int, tag: int) -> None:
-        """Send a C-contiguous array, as ``send``."""
+        """Send a C-contiguous array, as ``send`` does."""
         self._check_message("send", peer, array)
         self._rendezvous.is_unfinished = True
         self._mailbox.send(array, peer, tag)
         self._rendezvous.is_unfinished = False
 
     def isend_array(self, array: np.ndarray, peer: int, tag: int) -> None:
-        """Send a C-contiguous array, which may be changed when this returns, without waiting for the receiver."""
+        """Send a C-contiguous array without waiting for the receiver. The array may be changed once this returns."""
         self._check_message("send", peer, array)
         self._rendezvous.is_unfinished = True
         try:
             self._mailbox.isend(array, peer, tag)
-        except SharedMemoryError:  # nothing was sent
+        except SharedMemoryError:  # nothing was sent, so later operations still meet the others
             self._rendezvous.is_unfinished = False
             raise
         self._rendezvous.is_unfinished = False
 
     def recv_array(self, like: np.ndarray | None, peer: int, tag: int) -> np.ndarray:
-        """Receive into a C-contiguous array, or as a new one whatever comes."""
+        """Receive into a C-contiguous array. Without one, return whatever comes as a new array."""
         return self.finish_message(self.irecv_array(like, peer, tag))
 
     def irecv_array(self, like: np.ndarray | None, peer: int, tag: int) -> Incoming:
-        """Ask for the next message that was not asked for, to be received as by ``recv_array``."""
+        """Ask for the next message that no earlier receive asked for. ``finish_message`` waits for it."""
         self._check_message("recv", peer, like)
         return self._mailbox.irecv(like, peer, tag)
 
     def finish_message(self, message: Incoming) -> np.ndarray:
-        """Wait for what was asked for by ``irecv_array``."""
+        """Wait for a message that ``irecv_array`` asked for, and return its array."""
         if not message.is_done:
             self._check_whole()
             self._rendezvous.is_unfinished = True
@@ -301,7 +345,7 @@ class ShmCommunicator(ShmCollectives):
         return message.array()
 
     def test_message(self, message: Incoming) -> bool:
-        """Take in what has arrived; return whether what was asked for is there."""
+        """Take in what has arrived. Return whether a message that ``irecv_array`` asked for is complete."""
         if not message.is_done:
             self._check_whole()
             self._rendezvous.is_unfinished = True
@@ -310,7 +354,7 @@ class ShmCommunicator(ShmCollectives):
         return message.is_done
 
     def _check_whole(self) -> None:
-        """Raise where an operation of this call was broken off: no later one may meet the others half-way."""
+        """Raise if an earlier operation of this call was broken off: a later one would meet the others half-way."""
         self._rendezvous.check_abort()
         if self._rendezvous.is_unfinished:
             raise CollectiveMismatch(
@@ -321,5 +365,5 @@ class ShmCommunicator(ShmCollectives):
     def _check_message(self, kind: str, peer: int, array: np.ndarray | None) -> None:
         self.check_member(kind, "peer", peer)
         if array is not None:
-            named_dtype(dtype_name(array.dtype))  # refuses what the other side could not read
+            named_dtype(dtype_name(array.dtype))  # raises if the other side could not read it
         self._check_whole()

@@ -1,7 +1,7 @@
-"""Messages of plain arrays between ranks that are awake: what ``_mailbox`` does for them, with nothing in between.
+"""The short path of messages: plain arrays between ranks that are awake, without the queues of ``_mailbox``.
 
-A message takes this path if it lies in its ring in one piece, nothing else is under way on this rank, and the other one
-has begun the call; all others are left to the mailbox. It is the same stream of messages.
+A message takes this path if it lies in its ring in one piece, this rank has nothing else in flight, and the other rank
+has begun the call. The mailbox takes all others. Both write and read the same stream of messages.
 """
 
 from __future__ import annotations
@@ -16,26 +16,33 @@ from synk.communicators._buffers import DTYPE_NAMES, named_dtype
 from synk.communicators._mailbox import Mailbox
 from synk.communicators._messages import HEADER, INLINE_NBYTES, LINE, MAX_INLINE_AXES, NUMBERS, SHAPES, prefix_nbytes
 from synk.communicators._rendezvous import SPIN_YIELDS, Rendezvous
+from synk.communicators._short_collectives import ShortCollectives
 
-# What a message takes beside its array, and what rounds it up to whole lines; by the number of axes.
+# By the number of axes: what a message takes besides its array, plus what rounds the sum up to whole lines.
 _OVERHEAD_NBYTES = [HEADER.size + prefix_nbytes(num_axes) + LINE_NBYTES - 1 for num_axes in range(MAX_INLINE_AXES + 1)]
 
 
 def _do_not_sleep() -> bool:
-    """Leave that to the mailbox, which tells the others what this rank waits for."""
+    """Return that sleeping is left to the mailbox, which tells the others what this rank waits for."""
     return False
 
 
+def _is_target(array: np.ndarray | None) -> bool:
+    return array is not None and array.flags.c_contiguous and array.flags.writeable
+
+
 class ShortPath:
-    """One rank's short path.
+    """One rank's short path for messages and, in ``collectives``, for collectives.
 
     Parameters
     ----------
     rendezvous : Rendezvous
     mailbox : Mailbox
+    collectives : ShortCollectives
     """
 
-    def __init__(self, rendezvous: Rendezvous, mailbox: Mailbox) -> None:
+    def __init__(self, rendezvous: Rendezvous, mailbox: Mailbox, collectives: ShortCollectives) -> None:
+        self.collectives = collectives
         self._rendezvous = rendezvous
         self._mailbox = mailbox
         self._rank = rendezvous.rank
@@ -43,7 +50,7 @@ class ShortPath:
         self._written, self._read = rendezvous.written[self._rank], rendezvous.read[self._rank]
 
     def _free_rank(self, peer: object) -> int | None:
-        """Return the number of a rank, which functions know by its place in the call, if its messages may go here."""
+        """Return the number of the rank at position ``peer`` of the call, if its messages may take this path."""
         rendezvous = self._rendezvous
         if type(peer) is not int or not 0 <= peer < len(rendezvous.ranks):
             return None
@@ -51,9 +58,9 @@ class ShortPath:
         return rank if rank in rendezvous.begun and not rendezvous.is_unfinished and self._mailbox.is_idle() else None
 
     def send_now(self, array: object, peer: int, tag: int) -> bool:
-        """Send a plain array if the ring takes all of it in one piece; return whether it was sent.
+        """Send a plain array if the ring has room for all of it in one piece. Return whether it was sent.
 
-        The steps of ``_write``, for a rank that is awake and a peer that has begun, with nothing in between.
+        These are the steps of ``Mailbox._write``, for a rank that is awake and a peer that has begun.
         """
         rendezvous = self._rendezvous
         if type(array) is not np.ndarray or (receiver := self._free_rank(peer)) is None:
@@ -80,21 +87,24 @@ class ShortPath:
                 SHAPES[num_axes].pack_into(ring, place, *array.shape)
                 place += 8 * num_axes
             np.ndarray(array.shape, array.dtype, ring, place)[...] = array
-        rendezvous.fence()
+        rendezvous.fence()  # the bytes must be visible before the count that announces them
         written[receiver] = end + total
         rendezvous.wake(receiver)
         return True
 
-    def recv_now(self, peer: int, tag: int, like: object) -> np.ndarray | None:
-        """Return the next message if it is this one and in the ring, or soon is, in one piece; else None.
+    def recv_now(self, peer: int, tag: int, like: object, out: object) -> np.ndarray | None:
+        """Return the next message if it has this tag and is, or soon will be, in the ring in one piece; else None.
 
-        The steps of ``_take_in``, for a rank that is awake and has nothing else under way.
+        These are the steps of ``Mailbox._take_in``, for a rank that is awake and has nothing else in flight.
         """
         rendezvous = self._rendezvous
         if (sender := self._free_rank(peer)) is None:
             return None
-        wanted = like if type(like) is np.ndarray else None
-        if wanted is not like or (wanted is not None and wanted.dtype not in NUMBERS):
+        given = like if out is None else out
+        wanted = given if type(given) is np.ndarray else None
+        if wanted is not given or (wanted is not None and wanted.dtype not in NUMBERS):
+            return None
+        if out is not None and (like is not None or not _is_target(wanted)):
             return None
         written, read, rank = rendezvous.written[sender], self._read, self._rank
         begin = read[sender]
@@ -106,7 +116,7 @@ class ShortPath:
             message = Looked(lambda: written[rank] != begin, _do_not_sleep)
             if not (rendezvous.patience.pays and message.awaited(rendezvous.patience)):
                 return None
-        rendezvous.fence()
+        rendezvous.fence()  # the bytes must be read after the count that announces them
         ring, start = self._mailbox.from_peers[sender], begin % self._capacity
         found, nbytes, found_number, num_axes, place = HEADER.unpack_from(ring, start)
         if found != tag or place >= 0 or num_axes > MAX_INLINE_AXES:
@@ -126,8 +136,13 @@ class ShortPath:
         else:
             return None
         self._mailbox.is_used = True
-        array = np.ndarray(shape, dtype, ring, start + HEADER.size + prefix_nbytes(num_axes)).copy()
-        rendezvous.fence()
+        array = np.ndarray(shape, dtype, ring, start + HEADER.size + prefix_nbytes(num_axes))
+        if out is None or wanted is None:
+            array = array.copy()
+        else:
+            wanted[...] = array
+            array = wanted
+        rendezvous.fence()  # the bytes must be read before the count that gives their place back
         read[sender] = begin + total
         rendezvous.wake(sender)
         return array

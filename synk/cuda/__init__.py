@@ -1,4 +1,4 @@
-"""All that needs CUDA: CuPy, page-locked memory, NVML, NCCL. Programs on the CPU never import it.
+"""Everything that needs CUDA: CuPy, page-locked memory, NVML, NCCL. Programs on the CPU never import it.
 
-The protocols that it implements are those of ``synk.backends`` and ``synk.communicators``.
+It implements the protocols of ``synk.backends`` and ``synk.communicators``.
 """

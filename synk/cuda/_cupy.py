@@ -1,80 +1,33 @@
-"""The CUDA backend: one GPU, CuPy arrays, one non-blocking stream on which everything of a call happens in order.
+"""The CUDA backend: one GPU, CuPy arrays, one non-blocking stream on which a whole call happens in order.
 
-Copies in are queued before the user's function runs and copies out after it; the host waits once, at the end of a call.
-The user's arrays, the copies and the collectives share the stream, so none of them needs an event to follow another.
-The exception are the inputs of a call that is known before the one before it has ended: a second stream brings them
-while the first computes, and an event says when they are there. Sums that a function has started into arrays of its own
-run on a third one, behind an event of the first, which waits for theirs when the function does.
+Copies to the device are queued before the user's function runs, and copies from it afterwards. The host waits once, at
+the end of a call. The user's kernels, the copies and the collectives share the stream, so none of them needs an event
+to follow another. There are two exceptions. If a call is known before the one ahead of it has ended, a second stream
+copies its inputs while the first computes, and an event says when they are there. Sums that a function starts into
+arrays of its own run on a third stream, behind an event of the first; the first waits for them when the function does.
+In one file because it is one protocol, whose parts share these streams.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
-import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from synk._pure.arrays import as_plain_array
-from synk._pure.trees import flatten, unflatten
 from synk._wire.memory import Segment
 from synk._wire.messages import DEVICE_DTYPES
+from synk.backends._device_arrays import DeviceArrays
 from synk.backends._frameworks import Converter, device_converters
-from synk.backends._numpy import NumpyBackend
-from synk.backends._places import Places
-from synk.cuda import _nvml
-from synk.cuda._devices import (
-    choose_devices,
-    cpu_mask,
-    explain_absence,
-    ranks_per_device,
-    visible_devices,
-    worker_environment,
-)
 from synk.cuda._pinned import PinnedRing, PinnedSegments, address
-from synk.errors import UnsupportedError
-
-_JAX_VARIABLE = "XLA_PYTHON_CLIENT_PREALLOCATE"
-
-
-def has_cupy() -> bool:
-    """Whether CuPy is installed; does not import it."""
-    return importlib.util.find_spec("cupy") is not None
-
-
-def is_usable() -> bool:
-    return has_cupy() and not explain_absence(_nvml.discover(os.environ), os.environ, has_cupy=True)
-
-
-def place(num_workers: int | None, devices: Sequence[Any] | None) -> Places:
-    """Choose GPUs by NVML; imports neither CuPy nor CUDA."""
-    snapshot = _nvml.discover(os.environ)
-    problem = explain_absence(snapshot, os.environ, has_cupy=has_cupy())
-    if problem:
-        raise UnsupportedError(f"cannot fork with backend 'cupy': {problem}")
-    chosen = choose_devices(visible_devices(snapshot, os.environ), num_workers, devices)
-    # JAX would take three quarters of the memory at its start, from CuPy and from its neighbours.
-    shared = {} if _JAX_VARIABLE in os.environ else {_JAX_VARIABLE: "false"}
-    allowed = os.sched_getaffinity(0)
-    return Places(
-        tuple(str(device) for device in chosen),
-        tuple(shared | worker_environment(device) for device in chosen),
-        tuple(tuple(sorted(cpu_mask(device, allowed))) for device in chosen),
-        ranks_per_device(chosen),
-    )
-
-
-def open_device(device: str) -> CupyBackend:
-    return CupyBackend(device)
 
 
 class _Borrowed:
-    """Owns a block of device memory for an array, and gives it to ``returned`` when the array is gone."""
+    """Owns a block of device memory for an array. Passes it to ``returned`` when the array is gone."""
 
     def __init__(self, memory: Any, returned: list[Any]) -> None:
         self._memory = memory
@@ -84,14 +37,14 @@ class _Borrowed:
         self._returned.append(self._memory)
 
 
-class CupyBackend:
+class CupyBackend(DeviceArrays):
     """One worker's GPU.
 
     Parameters
     ----------
     device : str
-        As ``"cuda:1"``: the number among the devices that the master sees. A worker process sees one device only,
-        number 0; inline the number counts.
+        For instance ``"cuda:1"``: the number among the devices that the master sees. A worker process sees only one
+        device, number 0. An inline rank uses the number.
 
     Raises
     ------
@@ -100,13 +53,11 @@ class CupyBackend:
     """
 
     name = "cupy"
-    is_device = True
 
     def __init__(self, device: str) -> None:
         import cupy
 
-        self.device = device
-        self.xp = cupy
+        super().__init__(device, cupy)
         self._runtime = runtime = cupy.cuda.runtime
         ordinal = 0 if runtime.getDeviceCount() == 1 else int(device.partition(":")[2])
         self._cuda_device = cupy.cuda.Device(ordinal)
@@ -114,15 +65,16 @@ class CupyBackend:
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.stream_handle = int(self.stream.ptr)
         self._copy_stream = cupy.cuda.Stream(non_blocking=True)
-        # Sums of gradients beside the backward pass. What is launched there uses no memory of the pool.
+        # For sums of gradients during the backward pass. What is launched there takes no memory from the pool.
         self._communication_stream = cupy.cuda.Stream(non_blocking=True)
         self._communicated: Any = None  # the last event there that the first stream has not waited for
-        self._input_stream = self.stream  # on which inputs are brought at this moment
-        # Memory of inputs that were brought ahead and are gone. It belongs to the second stream, where it would be used
-        # again at once, while the first may still read it: it goes back to the pool when the first one is done.
+        self._input_stream = self.stream  # the stream for the inputs that are being copied now
+        # Memory of inputs that were copied ahead and are gone. It belongs to the second stream, where it could be
+        # reused at once while the first stream still reads it. So it returns to the pool only when the first stream is
+        # done.
         self._returned: list[Any] = []
-        # Host arrays that copies may still read: where a device reads pageable memory itself (Grace Hopper), a copy
-        # from it is under way when its call returns.
+        # Host arrays that copies may still read. If a device reads pageable memory itself (Grace Hopper), a copy from
+        # it may still run when its call returns.
         self._sources: list[np.ndarray] = []
         self._scratch: Any = None
         has_read_only = bool(runtime.deviceGetAttribute(runtime.cudaDevAttrHostRegisterReadOnlySupported, ordinal))
@@ -131,8 +83,6 @@ class CupyBackend:
         self._entered = threading.local()
         self._ordinal = ordinal
         self._torch_stream: Any = None
-        # Numbers that a function returns stay on the host.
-        self._host = NumpyBackend(device)
 
     # -- segments -----------------------------------------------------------------------------------------------------
 
@@ -142,26 +92,15 @@ class CupyBackend:
     def forget_segment(self, segment: Segment) -> None:
         self._segments.forget(segment)
 
-    # -- arrays -------------------------------------------------------------------------------------------------------
-
-    def is_array(self, value: Any) -> bool:
-        return isinstance(value, (np.ndarray, self.xp.ndarray))
+    # -- arrays ------------------------------------------------------------------------------------------------------
 
     def address(self, array: Any) -> int:
         return int(array.data.ptr)
 
-    def own_copy(self, array: Any) -> Any:
-        return (np if isinstance(array, np.ndarray) else self.xp).array(array)
-
     # -- to the device ------------------------------------------------------------------------------------------------
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """Return an array of ``shape`` on the device, contents undefined."""
-        if dtype.name not in DEVICE_DTYPES:
-            raise TypeError(
-                f"cannot bring an array of dtype {dtype} to {self.device}: expected bools, integers, floats or complex "
-                "numbers. Pass it inside a broadcast tuple, or encode it as integers."
-            )
+        """Return an array of ``shape`` on the device with undefined contents."""
         nbytes = math.prod(shape) * dtype.itemsize
         if self._input_stream is self.stream or nbytes == 0:
             return self.xp.empty(shape, dtype)
@@ -170,10 +109,15 @@ class CupyBackend:
         borrowed = cuda.UnownedMemory(memory.ptr, nbytes, _Borrowed(memory, self._returned), self._ordinal)
         return self.xp.ndarray(shape, dtype, cuda.MemoryPointer(borrowed, 0))
 
+    def has_dtype(self, array: np.ndarray) -> bool:
+        return array.dtype.name in DEVICE_DTYPES
+
     def from_host(self, host: np.ndarray) -> Any:
+        self.check_dtype(host)
         array = self.empty(host.shape, host.dtype)
         if host.size == 0:
             return array
+        self._num_copied[0] += host.nbytes
         if host.flags.c_contiguous:
             self._sources.append(host)
             kind = self._runtime.memcpyHostToDevice
@@ -188,10 +132,12 @@ class CupyBackend:
         return array
 
     def take_rows(self, host: np.ndarray, indices: np.ndarray) -> Any:
+        self.check_dtype(host)
         shape = (len(indices), *host.shape[1:])
         array = self.empty(shape, host.dtype)
         if array.size:
-            # The master has checked the range; mode "raise" would go through a buffer of NumPy's own.
+            self._num_copied[0] += int(array.nbytes)
+            # The master has checked the range. Mode "raise" would use a buffer of NumPy's own.
             self._ring.copy_rows(
                 shape, host.dtype, array.data.ptr, self._input_stream,
                 lambda start, stop, out: np.take(host, indices[start:stop], axis=0, out=out, mode="clip"),
@@ -201,19 +147,7 @@ class CupyBackend:
     def take(self, array: Any, indices: np.ndarray) -> Any:
         return array.take(self.from_host(np.ascontiguousarray(indices)), axis=0)
 
-    def from_objects(self, value: Any) -> Any:
-        """Return a broadcast object with the arrays in its nesting of tuples, lists and dicts on the device."""
-        if not isinstance(value, (tuple, list, dict, np.ndarray)):
-            return value
-        leaves, structure = flatten(value)
-        return unflatten(structure, [self._from_leaf(leaf) for leaf in leaves])
-
-    def _from_leaf(self, leaf: Any) -> Any:
-        if type(leaf) is np.ndarray and leaf.dtype.name in DEVICE_DTYPES and leaf.dtype.isnative:
-            return self.from_host(leaf)
-        return leaf
-
-    # -- ahead of a call ----------------------------------------------------------------------------------------------
+    # -- ahead of a call ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[Any]:
@@ -232,7 +166,7 @@ class CupyBackend:
     # -- communication beside a function ------------------------------------------------------------------------------
 
     def enter_thread(self) -> None:
-        # A current stream is a thread's own: one of autograd's would queue on the legacy default stream.
+        # The current stream belongs to a thread. A thread of autograd would queue on the legacy default stream.
         if not getattr(self._entered, "is_here", False):
             self._entered.is_here = True
             self._cuda_device.use()
@@ -271,20 +205,9 @@ class CupyBackend:
             value = device_converters("torch")[1](value)
             if isinstance(value, self.xp.ndarray):
                 return value
-        elif hasattr(value, "__cuda_array_interface__"):  # Numba and the like
+        elif hasattr(value, "__cuda_array_interface__"):  # Numba and similar libraries
             return self.xp.asarray(value)
         return self._host.as_output(value)
-
-    def as_array(self, value: Any, what: str) -> Any:
-        array = self.as_output(value)
-        if array is None:
-            array = as_plain_array(value, what)
-        # Of an array of the user's a copy: it may be changed while it is still on its way.
-        return self.from_host(np.array(array)) if isinstance(array, np.ndarray) else array
-
-    def flat(self, array: Any) -> Any:
-        xp = np if isinstance(array, np.ndarray) else self.xp
-        return xp.ascontiguousarray(array).reshape(-1)
 
     def to_host(self, array: Any, out: np.ndarray) -> None:
         if isinstance(array, np.ndarray):
@@ -293,7 +216,8 @@ class CupyBackend:
         array = self.xp.ascontiguousarray(array)
         if array.size == 0:
             return
-        # A block of the pool goes to its next user in the order of the stream: the array need not be kept.
+        self._num_copied[1] += out.nbytes
+        # A block of the pool is reused in the order of the stream, so the array need not be kept.
         kind = self._runtime.memcpyDeviceToHost
         source, target = array.data.ptr, address(out)
         for offset, nbytes in self._segments.pieces(target, out.nbytes):
@@ -309,11 +233,16 @@ class CupyBackend:
 
     # -- other libraries ----------------------------------------------------------------------------------------------
 
+    def torch_device(self) -> str:
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
     def converters(self, framework: str) -> tuple[Converter, Converter]:
         if framework == "torch":
             import torch
 
-            if torch.cuda.is_available():  # without CUDA torch computes on the host, as the function says
+            if torch.cuda.is_available():  # without CUDA, torch computes on the host, as the function asks
                 self._torch_stream = torch.cuda.ExternalStream(self.stream.ptr, device=self._ordinal)
         return device_converters(framework)
 
@@ -342,11 +271,8 @@ class CupyBackend:
             self._scratch = self.xp.empty(8, np.uint8)
         return self.address(self._scratch)
 
-    def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
-        self._runtime.memcpyAsync(destination, source, nbytes, self._runtime.memcpyDefault, stream)
-
     def explain(self, error: BaseException, what: str) -> BaseException:
-        """Return the error to report: out of device memory becomes a MemoryError that says what to do."""
+        """Return the error to report. Out of device memory becomes a MemoryError that says what to do."""
         torch = sys.modules.get("torch")
         kinds: tuple[type[BaseException], ...] = (self.xp.cuda.memory.OutOfMemoryError,)
         if torch is not None:
@@ -354,18 +280,13 @@ class CupyBackend:
         if not isinstance(error, kinds):
             return error
         free, total = self._runtime.memGetInfo()
-        explained = MemoryError(
-            f"cannot run {what} on {self.device}: out of device memory, {free} of {total} bytes are free "
-            f"({error}). Pass num_slices=2 or more, or use fewer rows per call."
-        )
-        explained.__cause__ = error
-        return explained
+        return self.out_of_memory(error, what, f", {free} of {total} bytes are free")
 
     def recover(self) -> bool:
-        """After an exception: give back cached memory; return whether the device still works.
+        """After an exception, give back cached memory. Return whether the device still works.
 
-        An error that the device met while it ran (an illegal address, a launch failure) stays with the process: every
-        later call of CUDA reports it again.
+        An error during the work of the device (an illegal address, a launch failure) stays with the process: every
+        later CUDA call reports it again.
         """
         try:
             self._copy_stream.synchronize()

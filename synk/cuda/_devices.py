@@ -1,6 +1,6 @@
-"""Which GPUs the user's environment shows, and which worker gets which.
+"""Which GPUs the user's environment makes visible, and which worker gets which.
 
-Pure functions of what NVML said (``_nvml``) and of an environment: no CUDA call, no process, nothing kept.
+Pure functions of NVML's answers (``_nvml``) and of an environment: no CUDA call, no process, no state.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from synk.cuda._nvml import (
     needs_cuda_order,
 )
 
-# What Slurm writes for a job without GPUs.
+# What Slurm sets for a job without GPUs.
 _SLURM_NO_DEVICES = "NoDevFiles"
 _MIN_CUDA_MAJOR, _MAX_CUDA_MAJOR = 12, 13
 
 
 @dataclass(frozen=True)
 class Device:
-    """What one worker works on: a GPU or a MIG instance. ``index`` is its place among the visible ones."""
+    """The device of a worker: a GPU or a MIG instance. ``index`` is its position among the visible ones."""
 
     index: int
     uuid: str
@@ -42,7 +42,7 @@ class Device:
 
 
 def _ordered_gpus(snapshot: NvmlSnapshot, environ: Mapping[str, str]) -> list[Gpu]:
-    """Return the GPUs in the order of CUDA's numbers, as far as that is known."""
+    """Return the GPUs in the order of CUDA's numbers, as far as it is known."""
     gpus = sorted(snapshot.gpus, key=lambda gpu: gpu.pci_bus_id)
     if needs_cuda_order(snapshot, environ) and snapshot.cuda_order:
         rank = {gpu_uuid: index for index, gpu_uuid in enumerate(snapshot.cuda_order)}
@@ -51,7 +51,7 @@ def _ordered_gpus(snapshot: NvmlSnapshot, environ: Mapping[str, str]) -> list[Gp
 
 
 def _devices_of(gpu: Gpu) -> list[Device]:
-    """Return the GPU as a device, or its MIG instances if it is cut into such."""
+    """Return the GPU as a device or, if it is partitioned, its MIG instances."""
     if gpu.is_mig_enabled:
         return [
             Device(0, mig.uuid, mig.name, mig.memory_nbytes, gpu.uuid, gpu.cpu_affinity) for mig in gpu.mig_instances
@@ -90,15 +90,15 @@ def _resolve(entry: str, value: str, gpus: Sequence[Gpu]) -> Device:
 
 
 def visible_devices(snapshot: NvmlSnapshot, environ: Mapping[str, str]) -> tuple[Device, ...]:
-    """Return the devices that a CUDA program would see in ``environ``, in its order; all MIG instances count.
+    """Return the devices that a CUDA program would see in ``environ``, in its order. All MIG instances count.
 
     ``CUDA_VISIBLE_DEVICES`` is read as CUDA reads it: unset means all, empty means none, ``-1`` ends the list, uuids
-    may be shortened. Where CUDA would silently hide devices, an error names the entry instead.
+    may be shortened. If CUDA would silently hide devices, an error names the entry instead.
 
     Raises
     ------
     ValueError
-        For an entry that is unknown or ambiguous, or comes twice; for a number where CUDA's order is not known.
+        For an entry that is unknown, ambiguous or repeated, and for a number if CUDA's order is unknown.
 
     Notes
     -----
@@ -159,17 +159,17 @@ def choose_devices(
     visible : sequence of Device
         From ``visible_devices``.
     num_workers : int, optional
-        The first so many visible devices; None for all, or for one worker for each of ``devices``.
+        Use the first ``num_workers`` visible devices. None: all of them, or one worker for each of ``devices``.
     devices : sequence, optional
         One for each rank: an index among the visible devices, ``"cuda:<index>"``, or a (shortened) uuid. A device may
-        come several times: its workers then share it.
+        appear several times: its workers then share it.
 
     Raises
     ------
     ValueError
-        If there are fewer devices than workers, or one of them is not visible.
+        If there are fewer devices than workers, or a device is not visible.
     TypeError
-        If ``devices`` holds something else.
+        If ``devices`` holds anything else.
     """
     if devices is None:
         count = len(visible) if num_workers is None else num_workers
@@ -191,7 +191,7 @@ def choose_devices(
 
 
 def ranks_per_device(chosen: Sequence[Device]) -> int:
-    """Return how many ranks share a physical GPU at most; MIG instances of one GPU count as sharing it."""
+    """Return the largest number of ranks that share a physical GPU. MIG instances of one GPU share it."""
     return max(collections.Counter(device.gpu_uuid for device in chosen).values(), default=1)
 
 
@@ -199,12 +199,12 @@ def ranks_per_device(chosen: Sequence[Device]) -> int:
 
 
 def worker_environment(device: Device) -> dict[str, str]:
-    """Return the variables that make ``device`` the only one, number 0, for every library of a worker."""
+    """Return the environment variables that make ``device`` the only one, number 0, for every library of a worker."""
     return {VISIBLE_VARIABLE: device.uuid}
 
 
 def cpu_mask(device: Device, allowed: Iterable[int]) -> set[int]:
-    """Return the CPUs for a worker: the allowed ones that are near its device, or all allowed if none is."""
+    """Return the CPUs for a worker: the allowed ones near its device, or all allowed ones if none is near."""
     allowed = set(allowed)
     return allowed & device.cpu_affinity or allowed
 
@@ -213,7 +213,7 @@ def cpu_mask(device: Device, allowed: Iterable[int]) -> set[int]:
 
 
 def describe(device: Device) -> str:
-    """Return one line.
+    """Describe a device in one line.
 
     Examples
     --------
@@ -232,12 +232,12 @@ def install_command(cuda_version: tuple[int, int] = (0, 0)) -> str:
 
 
 def explain_absence(snapshot: NvmlSnapshot, environ: Mapping[str, str], *, has_cupy: bool) -> str:
-    """Say why no GPU can be used, and what to do about it; an empty string if GPUs can be used.
+    """Return why no GPU can be used, and what to do about it; empty if GPUs can be used.
 
     Raises
     ------
     ValueError
-        As ``visible_devices``.
+        As for ``visible_devices``.
     """
     if snapshot.problem == NO_DRIVER:
         return "no GPU: no NVIDIA driver is loaded. synk runs on the CPU cores."

@@ -1,11 +1,11 @@
 """Collectives between GPUs by NCCL: ops, dtypes, weights, splitting.
 
-The path of a collective: checked here, split into calls of at most ``max_count`` elements, launched on the stream
-given (``_nccl_handle``) through a binding (``_nccl_bindings``), and waited for until NCCL has taken it. The result is
-there when the stream gets to it, which ``wait`` watches together with NCCL's errors and the runtime's word that a peer
-is gone. No array library is imported: what the device must do comes in as ``DeviceHooks``.
+A collective is checked here, split into calls of at most ``max_count`` elements, launched on the given stream
+(``_nccl_handle``) through a binding (``_nccl_bindings``), and awaited until NCCL has accepted it. The result is there
+when the stream has passed it. ``wait`` watches the stream, NCCL's errors, and the runtime's word that a peer is gone.
+No array library is imported: ``DeviceHooks`` brings what the device must do.
 
-One thread per process launches collectives; ``abort`` and ``poll`` may come from another one.
+One thread per process launches collectives. ``abort`` and ``poll`` may be called from another thread.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DTYPES = {
     "float64": 8,
     "bfloat16": 9,
 }
-# What NCCL has no type for, as so many elements of a type that it has.
+# Dtypes that NCCL lacks, as a number of elements of a dtype that it has.
 _STORED_AS = {"bool": ("uint8", 1), "complex64": ("float32", 2), "complex128": ("float64", 2)}
 _BFLOAT16_VERSION = 21000
 _SCALAR_FORMATS = {"float16": "=e", "float32": "=f", "float64": "=d"}
@@ -48,15 +48,15 @@ _Call = Callable[[Any], int]
 
 @dataclass(frozen=True)
 class NcclCapabilities(Capabilities):
-    """What NCCL does differently from NumPy, for the backend to make up for.
+    """What NCCL does differently from NumPy, so that the backend can make up for it.
 
     Attributes
     ----------
     nan_propagates : bool
         False: ``min`` and ``max`` drop NaN (``fminf`` in ``src/device/reduce_kernel.h``). Reduce a flag "holds a NaN"
-        (uint8, ``max``) in the same group and write NaN where it is set.
+        (uint8, ``max``) in the same group, and write NaN where it is set.
     has_weighted_avg : bool
-        Whether ``avg`` takes a weight (NCCL 2.11). Where not, multiply the buffer by it and reduce by ``sum``.
+        Whether ``avg`` takes a weight (NCCL 2.11). If not, multiply the buffer by the weight and reduce by ``sum``.
     """
 
     nan_propagates: bool = False
@@ -65,12 +65,12 @@ class NcclCapabilities(Capabilities):
 
 @dataclass(frozen=True)
 class DeviceHooks:
-    """What the communicator asks of the array library that owns the device.
+    """What the communicator needs of the array library that owns the device.
 
     Attributes
     ----------
     is_done : callable
-        ``is_done(stream)``: whether the stream has nothing left to do; does not wait.
+        ``is_done(stream)`` returns whether the stream has finished. Does not wait.
     scratch : int
         Address of one byte of device memory that stays allocated, for ``barrier``.
     stream : int
@@ -107,8 +107,8 @@ def split_count(count: int, max_count: int) -> list[tuple[int, int]]:
     return [(offset, min(max_count, count - offset)) for offset in range(0, count, max_count)]
 
 
-class _Reduction(NamedTuple):
-    """A reduction in NCCL's words."""
+class _ReduceArguments(NamedTuple):
+    """What NCCL needs to be told of a reduction."""
 
     op: int
     dtype: int
@@ -117,7 +117,7 @@ class _Reduction(NamedTuple):
 
 
 def _bind(method: Callable[..., int], *arguments: int) -> _Call:
-    """Return ``method`` with all arguments but the communicator, which NCCL takes before the stream, the last one."""
+    """Return ``method`` with every argument except the communicator, which comes just before the stream, the last."""
     *others, stream = arguments
     return lambda comm: method(*others, comm, stream)
 
@@ -125,11 +125,11 @@ def _bind(method: Callable[..., int], *arguments: int) -> _Call:
 class NcclCommunicator:
     """A rank's end of a group of two or more GPUs.
 
-    Buffers are device memory of this rank. Every method that takes a ``stream`` returns when NCCL has taken the
-    operation; the memory must stay allocated until the stream has passed it. ``all_gather`` in place means that
-    ``send`` is the rank's own block of ``recv``, ``reduce_scatter`` in place that ``recv`` is the rank's own block of
-    ``send``. NCCL does not compare counts and dtypes between ranks: whoever calls must have done so. A rank with
-    weight 0 must still bring finite numbers.
+    Buffers are device memory of this rank. Every method that takes a ``stream`` returns when NCCL has accepted the
+    operation. The memory must stay allocated until the stream has passed it. ``all_gather`` in place means that
+    ``send`` is the rank's own block of ``recv``; ``reduce_scatter`` in place means that ``recv`` is the rank's own
+    block of ``send``. NCCL does not compare counts and dtypes between ranks, so the caller must have done so. A rank
+    with weight 0 must still contribute finite numbers.
 
     Parameters
     ----------
@@ -142,21 +142,21 @@ class NcclCommunicator:
     device : DeviceHooks
         The device that is current in this process.
     is_broken : callable
-        Whether the runtime has given the group up; asked in every wait, so it must be cheap.
+        Whether the runtime has given the group up. It is called in every wait, so it must be cheap.
     timeout_s : float
-        Limit for joining the group and for each launch. A collective that is taken may run longer: see ``wait``.
+        Limit for joining the group and for each launch. A collective that was accepted may run longer: see ``wait``.
     abort_timeout_s : float
-        Limit for ``abort`` and ``close``; what is not done by then is left to the end of the process.
+        Limit for ``abort`` and ``close``. What is not done by then is left to the end of the process.
 
     Raises
     ------
     NcclError
-        If the group cannot be joined; code 8 after ``timeout_s``, 6 if the runtime gave it up.
+        If the group cannot be joined: code 8 after ``timeout_s``, 6 if the runtime gave it up.
 
     Notes
     -----
-    The communicator is non-blocking from NCCL 2.27.3 on: NCCL then launches each group in a thread of
-    its own, and a peer that never comes cannot hold this process. Launch several outputs in one ``group``.
+    From NCCL 2.27.3 on the communicator is non-blocking: NCCL launches each group in a thread of its own, and a peer
+    that never comes cannot hold this process. Launch several outputs in one ``group``.
     """
 
     max_count: ClassVar[int] = 1 << 30
@@ -185,7 +185,7 @@ class NcclCommunicator:
         has_bfloat16 = binding.version >= _BFLOAT16_VERSION
         self._capabilities = NcclCapabilities(
             name=f"nccl by {binding.name}",
-            ops=REDUCE_OPS,
+            ops=tuple(op for op in REDUCE_OPS if op in _OPS),
             dtypes=tuple(name for name in (*_DTYPES, *_STORED_AS) if name != "bfloat16" or has_bfloat16),
             version=version_text(binding.version),
             library_path=binding.library_path,
@@ -197,17 +197,18 @@ class NcclCommunicator:
     # Reductions
 
     @contextlib.contextmanager
-    def _reduction(self, action: str, op: str, dtype: str, weight: float | None) -> Iterator[_Reduction]:
-        """Yield the reduction in NCCL's words, with the weighted sum it may need."""
+    def _reduction(self, action: str, op: str, dtype: str, weight: float | None) -> Iterator[_ReduceArguments]:
+        """Yield the reduction in NCCL's terms, with the weighted sum it may need."""
         stored_as, factor = _STORED_AS.get(dtype, (dtype, 1))
-        if dtype not in self._capabilities.dtypes or (factor > 1 and op == "prod"):
+        is_known = op in self._capabilities.ops and dtype in self._capabilities.dtypes
+        if not is_known or (factor > 1 and op == "prod"):
             raise UnsupportedError(
                 f"cannot {action}: NCCL {version_text(self._binding.version)} does not have it. Cast the array, or "
                 "reduce it on the host."
             )
         code, width = _DTYPES[stored_as], dtype_nbytes(stored_as)
         if weight is None:
-            yield _Reduction(_OPS[op], code, width, factor)
+            yield _ReduceArguments(_OPS[op], code, width, factor)
             return
         if not self._binding.has_weighted_sum:
             raise UnsupportedError(
@@ -215,10 +216,10 @@ class NcclCommunicator:
                 "Multiply the buffer by its weight and reduce by 'sum', or install NCCL 2.11 or later."
             )
         with self._handle.weighted_sum(pack_scalar(weight, stored_as), code, action) as weighted_op:
-            yield _Reduction(weighted_op, code, width, factor)
+            yield _ReduceArguments(weighted_op, code, width, factor)
 
     def _reduce_calls(
-        self, reduction: _Reduction, send: int, recv: int, count: int, root: int, stream: int
+        self, reduction: _ReduceArguments, send: int, recv: int, count: int, root: int, stream: int
     ) -> list[_Call]:
         op, dtype, width, factor = reduction
         return [
@@ -267,14 +268,15 @@ class NcclCommunicator:
             if count <= self.max_count:
                 run = _bind(self._binding.reduce_scatter, send.ptr, recv.ptr, count, dtype, nccl_op, stream)
                 calls = [run] if count else []
-            else:  # a piece of every rank's block is no contiguous piece of the whole: one reduction per rank instead
+            # A piece of every rank's block is not a contiguous piece of the whole: use one reduction for each rank.
+            else:
                 calls = []
                 for root in range(self.world_size):
                     block = send.ptr + root * count * width
                     calls += self._reduce_calls(reduction, block, recv.ptr, recv.count, root, stream)
             self._handle.launch(calls, action)
 
-    # Moving bytes: NCCL's dtype does not matter, so every dtype goes as uint8.
+    # For copies NCCL's dtype does not matter, so every dtype travels as uint8.
 
     def _broadcast_calls(self, send: int, recv: int, nbytes: int, root: int, stream: int) -> list[_Call]:
         return [
@@ -295,7 +297,7 @@ class NcclCommunicator:
         if nbytes <= self.max_count:
             run = _bind(self._binding.all_gather, send.ptr, recv.ptr, nbytes, _BYTE, stream)
             calls = [run] if nbytes else []
-        else:  # as in reduce_scatter: one broadcast per rank
+        else:  # as in reduce_scatter: one broadcast for each rank
             calls = []
             for root in range(self.world_size):
                 block = recv.ptr + root * nbytes
@@ -319,17 +321,17 @@ class NcclCommunicator:
         self._handle.launch(calls, action)
 
     def send(self, buffer: Buffer, peer: int, tag: int = 0, *, stream: int = 0) -> None:
-        """Send ``buffer`` to rank ``peer``; two ranks that send to each other must do so within a ``group``."""
+        """Send ``buffer`` to rank ``peer``. Two ranks that send to each other must do so within a ``group``."""
         action = f"send {buffer.count} {buffer.dtype} to rank {peer}"
         self._point_to_point(action, self._binding.send, buffer, peer, tag, stream)
 
     def recv(self, buffer: Buffer, peer: int, tag: int = 0, *, stream: int = 0) -> None:
-        """Receive into ``buffer`` from rank ``peer``; the count must be the sender's."""
+        """Receive into ``buffer`` from rank ``peer``. The count must be the sender's."""
         action = f"receive {buffer.count} {buffer.dtype} from rank {peer}"
         self._point_to_point(action, self._binding.recv, buffer, peer, tag, stream)
 
     def barrier(self) -> None:
-        """Return when every rank has called it: a reduction of one byte on the hooks' stream, waited for."""
+        """Return when every rank has called it. It waits for a reduction of one byte on the hooks' stream."""
         if self._handle.is_grouping:
             raise UnsupportedError("cannot wait at a barrier inside a group: nothing runs before the group ends.")
         device, max_op = self._device, _OPS["max"]
@@ -340,38 +342,40 @@ class NcclCommunicator:
     # The communicator's life
 
     def group(self) -> contextlib.AbstractContextManager[None]:
-        """Launch the operations of the ``with`` body as one; may be nested. Nothing runs before it ends.
+        """Launch the operations of the ``with`` body as one. It may be nested. Nothing runs before the body ends.
 
-        If the body raises after it issued something, the communicator is aborted: the other ranks wait for the whole.
+        If the body raises after it issued an operation, the communicator is aborted: the other ranks wait for the
+        whole.
         """
         return self._handle.group()
 
     def wait(self, is_done: Callable[[], bool], *, timeout_s: float | None = None) -> None:
-        """Return when ``is_done()``, typically "this event has happened"; never block in the driver.
+        """Return when ``is_done()``, typically "this event has happened". Never blocks in the driver.
 
         Raises
         ------
         NcclError
             If NCCL reports an error, the runtime gives the group up (code 6) or ``timeout_s`` passes (code 8). The
-            communicator is aborted then, which frees the device from what it waits for.
+            communicator is then aborted, which ends what the device waits for.
         """
         self._handle.wait(is_done, timeout_s)
 
     def poll(self) -> str:
-        """Return ``"ok"``, ``"pending"`` (NCCL has not taken the last operation yet) or ``"error"``."""
+        """Return ``"ok"``, ``"pending"`` (NCCL has not accepted the last operation yet) or ``"error"``."""
         return {SUCCESS: "ok", IN_PROGRESS: "pending"}.get(self._handle.state(), "error")
 
     def abort(self) -> None:
-        """Break every pending operation of this rank and free the communicator; safe to repeat, from any thread.
+        """Break every pending operation of this rank and free the communicator. Any thread may call it, again and
+        again.
 
-        All ranks of the group must abort: the device of a rank that does not keeps waiting for this one.
+        All ranks of the group must abort: the device of a rank that does not goes on waiting for this one.
         """
         self._handle.abort()
 
     def close(self) -> None:
-        """Free the communicator after its last operation, or abort it if it is broken; safe to repeat."""
+        """Free the communicator after its last operation, or abort it if it is broken. It may be called again."""
         self._handle.close()
 
     def capabilities(self) -> NcclCapabilities:
-        """Say what NCCL can do here, and what the backend has to make up for."""
+        """Return what NCCL can do here, and what the backend must make up for."""
         return self._capabilities

@@ -1,9 +1,9 @@
 """Two ways to call NCCL behind one interface: NVIDIA's nccl4py, and the pynccl package, hardened.
 
-Owns calls and their types, nothing else: no deadline, no splitting, no op's meaning. Both packages are imported when a
-binding is loaded, which only workers do. Methods return NCCL's status and never raise for it, because what a status
-means depends on the moment: "in progress" is no failure, and an error during an abort is none either. In one file
-because the two must offer the same, call by call.
+This file owns calls and their types and nothing else: no deadline, no splitting, no meaning of ops. A package is
+imported when its binding is loaded, which only workers do. Methods return NCCL's status and never raise for it, because
+its meaning depends on the moment: "in progress" is not a failure, nor is an error during an abort. In one file because
+the two bindings must offer the same calls.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ BINDING_VARIABLE = "SYNK_NCCL_BINDING"
 BINDINGS = ("nccl4py", "pynccl")
 UNIQUE_ID_NBYTES = 128
 
-# The low layer of nccl4py follows NCCL's header and moved between its releases.
+# The low layer of nccl4py follows NCCL's header, and has changed between releases.
 _NCCL4PY_RELEASE = "0.6."
 
-# NCCL has the non-blocking start since 2.17. Before 2.27.3 its own thread goes on reading thread-locals of the caller
-# (src/group.cc), which here is a thread that has ended by then.
+# NCCL can start without blocking since 2.17. Before 2.27.3 its own thread goes on reading thread-locals of the caller
+# (src/group.cc), and here the calling thread has ended by then.
 _NON_BLOCKING_VERSION = 22703
 _WEIGHTED_SUM_VERSION = 21100
 _LAST_ERROR_VERSION = 21300
@@ -38,11 +38,11 @@ _SCALAR_IN_HOST_MEMORY = 1
 
 
 class Binding(Protocol):
-    """NCCL's functions, with arguments in NCCL's order: the communicator stands before the stream.
+    """NCCL's functions, with arguments in NCCL's order: the communicator comes before the stream.
 
-    ``comm`` is what ``init`` returned; pointers and streams are plain integers. ``dtype`` and ``op`` are NCCL's
-    numbers, ``count`` is in elements of ``dtype``. A call that returns success may still be in progress, because
-    nccl4py does not tell the two apart: ``async_error`` does.
+    ``comm`` is what ``init`` returned. Pointers and streams are plain integers. ``dtype`` and ``op`` are NCCL's
+    numbers, and ``count`` is in elements of ``dtype``. A call that returns success may still be in progress, because
+    nccl4py does not distinguish the two; ``async_error`` does.
     """
 
     name: ClassVar[str]
@@ -54,7 +54,7 @@ class Binding(Protocol):
         """Return 128 bytes that name a new group. Opens a listening socket in this process; needs no GPU."""
 
     def init(self, world_size: int, unique_id: bytes, rank: int) -> tuple[int, Any]:
-        """Join the group, without blocking where NCCL can: return the status and the communicator."""
+        """Join the group, without blocking if NCCL can. Return the status and the communicator."""
 
     def async_error(self, comm: Any) -> int:
         """Return the state of the communicator: success, in progress, or an error."""
@@ -83,9 +83,9 @@ class Binding(Protocol):
 
 
 class Nccl4pyBinding:
-    """NCCL through the low layer of NVIDIA's nccl4py, made from NCCL's header; it releases the GIL during each call.
+    """NCCL through the low layer of NVIDIA's nccl4py, which is generated from NCCL's header. It releases the GIL.
 
-    The layer above it, ``nccl.core``, is left alone: it needs ``cuda.bindings``, of one CUDA release.
+    The layer above it, ``nccl.core``, is not used: it needs ``cuda.bindings`` of one CUDA release.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ class Nccl4pyBinding:
         self.destroy_op = self._returning_status(nccl.red_op_destroy)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> tuple[int, Any]:
-        """Return the status of ``function(*arguments)`` and what it returned, None where it failed."""
+        """Return the status of ``function(*arguments)`` and its result, None if it failed."""
         try:
             return SUCCESS, function(*arguments)
         except self._nccl.NCCLError as error:
@@ -130,7 +130,7 @@ class Nccl4pyBinding:
         return bytes(unique_id)
 
     def init(self, world_size: int, unique_id: bytes, rank: int) -> tuple[int, Any]:
-        identifier = bytearray(unique_id)  # it takes writable memory only
+        identifier = bytearray(unique_id)  # it accepts only writable memory
         if not self._is_non_blocking:
             return self._call(self._nccl.comm_init_rank, world_size, identifier, rank)
         config = self._nccl.Config()
@@ -154,16 +154,16 @@ class Nccl4pyBinding:
 
 
 class UniqueId(ctypes.Structure):
-    """``ncclUniqueId``: bytes, not characters, or reading it stops at the first zero."""
+    """``ncclUniqueId``. The field holds bytes and not characters: reading characters stops at the first zero."""
 
     _fields_ = (("internal", ctypes.c_byte * UNIQUE_ID_NBYTES),)
 
 
 class InitConfig(ctypes.Structure):
-    """The first fields of ``ncclConfig_t``, as of NCCL 2.17; later ones take NCCL's defaults.
+    """The first fields of ``ncclConfig_t``, as of NCCL 2.17. Later fields get NCCL's defaults.
 
     NCCL copies ``size`` bytes over its defaults (``parseCommConfig`` in ``src/init.cc``), so one prefix serves all
-    releases since.
+    later releases.
     """
 
     MAGIC: ClassVar[int] = 0xCAFEBEEF
@@ -183,7 +183,7 @@ class InitConfig(ctypes.Structure):
 
     @classmethod
     def non_blocking(cls) -> InitConfig:
-        """Return a configuration that asks for calls that return before they are done."""
+        """Return a configuration for calls that return before they are done."""
         unset = cls.UNDEFINED
         return cls(ctypes.sizeof(cls), cls.MAGIC, cls.MIN_VERSION, 0, unset, unset, unset, None)
 
@@ -217,8 +217,8 @@ def retype(dll: ctypes.CDLL) -> None:
     """Declare NCCL's true argument types on ``dll``'s functions.
 
     pynccl declares counts as C ``int`` (a count of 2**32 + 7 arrives as 7), an id of 512 bytes, and the two functions
-    that return text as if they returned a status. The function objects are shared with pynccl, so its own methods
-    are mended with them.
+    that return text as if they returned a status. The function objects are shared with pynccl, so its own methods are
+    fixed as well.
     """
     for name, argtypes in (_PROTOTYPES | _OPTIONAL_PROTOTYPES).items():
         function = getattr(dll, name, None)
@@ -229,21 +229,21 @@ def retype(dll: ctypes.CDLL) -> None:
         function.restype = c_int
         function.argtypes = argtypes
     for name, argtypes in (("ncclGetErrorString", (c_int,)), ("ncclGetLastError", (c_void_p,))):
-        function = getattr(dll, name, None)  # ncclGetLastError came with 2.13
+        function = getattr(dll, name, None)  # ncclGetLastError exists since 2.13
         if function is not None:
             function.restype = c_char_p
             function.argtypes = argtypes
 
 
 class PyncclBinding:
-    """NCCL through the library object of pynccl, called by ctypes, which releases the GIL during each call.
+    """NCCL through pynccl's library object, called by ctypes, which releases the GIL during each call.
 
-    pynccl's own ``Nccl`` and ``NcclWrp`` are left alone: they need numba's CUDA context and its device.
+    pynccl's own ``Nccl`` and ``NcclWrp`` are not used: they need numba's CUDA context and its device.
 
     Parameters
     ----------
     dll : ctypes.CDLL
-        ``pynccl.binding.libnccl().dll``; its functions are re-typed.
+        ``pynccl.binding.libnccl().dll``. Its functions get new types.
     """
 
     name: ClassVar[str] = "pynccl"
@@ -324,24 +324,24 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 
 def _load_nccl4py(path: str) -> Nccl4pyBinding:
-    """Load ``path`` through nccl4py. Raises ImportError if the package is missing or of another release."""
+    """Load ``path`` through nccl4py. Raise ImportError if the package is missing or has another release."""
     from importlib import metadata  # slow to import
 
     release = metadata.version("nccl4py")
     if not release.startswith(_NCCL4PY_RELEASE):
         raise ImportError(f"got release {release}, expected {_NCCL4PY_RELEASE}*")
-    # It asks cuda.pathfinder for the library, which first takes what the process has mapped under NCCL's name.
+    # nccl4py asks cuda.pathfinder for the library, which prefers one that the process has already mapped.
     ctypes.CDLL(path)
     return Nccl4pyBinding(importlib.import_module("nccl.bindings.nccl"))
 
 
 def _load_pynccl(path: str) -> PyncclBinding:
-    """Load ``path`` through pynccl. Raises ImportError if the package cannot be imported."""
+    """Load ``path`` through pynccl. Raise ImportError if the package cannot be imported."""
     with warnings.catch_warnings():
-        # With numba-cuda installed, numba's old driver module, which pynccl uses, warns that it will go.
+        # With numba-cuda installed, numba's old driver module, which pynccl uses, warns that it will be removed.
         warnings.simplefilter("ignore", DeprecationWarning)
         binding = importlib.import_module("pynccl.binding")
-    # pynccl looks for libnccl.so.<version> in this one folder and in sys.prefix/lib, nowhere else.
+    # pynccl looks for libnccl.so.<version> only in this folder and in sys.prefix/lib.
     with _variable("NUMBA_NCCLLIB", os.path.dirname(path)):
         return PyncclBinding(binding.libnccl().dll)
 
@@ -350,7 +350,7 @@ _LOADERS: dict[str, Callable[[str], Binding]] = {"nccl4py": _load_nccl4py, "pync
 
 
 def _load(name: str, path: str) -> Binding:
-    """Load ``path`` through the binding called ``name``; raise if it cannot, or has taken another file."""
+    """Load ``path`` through the binding ``name``. Raise if it cannot, or has loaded another file."""
     binding = _LOADERS[name](path)
     if not os.path.samefile(binding.library_path, path):
         raise UnsupportedError(f"it chose {binding.library_path}")
@@ -360,14 +360,14 @@ def _load(name: str, path: str) -> Binding:
 def load_binding(environ: Mapping[str, str] = os.environ) -> Binding:
     """Load NCCL through the binding that ``SYNK_NCCL_BINDING`` names; by default nccl4py, or else pynccl.
 
-    For workers only: pynccl brings numba, and neither package belongs into the master.
+    For workers only: pynccl imports numba, and the master needs neither package.
 
     Raises
     ------
     ValueError
-        If the variable has another value than ``nccl4py`` or ``pynccl``.
+        If the variable is neither ``nccl4py`` nor ``pynccl``.
     UnsupportedError
-        If the binding asked for, or both, cannot be loaded, or there is no NCCL library.
+        If the chosen binding, or both, cannot be loaded, or there is no NCCL library.
     """
     choice = environ.get(BINDING_VARIABLE, "")
     if choice and choice not in BINDINGS:
@@ -380,7 +380,7 @@ def load_binding(environ: Mapping[str, str] = os.environ) -> Binding:
     for name in (choice,) if choice else BINDINGS:
         try:
             return _load(name, path)
-        except Exception as error:  # a package of another version than its parts may fail in any way
+        except Exception as error:  # a package whose version does not match its parts may fail in any way
             reasons.append(f"{name}: {type(error).__name__}: {error}")
     other = f" or set {BINDING_VARIABLE}={next(name for name in BINDINGS if name != choice)}" if choice else ""
     raise UnsupportedError(

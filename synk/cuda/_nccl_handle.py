@@ -1,7 +1,7 @@
-"""The life of one NCCL communicator: joining, launching, waiting, aborting, each with an end.
+"""The life of one NCCL communicator: joining, launching, waiting, aborting, each with a time limit.
 
-Owns NCCL's communicator and the rule when it may be touched; knows no op and no dtype. NCCL's calls can block for ever
-when a peer is gone, so those that may do so run in threads that can be left behind, and every wait polls.
+This file owns NCCL's communicator and the rule when it may be touched. It knows no op and no dtype. NCCL's calls can
+block for ever when a peer is gone, so those calls run in threads that can be left behind, and every wait polls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger("synk")
 _DONE, _BROKEN, _LATE = "done", "broken", "late"
 _PAUSE_STEP_S = 0.00002
 _MAX_PAUSE_S = 0.001
-# How long abort waits for a launch under way; one that takes longer is stuck, and abort is what frees it.
+# How long abort waits for a launch in progress. A longer one is stuck, and the abort frees it.
 _LAUNCH_PATIENCE_S = 0.5
 
 
@@ -40,7 +40,7 @@ class _Aside:
     def _run(self) -> None:
         try:
             self._result = self._function()
-        except BaseException as error:  # raised again by result()
+        except BaseException as error:  # result() raises it again
             self._error = error
 
     def is_done(self) -> bool:
@@ -53,7 +53,7 @@ class _Aside:
 
 
 def _watch(is_done: Callable[[], bool], is_broken: Callable[[], bool], timeout_s: float | None) -> str:
-    """Poll until ``is_done``, the group is broken or the time is over; say which."""
+    """Poll until ``is_done``, the group is broken or the time is over. Return which."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     pause_s = 0.0
     while not is_done():
@@ -61,7 +61,7 @@ def _watch(is_done: Callable[[], bool], is_broken: Callable[[], bool], timeout_s
             return _BROKEN
         if deadline is not None and time.monotonic() > deadline:
             return _LATE
-        time.sleep(pause_s)  # zero at first: most waits are short, and the other threads run in between
+        time.sleep(pause_s)  # No pause at first: most waits are short, and other threads can run in between.
         pause_s = min(_MAX_PAUSE_S, pause_s + _PAUSE_STEP_S)
     return _DONE
 
@@ -79,7 +79,7 @@ class NcclHandle:
     ----------
     binding : Binding
     is_broken : callable
-        Whether the runtime has given the group up; asked in every wait.
+        Whether the runtime has given the group up. It is called in every wait.
     timeout_s, abort_timeout_s : float
         Limits for joining and for each launch, and for ``abort`` and ``close``.
     """
@@ -95,12 +95,12 @@ class NcclHandle:
         self._is_closed = False
         self._depth = 0
         self._num_issued = 0
-        # Held while NCCL reads the communicator, from the start to the end of a group, so that an abort by another
-        # thread does not free it in between.
+        # Held while NCCL reads the communicator, from the start to the end of a group, so that another thread's abort
+        # does not free it in between.
         self._lock = threading.RLock()
 
     def join(self, unique_id: bytes, rank: int, world_size: int) -> None:
-        """Join the group of ``unique_id``; return when all ranks have.
+        """Join the group of ``unique_id``. Return when all ranks have joined.
 
         Raises
         ------
@@ -122,7 +122,7 @@ class NcclHandle:
             raise
 
     def require(self, action: str) -> Any:
-        """Return NCCL's communicator, or raise if there is none any more."""
+        """Return NCCL's communicator, or raise if it no longer exists."""
         if self._is_closed:
             raise ClosedError(f"cannot {action}: the communicator is closed. Fork again.")
         comm = self._comm
@@ -135,9 +135,10 @@ class NcclHandle:
             raise NcclError(status, "", self.binding.last_error(), action)
 
     def _settle(self, status: int, action: str) -> None:
-        """Return once NCCL has taken what returned ``status``: until then the communicator takes nothing else.
+        """Return once NCCL has accepted the call that returned ``status``. Until then the communicator accepts nothing
+        else.
 
-        What returned success may be in progress: see ``Binding``.
+        A call that returned success may be in progress: see ``Binding``.
         """
 
         def is_settled() -> bool:
@@ -160,7 +161,7 @@ class NcclHandle:
         return self._depth > 0
 
     def call(self, call: Callable[[Any], int], action: str) -> None:
-        """Run ``call(comm)`` and return when NCCL has taken it: at once inside a group."""
+        """Run ``call(comm)``. Return when NCCL has accepted it, inside a group at once."""
         with self._lock:
             status = call(self.require(action))
         if self._depth:
@@ -170,16 +171,16 @@ class NcclHandle:
             self._settle(status, action)
 
     def launch(self, calls: Sequence[Callable[[Any], int]], action: str) -> None:
-        """Run ``calls``, as a group where there are several."""
+        """Run ``calls``, as a group if there are several."""
         with self.group() if len(calls) > 1 else contextlib.nullcontext():
             for call in calls:
                 self.call(call, action)
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
-        """Launch what the ``with`` body issues as one; may be nested.
+        """Launch the operations of the ``with`` body as one. It may be nested.
 
-        If the body raises after it issued something, the communicator is aborted: its peers wait for the whole.
+        If the body raises after it issued an operation, the communicator is aborted: its peers wait for the whole.
         """
         with self._lock:
             self.require("open a group")
@@ -190,7 +191,8 @@ class NcclHandle:
                 yield
             except BaseException:
                 self._depth -= 1
-                self.binding.group_end()  # NCCL counts its groups per thread; the error at hand says more
+                # NCCL counts its groups per thread. The error at hand says more than this call's.
+                self.binding.group_end()
                 if self._num_issued:
                     self.abort()
                 raise
@@ -208,7 +210,7 @@ class NcclHandle:
         try:
             yield op
         finally:
-            # NCCL reads the op while it takes a collective, so it may go before the stream has run.
+            # NCCL reads the op when it accepts a collective, so the op may be destroyed before the stream has run.
             with self._lock:
                 if self._comm is not None:
                     self.binding.destroy_op(op, self._comm)
@@ -216,7 +218,7 @@ class NcclHandle:
     # Watching
 
     def state(self) -> int:
-        """Return NCCL's status of the communicator; in progress also while another thread is launching."""
+        """Return NCCL's status of the communicator. It is also in progress while another thread is launching."""
         if not self._lock.acquire(blocking=False):
             return IN_PROGRESS
         try:
@@ -225,7 +227,7 @@ class NcclHandle:
             self._lock.release()
 
     def wait(self, is_done: Callable[[], bool], timeout_s: float | None) -> None:
-        """Return when ``is_done()``; abort and raise on NCCL's error, a broken group, or after ``timeout_s``."""
+        """Return when ``is_done()``. Abort and raise on an NCCL error, a broken group, or after ``timeout_s``."""
         action = "finish a collective"
         status = SUCCESS
 
@@ -255,7 +257,7 @@ class NcclHandle:
             logger.warning("NCCL did not %s its group in %g s; it ends with the process.", word, self._abort_timeout_s)
 
     def _take_comm(self) -> Any:
-        """Return the communicator and forget it, so that one caller alone ends it."""
+        """Return the communicator and forget it, so that only one caller ends it."""
         is_held = self._lock.acquire(timeout=_LAUNCH_PATIENCE_S)
         comm, self._comm = self._comm, None
         if is_held:
@@ -263,13 +265,13 @@ class NcclHandle:
         return comm
 
     def abort(self) -> None:
-        """Break every pending operation and free the communicator. Safe to repeat, from any thread."""
+        """Break every pending operation and free the communicator. Any thread may call it, again and again."""
         comm = self._take_comm()
         if comm is not None:
             self._end("abort", self.binding.abort, comm)
 
     def close(self) -> None:
-        """Free the communicator after its last operation, or abort it if it is broken. Safe to repeat."""
+        """Free the communicator after its last operation, or abort it if it is broken. It may be called again."""
         is_sound = not self._is_broken() and self.state() == SUCCESS
         self._is_closed = True
         comm = self._take_comm()

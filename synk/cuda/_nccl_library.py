@@ -1,6 +1,7 @@
-"""Where the NCCL library is, what its status codes mean, and the environment it starts in.
+"""Where the NCCL library is, what its status codes mean, and the environment in which it starts.
 
-Owns no communicator and calls no collective. Importing it loads nothing; ``find_library`` may map the library.
+This file owns no communicator and calls no collective. Importing it loads nothing; ``find_library`` may map the
+library.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ STATUS_NAMES = (
     "ncclTimeout",
 )
 
-# libnccl-net.so, libnccl-tuner.so and the like are plug-ins, not the library.
+# Files such as libnccl-net.so and libnccl-tuner.so are plug-ins, not the library.
 _LIBRARY_FILE = re.compile(r"libnccl\.so(\.\d+)*$")
 
 
 def status_name(code: int) -> str:
-    """Return NCCL's name of a status code."""
+    """Return NCCL's name for a status code."""
     return STATUS_NAMES[code] if 0 <= code < len(STATUS_NAMES) else f"ncclResult {code}"
 
 
@@ -49,18 +50,17 @@ class NcclError(SynkError):
     Attributes
     ----------
     code : int
-        NCCL's status: 1 CUDA, 2 system, 3 internal, 4 argument, 5 usage, 6 a peer or the group is gone, 8 a deadline
-        passed.
+        NCCL's status: 1 CUDA, 2 system, 3 internal, 4 argument, 5 usage, 6 a peer or the group is gone, 8 time limit.
     name : str
-        NCCL's name of it.
+        NCCL's name for it.
     last_error : str
         What NCCL said about it, or what synk found.
     action : str
-        What was being done, as in "cannot <action>".
+        What failed, as in "cannot <action>".
     """
 
     def __init__(self, code: int, name: str = "", last_error: str = "", action: str = "") -> None:
-        # All fields are arguments, so that the default pickling of exceptions carries them.
+        # All fields are arguments, so that the default pickling of exceptions keeps them.
         super().__init__(code, name, last_error, action)
         self.code = code
         self.name = name or status_name(code)
@@ -73,9 +73,9 @@ class NcclError(SynkError):
 
 
 def mapped_library() -> str:
-    """Return the path of the NCCL library that this process has mapped already, or an empty string.
+    """Return the path of the NCCL library that this process has already mapped, or an empty string.
 
-    A process must not hold two NCCL libraries: whichever of torch, CuPy or synk loads one first decides for all.
+    A process must not hold two NCCL libraries. The first one that torch, CuPy or synk loads decides for all.
     """
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
@@ -104,10 +104,10 @@ def _library_of_variable(value: str) -> str:
 
 
 def _library_of_wheel() -> str:
-    """Return the library of NVIDIA's wheel or toolkit as ``cuda.pathfinder`` finds it, or an empty string."""
+    """Return the library of NVIDIA's wheel or toolkit that ``cuda.pathfinder`` finds, or an empty string."""
     try:
         pathfinder = importlib.import_module("cuda.pathfinder")
-    except ImportError:  # comes with CuPy 14 and nccl4py; without it only the linker's search is left
+    except ImportError:  # It comes with CuPy 14 and nccl4py. Without it only the linker's search is left.
         return ""
     try:
         return str(pathfinder.load_nvidia_dynamic_lib("nccl").abs_path or "")
@@ -118,13 +118,13 @@ def _library_of_wheel() -> str:
 def find_library(environ: Mapping[str, str] = os.environ) -> str:
     """Return the absolute path of the NCCL library to use.
 
-    In this order: ``SYNK_NCCL_LIB``, the library that the process has mapped already, the one that ``cuda.pathfinder``
+    The order is: ``SYNK_NCCL_LIB``, the library that the process has already mapped, the one that ``cuda.pathfinder``
     finds (the NVIDIA wheel), the one that the dynamic linker finds.
 
     Raises
     ------
     ValueError
-        If ``SYNK_NCCL_LIB`` names no library, or another one than the process has mapped.
+        If ``SYNK_NCCL_LIB`` names no library, or a library other than the mapped one.
     UnsupportedError
         If there is none.
     """
@@ -164,17 +164,17 @@ def version_text(version: int) -> str:
 
 
 def nccl_environment(environ: Mapping[str, str], *, ranks_per_device: int = 1) -> dict[str, str]:
-    """Return the environment for a GPU worker: ``environ`` with NCCL kept on this machine's loopback.
+    """Return the environment for a GPU worker: ``environ`` with NCCL restricted to this machine's loopback.
 
-    NCCL opens TCP listeners even between the GPUs of one machine. What the user has set stays, except what would let
-    anybody join or keep the worker from seeing a dead peer.
+    NCCL opens TCP listeners even between the GPUs of one machine. The user's own settings stay, except those that would
+    let anybody join or keep the worker from noticing a dead peer.
 
     Parameters
     ----------
     environ : mapping
-        The environment to start from; not changed.
+        The environment to start from. It is not changed.
     ranks_per_device : int
-        Workers that share one GPU. More than one needs NCCL 2.30.3 or later.
+        How many workers share one GPU. More than one needs NCCL 2.30.3 or later.
 
     Returns
     -------
@@ -184,8 +184,8 @@ def nccl_environment(environ: Mapping[str, str], *, ranks_per_device: int = 1) -
     Notes
     -----
     ``NCCL_COMM_ID`` is dropped: with it NCCL's handshake is a constant, and two groups would meet at one address.
-    ``NCCL_COMM_BLOCKING=0`` is dropped: synk asks for a non-blocking start itself where NCCL has a sound one.
-    Source: the environment chapter of the NCCL user guide, ``src/bootstrap.cc`` and ``src/init.cc``.
+    ``NCCL_COMM_BLOCKING=0`` is dropped: synk asks for a non-blocking start itself if NCCL has a sound one. Source: the
+    environment chapter of the NCCL user guide, ``src/bootstrap.cc`` and ``src/init.cc``.
     """
     result = dict(environ)
     result.pop("NCCL_COMM_ID", None)
@@ -194,7 +194,7 @@ def nccl_environment(environ: Mapping[str, str], *, ranks_per_device: int = 1) -
     result.setdefault("NCCL_SOCKET_IFNAME", "lo")
     result.setdefault("NCCL_RAS_ENABLE", "0")
     if ranks_per_device > 1:
-        # Ranks of one GPU share its processors: too many channels each, and they wait for each other for ever.
+        # Ranks on one GPU share its processors. With too many channels each they would wait for each other for ever.
         result.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
         result.setdefault("NCCL_MAX_CTAS", str(max(1, 8 // ranks_per_device)))
         result["NCCL_NVLS_ENABLE"] = "0"  # NCCL refuses to start with it when ranks share a GPU

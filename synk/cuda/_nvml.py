@@ -1,7 +1,7 @@
-"""What NVML says of the machine's GPUs: asked without a CUDA call, kept as plain data.
+"""What NVML reports about the machine's GPUs: read without a CUDA call, kept as plain data.
 
-NVML makes no CUDA context, so the master stays free to fork and the user's program keeps its choice of devices. It
-knows nothing of ``CUDA_VISIBLE_DEVICES``: see ``_devices`` for what the user sees.
+NVML makes no CUDA context, so the master stays free to fork, and the user's program keeps its choice of devices. NVML
+ignores ``CUDA_VISIBLE_DEVICES``; ``_devices`` knows what the user sees.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MigInstance:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One physical GPU as NVML describes it; ``cpu_affinity`` are the CPUs nearest to it, empty if unknown."""
+    """One physical GPU as NVML describes it. ``cpu_affinity`` are the CPUs nearest to it; empty if unknown."""
 
     uuid: str
     name: str
@@ -65,14 +65,14 @@ class NvmlSnapshot:
     Attributes
     ----------
     gpus : tuple of Gpu
-        All that this process may open, in any order.
+        All GPUs that this process may open, in any order.
     driver_version : str
     cuda_version : tuple of int
-        The newest CUDA that the driver runs, as (major, minor).
+        The newest CUDA that the driver supports, as (major, minor).
     problem : str
         Why there is no answer: ``NO_PACKAGE``, ``NO_DRIVER`` or NVML's own words. Empty if it answered.
     cuda_order : tuple of str
-        Uuids in CUDA's order, where that had to be asked for (see ``discover``).
+        Uuids in CUDA's order, if it had to be queried (see ``discover``).
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -83,12 +83,12 @@ class NvmlSnapshot:
 
 
 def _cpus_of_words(words: Iterable[int]) -> frozenset[int]:
-    """Return the CPUs in NVML's answer: 64-bit words, the lowest CPU in the lowest bit of the first word."""
+    """Return the CPUs in NVML's answer: 64-bit words, with the lowest CPU in the lowest bit of the first word."""
     return frozenset(64 * place + bit for place, word in enumerate(words) for bit in range(64) if word >> bit & 1)
 
 
 def _read_gpu(pynvml: Any, handle: Any) -> Gpu:
-    """Return what NVML says of one GPU; what it cannot say, by the model or in a container, stays empty."""
+    """Return what NVML reports about one GPU. What it cannot report, for this model or in a container, stays empty."""
 
     def ask(default: Any, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -99,7 +99,7 @@ def _read_gpu(pynvml: Any, handle: Any) -> Gpu:
             return default
 
     def memory_nbytes(device: Any) -> int:
-        memory = ask(None, pynvml.nvmlDeviceGetMemoryInfo, device)  # unsupported where GPU and CPU share memory
+        memory = ask(None, pynvml.nvmlDeviceGetMemoryInfo, device)  # unsupported if GPU and CPU share memory
         return int(memory.total) if memory is not None else 0
 
     instances = []
@@ -123,7 +123,7 @@ def _read_gpu(pynvml: Any, handle: Any) -> Gpu:
 
 
 def read_snapshot() -> NvmlSnapshot:
-    """Ask NVML for the GPUs of this machine. Never raises for their absence: ``problem`` says why there are none."""
+    """Ask NVML for the GPUs of this machine. Never raises if there are none: ``problem`` says why."""
     try:
         pynvml = importlib.import_module("pynvml")
     except ImportError:
@@ -138,7 +138,8 @@ def read_snapshot() -> NvmlSnapshot:
         cuda_version = pynvml.nvmlSystemGetCudaDriverVersion_v2()
         gpus = []
         for index in range(pynvml.nvmlDeviceGetCount()):
-            with contextlib.suppress(pynvml.NVMLError_NoPermission):  # another job's: CUDA does not see it either
+            # it belongs to another job: CUDA does not see it either
+            with contextlib.suppress(pynvml.NVMLError_NoPermission):
                 gpus.append(_read_gpu(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)))
         return NvmlSnapshot(
             gpus=tuple(gpus),
@@ -152,7 +153,7 @@ def read_snapshot() -> NvmlSnapshot:
 
 
 def query_cuda_order(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the uuids of all GPUs in CUDA's order, asked by a process of its own; empty if it cannot say."""
+    """Return the uuids of all GPUs in CUDA's order, queried in a separate process; empty if that fails."""
     environment = {name: value for name, value in environ.items() if name != VISIBLE_VARIABLE}
     command = [sys.executable, "-I", "-S", "-c", _CUDA_ORDER_PROGRAM]
     try:
@@ -172,13 +173,13 @@ def query_cuda_order(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def needs_cuda_order(snapshot: NvmlSnapshot, environ: Mapping[str, str]) -> bool:
-    """Whether CUDA's numbers do not follow from NVML's answer: it counts the fastest first unless told otherwise."""
+    """Whether CUDA's numbers do not follow from NVML's answer: by default CUDA counts the fastest GPU first."""
     is_mixed = len({gpu.name for gpu in snapshot.gpus}) > 1
     return is_mixed and environ.get(ORDER_VARIABLE) != "PCI_BUS_ID"
 
 
 def discover(environ: Mapping[str, str] = os.environ) -> NvmlSnapshot:
-    """Return the snapshot of this machine, with CUDA's order where several models make it uncertain."""
+    """Return the snapshot of this machine, with CUDA's order if several models make it uncertain."""
     snapshot = read_snapshot()
     if needs_cuda_order(snapshot, environ):
         snapshot = dataclasses.replace(snapshot, cuda_order=query_cuda_order(environ))

@@ -1,8 +1,8 @@
-"""Page-locked host memory: shared segments that the driver knows, and a ring of buffers for what is no single range.
+"""Page-locked host memory: shared segments that the driver knows, and a ring of buffers for scattered rows.
 
-Only registered memory moves at the speed of the link and without holding the host. Registering takes about 0.1 s per
-GB, so it is done on first use, in chunks, by a thread of its own; until a chunk is ready, and where it cannot be
-registered, copies from it go the driver's slower way.
+Only registered memory moves at the speed of the link and without blocking the host. Registering takes about 0.1 s per
+GB, so it is done on first use, in chunks, by a separate thread. Until a chunk is ready, and if it cannot be registered,
+copies from it take the driver's slower path.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ logger = logging.getLogger("synk")
 
 CHUNK_NBYTES = 1 << 30
 RING_NBYTES = 1 << 24
-_READ_ONLY = 8  # cudaHostRegisterReadOnly: mappings that this process may only read
+_READ_ONLY = 8  # cudaHostRegisterReadOnly: for mappings that this process may only read
 _NUM_BUFFERS = 2
 
 _NEW, _QUEUED, _PINNED, _REFUSED = range(4)
 
 
 def address(array: np.ndarray) -> int:
-    """Return where the array's first element lies."""
+    """Return the address of the array's first element."""
     return int(array.__array_interface__["data"][0])
 
 
 class _Region:
-    """One segment, chunk by chunk."""
+    """One segment and the states of its chunks."""
 
     def __init__(self, start: int, nbytes: int, flags: int) -> None:
         self.start = start
@@ -49,7 +49,7 @@ class _Region:
 
 
 class PinnedSegments:
-    """Which segments are registered with the driver, and how far.
+    """Which segments are registered with the driver, and how much of each.
 
     Parameters
     ----------
@@ -67,18 +67,18 @@ class PinnedSegments:
         self._has_read_only = has_read_only
         self._starts: list[int] = []
         self._regions: dict[int, _Region] = {}
-        self._lock = threading.Lock()  # held while a chunk is registered: nothing is unmapped meanwhile
+        self._lock = threading.Lock()  # Held while a chunk is registered, so that nothing is unmapped in the meantime.
         self._queue: queue.SimpleQueue[tuple[_Region, int] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.refusal = ""
-        """Why the driver refused to register memory, the first time; empty where it never did."""
+        """Why the driver first refused to register memory; empty if it never did."""
 
     def add(self, segment: Segment) -> None:
-        """Take note of a segment; it is registered when something is copied from or to it."""
+        """Note a segment. It is registered when something is first copied from or to it."""
         start = address(segment.buffer)
         if segment.nbytes % PAGE_NBYTES:
             return
-        self.forget(segment)  # what lay there before: other pages are there now
+        self.forget(segment)  # the segment that lay here before had other pages
         is_read_only = not segment.buffer.flags.writeable
         bisect.insort(self._starts, start)
         region = _Region(start, segment.nbytes, _READ_ONLY if is_read_only else 0)
@@ -88,7 +88,7 @@ class PinnedSegments:
         self._regions[start] = region
 
     def forget(self, segment: Segment) -> None:
-        """Unregister a segment that is about to be unmapped; no copy from or to it may be under way."""
+        """Unregister a segment that is about to be unmapped. No copy from or to it may be running."""
         start = address(segment.buffer) if segment.buffer.size else -1
         region = self._regions.pop(start, None)
         if region is None:
@@ -98,12 +98,12 @@ class PinnedSegments:
             for chunk, state in enumerate(region.states):
                 if state == _PINNED:
                     self._unregister(region.bounds(chunk)[0])
-                region.states[chunk] = _REFUSED  # a request still queued finds nothing to do
+                region.states[chunk] = _REFUSED  # a request that is still queued finds nothing to do
 
     def pieces(self, start: int, nbytes: int) -> list[tuple[int, int]]:
-        """Return ``(offset, length)`` of the copies that move ``nbytes`` bytes at ``start``, and order what is missing.
+        """Return ``(offset, length)`` of the copies that move ``nbytes`` bytes at ``start``, and order missing chunks.
 
-        A copy must lie wholly in one registered piece of memory, or wholly outside.
+        A copy must lie entirely inside one registered piece of memory, or entirely outside.
         """
         place = bisect.bisect_right(self._starts, start) - 1
         region = self._regions[self._starts[place]] if place >= 0 else None
@@ -121,7 +121,7 @@ class PinnedSegments:
         return result
 
     def is_pinned(self, start: int, nbytes: int) -> bool:
-        """Whether all of ``nbytes`` bytes at ``start`` are registered now: a copy from there does not hold the host."""
+        """Whether ``nbytes`` bytes at ``start`` are all registered, so that copying them does not block the host."""
         if nbytes == 0:
             return True
         place = bisect.bisect_right(self._starts, start) - 1
@@ -149,7 +149,7 @@ class PinnedSegments:
                     self._runtime.hostRegister(low, high - low, region.flags)
                     region.states[chunk] = _PINNED
                 except self._runtime.CUDARuntimeError as error:
-                    # CuPy has taken the error from the driver (cudaGetLastError) when it raises: it hits nobody else.
+                    # CuPy takes the error from the driver (cudaGetLastError) when it raises, so nobody else meets it.
                     region.states[chunk] = _REFUSED
                     if not self.refusal:
                         self.refusal = str(error)
@@ -158,12 +158,12 @@ class PinnedSegments:
     def _unregister(self, start: int) -> None:
         try:
             self._runtime.hostUnregister(start)
-        except self._runtime.CUDARuntimeError as error:  # a device that failed answers so to everything
+        except self._runtime.CUDARuntimeError as error:  # a device that failed answers every call with this
             logger.debug("cannot unregister shared memory with CUDA: %s", error)
 
     @property
     def registered_nbytes(self) -> int:
-        """Bytes registered at this moment."""
+        """How many bytes are registered at this moment."""
         total = 0
         for region in list(self._regions.values()):
             bounds = [region.bounds(chunk) for chunk, state in enumerate(region.states) if state == _PINNED]
@@ -186,7 +186,7 @@ class PinnedSegments:
 
 
 class PinnedRing:
-    """Buffers through which rows go that do not lie side by side: filled on the host while the last one is copied.
+    """Buffers for rows that are not adjacent in memory: one is filled on the host while another is copied.
 
     Parameters
     ----------
@@ -200,7 +200,7 @@ class PinnedRing:
         self._next = 0
 
     def _take(self, nbytes: int) -> tuple[np.ndarray, Any]:
-        """Return a buffer that the device has read, of at least ``nbytes`` bytes."""
+        """Return a buffer of at least ``nbytes`` bytes that the device has finished reading."""
         place, self._next = self._next, (self._next + 1) % _NUM_BUFFERS
         held = self._buffers[place]
         if held is not None:
@@ -214,7 +214,7 @@ class PinnedRing:
     def copy_rows(
         self, shape: tuple[int, ...], dtype: np.dtype, target: int, stream: Any, write: Callable[..., None]
     ) -> None:
-        """Bring rows of a device array of ``shape`` to the device, piece by piece.
+        """Copy the rows of a device array of ``shape`` to the device, piece by piece.
 
         Parameters
         ----------

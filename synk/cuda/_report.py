@@ -1,4 +1,4 @@
-"""What ``synk.info()`` says of GPUs, by NVML and by the metadata of packages: no CUDA call, no import of a library."""
+"""What ``synk.info()`` says about GPUs, from NVML and package metadata: no CUDA call, no import of a library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from synk.cuda._nvml import NvmlSnapshot
 # NVML_P2P_CAPS_INDEX_READ; pynvml's own constant is a tuple by mistake.
 _P2P_READ = 0
 
-# By what a user installs; the first that is there counts.
+# By what a user installs. The first that is installed counts.
 _PACKAGES = {
     "CuPy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
     "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
@@ -43,7 +43,7 @@ def _package_line(snapshot: NvmlSnapshot) -> str:
 
 
 def _peer_line(devices: Sequence[Device]) -> str:
-    """Say between which GPUs memory can be read directly, or an empty string where that is not known."""
+    """Say which GPUs can read each other's memory directly; empty if that is unknown."""
     if len({device.gpu_uuid for device in devices}) < 2:
         return ""
     try:
@@ -65,7 +65,7 @@ def _peer_line(devices: Sequence[Device]) -> str:
 
 
 def gpu_lines(environ: Mapping[str, str] = os.environ, *, has_cupy: bool) -> list[str]:
-    """Return what there is to say of this machine's GPUs, and what is missing to use them."""
+    """Return what there is to say about this machine's GPUs, and what is missing to use them."""
     snapshot = _nvml.discover(environ)
     try:
         problem = explain_absence(snapshot, environ, has_cupy=has_cupy)

@@ -1,6 +1,7 @@
-"""A value that a recorded program has not computed yet: what NumPy and Python ask of it is recorded, or forces it.
+"""A value that a recorded program has not computed yet. What NumPy and Python ask of it is recorded, or computes it
+now.
 
-It knows of what records it only that it has two methods: one to add work, one to compute a value now.
+All it knows of the recording is two methods: one adds an operation, one computes a value now.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-# Methods and attributes of an array that give new values, and are recorded; the other ones need the value.
+# Methods and attributes of arrays that give new values and are recorded. All others need the value.
 _METHODS = frozenset(
     """
     all any argmax argmin argpartition argsort astype choose clip compress conj conjugate copy cumprod cumsum diagonal
@@ -25,11 +26,11 @@ _WRITERS = frozenset(("byteswap", "fill", "partition", "put", "resize", "setfiel
 
 
 class Deferred(NDArrayOperatorsMixin):
-    """An array, or whatever else an operation returns, that a flow computes later.
+    """An array, or another result of an operation, that a flow computes later.
 
-    Arithmetic, indexing, functions of NumPy and methods of arrays give further ones. What needs the value computes it
-    on the spot, with all that it hangs on: ``float``, ``bool``, ``if``, ``len``, ``shape``, ``dtype``, iteration,
-    ``numpy.asarray``, printing. Nothing can be written into it.
+    Arithmetic, indexing, NumPy functions and array methods give further deferred values. What needs the value computes
+    it at once, with everything it depends on: ``float``, ``bool``, ``if``, ``len``, ``shape``, ``dtype``, iteration,
+    ``numpy.asarray``, printing. It cannot be written into.
     """
 
     __slots__ = ("_node", "_recording")
@@ -80,7 +81,7 @@ class Deferred(NDArrayOperatorsMixin):
             return self._work(name, operator.attrgetter(name), self)
         if name in _WRITERS:
             _refuse_write(f"{name}()")
-        if name.startswith("__"):  # what a library asks to see whether this is an array of its own
+        if name.startswith("__"):  # a library asks whether this is an array of its own
             raise AttributeError(name)
         return getattr(read_only(self._forced()), name)
 
@@ -153,7 +154,7 @@ def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def read_only(value: Any) -> Any:
-    """Return a value so that nobody writes into it: of an array a view."""
+    """Return a value that cannot be written into: for an array, a view."""
     if isinstance(value, np.ndarray) and value.flags.writeable:
         value = value.view()
         value.flags.writeable = False

@@ -1,6 +1,6 @@
-"""``flow``: a function of NumPy is recorded, put into an order in which messages and work overlap, and run.
+"""``flow``: records a NumPy function, orders its operations so that messages and work overlap, and runs it.
 
-It runs on a rank, in a function, by ``synk.comm``; without messages it runs anywhere.
+It runs on a rank, inside a function, and uses ``synk.comm``. Without messages it runs anywhere.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Step:
     Attributes
     ----------
     trace : list of Timed
-        What the last call in this process has run, in that order.
+        What the last call in this process ran, in this order.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -59,9 +59,9 @@ class Step:
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the function returns, with arrays in the place of values that were computed later."""
+        """Return what the function returns, with arrays in place of values that were computed later."""
         if _current.get() is not None:
-            return self._function(*args, **kwargs)  # a part of the step that calls it
+            return self._function(*args, **kwargs)  # it is part of the step that calls it
         recording = _Recording(self._name)
         self.trace = recording.trace
         token = _current.set(recording)
@@ -76,17 +76,16 @@ class Step:
 
 
 class Flow:
-    """Order a function of NumPy so that its messages travel while it computes; the only instance is ``flow``.
+    """Order a NumPy function so that its messages travel while it computes. The only instance is ``flow``.
 
-    As a decorator it gives a `Step`. At each call the function runs once with arrays that are not computed yet: what it
-    does with them is recorded, and then run in the order of `schedule`. Messages start as early as their
-    arrays exist and are waited for where nothing else is left to do. Results have the bits that the plain
-    function would give.
+    As a decorator it gives a `Step`. At each call the function runs once with arrays that are not computed yet. What it
+    does with them is recorded, and then run in the order of `schedule`. Messages start as soon as their arrays exist,
+    and are awaited when nothing else is left to do. The results are equal, bit for bit, to those of the plain function.
 
-    What is recorded are the arguments' operators, indexing, methods of arrays, functions of NumPy, ``flow.send``,
-    ``flow.recv`` and ``flow.call``. What needs a value, as ``float``, ``if``, ``shape`` or a function of another
-    library, computes it on the spot. Random numbers are drawn in the line that draws them. Nothing may be written into
-    an array of the flow.
+    The flow records operators, indexing and methods of arrays, NumPy functions, ``flow.send``, ``flow.recv`` and
+    ``flow.call``. Anything that needs a value, such as ``float``, ``if``, ``shape`` or a function of another library,
+    computes it at once. Random numbers are drawn in the line that draws them. An array of the flow cannot be written
+    into.
 
     Raises
     ------
@@ -97,14 +96,13 @@ class Flow:
 
     Notes
     -----
-    An error of an operation comes when it is run; a note tells its line in the function. A wait for a message stands
-    after all sends that the program has before the receive: what does not deadlock as written, with ``isend`` and
-    ``recv``, does not deadlock in this order either. Collectives of ``synk.comm`` do not belong into a flow, since it
-    cannot move them. An array of the program that an operation takes is copied, unless it is an argument or cannot be
-    written into: its line counts, not the time of the operation. A result that is a view of another array is
-    read-only.
+    An operation raises its error when it is run; a note names its line in the function. A wait for a message comes
+    after all sends that precede the receive in the program: a program that does not deadlock as written, with ``isend``
+    and ``recv``, does not deadlock in this order either. Do not use collectives of ``synk.comm`` in a flow, since it
+    cannot move them. If an operation takes an array of the program, the array is copied when its line is recorded,
+    unless it is an argument or read-only. A result that is a view of another array is read-only.
 
-    Recording takes about 15 us for each operation, the order of a known graph is found again.
+    Recording takes about 15 us for each operation. The order of a known graph is looked up.
 
     Examples
     --------
@@ -141,7 +139,7 @@ class Flow:
 
     @staticmethod
     def recv(peer: int, tag: int = 0, *, like: Any = None) -> Deferred:
-        """Return what rank ``peer`` sends, as ``synk.comm.recv`` does; it is waited for as late as possible."""
+        """Return what rank ``peer`` sends, as ``synk.comm.recv`` does. It is awaited as late as possible."""
         recording = _recording("receive")
         name, peer, tag = _message("recv from", peer, tag)
         return recording.message("recv", name, lambda value: synk.comm.irecv(peer, tag, like=value), like, peer, tag)
@@ -150,7 +148,7 @@ class Flow:
     def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Deferred:
         """Record a call of any function as one operation.
 
-        Its result may depend on nothing but its arguments, because nobody knows when it runs. Arrays are read-only.
+        Its result may depend only on its arguments, because it is not known when it runs. Arrays are read-only.
         """
         if isinstance(getattr(function, "__self__", None), (np.random.Generator, np.random.RandomState)):
             raise TypeError(
@@ -165,7 +163,7 @@ flow = Flow()
 
 
 class _Node:
-    """Something to run, once; ``run`` is None when that is done."""
+    """An operation to run once. ``run`` is None after that."""
 
     __slots__ = ("kind", "line", "name", "needs", "run", "tag", "value")
 
@@ -180,7 +178,7 @@ class _Node:
 
 
 class _Recording:
-    """One call of a step: what it has recorded and not yet run, in the order of the program."""
+    """One call of a step: what was recorded and not run yet, in the order of the program."""
 
     def __init__(self, name: str) -> None:
         self.trace: list[Timed] = []
@@ -189,13 +187,14 @@ class _Recording:
         self._pending: list[_Node] = []
         self._sends: list[_Node] = []
         self._last: dict[tuple[str, int, int], _Node] = {}
-        # What is asked of an array while operations run, or after the step, is done on the spot.
+        # While operations run, and after the step, requests for values are answered at once.
         self._is_eager = False
 
-    # -- what the program does ----------------------------------------------------------------------------------------
+    # -- what the program asks for
+    # ----------------------------------------------------------------------------------------
 
     def given(self, value: Any) -> Any:
-        """Return an argument of the step as its program sees it."""
+        """Return an argument of the step in the form that its program gets."""
         return Deferred(self, _Node("work", "", [], None, value)) if type(value) is np.ndarray else value
 
     def work(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Deferred:
@@ -212,13 +211,13 @@ class _Recording:
         begun = self._call(kind, name, start, (array,), {})
         begun.tag = (tag, peer)
         before = self._last.get((kind, tag, peer))
-        if before is not None:  # messages of one tag keep the order of the program
+        if before is not None:  # messages with one tag keep the order of the program
             begun.needs.append(before)
         self._last[kind, tag, peer] = self._add(begun)
         if kind == "send":
             self._sends.append(begun)
             needs = [begun]
-        else:  # the peer may send it as the answer to anything that this rank has sent before
+        else:  # the peer may send it in answer to anything that this rank has sent before
             self._sends = [send for send in self._sends if send.run is not None]
             needs = [begun, *self._sends]
         return Deferred(self, self._add(_Node("wait", f"wait {name}", needs, lambda: begun.value.wait(), None)))
@@ -230,7 +229,7 @@ class _Recording:
             if isinstance(leaf, Deferred):
                 needs.append(leaf._node)
             elif isinstance(leaf, np.ndarray) and leaf.flags.writeable:
-                return read_only(leaf.copy())  # the program may write into its own before this runs
+                return read_only(leaf.copy())  # the program may write into its own array before this runs
             return leaf
 
         args = mapped(captured, args)
@@ -248,10 +247,11 @@ class _Recording:
             self._pending.append(node)
         return node
 
-    # -- what is run --------------------------------------------------------------------------------------------------
+    # -- running
+    # ----------------------------------------------------------------------------------------------------------
 
     def value_of(self, node: _Node) -> Any:
-        """Return a value, which may have to be computed first."""
+        """Return a value, and compute it first if necessary."""
         if node.run is not None:
             if node not in self._pending:
                 raise RuntimeError(
@@ -262,16 +262,16 @@ class _Recording:
         return node.value
 
     def finish(self) -> None:
-        """Run all that is left."""
+        """Run everything that is left."""
         self._run(self._pending)
 
     def end(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         self._is_eager = True
         self._pending = []
 
     def _needed_for(self, node: _Node) -> list[_Node]:
-        """Return what a node hangs on, and what messages that can start without waiting hang on."""
+        """Return what a node depends on, and what messages depend on that can start without waiting."""
         waiting: set[_Node] = set()
         found = [node]
         for each in self._pending:
@@ -287,7 +287,8 @@ class _Recording:
         return [each for each in self._pending if each in wanted]
 
     def _run(self, nodes: Sequence[_Node]) -> None:
-        # A wait goes by its message, which may have started before: those come first, one after the other.
+        # A wait has the tag of its message, which may have started before. Messages that have not come first, one by
+        # one.
         started = [node.needs[0] for node in nodes if node.kind == "wait" and node.needs[0].run is None]
         nodes = [*started, *nodes]
         places = {node: place for place, node in enumerate(nodes)}
@@ -315,12 +316,12 @@ class _Recording:
                 add_note(error, _told(self._name, node.name, node.line))
             raise
         self.trace.append(Timed(node.name, start - self._begin, time.perf_counter() - self._begin))
-        node.run, node.needs = None, []  # with the arrays that they hold
+        node.run, node.needs = None, []  # release the arrays that they hold
 
 
 @functools.lru_cache(maxsize=256)
 def _order(graph: tuple[tuple[str, tuple[int, int] | None, tuple[int, ...]], ...]) -> tuple[int, ...]:
-    """Return the places of nodes, of which each has its kind, its tag and peer, and the places that it needs."""
+    """Return the order of nodes, each given by its kind, its tag and peer, and the positions of the nodes it needs."""
     return tuple(
         schedule(
             range(len(graph)),
@@ -350,7 +351,7 @@ def _recording(verb: str) -> _Recording:
 
 
 def _message(verb: str, peer: Any, tag: Any) -> tuple[str, int, int]:
-    """Return the name of a message, its peer and tag, checked."""
+    """Return the name of a message, and its peer and tag after a check."""
     for name, value in (("peer", peer), ("tag", tag)):
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
             raise ValueError(f"cannot {verb.split()[0]} in a flow: got {name}={value!r}, expected an int from 0 on.")
@@ -358,7 +359,7 @@ def _message(verb: str, peer: Any, tag: Any) -> tuple[str, int, int]:
 
 
 def _line() -> tuple[str, int, str] | None:
-    """Return the file, the line and the function where the program is, outside of NumPy and this package."""
+    """Return the file, line and function at which the program is, outside of NumPy and this package."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

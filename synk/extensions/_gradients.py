@@ -1,7 +1,7 @@
 """Gradients as a whole: their joint norm, and flat buffers in place of many arrays.
 
-Written with operators and methods that NumPy, CuPy, torch and JAX share; joining arrays is the one thing that each
-library names differently.
+Written with operators and methods that NumPy, CuPy, torch and JAX share. Only joining arrays has another name in each
+library.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["clip_by_global_norm", "flatten"]
 
 
 def clip_by_global_norm(grads: Tree, max_norm: float) -> tuple[Tree, Array]:
-    """Scale gradients down, all by one factor, so that their joint norm is at most ``max_norm``.
+    """Scale all gradients down by one factor, so that their joint norm is at most ``max_norm``.
 
     ``g <- g min(1, max_norm / (norm + 1e-6))``, with ``norm`` the square root of the sum of all squares. Nothing is
     copied to the host: on a device the call does not wait.
@@ -34,7 +34,7 @@ def clip_by_global_norm(grads: Tree, max_norm: float) -> tuple[Tree, Array]:
     Returns
     -------
     clipped : tree of arrays
-        New arrays, of the structure, shapes and dtypes of ``grads``.
+        New arrays, with the structure, shapes and dtypes of ``grads``.
     norm : 0-d array
         The norm before clipping, in the widest dtype of the gradients, at least float32.
 
@@ -45,9 +45,9 @@ def clip_by_global_norm(grads: Tree, max_norm: float) -> tuple[Tree, Array]:
 
     Notes
     -----
-    As `torch.nn.utils.clip_grad_norm_`, also for gradients that are not finite: an infinite norm gives zeros, and NaN
-    where the gradient is infinite; NaN anywhere gives NaN everywhere. Pascanu, Mikolov and Bengio, "On the difficulty
-    of training recurrent neural networks", ICML 2013, arXiv:1211.5063.
+    Equal to `torch.nn.utils.clip_grad_norm_`, also for gradients that are not finite: an infinite norm gives zeros, and
+    NaN where the gradient is infinite; NaN anywhere gives NaN everywhere. Pascanu, Mikolov and Bengio, "On the
+    difficulty of training recurrent neural networks", ICML 2013, arXiv:1211.5063.
 
     Examples
     --------
@@ -69,20 +69,20 @@ def clip_by_global_norm(grads: Tree, max_norm: float) -> tuple[Tree, Array]:
 
 
 def flatten(tree: Tree) -> tuple[tuple[Array, ...], Callable[[Sequence[Array]], Tree]]:
-    """Copy a tree of arrays into flat buffers, one for each dtype, so that one collective per dtype moves all.
+    """Copy a tree of arrays into flat buffers, one for each dtype, so that one collective per dtype moves all of them.
 
     Parameters
     ----------
     tree : tree of arrays
-        All of one library and on one device.
+        All arrays from one library and on one device.
 
     Returns
     -------
     flats : tuple of 1-d arrays
         One new array for each dtype, in order of first appearance; most trees have one.
     unflatten : callable
-        ``unflatten(flats)`` returns a tree of the structure and shapes of ``tree``; its arrays are views of the flat
-        ones where the library has views.
+        ``unflatten(flats)`` returns a tree with the structure and shapes of ``tree``. Its arrays are views of the flat
+        ones if the library has views.
 
     Raises
     ------
@@ -133,17 +133,19 @@ def flatten(tree: Tree) -> tuple[tuple[Array, ...], Callable[[Sequence[Array]], 
 
 
 def _concatenate(arrays: list[Array]) -> Array:
-    """Join 1-d arrays of one dtype. A library that is not yet imported cannot have made them."""
+    """Join 1-d arrays of one dtype. A library that was not imported cannot have made them."""
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     if torch is not None and isinstance(arrays[0], torch.Tensor):
         return torch.cat(arrays)
     if jax is not None and isinstance(arrays[0], jax.Array):
         return jax.numpy.concatenate(arrays)
-    return np.concatenate(arrays)  # CuPy takes this call over, by NumPy's dispatch protocol
+    # CuPy's arrays answer NumPy's functions, dpnp's only those of their own namespace.
+    xp: Any = arrays[0].__array_namespace__() if hasattr(arrays[0], "__array_namespace__") else np
+    return xp.concatenate(arrays)
 
 
 def _at_least_float32(array: Array) -> Array:
-    """Return half precision as float32, where its squares cannot overflow; others as they are."""
+    """Return half precision as float32, in which its squares cannot overflow; other arrays unchanged."""
     if "float16" not in str(array.dtype):
         return array
     return array.float() if hasattr(array, "float") else array.astype("float32")

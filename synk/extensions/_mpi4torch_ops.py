@@ -1,4 +1,4 @@
-"""Reductions by the operations of MPI, and the one operator of torch that TorchScript can call for them."""
+"""Reductions by MPI's operations, and the one torch operator that TorchScript can call for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FOLDS = {
 
 
 def allreduce(tensor: torch.Tensor, op: int, is_alone: bool) -> torch.Tensor:
-    """Reduce a tensor of all ranks, or of this one alone, by an operation of MPI; only MPI_SUM has a gradient."""
+    """Reduce a tensor of all ranks, or of this one alone, by an MPI operation. Only MPI_SUM has a gradient."""
     if op not in OPS and op not in _FOLDS:
         raise ValueError(
             f"cannot reduce a tensor by MPI operation {op!r}: got none that tensors have (MPI_MINLOC and MPI_MAXLOC "
@@ -41,7 +41,7 @@ def allreduce(tensor: torch.Tensor, op: int, is_alone: bool) -> torch.Tensor:
 
 
 class _Fold(torch.autograd.Function):
-    """What no communicator computes: the values of all ranks, put together here."""
+    """Combines the values of all ranks here, for operations that no communicator has."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, op: int) -> torch.Tensor:

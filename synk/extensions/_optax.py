@@ -1,6 +1,6 @@
 """Optimizers of optax as update rules.
 
-The only file of the extensions that knows JAX; it imports JAX and optax when a rule is made, not before.
+This is the only file of the extensions that knows JAX. It imports JAX and optax when a rule is made, and not before.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _NAME = "the optax rule"
 
 
 def from_optax(transformation: Any) -> OptaxRule:
-    """Make an update rule out of an optimizer of optax, so that `make_train_function` takes it.
+    """Make an update rule from an optax optimizer, for `make_train_function`.
 
     A step is ``updates, state = tx.update(grads, state, params)`` and ``optax.apply_updates(params, updates)``,
-    compiled by ``jax.jit``. ``grads`` are the gradients over all rows: ``optax.clip_by_global_norm`` and whatever else
-    a chain does see what they would see in one process on the whole batch.
+    compiled by ``jax.jit``. ``grads`` are the gradients over all rows. So ``optax.clip_by_global_norm`` and every other
+    part of a chain sees what it would see in one process on the whole batch.
 
     Parameters
     ----------
@@ -33,20 +33,20 @@ def from_optax(transformation: Any) -> OptaxRule:
     Returns
     -------
     OptaxRule
-        With ``init(params)`` and ``step(params, grads, state)``; the state is a dict of ``"step"``, the number of steps
-        done, and ``"optax"``, optax's own state.
+        With ``init(params)`` and ``step(params, grads, state)``. The state is a dict with ``"step"``, the number of
+        steps done, and ``"optax"``, optax's own state.
 
     Raises
     ------
     ImportError
         If JAX or optax is not installed.
     TypeError
-        If it is no gradient transformation.
+        If it is not a gradient transformation.
 
     Notes
     -----
-    `make_train_function` then hands everything over as JAX's arrays, as with ``framework="jax"``. The workers compute
-    with 64 bits where the master's JAX does (``jax_enable_x64``). Optax: https://optax.readthedocs.io.
+    `make_train_function` then passes everything as JAX arrays, as with ``framework="jax"``. The workers compute with 64
+    bits if the master's JAX does (``jax_enable_x64``). Optax: https://optax.readthedocs.io.
 
     Examples
     --------
@@ -70,7 +70,7 @@ class OptaxRule:
     Attributes
     ----------
     framework : str
-        Whose arrays a step takes and returns.
+        The library whose arrays a step takes and returns.
     """
 
     framework = "jax"
@@ -93,7 +93,7 @@ class OptaxRule:
         return f"from_optax({self._transformation!r})"
 
     def init(self, params: Tree) -> dict[str, Any]:
-        """Return the state before the first step: ``"step"``, and optax's own as ``"optax"``, with NumPy arrays.
+        """Return the state before the first step, with NumPy arrays: ``"step"``, and optax's own state as ``"optax"``.
 
         Parameters
         ----------
@@ -104,7 +104,7 @@ class OptaxRule:
         ------
         TypeError
             If a parameter is not an array of a floating-point dtype, or has more bits than JAX computes with; if the
-            update needs more than gradients, state and parameters; if the state holds what is no plain array.
+            update needs more than gradients, state and parameters; if the state holds anything but plain arrays.
         """
         import jax
 
@@ -127,15 +127,15 @@ class OptaxRule:
         return {"step": np.zeros((), np.int32), "optax": jax.tree_util.tree_map(_as_numpy, state)}
 
     def step(self, params: Tree, grads: Tree, state: Mapping[str, Any]) -> tuple[Tree, dict[str, Any]]:
-        """Return the parameters and the state after one step, as new arrays of JAX.
+        """Return the parameters and the state after one step, as new JAX arrays.
 
         Parameters
         ----------
         params : tree of arrays
         grads : tree of arrays
-            Structure and shapes of ``params``.
+            With the structure and shapes of ``params``.
         state : mapping
-            What `init` or the step before returned.
+            What `init` or the last step returned.
 
         Raises
         ------
@@ -159,5 +159,5 @@ def _as_numpy(leaf: Array) -> np.ndarray:
 
 
 def _has_64_bits(config: Any) -> bool:
-    """Whether JAX computes with 64 bits; its own types do not know the setting."""
+    """Whether JAX computes with 64 bits. JAX's own type stubs do not know this setting."""
     return bool(config.jax_enable_x64)

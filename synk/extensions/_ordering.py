@@ -1,6 +1,6 @@
-"""Order the nodes of a dataflow graph so that messages travel while the rank computes.
+"""Orders the nodes of a dataflow graph so that messages travel while the rank computes.
 
-Runs wherever it is called, on plain Python objects: it starts no message and knows neither arrays nor processes.
+It runs anywhere, on plain Python objects. It starts no message, and knows neither arrays nor processes.
 """
 
 from __future__ import annotations
@@ -24,49 +24,49 @@ def schedule(
     kind: Callable[[Node], str] | Mapping[Node, str],
     tag: Callable[[Node], Any] | Mapping[Node, Any],
 ) -> list[Node]:
-    """Put the nodes of one rank's graph into an order in which communication and computation overlap.
+    """Order the nodes of one rank's graph so that communication and computation overlap.
 
-    Sends and receives start as soon as their inputs exist, in the order of their tags. Work that a send hangs on runs
-    before other work. A wait stands only where nothing else can run; of several, the one goes first after which the
-    fewest nodes are missing until something can run again. Tags decide between what is equal.
+    Sends and receives start as soon as their inputs exist, in the order of their tags. Work that a send depends on runs
+    before other work. A wait comes only when nothing else can run. Of several waits, the first is the one after which
+    the fewest nodes are missing until something can run again. Tags break ties.
 
     Parameters
     ----------
     nodes : iterable of hashable objects
-        Each once.
+        Each appears once.
     needs : callable or mapping
-        The nodes that must stand before a node. A mapping may leave out nodes that need nothing.
+        The nodes that must come before a node. A mapping may leave out nodes that need nothing.
     kind : callable or mapping
-        ``"send"`` or ``"recv"`` for what starts a message (`synk.comm.isend`, `synk.comm.irecv`), ``"wait"`` for what
-        waits for one, ``"work"`` for all else. A mapping may leave out work.
+        ``"send"`` or ``"recv"`` for the start of a message (`synk.comm.isend`, `synk.comm.irecv`), ``"wait"`` for the
+        wait for one, ``"work"`` for everything else. A mapping may leave out work.
     tag : callable or mapping
-        Of a send or receive its tag, an int from 0 on, or ``(tag, peer)`` where the rank talks to more than one peer.
-        A wait goes by the tag of the receive that it needs, or else by that of the send, and is not asked. Work may
-        have an int, such as its line in the program, or None. A mapping may leave out waits and work.
+        For a send or receive its tag, an int from 0 on, or ``(tag, peer)`` if the rank has more than one peer. A wait
+        takes the tag of the receive that it needs, or else of the send. Work may have an int, such as its line in the
+        program, or None. A mapping may leave out waits and work.
 
     Returns
     -------
     list
-        The nodes in their order. What is equal in everything above, such as work without tags, keeps the order of
-        ``nodes``; where all work has tags of its own, the order of ``nodes`` makes no difference.
+        The nodes in their order. Nodes that are equal in all of the above, such as work without tags, keep the order of
+        ``nodes``. If all work has distinct tags, the order of ``nodes`` makes no difference.
 
     Raises
     ------
     ValueError
         If two sends to one peer, or two receives from it, have the same tag and neither needs the other, directly or
-        through other nodes: which message is which would depend on chance. If nodes need each other in a circle, a
-        need is not among ``nodes``, a wait needs no send or receive, or a kind or tag is none.
+        through other nodes: which message is which would be random. If nodes need each other in a cycle, a needed node
+        is not among ``nodes``, a wait needs no send or receive, or a kind or tag is invalid.
 
     Notes
     -----
-    The graph is one rank's. If a message comes as the answer to another one, its wait must need that other send,
-    because nothing in this graph shows it otherwise. The time grows with the square of the number of nodes at worst
-    (0.1 s for 1000 nodes). The rules are those of Rocklin's scheduler for MPI operations in Theano (2012):
+    The graph belongs to one rank. If a message is the answer to another one, its wait must need that other send,
+    because nothing else in this graph shows the connection. The time grows with the square of the number of nodes at
+    worst (0.1 s for 1000 nodes). The rules are those of Rocklin's scheduler for MPI operations in Theano (2012):
     https://gist.github.com/mrocklin/3750410.
 
     Examples
     --------
-    Rank 0 sends ``x`` and its square and takes what ranks 1 and 2 make of them:
+    Rank 0 sends ``x`` and its square, and receives what ranks 1 and 2 compute from them:
 
     >>> needs = {
     ...     "send square": ["square"],
@@ -123,7 +123,7 @@ def _told(
     default: Told,
     known: frozenset[Node],
 ) -> Iterator[tuple[Node, Told]]:
-    """Yield each node with what a function or a mapping says of it."""
+    """Yield each node with what a function or a mapping says about it."""
     if not isinstance(given, Mapping):
         yield from ((node, given(node)) for node in nodes)
         return
@@ -141,10 +141,11 @@ def _messages(
     needed: Mapping[Node, Sequence[Node]],
     depths: Mapping[Node, int],
 ) -> dict[Node, Message]:
-    """Return what decides between two nodes of one class: of a start ``(tag, kind, depth)``, with a peer after the tag.
+    """Return the sort key of each node within its class: for a start ``(tag, kind, depth)``, with the peer after the
+    tag.
 
-    Starts of equal tags stand in a chain, or the graph is refused: their depths tell them apart. A wait that needs a
-    receive and sends waits for the receive: the sends only stand before it.
+    Starts with equal tags must form a chain, or the graph is refused: their depths tell them apart. A wait that needs a
+    receive and sends waits for the receive; the sends only come before it.
     """
     found: dict[Node, Message] = {}
     for node, tag in tags.items():
@@ -183,16 +184,16 @@ def _is_count(value: Any) -> bool:
 
 
 class _Graph:
-    """A graph whose nodes are the bits of an int, numbered so that of several that can run the lowest bit goes first.
+    """A graph whose nodes are bits of an int, numbered so that of several runnable nodes the lowest bit runs first.
 
     Attributes
     ----------
     nodes : list
         By bit.
     needs, before : list of int
-        By bit: what a node needs, and all that must stand before it, through other nodes too.
+        By bit: what a node needs directly, and everything that must come before it.
     users : list of list of int
-        By bit: the bits of those that need a node.
+        By bit: the bits of the nodes that need it.
     """
 
     def __init__(
@@ -208,7 +209,7 @@ class _Graph:
         self.needs = [0] * len(bits)
         self.before = [0] * len(bits)
         self.users: list[list[int]] = [[] for _ in bits]
-        for node in depths:  # needs first
+        for node in depths:  # needed nodes first
             bit = bits[node]
             for need in {bits[need] for need in needed[node]}:
                 self.needs[bit] |= 1 << need
@@ -230,7 +231,7 @@ class _Graph:
                 )
 
     def ordered(self) -> list[Any]:
-        """Return all nodes in the order in which they are to run."""
+        """Return all nodes in the order in which they must run."""
         starts, work, waits = (
             sum(1 << bit for name in names for bit in self.of_kind[name]) for names in (_STARTS, ["work"], ["wait"])
         )
@@ -256,7 +257,7 @@ class _Graph:
         return order
 
     def _towards(self, goals: Sequence[int], ready: int, ahead: int) -> int:
-        """Return those of ``ready`` that the goals hang on before which the fewest nodes are missing, else all."""
+        """Return the ready nodes before the goals with the fewest missing nodes; all ready nodes if there are none."""
         fewest, found = len(self.nodes) + 1, ready
         for goal in goals:
             if ahead >> goal & 1 and self.before[goal] & ready:
@@ -273,7 +274,7 @@ def _class(kind: str) -> int:
 
 
 def _depths(needed: Mapping[Node, Sequence[Node]]) -> dict[Node, int]:
-    """Return how many nodes at most stand in a chain before each, needs first; refuse circles."""
+    """Return the length of the longest chain before each node, needed nodes first. Raise for cycles."""
     depths: dict[Node, int] = {}
     for node in needed:
         path = [(node, iter(needed[node]))] if node not in depths else []

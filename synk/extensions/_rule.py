@@ -1,6 +1,7 @@
 """What all update rules share: the walk over nested arrays, the step counter, the learning rate, the checks.
 
-A rule adds the arithmetic for one array (``updates.py``). Knows no array library, no process, no communication.
+A rule adds the arithmetic for one array (``updates.py``). This file knows no array library, no process and no
+communication.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ class UpdateRule:
     ----------
     name : str
     learning_rate : float or callable
-        A callable (a schedule) gets the number of steps done so far, 0 at the first, and returns the learning rate.
+        A callable (a schedule) gets the number of steps done so far, at first 0, and returns the learning rate.
     settings : mapping
         The other hyper-parameters.
     slots : tuple of str
-        Names of the state entries, each an array like the parameter, zero at the start.
+        Names of the state entries. Each is an array like the parameter, and starts at zero.
     update : callable
         ``update(param, grad, slot_arrays, learning_rate, t) -> (param, slot_arrays)`` for one array.
 
@@ -72,7 +73,7 @@ class UpdateRule:
         Returns
         -------
         dict
-            ``"step"``: 0, the number of steps done; and for each slot a tree like ``params``, of zeros.
+            ``"step"``, the number of steps done: 0. For each slot, a tree of zeros like ``params``.
 
         Raises
         ------
@@ -83,16 +84,16 @@ class UpdateRule:
         return {"step": 0, **{slot: spec.unflatten([_constant(leaf) * 0 for leaf in leaves]) for slot in self.slots}}
 
     def step(self, params: Tree, grads: Tree, state: Mapping[str, Tree]) -> tuple[Tree, dict[str, Tree]]:
-        """Return the parameters and the state after one step. The arguments stay as they are.
+        """Return the parameters and the state after one step. The arguments are not changed.
 
         Parameters
         ----------
         params : tree of arrays
         grads : tree of arrays
-            Structure and shapes of ``params``. A dtype may differ where the library's promotion with the parameter's
-            dtype gives the parameter's (bfloat16 gradients of float32 parameters).
+            With the structure and shapes of ``params``. A dtype may differ if the library promotes it to the
+            parameter's dtype (bfloat16 gradients of float32 parameters).
         state : mapping
-            What `init` or the step before returned. The counter may also be a 0-d integer array.
+            What `init` or the last step returned. The counter may also be a 0-d integer array.
 
         Returns
         -------
@@ -132,7 +133,7 @@ class UpdateRule:
         return spec.unflatten(new_leaves), {"step": state["step"] + 1, **trees}
 
     def _rate_at(self, count: int) -> float:
-        """Return the learning rate of the step that follows ``count`` steps."""
+        """Return the learning rate of the step after ``count`` steps."""
         if not callable(self.learning_rate):
             return self.learning_rate
         rate = _concrete(float, self.learning_rate(count))
@@ -163,12 +164,12 @@ def floating_leaves(rule: str, params: Tree) -> tuple[list[Array], optree.PyTree
 
 
 def leaves_like(rule: str, spec: optree.PyTreeSpec, leaves: list[Array], tree: Tree, name: str) -> list[Array]:
-    """Return the leaves of ``tree``, which has the structure and shapes of the parameters.
+    """Return the leaves of ``tree``, which must have the structure and shapes of the parameters.
 
     Raises
     ------
     ValueError
-        If it has not.
+        If it does not.
     """
     found, found_spec = optree.tree_flatten(tree)
     if found_spec != spec:
@@ -176,7 +177,7 @@ def leaves_like(rule: str, spec: optree.PyTreeSpec, leaves: list[Array], tree: T
             f"cannot step {rule}: got {name} of structure {found_spec}, expected that of the parameters, {spec}. Pass "
             "one array for each parameter, nested in the same way."
         )
-    # Without this check a wrong shape would be broadcast, and the parameter silently take another one.
+    # Without this check a wrong shape would be broadcast, and the parameter would silently get another shape.
     for index, (leaf, param) in enumerate(zip(found, leaves, strict=True)):
         if getattr(leaf, "shape", ()) != param.shape:
             raise ValueError(
@@ -188,7 +189,7 @@ def leaves_like(rule: str, spec: optree.PyTreeSpec, leaves: list[Array], tree: T
 
 
 def learning_rate_of(rule: str, value: Any) -> LearningRate:
-    """Return a valid learning rate: a schedule as it is, a number as a float."""
+    """Return a valid learning rate: a schedule unchanged, a number as a float."""
     return value if callable(value) else number(rule, "learning_rate", value)
 
 
@@ -202,7 +203,7 @@ def betas_of(rule: str, betas: Any) -> tuple[float, float]:
 
 
 def number(rule: str, name: str, value: Any, *, below: float = math.inf) -> float:
-    """Return a valid hyper-parameter as a Python float, which takes the dtype of the arrays that it meets.
+    """Return a valid hyper-parameter as a Python float, which adopts the dtype of the arrays that it meets.
 
     Raises
     ------
@@ -219,23 +220,23 @@ def number(rule: str, name: str, value: Any, *, below: float = math.inf) -> floa
 
 
 def is_real(value: Any) -> bool:
-    """Return whether ``value`` is a real number of Python or NumPy."""
+    """Whether ``value`` is a real number of Python or NumPy."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def kind_of(leaf: Any) -> str:
-    """Return the words for what a leaf is, for an error."""
+    """Return what a leaf is, in words for an error."""
     return f"dtype {leaf.dtype}" if hasattr(leaf, "dtype") else f"type {type(leaf).__name__}"
 
 
 def _constant(array: Array) -> Array:
-    """Return torch tensors outside of the autograd graph, which every step would otherwise make longer."""
+    """Return a torch tensor outside of the autograd graph, which would otherwise grow with every step."""
     return array.detach() if hasattr(array, "detach") else array
 
 
 def _concrete(convert: Callable[[Any], Any], value: Any) -> Any:
-    """Return ``convert(value)``, a Python number, which never widens float32; or a traced value of jax.jit as it is."""
+    """Return ``convert(value)``, a Python number, which never widens float32. Tracers of jax.jit are unchanged."""
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(value, jax.core.Tracer):
         return value
-    return convert(value.item() if hasattr(value, "item") else value)  # CuPy's arrays are no numbers by themselves
+    return convert(value.item() if hasattr(value, "item") else value)  # CuPy's arrays cannot be converted directly

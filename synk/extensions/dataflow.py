@@ -1,7 +1,7 @@
-"""Programs whose messages travel while the rank computes: their order is found, not written.
+"""Programs whose messages travel while the rank computes: the order is found automatically.
 
-`schedule` orders the nodes of any graph and starts nothing. `flow` records a function of NumPy, orders it and runs it
-by ``synk.comm``.
+`schedule` orders the nodes of any graph and starts nothing. `flow` records a NumPy function, orders it and runs it by
+``synk.comm``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A backend of joblib: what takes ``n_jobs`` (scikit-learn's searches and validations) runs on the current runtime.
+"""A joblib backend: code with ``n_jobs`` (scikit-learn's searches and validations) runs on the current runtime.
 
-Importing this module registers it. Arrays of 1 MB and more cross to the workers once, by identity, as long as they hold
-the same; they arrive read-only, as with loky.
+Importing this module registers it. Arrays of 1 MB and more cross to the workers once, by identity, as long as their
+contents stay the same. They arrive read-only, as with loky.
 
 Examples
 --------
@@ -25,10 +25,10 @@ from synk.errors import ReentrancyError
 
 
 class SynkBackend(AutoBatchingMixin, ParallelBackendBase):
-    """Runs the tasks of ``joblib.Parallel`` on the workers of the current runtime; made by joblib.
+    """Runs the tasks of ``joblib.Parallel`` on the workers of the current runtime. Made by joblib.
 
-    Without a number of jobs all workers are used, and never more than there are. ``timeout=`` works,
-    ``return_as="generator"`` does not: tasks are driven by the thread that waits for them.
+    Without a number of jobs it uses all workers, and never more than there are. ``timeout=`` works.
+    ``return_as="generator"`` does not, because the thread that waits for tasks also drives them.
     """
 
     default_n_jobs = -1
@@ -38,12 +38,12 @@ class SynkBackend(AutoBatchingMixin, ParallelBackendBase):
     _tasks: Any = None
 
     def effective_n_jobs(self, n_jobs: int | None) -> int:
-        """Return how many workers are used for a number of jobs, which counts from the end where it is negative."""
+        """Return how many workers to use for a number of jobs. Negative numbers count from the end."""
         if n_jobs == 0:
             raise ValueError("cannot run jobs: got n_jobs=0, expected a number above 0, -1 for all workers, or None.")
         try:
             world_size = synk.current().world_size
-        except ReentrancyError:  # on a worker: a task that has tasks of its own
+        except ReentrancyError:  # on a worker: a task with tasks of its own
             return 1
         if n_jobs is None:
             return 1
@@ -61,22 +61,22 @@ class SynkBackend(AutoBatchingMixin, ParallelBackendBase):
         return n_jobs
 
     def submit(self, func: Callable[[], Any], callback: Any = None) -> Any:
-        """Hand a batch of tasks over."""
+        """Submit a batch of tasks."""
         return self._tasks.submit(func, callback)
 
     def retrieve_result(self, out: Any, timeout: float | None = None) -> Any:
-        """Wait for a batch of tasks; those that end meanwhile make room for others."""
+        """Wait for a batch of tasks. Batches that end in the meantime make room for others."""
         return self._tasks.result(out, timeout)
 
     def abort_everything(self, ensure_ready: bool = True) -> None:
-        """End the tasks in flight: one has failed, or Ctrl-C has come."""
+        """End the tasks in flight, after a failure or Ctrl-C."""
         self._tasks.cancel()
         if ensure_ready:
             with contextlib.suppress(FallbackToBackend):
                 self.configure(n_jobs=self.parallel.n_jobs, parallel=self.parallel)
 
     def terminate(self) -> None:
-        """End what nobody waits for any more; the workers stay."""
+        """End tasks that nobody waits for any more. The workers stay."""
         if self._tasks is not None:
             self._tasks.cancel()
             self._tasks = None

@@ -1,13 +1,13 @@
 """The names of mpi4torch (https://github.com/helmholtz-analytics/mpi4torch), inside functions on synk's workers.
 
-A program for it runs after ``import synk.extensions.mpi4torch as mpi4torch``; where modules of others import it by its
-name, after ``sys.modules["mpi4torch"] = synk.extensions.mpi4torch``. What differs:
+A program written for it runs after ``import synk.extensions.mpi4torch as mpi4torch``. If other modules import it by its
+name, use ``sys.modules["mpi4torch"] = synk.extensions.mpi4torch``. The differences are:
 
-- Ranks are those that run the call, and the communicator means something only in a function.
-- The in-place operations bring the values into their argument, but return another tensor, which has the gradient.
-- ``Recv`` and ``Irecv`` return what was received, and leave the tensor that says its shape as it is.
+- Ranks are those that run the call, and the communicator has a meaning only inside a function.
+- The in-place operations write the values into their argument, but return another tensor, which has the gradient.
+- ``Recv`` and ``Irecv`` return what was received, and do not write into the tensor that gives the shape.
 - Messages can be differentiated once. Tags are below 2**20.
-- TorchScript knows ``Allreduce`` alone.
+- TorchScript knows only ``Allreduce``.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ JoinDummiesHandle = join_dummies
 
 
 class _Communicator:
-    """All but what TorchScript compiles: it takes the methods that a class itself has, and knows little Python."""
+    """Everything except what TorchScript compiles: only a class's own methods, and little Python."""
 
     __jit_unused_properties__ = ("rank", "size")
     _is_alone: bool
 
     @property
     def rank(self) -> int:
-        """This rank's place among those of the call."""
+        """This rank's position among those of the call."""
         return 0 if self._is_alone else comm.rank
 
     @property
@@ -72,14 +72,14 @@ class _Communicator:
         return 1 if self._is_alone else comm.world_size
 
     def Bcast_(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
-        """Bring the values of ``root`` into the tensors of all, and return them: see :func:`synk.torch.broadcast`."""
+        """Copy the values of ``root`` into all ranks' tensors and return them: see :func:`synk.torch.broadcast`."""
         source = self._rank_of(root)
         result = tensor.clone() if self._is_alone else broadcast(tensor, source)
         _overwrite(tensor, result)
         return result
 
     def Reduce_(self, tensor: torch.Tensor, op: int, root: int) -> torch.Tensor:
-        """Reduce into the tensor of ``root``, and return it; elsewhere it has no meaning."""
+        """Reduce into the tensor of ``root`` and return it. On other ranks the result has no meaning."""
         target = self._rank_of(root)
         is_plain = op in OPS and not self._is_alone
         result = reduce(tensor, OPS[op], target) if is_plain else allreduce(tensor, op, self._is_alone)
@@ -96,7 +96,7 @@ class _Communicator:
         return tensor.clone() if self._is_alone else all_gather(tensor, gatheraxis)
 
     def Scatter(self, tensor: torch.Tensor, scatteraxis: int, numelem: int, root: int) -> torch.Tensor:
-        """Return this rank's ``numelem`` of what ``root`` has along an axis: see :func:`synk.torch.scatter`."""
+        """Return ``numelem`` elements of ``root``'s tensor along an axis: see :func:`synk.torch.scatter`."""
         source = self._rank_of(root)
         if self._is_alone:
             return tensor.clone()
@@ -115,15 +115,15 @@ class _Communicator:
         return all_to_all(tensor, scatteraxis, gatheraxis, sizes=sizes)
 
     def Isend(self, tensor: torch.Tensor, dest: int, tag: int) -> Handle:
-        """Start to send: see :func:`synk.torch.isend`."""
+        """Start a send: see :func:`synk.torch.isend`."""
         return isend(tensor, self._rank_of(dest), tag)
 
     def Irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Handle:
-        """Start to receive: see :func:`synk.torch.irecv`."""
+        """Start a receive: see :func:`synk.torch.irecv`."""
         return irecv(self._rank_of(source), tag, like=tensor)
 
     def Wait(self, waithandle: Handle) -> torch.Tensor:
-        """Return what was received; of what was sent a tensor for ``JoinDummies``: see :func:`synk.torch.wait`."""
+        """Return what was received or, for a send, a tensor for ``JoinDummies``: see :func:`synk.torch.wait`."""
         return wait(waithandle)
 
     def Send(self, tensor: torch.Tensor, dest: int, tag: int) -> torch.Tensor:
@@ -141,13 +141,13 @@ class _Communicator:
 
 
 class MPI_Communicator(_Communicator):
-    """The ranks of the call, or one alone."""
+    """The ranks of the call, or one rank alone."""
 
     def __init__(self, is_alone: bool = False) -> None:
         self._is_alone = is_alone
 
     def Allreduce(self, tensor: torch.Tensor, op: int) -> torch.Tensor:
-        """Reduce by an operation of MPI: see :func:`synk.torch.all_reduce`. Only ``MPI_SUM`` has a gradient."""
+        """Reduce by an MPI operation: see :func:`synk.torch.all_reduce`. Only ``MPI_SUM`` has a gradient."""
         if torch.jit.is_scripting():
             return torch.ops.synk.mpi4torch_allreduce(tensor, op, self._is_alone)
         else:  # noqa: RET505 - without it TorchScript compiles the rest too
@@ -158,15 +158,15 @@ COMM_WORLD = MPI_Communicator()
 
 
 def comm_from_mpi4py(comm_of_mpi: Any) -> MPI_Communicator:
-    """Return the communicator that has the ranks of one of mpi4py.
+    """Return the communicator with the ranks of an mpi4py communicator.
 
-    MPI does not know synk's workers: for it each of them is alone, and its ``COMM_WORLD`` there becomes a communicator
-    of one. For all ranks of a call take ``COMM_WORLD`` of this module.
+    MPI does not know synk's workers: it sees each of them alone, so its ``COMM_WORLD`` becomes a communicator of one.
+    For all ranks of a call use ``COMM_WORLD`` of this module.
 
     Raises
     ------
     ValueError
-        If it has other ranks than this one, or those of the call.
+        If it has ranks other than this one, or those of the call.
     """
     place, size = comm_of_mpi.Get_rank(), comm_of_mpi.Get_size()
     if size == 1:
@@ -188,7 +188,7 @@ def _bounds(lengths: Any) -> list[tuple[int, int]]:
 
 
 def _overwrite(tensor: torch.Tensor, result: torch.Tensor) -> None:
-    """Bring the result into the argument; whoever differentiates through the argument from now on is told."""
+    """Write the result into the argument. Differentiating through the argument afterwards raises an error."""
     if tensor.requires_grad and not tensor.is_leaf:
         _Overwritten.apply(tensor, result)
     else:

@@ -1,7 +1,8 @@
-"""Messages as operations of PyTensor, and the order in which they overlap with the rest of a graph.
+"""PyTensor on workers: whole graphs as functions, and messages as operations that overlap with the rest of a graph.
 
-The names are those of Theano's ``tensor.io`` and ``gof.sched``: a program written for them runs with its imports
-changed, in a function of synk, whose ranks are those of the program. Only this file imports PyTensor.
+:func:`function` compiles a graph to a function that runs on all workers as one call; it has a file of its own. For the
+messages the names are those of Theano's ``tensor.io`` and ``gof.sched``. A program written for them runs in a synk
+function after its imports were changed; its ranks are those of the call.
 
 Examples
 --------
@@ -37,21 +38,22 @@ from pytensor.link.c.type import generic
 from pytensor.tensor import as_tensor_variable, tensor
 
 import synk
+from synk.extensions._pytensor_function import PyTensorFunction, function, remote
 from synk.extensions.dataflow import schedule
 
-__all__ = ["mode", "mpi_cmps", "recv", "send", "sort_schedule_fn"]
+__all__ = ["PyTensorFunction", "function", "mode", "mpi_cmps", "recv", "remote", "send", "sort_schedule_fn"]
 
 
 class _Message(Op):
-    """The start of a message or the wait for it. Each is one of its own, so that PyTensor never merges two.
+    """The start of a message, or the wait for it. Each is an op of its own, so that PyTensor never merges two.
 
     Attributes
     ----------
     kind : str
-        As `schedule` takes it.
+        As for `schedule`.
     peer, tag : int
     built : int
-        When it was, in ns: the order of the program, part of which another process may have written.
+        When it was built, in ns. This gives the order of the program, parts of which another process may have built.
     """
 
     kind: str
@@ -133,12 +135,12 @@ def send(x: Any, dest: int, tag: int) -> Variable:
     ----------
     x : variable or array
     dest, tag : int
-        A receipt that is no output of the compiled function is not computed, and nothing is sent.
+        If the receipt is not an output of the compiled function, it is not computed and nothing is sent.
 
     Returns
     -------
     variable
-        True, when the message has left. With other outputs it makes the function send.
+        True once the message has been sent. As one of the outputs it makes the function send.
     """
     message = *_checked("send", dest, tag), time.monotonic_ns()
     return _SendWait(*message)(_Send(*message)(as_tensor_variable(x)))
@@ -174,28 +176,28 @@ def _message_of(node: Apply) -> tuple[str, tuple[int, int]] | None:
 
 
 mpi_cmps: tuple[Callable[[Apply], tuple[str, Any] | None], ...] = (_message_of,)
-"""What `sort_schedule_fn` takes: it knows the messages of this module."""
+"""The argument of `sort_schedule_fn` for the messages of this module."""
 
 
 def sort_schedule_fn(*cmps: Callable[[Apply], tuple[str, Any] | None]) -> Callable[[Any], list[Apply]]:
-    """Return what orders the nodes of a function's graph, for ``OpWiseCLinker(schedule=...)``.
+    """Return a function that orders the nodes of a graph, for ``OpWiseCLinker(schedule=...)``.
 
     Parameters
     ----------
     *cmps : callable
-        ``*mpi_cmps``. Each tells of a node its kind and its tag, as `schedule` takes them, or None; the first that
-        knows it counts, and a node that none knows is work.
+        ``*mpi_cmps``. Each returns the kind and tag of a node, as `schedule` takes them, or None. The first that knows
+        the node counts. A node that none knows is work.
 
     Returns
     -------
     callable
-        From a ``FunctionGraph`` to its nodes in the order of `schedule`. The wait for a receive stands after all sends
-        that the program has built before it, because what is received may be the answer to them.
+        Maps a ``FunctionGraph`` to its nodes in the order of `schedule`. The wait for a receive comes after all sends
+        that the program built before it, because what is received may be the answer to them.
 
     Raises
     ------
     ValueError
-        When a function is compiled in which two messages of one kind, peer and tag have no order between them.
+        When a function is compiled in which two messages with one kind, peer and tag have no order.
     """
     return functools.partial(_ordered, cmps)
 
@@ -203,7 +205,7 @@ def sort_schedule_fn(*cmps: Callable[[Apply], tuple[str, Any] | None]) -> Callab
 def _ordered(cmps: Sequence[Callable[[Apply], tuple[str, Any] | None]], graph: Any) -> list[Apply]:
     nodes = list(graph.toposort())
     known = {node: next(filter(None, (tells(node) for tells in cmps)), ("work", None)) for node in nodes}
-    # What destroys its input stands after all others that use it: the graph's orderings say so.
+    # An op that destroys its input comes after all others that use it. The graph's orderings say so.
     before = graph.orderings()
     needs = {
         node: {*before.get(node, ()), *(each.owner for each in node.inputs if each.owner is not None)} for node in nodes
@@ -216,10 +218,10 @@ def _ordered(cmps: Sequence[Callable[[Apply], tuple[str, Any] | None]], graph: A
 
 
 def mode() -> Mode:
-    """Return the mode of functions whose messages are ordered: ``pytensor.function(inputs, outputs, mode=mode())``.
+    """Return the mode for functions whose messages are ordered: ``pytensor.function(inputs, outputs, mode=mode())``.
 
-    It compiles each operation in C where there is a compiler for C++, and takes NumPy's and SciPy's where there is
-    none, or with ``PYTENSOR_FLAGS=cxx=`` in the environment. That is faster for matrices too where PyTensor was
-    installed by pip and finds no BLAS to link with.
+    It compiles each operation in C if there is a C++ compiler. If there is none, or with ``PYTENSOR_FLAGS=cxx=`` in the
+    environment, it uses NumPy and SciPy. That is also faster for matrices if PyTensor was installed by pip and finds no
+    BLAS.
     """
     return Mode(linker=OpWiseCLinker(schedule=sort_schedule_fn(*mpi_cmps)))

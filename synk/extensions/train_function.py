@@ -1,12 +1,13 @@
 """Data-parallel training of any model: gradient, one all-reduce on a flat buffer, local update.
 
-Owns the recipe and no arithmetic of its own: the rules are in ``updates.py``. Built on the public API only. One call:
+This file has the recipe and no arithmetic of its own: the rules are in ``updates.py``. It uses only the public API. One
+call:
 
     train(x, y) -> rows scattered -> on each rank: loss_and_grad(params, its rows)
                 -> gradients averaged over all rows, in one flat buffer per dtype -> clipped
                 -> the rule's step on this rank's replica -> loss averaged over all rows -> caller
 
-Every rank holds the same parameters before and after, so no parameter ever travels.
+Every rank holds the same parameters before and after, so parameters never travel.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import inspect
 import itertools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import optree
 
 import synk
+from synk._pure import files, plain_values
 from synk.extensions._gradients import clip_by_global_norm, flatten
 from synk.extensions._rule import Tree, UpdateRule
 
@@ -35,22 +38,22 @@ LossAndGrad = Callable[..., tuple[Any, Tree]]
 class TrainFunction(synk.FunctionWrapper):
     """A training step that is called like a function; made by `make_train_function`.
 
-    ``train(x, y)`` takes one step and returns the loss, averaged over all rows, or ``(loss, aux)``. Inputs are what
-    ``loss_and_grad`` takes after the parameters, by position or by name; the options are those of a function's call:
-    ``batch``, ``shard_batch``, ``timeout``. ``serial`` takes the step on one worker, and the others follow; ``submit``
-    does not wait for the step, unless ranks without rows have to follow; ``verify`` compares the step on all workers
-    with that on one, parameters and state included, and takes none.
+    ``train(x, y)`` takes one step and returns the loss, averaged over all rows, or ``(loss, aux)``. The inputs are
+    those of ``loss_and_grad`` after the parameters, by position or by name. The options are those of a function's call:
+    ``batch``, ``shard_batch``, ``timeout``. ``serial`` takes the step on one worker, and the other ranks then get its
+    result. ``submit`` does not wait for the step, unless ranks without rows need its result. ``verify`` compares the
+    step on all workers with that on one, including parameters and state, and takes no step.
 
-    ``num_slices`` and ``output_subset``, which would change what one step is, raise TypeError.
+    ``num_slices`` and ``output_subset`` would change the meaning of a step, and raise TypeError.
 
     Attributes
     ----------
     runtime : synk.Runtime
-        Where parameters and state live.
+        The runtime that holds parameters and state.
     function : synk.Function
-        The step as it is distributed; returns what a call does, how many ranks took part and the first of them.
+        The step on the workers. It returns what a call returns, how many ranks took part and the first of them.
     params : synk.Shared
-        The parameters: ``params.value`` reads them, assigning sets those of every rank.
+        The parameters: ``params.value`` reads them, and assigning it sets those of every rank.
     state : synk.Shared
         The update rule's state.
     """
@@ -61,7 +64,7 @@ class TrainFunction(synk.FunctionWrapper):
     state: synk.Shared
 
     def finish(self, result: Any) -> Any:
-        """Return the loss, with what comes beside it; ranks that have not seen the step get what it has made."""
+        """Return the loss, and aux if there is one. Ranks that did not take the step get its result."""
         loss, num_ranks, first_rank = result
         if num_ranks < self.runtime.world_size:
             for variable in (self.params, self.state):
@@ -76,23 +79,107 @@ class TrainFunction(synk.FunctionWrapper):
         """Take one step on one worker and return the loss."""
         return super().serial(*inputs, **_checked(options))
 
+    def repeat(self, num_repeats: int, /, *inputs: Any, **options: Any) -> Any:
+        """Take several steps on the same rows for one message, and return the loss of the last."""
+        return super().repeat(num_repeats, *inputs, **_checked(options))
+
     def submit(self, /, *inputs: Any, **options: Any) -> Any:
-        """Send one step; ``result()`` of what is returned is the loss."""
+        """Submit one step. ``result()`` of the returned future is the loss."""
         call = super().submit(*inputs, **_checked(options))
-        if len(call.ranks) < self.runtime.world_size:  # whatever comes next finds the same parameters on all ranks
+        if len(call.ranks) < self.runtime.world_size:  # the next operation must find the same parameters on all ranks
             with contextlib.suppress(Exception):  # result() raises it again
                 call.result()
         return call
 
+    def save(self, path: files.Path, *, wait: bool = True) -> Future[None] | None:
+        """Write parameters and state to a file, as a whole or not at all. :meth:`load` goes on from it bit for bit.
+
+        Parameters
+        ----------
+        path : path
+            A program that is killed at any instruction leaves the old file or the new one.
+        wait : bool
+            True: return when the file is on the disk. False: return a future as soon as parameters and state were
+            copied; its ``result()`` waits for the file.
+
+        Raises
+        ------
+        OSError
+            If the file cannot be written. An older one is not changed.
+        """
+        return files.save(path, self.state_dict, plain_values.write, wait=wait)
+
+    def load(self, path: files.Path) -> None:
+        """Bring all ranks to the parameters and the state that :meth:`save` wrote. Runs no code from the file.
+
+        Raises
+        ------
+        ValueError
+            If the file is not one of these, is damaged, or has parameters or a state of another structure.
+        """
+        self.load_state_dict(plain_values.read(path))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies as ``{"params": ..., "state": ...}``: each a dict of its arrays and numbers by their paths."""
+        return {name: _by_path(self.runtime.get_value(variable))[0] for name, variable in self._variables()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Bring all ranks to parameters and a state that :meth:`state_dict` returned.
+
+        Raises
+        ------
+        ValueError
+            If their structure, shapes or dtypes differ from those of the function.
+        """
+        names, variables = zip(*self._variables())
+        if not isinstance(state, Mapping) or set(state) != set(names):
+            got = f"the keys {list(state)}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
+            raise ValueError(
+                f"cannot load the state of {self.function.name!r}: got {got}, expected a dict with the keys "
+                f"{list(names)}, as state_dict() returns it."
+            )
+        values = [
+            _filled(self.runtime.get_value(variable), state[name], f"{self.function.name}.{name}")
+            for name, variable in self._variables()
+        ]
+        self.runtime.broadcast(variables, values)
+
+    def _variables(self) -> list[tuple[str, synk.Shared]]:
+        return [("params", self.params), ("state", self.state)]
+
     def verify(self, /, *inputs: Any, **options: Any) -> Any:
-        """Compare a step on all workers with one on a single worker; see `synk.Function.verify`."""
+        """Compare a step on all workers with a step on one; see `synk.Function.verify`."""
         report = super().verify(*inputs, **_checked(options))
         outputs = [replace(each, name=each.name.removeprefix("[0]")) for each in report.outputs if _is_seen(each.name)]
         return replace(report, outputs=tuple(outputs))
 
 
+def _by_path(tree: Tree) -> tuple[dict[str, Any], Any]:
+    """Return the leaves of a tree by their paths, and its structure."""
+    paths, leaves, spec = optree.tree_flatten_with_path(tree)
+    names = ["".join(f"[{part!r}]" for part in path) for path in paths]
+    return dict(zip(names, leaves)), spec
+
+
+def _filled(tree: Tree, saved: Mapping[str, Any], what: str) -> Tree:
+    """Return a tree like ``tree`` with the saved leaves."""
+    own, spec = _by_path(tree)
+    for name in {**own, **saved}:
+        looks = [_look_of(leaves[name]) if name in leaves else "nothing" for leaves in (saved, own)]
+        if looks[0] != looks[1]:
+            raise ValueError(
+                f"cannot load {what}{name}: got {looks[0]}, expected {looks[1]}. Make the function with the same "
+                "parameters and the same rule as the one whose state it is."
+            )
+    return optree.tree_unflatten(spec, [saved[name] for name in own])
+
+
+def _look_of(leaf: Any) -> str:
+    return f"{leaf.dtype} of shape {leaf.shape}" if hasattr(leaf, "shape") else type(leaf).__name__
+
+
 def _checked(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a call, if they leave one step what it is."""
+    """Return the options of a call. Raise for options that would change what a step is."""
     for option in ("num_slices", "output_subset"):
         if option in options:
             raise TypeError(
@@ -103,7 +190,7 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_seen(output: str) -> bool:
-    """Whether an output of the step is the loss or a variable; the others say which ranks took part."""
+    """Whether an output of the step is the loss or a variable. The others say which ranks took part."""
     return output not in ("[1]", "[2]")
 
 
@@ -123,38 +210,39 @@ def make_train_function(
 ) -> TrainFunction:
     """Make a function that takes one training step on the rows of a batch, on all ranks together.
 
-    A step gives what it would give in one process on the whole batch, for every number of rows, ranks and slices, up
-    to rounding: means are weighted by rows.
+    A step gives the same result as in one process on the whole batch, up to rounding, for every number of rows, ranks
+    and slices: means are weighted by rows.
 
     Parameters
     ----------
     loss_and_grad : callable
-        ``loss_and_grad(params, *inputs) -> (loss, grads)``: both as means over the rows given; ``grads`` nested like
-        ``params``. The loss may be any nesting of floating-point numbers. ``jax.value_and_grad(loss)`` is one.
+        ``loss_and_grad(params, *inputs) -> (loss, grads)``, both as means over the given rows, with ``grads`` nested
+        like ``params``. The loss may be any nesting of floating-point numbers. ``jax.value_and_grad(loss)`` is such a
+        callable.
     params : tree of arrays
         The initial parameters, any nesting of dicts, lists and tuples of floating-point arrays.
     update_rule : UpdateRule
-        For instance ``adam(1e-3)``; ``from_optax(tx)`` for an optimizer of optax; or any object with ``init`` and
+        For instance ``adam(1e-3)``; ``from_optax(tx)`` for an optax optimizer; or any object with ``init`` and
         ``step``.
     clip_norm : float, optional
         Largest norm of the averaged gradient; see `clip_by_global_norm`.
     num_slices : int
-        Each rank computes the gradient on this many slices of its rows, one after the other: the memory of a step
-        falls by as much.
+        Each rank computes the gradient on this many slices of its rows, one after the other. The memory of a step falls
+        by this factor.
     bcast_inputs : str or sequence of str
-        Names of the inputs that go whole to every rank; the others are scattered by rows.
+        Names of the inputs that go whole to every rank. The others are scattered by rows.
     has_aux : bool
-        ``loss_and_grad`` returns ``((loss, aux), grads)``, as ``jax.value_and_grad(loss, has_aux=True)`` does, and a
-        call ``(loss, aux)``.
+        Whether ``loss_and_grad`` returns ``((loss, aux), grads)``, as ``jax.value_and_grad(loss, has_aux=True)`` does.
+        A call then returns ``(loss, aux)``.
     aux_outputs : op, or nesting of ops
         How the ranks' ``aux`` are combined; as ``outputs`` of `synk.function`.
     framework : str, optional
-        ``"torch"`` or ``"jax"``: parameters and inputs arrive as that library's arrays. Where not given, what the
-        update rule names as its own: JAX for one of optax.
+        ``"torch"`` or ``"jax"``: parameters and inputs arrive as that library's arrays. The default is the update
+        rule's own: JAX for a rule of optax.
     name : str
         The function's name in messages.
     runtime : synk.Runtime, optional
-        Where to train; the current one where not given.
+        Where to train. By default the current runtime.
 
     Returns
     -------
@@ -163,7 +251,7 @@ def make_train_function(
     Raises
     ------
     TypeError, ValueError
-        If an argument is not what is described here; from the call, if the gradients do not fit the parameters.
+        If an argument is not as described here. The call raises them if the gradients do not fit the parameters.
     NotForkedError
         If there is no current runtime.
     """
@@ -199,7 +287,7 @@ def make_train_function(
         flats = tuple(synk.comm.all_reduce(flat, op="avg") for flat in flats)
         if clip_norm is not None:
             flats, _ = clip_by_global_norm(flats, clip_norm)
-        # Both new values exist before either is stored: a step that fails leaves the rank as it was.
+        # Both new values exist before either is stored, so a step that fails leaves the rank as it was.
         new_params, new_state = update_rule.step(current, unflatten(flats), shared_state.value)
         shared_params.value, shared_state.value = new_params, new_state
         ranks = synk.comm.ranks
@@ -224,7 +312,7 @@ def _framework_of(update_rule: Any, framework: str | None) -> str | None:
 
 
 def _inputs_signature(loss_and_grad: LossAndGrad) -> inspect.Signature:
-    """Return the signature of ``loss_and_grad`` without its first parameter, bare of annotations."""
+    """Return the signature of ``loss_and_grad`` without its first parameter and without annotations."""
     parameters = list(inspect.signature(loss_and_grad).parameters.values())
     if not parameters or parameters[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
         raise TypeError(
@@ -260,7 +348,7 @@ def _sliced(
 
 
 def _rows_of(value: Any, rows: slice) -> Any:
-    """Return some of the rows of an input; of a nested one those of its arrays, as calls divide them."""
+    """Return some rows of an input. A nested input is divided array by array, as calls divide it."""
     make: Any = type(value)
     if hasattr(value, "shape"):
         return value[rows] if len(value.shape) else value

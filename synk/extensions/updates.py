@@ -1,14 +1,14 @@
 """Update rules of gradient descent, as pure functions on nested arrays of any library.
 
-Owns the arithmetic of one step, and nothing else: no process, no communication, no array library of its own. Arrays
-are touched by arithmetic operators and methods that NumPy, CuPy, torch and JAX share, so a rule runs where its
-parameters lie, keeps their dtype, and can be called inside or outside of a synk function. Nothing is modified in place.
+This file has the arithmetic of one step and nothing else: no process, no communication, no array library. It uses
+arithmetic operators and methods that NumPy, CuPy, torch and JAX share. So a rule runs where its parameters lie, keeps
+their dtype, and can be called inside or outside of a synk function. Nothing is modified in place.
 
-Definitions and default values are those of ``torch.optim``; names of state entries too. In the formulas ``p`` is a
+Definitions, default values and names of state entries are those of ``torch.optim``. In the formulas ``p`` is a
 parameter, ``g`` its gradient, ``lr`` the learning rate and ``t`` the number of the step, from 1. With ``weight_decay``,
 ``g + weight_decay * p`` takes the place of ``g`` (L2 regularisation), except in `adamw`.
 
-In one file because it is read as one page: each rule is a few lines beside the formula in its docstring.
+In one file because it reads as one page: each rule is a few lines below the formula in its docstring.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def momentum(learning_rate: LearningRate = 1e-3, *, momentum: float = 0.9, weigh
 
     Notes
     -----
-    State: ``momentum_buffer`` (v). `torch.optim.SGD` with ``momentum`` and ``dampening=0``: the learning rate is
-    applied to the velocity, not stored in it. Polyak, "Some methods of speeding up the convergence of iteration
+    State: ``momentum_buffer`` (v). `torch.optim.SGD` with ``momentum`` and ``dampening=0``: the learning rate
+    multiplies the velocity and is not stored in it. Polyak, "Some methods of speeding up the convergence of iteration
     methods", USSR Computational Mathematics and Mathematical Physics 4(5), 1964.
 
     Examples
@@ -447,6 +447,6 @@ def _decayed(g: Array, p: Array, weight_decay: float) -> Array:
 def _maximum(a: Array, b: Array) -> Array:
     """Return the elementwise maximum of two arrays of one dtype, by operators that every array library has.
 
-    Exact, and NaN propagates. Where both are infinite it gives NaN, as the step of such a gradient does anyway.
+    Exact, and NaN propagates. Two infinite elements give NaN, but the step of such a gradient is NaN anyway.
     """
     return a * (a >= b) + b * (b > a)

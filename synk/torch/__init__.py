@@ -1,6 +1,6 @@
-"""PyTorch on all workers: training loops, and inside functions collectives and messages that are differentiated.
+"""PyTorch on all workers: training loops, and differentiable collectives and messages for use inside functions.
 
-Loaded when ``synk.torch`` is first used; nothing of synk imports torch by itself.
+It is loaded when ``synk.torch`` is first used. synk does not import torch by itself.
 """
 
 from importlib import import_module as _import_module
@@ -18,19 +18,21 @@ from synk.torch._collectives import (
     reduce_scatter,
     scatter,
 )
-from synk.torch._messages import Handle, irecv, isend, join_dummies, recv, send, wait
+from synk.torch._point_to_point import Handle, irecv, isend, join_dummies, recv, send, wait
 
 if TYPE_CHECKING:
     from synk.torch._data_parallel import DataParallel
+    from synk.torch._process_group import process_group
     from synk.torch._rank import mean, total
     from synk.torch._replicate import Replicated, StepFunction, replicate
 
-# These bring the master's half with them, or are of no use without it. Functions on the workers seldom use one.
+# These names import the master's half, or are useless without it. Functions on the workers seldom use one.
 _TRAINING = {
     "DataParallel": "synk.torch._data_parallel",
     "Replicated": "synk.torch._replicate",
     "StepFunction": "synk.torch._replicate",
     "mean": "synk.torch._rank",
+    "process_group": "synk.torch._process_group",
     "replicate": "synk.torch._replicate",
     "total": "synk.torch._rank",
 }
@@ -61,6 +63,7 @@ __all__ = [
     "isend",
     "join_dummies",
     "mean",
+    "process_group",
     "recv",
     "reduce",
     "reduce_scatter",

@@ -1,4 +1,4 @@
-"""The collectives of ``synk.comm`` as Functions of torch: the backward pass of each is another of them.
+"""The collectives of ``synk.comm`` as torch Functions: the backward pass of each is another collective.
 
 The gradient is that of the sum of all ranks' losses.
 """
@@ -19,8 +19,8 @@ class Losses:
     Attributes
     ----------
     weight : float or None
-        What this rank's loss counts in the sum; None: as much as any other. The same for all threads, because autograd
-        has its own on devices.
+        The weight of this rank's loss in the sum; None if all weigh the same. One value for all threads, because
+        autograd has its own threads on devices.
     """
 
     weight: float | None = None
@@ -32,8 +32,8 @@ losses = Losses()
 def apply(function: Any, x: torch.Tensor | None, *args: Any) -> torch.Tensor:
     """Apply a Function between the ranks.
 
-    In a step of ``replicate`` the loss of a rank is the mean over its rows, and its gradients are weighted by rows in
-    the end. What comes from another rank has to arrive with that one's weight in the place of the own.
+    In a step of ``replicate`` a rank's loss is the mean over its rows, and its gradients are weighted by rows in the
+    end. A gradient from another rank must arrive with that rank's weight instead of this one's.
     """
     weight = losses.weight
     result: torch.Tensor
@@ -94,7 +94,7 @@ class Broadcast(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """Rows of all ranks -> those of all on the root, none elsewhere."""
+    """Rows of all ranks -> all of them on the root, no rows elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, root: int) -> torch.Tensor:
@@ -109,7 +109,7 @@ class Gather(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """Rows of the root, none elsewhere -> those of each rank."""
+    """Rows of the root, none elsewhere -> each rank's own rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor | None, root: int, sizes: Sequence[int] | None) -> torch.Tensor:
@@ -148,7 +148,7 @@ class ReduceScatter(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """Numbers for each rank, as many as are said -> those from each, as many as are said."""
+    """Numbers for each rank, with given counts -> numbers from each rank, with given counts."""
 
     @staticmethod
     def forward(ctx: Any, numbers: torch.Tensor, outgoing: list[int], incoming: list[int]) -> torch.Tensor:
@@ -161,7 +161,7 @@ class AllToAll(torch.autograd.Function):
 
 
 def check_tensor(verb: str, x: Any) -> None:
-    """Refuse anything else: functions that are built for no framework have arrays."""
+    """Raise TypeError for anything else: functions that are built without a framework get arrays."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(
             f"cannot {verb} by synk.torch: got a value of type {type(x).__name__}, expected a tensor. Build the "
@@ -170,7 +170,7 @@ def check_tensor(verb: str, x: Any) -> None:
 
 
 def check_has_gradient(verb: str, op: str) -> None:
-    """Refuse the backward pass of an op that has none, on all ranks before any of them waits."""
+    """Raise RuntimeError if an op has no gradient, on all ranks before any of them waits."""
     if op not in ("sum", "avg"):
         raise RuntimeError(
             f"cannot differentiate {verb}: got op {op!r}, expected 'sum' or 'avg'. Pass it tensor.detach(), and no "
@@ -179,12 +179,12 @@ def check_has_gradient(verb: str, op: str) -> None:
 
 
 def as_tensor(result: Any) -> torch.Tensor:
-    """Return what ``synk.comm`` gives as a tensor: an array where the function is built for no framework."""
+    """Return the result of ``synk.comm`` as a tensor. It is an array if the function was built without a framework."""
     return torch.as_tensor(result)
 
 
 def _share(op: str) -> float | None:
-    """Return what this rank counts in an average, as in those of ``synk.comm``; None for other ops."""
+    """Return this rank's weight in an average, as ``synk.comm`` uses it; None for other ops."""
     if op != "avg":
         return None
     return comm.rows / comm.total_rows if comm.total_rows else 1 / comm.world_size

@@ -1,7 +1,7 @@
 """Batch norm over the rows of all ranks.
 
 The statistics are summed over the ranks, and so are the two sums that the backward pass needs. Each rank's loss is the
-mean over its own rows, and gradients are weighted by rows when they are reduced; in between the cotangents must carry
+mean over its own rows, and gradients are weighted by rows when they are reduced. In between, the cotangents must carry
 that weight, or a rank with few rows would count as much as one with many.
 """
 
@@ -41,7 +41,7 @@ def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _summed(*values: torch.Tensor) -> list[torch.Tensor]:
-    """Return the sums over all ranks of tensors of one dtype."""
+    """Return the sums of tensors over all ranks. The tensors must have one dtype."""
     flat = torch.cat([value.reshape(-1) for value in values])
     flat = comm.all_reduce(flat, "sum", out=flat)
     parts = flat.split([value.numel() for value in values])
@@ -79,7 +79,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         normal, inverse, weight, count = ctx.saved_tensors
         gradient = gradients[0].to(normal.dtype)
         over_rows, along_rows = gradient.sum(ctx.dims), (gradient * normal).sum(ctx.dims)
-        # What every rank's loss owes to the shared statistics, each weighted as it will be in the sum of all.
+        # What every rank's loss contributes through the shared statistics, weighted as in the sum of all losses.
         first, second = _summed(ctx.share * over_rows, ctx.share * along_rows)
         scale = inverse if weight is None else inverse * weight.to(normal.dtype)
         correction = first.view(ctx.shape) + normal * second.view(ctx.shape)

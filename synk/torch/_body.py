@@ -10,7 +10,7 @@ from synk._wire.residents import resolve_resident
 
 
 class OnRank:
-    """What a ``Replicated`` is inside the body."""
+    """What a ``Replicated`` becomes inside the body."""
 
     def __init__(self, resident: Any) -> None:
         self._resident = resident
@@ -24,19 +24,31 @@ class OnRank:
 
 
 def on_rank(resident_id: int) -> OnRank:
-    """Return what a pickled ``Replicated`` becomes."""
+    """Return the object that a pickled ``Replicated`` becomes on a worker."""
     return OnRank(resolve_resident(resident_id))
+
+
+def own_functions(resident: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return what the ranks run to report their own state, and to take it over; see ``RankReplica``."""
+
+    def save(keys: Any) -> Any:
+        return resident.value.own(keys)
+
+    def load(ranks: Any) -> None:
+        resident.value.take_own(ranks)
+
+    return save, load
 
 
 def body_of(
     fn: Callable[..., Any], resident: Any, objects: Sequence[Any], trains: bool, *, draws: bool = True
 ) -> Callable[..., Any]:
-    """Return what the workers run: ``fn`` on their own objects; without ``draws``, on trial only, with no dropout.
+    """Return what the workers run: ``fn`` on their own objects. Without ``draws``, on trial only, dropout is off.
 
     Raises
     ------
     TypeError
-        If it has fewer parameters than there are objects.
+        If ``fn`` has fewer parameters than there are objects.
     """
 
     def body(*args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Collectives through which torch differentiates.
+"""Collectives that torch differentiates through.
 
-Each rank has a loss of its own, and ``backward`` brings the gradient of the sum of them all. The backward pass of a
-collective is another one, its adjoint: that of a broadcast is a sum, that of a gather a scatter. It is written with the
-same Functions (``_adjoints``), so it can be differentiated again, as often as one likes.
+Each rank has a loss of its own, and ``backward`` computes the gradient of their sum. The backward pass of a collective
+is its adjoint, which is another collective: a sum for a broadcast, a scatter for a gather. It is written with the same
+Functions (``_adjoints``), so it can be differentiated again, any number of times.
 
-These move rows; which axis is meant, and blocks of different lengths, are left to torch's own operations around
+The Functions move rows. Choosing the axis, and blocks of different lengths, is left to torch's own operations around
 them, whose gradients torch knows.
 """
 
@@ -33,26 +33,26 @@ from synk.torch._adjoints import (
 
 
 def all_reduce(x: torch.Tensor, op: str = "avg") -> torch.Tensor:
-    """Reduce ``x`` of all ranks; every rank gets the result, and its gradient is summed over the ranks.
+    """Reduce ``x`` over all ranks. Every rank gets the result, and its gradient is summed over the ranks.
 
     Parameters
     ----------
     x : tensor
-        Of one shape and dtype on all ranks.
+        With one shape and dtype on all ranks.
     op : {"avg", "sum", "prod", "min", "max"}
-        Only averages, weighted by rows, and sums have gradients.
+        Only sums, and averages weighted by rows, have gradients.
 
     Returns
     -------
     tensor
-        New, of the shape of ``x``.
+        New, with the shape of ``x``.
 
     Raises
     ------
     CollectiveMismatch
         If the ranks' requests differ, or a rank has left the function or its backward pass without this one.
     RuntimeError
-        In the backward pass of another op than an average or a sum.
+        In the backward pass of an op other than an average or a sum.
 
     Examples
     --------
@@ -72,30 +72,30 @@ def all_reduce(x: torch.Tensor, op: str = "avg") -> torch.Tensor:
 
 
 def reduce(x: torch.Tensor, op: str = "avg", root: int = 0) -> torch.Tensor:
-    """Reduce ``x`` of all ranks to rank ``root``; the others get zeros. As :func:`all_reduce`; its adjoint: broadcast.
+    """Reduce ``x`` over all ranks to rank ``root``, like :func:`all_reduce`. The others get zeros. Adjoint: broadcast.
 
     Returns
     -------
     tensor
-        New, of the shape of ``x``.
+        New, with the shape of ``x``.
     """
     check_tensor("reduce", x)
     return apply(Reduce, x, op, root)
 
 
 def broadcast(x: torch.Tensor, root: int = 0) -> torch.Tensor:
-    """Return ``x`` of rank ``root``, whose gradient is the sum of all; that of the other ranks is zero.
+    """Return ``x`` of rank ``root``. Its gradient is the sum over all ranks; that of the other ranks' ``x`` is zero.
 
     Parameters
     ----------
     x : tensor
-        Of one shape and dtype on all ranks, and requiring grad on all or on none.
+        With one shape and dtype on all ranks, requiring grad on all ranks or on none.
     root : int
 
     Returns
     -------
     tensor
-        New, of the shape of ``x``.
+        New, with the shape of ``x``.
     """
     check_tensor("broadcast", x)
     return apply(Broadcast, x, root)
@@ -107,18 +107,18 @@ def gather(x: torch.Tensor, dim: int = 0, root: int = 0) -> torch.Tensor:
     Parameters
     ----------
     x : tensor
-        Of any length along ``dim``, and of one shape and dtype otherwise.
+        With any length along ``dim``, and otherwise one shape and dtype on all ranks.
     dim, root : int
 
     Returns
     -------
     tensor
-        New. On other ranks it is empty: of length 0 along ``dim``.
+        New. On other ranks it is empty: it has length 0 along ``dim``.
 
     Raises
     ------
     ValueError
-        If ``x`` has no such axis, or the call no such rank.
+        If ``x`` has no such axis, or the call has no such rank.
     """
     return apply(Gather, _rows("gather", x, dim), root).movedim(0, dim)
 
@@ -129,11 +129,11 @@ def scatter(x: torch.Tensor | None, dim: int = 0, root: int = 0, *, sizes: Seque
     Parameters
     ----------
     x : tensor
-        On the other ranks it may be of any shape, and its gradient is zero: by requiring grad or not it says whether
-        there is a backward pass. None where there is none.
+        On the other ranks it may have any shape, and its gradient is zero; whether it requires grad says if there is a
+        backward pass. None if there is none.
     dim, root : int
     sizes : sequence of int, optional
-        The length for each rank of the call, on rank ``root``; equal by default.
+        The length for each rank of the call, given on rank ``root``. By default all are equal.
 
     Returns
     -------
@@ -144,17 +144,17 @@ def scatter(x: torch.Tensor | None, dim: int = 0, root: int = 0, *, sizes: Seque
         x = _rows("scatter", x, dim)
     elif x is not None:
         check_tensor("scatter", x)
-        x = x.reshape(-1)[:0]  # nothing of it, but its place in the graph
+        x = x.reshape(-1)[:0]  # none of its elements, but its place in the graph
     return apply(Scatter, x, root, sizes).movedim(0, dim)
 
 
 def all_gather(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Join the tensors of all ranks along an axis, in their order, on every rank. Its adjoint: reduce_scatter.
+    """Join the tensors of all ranks along an axis, in rank order, on every rank. Adjoint: reduce_scatter.
 
     Parameters
     ----------
     x : tensor
-        Of any length along ``dim``, and of one shape and dtype otherwise.
+        With any length along ``dim``, and otherwise one shape and dtype on all ranks.
     dim : int
 
     Returns
@@ -164,8 +164,8 @@ def all_gather(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
     Notes
     -----
-    The ranks tell each other their lengths first, which takes as long as a small collective. Where they differ, all
-    blocks are brought to the longest on their way.
+    The ranks first exchange their lengths, which takes as long as a small collective. If the lengths differ, all blocks
+    travel with the length of the longest.
     """
     rows = _rows("all_gather", x, dim)
     sizes = [size for (size,) in _of_all_ranks(x, [len(rows)])]
@@ -176,17 +176,17 @@ def all_gather(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
 def reduce_scatter(
     x: torch.Tensor, op: str = "sum", dim: int = 0, *, sizes: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Reduce ``x`` of all ranks, and return this rank's block along an axis. Its adjoint: all_gather.
+    """Reduce ``x`` over all ranks, and return this rank's block along an axis. Adjoint: all_gather.
 
     Parameters
     ----------
     x : tensor
-        Of one shape and dtype on all ranks.
+        With one shape and dtype on all ranks.
     op : {"sum", "avg", "prod", "min", "max"}
         Only sums, and averages weighted by rows, have gradients.
     dim : int
     sizes : sequence of int, optional
-        The length for each rank of the call, the same on all ranks; equal by default.
+        The length for each rank of the call, the same list on all ranks. By default all lengths are equal.
 
     Returns
     -------
@@ -201,18 +201,19 @@ def reduce_scatter(
 def all_to_all(
     x: torch.Tensor, split_dim: int = 0, cat_dim: int = 0, *, sizes: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Divide ``x`` along one axis among the ranks, and join what comes from each along another (or the same).
+    """Divide ``x`` along one axis among the ranks, and join the blocks from all ranks along another axis (or the same).
 
-    As a transposition does: who has all columns of some rows before has all rows of some columns afterwards. Its
+    It works like a transposition: a rank that had all columns of some rows has all rows of some columns afterwards. Its
     adjoint is all_to_all with the axes exchanged.
 
     Parameters
     ----------
     x : tensor
-        Of one number of axes and one dtype on all ranks.
+        With one number of axes and one dtype on all ranks.
     split_dim, cat_dim : int
     sizes : sequence of int, optional
-        The length along ``split_dim`` for each rank of the call; equal by default. May differ between ranks.
+        The length along ``split_dim`` for each rank of the call. By default all are equal. Ranks may give different
+        lists.
 
     Returns
     -------
@@ -242,7 +243,7 @@ def _check_dim(verb: str, x: Any, dim: int) -> None:
 
 
 def _rows(verb: str, x: Any, dim: int) -> torch.Tensor:
-    """Return a tensor with an axis in front."""
+    """Return a view of a tensor with the given axis in front."""
     _check_dim(verb, x, dim)
     rows: torch.Tensor = x.movedim(dim, 0)
     return rows
@@ -267,7 +268,7 @@ def _checked_sizes(verb: str, length: int, dim: int, sizes: Sequence[int] | None
 
 
 def _of_all_ranks(x: torch.Tensor, numbers: Sequence[int]) -> list[list[int]]:
-    """Return numbers of all ranks; they travel on the device of ``x``."""
+    """Return the numbers of all ranks. They travel on the device of ``x``."""
     gathered: list[list[int]] = comm.all_gather(torch.tensor(numbers, device=x.device)).tolist()
     return gathered
 
@@ -279,21 +280,21 @@ def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _stacked(rows: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Return blocks of rows, brought to the longest, stacked; a view where they are of one length."""
+    """Return blocks of rows, padded to the longest and stacked; a view if all have one length."""
     if len({*sizes}) == 1:
         return rows.unflatten(0, (len(sizes), sizes[0]))
     return torch.stack([_padded(block, max(sizes)) for block in rows.split(sizes)])
 
 
 def _joined(stack: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Return what was stacked, joined again."""
+    """Undo ``_stacked``."""
     if len({*sizes}) == 1:
         return stack.flatten(0, 1)
     return torch.cat([block[:size] for block, size in zip(stack, sizes)])
 
 
 def _incoming_shapes(x: torch.Tensor, split_dim: int, cat_dim: int, lengths: list[int]) -> list[list[int]]:
-    """Return the shapes of the blocks that come from each rank, ``split_dim`` in front."""
+    """Return the shapes of the blocks that come from each rank, with ``split_dim`` in front."""
     found = []
     for row in _of_all_ranks(x, [*x.shape, *lengths]):
         shape = row[: x.ndim]

@@ -1,4 +1,4 @@
-"""``DataParallel``: a module whose forward and backward passes run on all CPU workers, and all else in the program."""
+"""``DataParallel``: a module whose forward and backward passes run on all workers; all else stays here."""
 
 from __future__ import annotations
 
@@ -20,40 +20,51 @@ from synk.torch._placed import Placed
 
 
 class DataParallel(torch.nn.Module):
-    """A module whose calls run on all CPU workers; a drop-in for ``torch.nn.DataParallel`` without GPUs.
+    """A module whose calls run on all workers: a drop-in for ``torch.nn.DataParallel``, also without GPUs.
 
-    The rows of a call's tensors are divided among the workers and the outputs gathered; ``backward()`` brings the
+    The rows of a call's tensors are divided among the workers and the outputs gathered. ``backward()`` brings the
     gradients of all rows. The loss, the optimizer, schedulers and checkpoints stay as they are, and so does the module:
     this object has all of its attributes, methods and names, is an instance of its class, and is pickled and copied as
-    one. The module itself is ``.module`` and shares everything, and its calls run in the program.
+    one. The module itself is ``.module``. It shares everything with this object, and its calls run in the program.
 
     Parameters
     ----------
     module : torch.nn.Module
-        On the CPU. Its forward pass must treat rows alone and return tensors with a row for each row of its inputs.
+        On the CPU. Its forward pass must treat rows alone and return tensors with a row for each row of its inputs, or
+        single numbers that are means over the rows, as a loss is: these are averaged, weighted by rows.
     bcast_inputs : str or sequence of str
-        Parameters of ``forward`` that every worker gets whole; tensors without axes always are.
+        Parameters of ``forward`` that every worker gets whole. Tensors without axes are always whole.
     runtime : Runtime, optional
-        The current one where not given. Its workers must be CPU workers.
+        By default the current one.
 
     Raises
     ------
     TypeError
-        If ``module`` is no module, or one that is parallel already.
+        If ``module`` is not a module, or is parallel already.
     ValueError
         If it has lazy parameters without a shape.
     UnsupportedError
-        If the module or the workers are on GPUs: parameters would cross to the devices in each step.
+        If the module is on a GPU: it stays on the CPU, and the workers bring its parameters to their devices.
     SerializationError
         If it cannot be pickled.
 
+    Warns
+    -----
+    OpMismatch
+        At the first call in which a worker has four rows, if a single number is no mean over rows (``reduction="sum"``,
+        labels of -100). A worker runs the forward pass on parts of its rows, in ``eval()``, to find out.
+
     Notes
     -----
-    Equal to the serial loop but for rounding, with two exceptions: a batch norm in training mode normalises over the
-    rows of each worker, and dropout draws other numbers. Buffers that a forward pass changes come back from rank 0;
-    other attributes that it assigns stay on the workers. A call whose tensors have no rows runs in the program, and so
-    do all calls after the runtime was closed. The workers draw random numbers seeded by ``torch.initial_seed()``, the
-    number of the call and the rank.
+    The results equal the serial loop except for rounding, with two exceptions: a batch norm in training mode normalises
+    over the rows of each worker, and dropout draws other numbers. Buffers that a forward pass changes come back from
+    rank 0; other attributes that it assigns stay on the workers. A call whose tensors have no rows runs in the program,
+    and so do all calls after the runtime was closed. The workers' random numbers are seeded by
+    ``torch.initial_seed()``, the number of the call and the rank.
+
+    Workers on GPUs keep the parameters there, and get them again with the first forward pass after a change in the
+    program; gradients are summed on the devices and brought back once. So each step of training moves the parameters
+    over the bus twice, which ``replicate`` does not. Not yet run on GPUs.
 
     Examples
     --------
@@ -81,13 +92,13 @@ class DataParallel(torch.nn.Module):
                 "parallel yet."
             )
         own = type(module)
-        # It says that it is of its old class, as pickles and copies of it are.
+        # It claims to be of its old class, and its pickles and copies are.
         names = {"__slots__": (), "__class__": property(lambda self: own), "__doc__": own.__doc__}
         made = types.new_class(
             f"DataParallel[{own.__name__}]", (DataParallel, own), {}, lambda each: each.update(names)
         )
         self: DataParallel = object.__new__(made)
-        self.__dict__ = module.__dict__  # one object in all but its class
+        self.__dict__ = module.__dict__  # one object in everything except its class
         return self
 
     def __init__(
@@ -143,7 +154,7 @@ class _Passes:
                 )
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a forward pass on the workers, or here where they are gone or there are no rows to divide."""
+        """Run a forward pass on the workers, or in the program if they are gone or there are no rows to divide."""
         session = self._runtime._session
         rows: list[torch.Tensor] = []
         whole: list[torch.Tensor] = []
@@ -172,7 +183,7 @@ class _Passes:
     def _taken(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: list[torch.Tensor], whole: list[torch.Tensor]
     ) -> Any:
-        """Return the nesting of the arguments, with their tensors taken out."""
+        """Return the nesting of the arguments without their tensors."""
         names: Sequence[str] = ()
         if self._bcast_inputs:
             try:

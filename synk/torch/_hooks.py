@@ -1,4 +1,4 @@
-"""What pickles leave out: hooks, and what an optimizer has besides its groups and state."""
+"""What pickles leave out: hooks, and attributes of optimizers other than groups and state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def gradient_hooks(parameters: Sequence[torch.Tensor]) -> dict[int, tuple[list[Any], list[Any]]]:
-    """Return the hooks of parameters by position: those before and those after their gradients have accumulated."""
+    """Return the hooks of parameters by position: those before and those after their gradients are accumulated."""
     hooks: dict[int, tuple[list[Any], list[Any]]] = {}
     for index, parameter in enumerate(parameters):
         before = list((parameter._backward_hooks or {}).values())
@@ -20,11 +20,11 @@ def gradient_hooks(parameters: Sequence[torch.Tensor]) -> dict[int, tuple[list[A
 
 
 def hook_gradients(parameters: Sequence[torch.Tensor], hooks: dict[int, tuple[list[Any], list[Any]]]) -> None:
-    """Register hooks as ``gradient_hooks`` has found them."""
+    """Register hooks that ``gradient_hooks`` returned."""
     for index, (before, after) in hooks.items():
         parameter = parameters[index]
         is_trained = parameter.requires_grad
-        parameter.requires_grad_()  # torch takes hooks only then
+        parameter.requires_grad_()  # torch accepts hooks only then
         for hook in before:
             parameter.register_hook(hook)
         for hook in after:
@@ -33,7 +33,7 @@ def hook_gradients(parameters: Sequence[torch.Tensor], hooks: dict[int, tuple[li
 
 
 def other_attributes(optimizer: Any) -> dict[str, Any]:
-    """Return what an optimizer has besides its groups and state: also the hooks that the program has registered."""
+    """Return an optimizer's attributes other than its groups and state, including hooks that the program registered."""
     return {
         name: value
         for name, value in optimizer.__dict__.items()

@@ -1,13 +1,19 @@
-"""A rank's half of ``DataParallel``: its module, whose tensors are the master's, and the graphs of forward passes.
+"""The rank's half of ``DataParallel``: its module, whose tensors are the master's, and the graphs of forward passes.
 
-A forward pass under grad leaves its graph here, by number, until its backward pass has run or the master says that
-nobody can ask for one any more. What the master sends is idempotent, so a rank that was started anew, or missed a
-message that failed, comes to the same state as the others.
+On the CPU the tensors lie in the master's own memory. A rank on a device has a copy there, which the master sends when
+it has changed; ``Common.values`` tells which copy is meant, so a rank that has missed one says so.
+
+A forward pass under grad leaves its graph here, under a number, until its backward pass has run or the master says that
+none can be asked for any more. The master's messages are idempotent. So a rank that was replaced, or missed a message
+that failed, reaches the same state as the others.
+
+In one file because the forward pass leaves what the backward pass takes up, on one object.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -17,14 +23,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from synk._wire.cell import cell
 from synk._worker.comm.comm import comm
 from synk._worker.held.pickling import dumps
 from synk.torch._nesting import put, take
 from synk.torch._rank import _seed as seed_generators
+from synk.torch._trials import misfit_of
+
+MIN_ROWS = 4
+"""From so many rows on the first rank looks whether single numbers are means over rows."""
 
 
-class Place(NamedTuple):
-    """Where a tensor lies in the shared memory; strides in elements."""
+class TensorPlace(NamedTuple):
+    """Where a tensor lies in the shared memory. Strides are in elements."""
 
     offset: int
     nbytes: int
@@ -33,24 +44,27 @@ class Place(NamedTuple):
     stride: tuple[int, ...]
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in ``memory``, a flat one of uint8."""
+        """Return the tensor in ``memory``, a flat tensor of uint8."""
         part = memory[self.offset : self.offset + self.nbytes].view(self.dtype)
         return part.as_strided(self.shape, self.stride, part.storage_offset())
 
 
 class Common(NamedTuple):
-    """What every message of the master says.
+    """What every message from the master says.
 
     Attributes
     ----------
     graph : int
+    values : int
+        Number of the copy of the tensors that the pass is to use, on devices.
     freed : tuple of int
-        Graphs that nobody can ask for any more.
+        Graphs for which no backward pass can be asked any more.
     written : bytes
-        By parameter, whether the master has written into it since its last message; empty: into none.
+        For each parameter, whether the master has written into it since its last message; empty if into none.
     """
 
     graph: int
+    values: int
     freed: tuple[int, ...]
     written: bytes
 
@@ -61,11 +75,11 @@ class Forward(NamedTuple):
     Attributes
     ----------
     arguments : bytes
-        The pickled nestings of each of ``(args, kwargs)``, with slots for the tensors.
+        The pickled nestings of ``(args, kwargs)``, with slots for the tensors.
     training, requires_grad : bytes
-        Flags by module and by parameter.
+        Flags for each module and each parameter.
     rows_with_grad, whole_with_grad : tuple of int
-        Which tensors want their gradients; with ``is_kept`` False none, and no graph is kept.
+        Which tensors want gradients. If ``is_kept`` is False, none do, and no graph is kept.
     autocast : torch.dtype or None
     """
 
@@ -81,7 +95,7 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """A backward pass: for which outputs gradients come, and whether the graph is to be kept."""
+    """A backward pass: for which outputs gradients come, and whether to keep the graph."""
 
     common: Common
     outputs: tuple[int, ...]
@@ -90,32 +104,40 @@ class Backward(NamedTuple):
 
 @dataclass
 class Note:
-    """What a forward pass tells beside rows.
+    """What a forward pass reports besides rows.
 
     Attributes
     ----------
     outputs : object
         The nesting with slots; of the first rank only.
-    requires_grad : bytes
-        By output.
+    requires_grad, means : bytes
+        By output: whether it has a gradient, and whether it is a mean over the rows, as a loss is.
+    misfit : str or None
+        What fits a single number that is no mean over rows, in the first pass with enough of them.
     changed : tuple of int
-        The buffers that the pass has changed in place; of the first rank only.
+        The buffers that the pass changed in place; from the first rank only.
     replaced : dict
-        Those for which it has put another tensor, by number.
+        The buffers that the pass replaced by other tensors, by number.
     """
 
     outputs: Any
     requires_grad: bytes
+    means: bytes
     changed: tuple[int, ...]
     replaced: dict[int, Any]
+    misfit: str | None = None
+
+
+class ValuesMissed(LookupError):
+    """The rank has not got the last values of the tensors: it was started anew, or had no rows when they came."""
 
 
 class GraphLost(LookupError):
-    """The rank was started anew since the forward pass."""
+    """The rank was replaced after the forward pass."""
 
 
 class Graph(NamedTuple):
-    """One forward pass of this rank, as autograd has recorded it."""
+    """One forward pass of this rank, as autograd recorded it."""
 
     outputs: list[torch.Tensor]
     summed: list[torch.Tensor]
@@ -123,9 +145,9 @@ class Graph(NamedTuple):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes a tensor without memory for each that lies in the shared memory."""
+    """Makes a tensor without memory for each tensor that lies in the shared memory."""
 
-    def __init__(self, data: bytes, places: Sequence[Place], num_parameters: int) -> None:
+    def __init__(self, data: bytes, places: Sequence[TensorPlace], num_parameters: int) -> None:
         super().__init__(io.BytesIO(data))
         self._places, self._num_parameters = places, num_parameters
         self._made: dict[int, torch.Tensor] = {}
@@ -144,14 +166,14 @@ class RankModule:
     Parameters
     ----------
     pickled : bytes
-    places : sequence of Place
-        Of the parameters, then of the buffers.
+    places : sequence of TensorPlace
+        The places of the parameters, then of the buffers.
     num_parameters : int
     buffers_at : int
-        Where the buffers begin in the memory; they lie behind all parameters.
+        Where the buffers begin in the memory: behind all parameters.
     """
 
-    def __init__(self, pickled: bytes, places: Sequence[Place], num_parameters: int, buffers_at: int) -> None:
+    def __init__(self, pickled: bytes, places: Sequence[TensorPlace], num_parameters: int, buffers_at: int) -> None:
         self._state = pickled, tuple(places), num_parameters, buffers_at
 
     def __getstate__(self) -> Any:
@@ -171,21 +193,28 @@ class RankModule:
             for key, buffer in module._buffers.items()
             if buffer is not None
         ]
-        self._address = 0
+        self._memory: torch.Tensor | None = None
+        self._values = -1
         self._flags = b"", b""
+        self._is_checked = False
         self._graphs: dict[int, Graph] = {}
         self._flat: dict[torch.dtype, torch.Tensor] = {}
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def forward(self, rows: Sequence[torch.Tensor], memory: torch.Tensor, message: bytes, whole: Any) -> Any:
-        """Return the outputs for this rank's rows, the changed buffers of the first rank, and a note."""
+    def forward(self, rows: Sequence[torch.Tensor], memory: torch.Tensor | None, message: bytes, whole: Any) -> Any:
+        """Return the outputs for this rank's rows, the changed buffers (first rank only), and a note.
+
+        ``memory``: None if this rank has the values already.
+        """
         order: Forward = pickle.loads(message)
-        self._prepare(memory, order.common)
+        if memory is None and self._values != order.common.values:
+            raise ValuesMissed
+        memory = self._prepare(memory, order.common)
         self._set_flags(order.training, order.requires_grad)
         seed_generators(*order.seed, comm.ranks[comm.rank])
         num_rows = len(rows[0])
-        # The rows lie where the master writes those of its next call; a graph keeps its inputs.
+        # The master writes the rows of its next call to the same place, and a graph keeps its inputs.
         tensors = [row.clone() for row in rows] if order.is_kept else list(rows)
         others = list(whole or ())
         for number in order.rows_with_grad:
@@ -193,38 +222,56 @@ class RankModule:
         for number in order.whole_with_grad:
             others[number] = others[number].clone().requires_grad_()
         nested_args, nested_kwargs = pickle.loads(order.arguments)
-        args = [put(value, tensors, others) for value in nested_args]
-        kwargs = {name: put(value, tensors, others) for name, value in nested_kwargs.items()}
-        is_first = comm.rank == 0
-        before = memory[self._buffers_at :].clone() if is_first and self._buffers else None
-        with _surroundings(order):
-            result = self._module.forward(*args, **kwargs)
+
+        def run(tensors: Sequence[torch.Tensor]) -> Any:
+            args = [put(value, tensors, others) for value in nested_args]
+            kwargs = {name: put(value, tensors, others) for name, value in nested_kwargs.items()}
+            return self._module.forward(*args, **kwargs)
+
+        is_first, has_copy = comm.rank == 0, bool(cell.worker.backend.is_device)
+        before = memory[self._buffers_at :].clone() if (is_first or has_copy) and self._buffers else None
+        surroundings = functools.partial(_surroundings, order, memory.device.type)
+        with surroundings():
+            result = run(tensors)
         outputs: list[torch.Tensor] = []
         nesting = take(result, outputs)
-        for output in outputs:
-            _check_rows(output, num_rows)
-        note = Note(nesting if is_first else None, bytes(each.requires_grad for each in outputs), (), {})
-        changed = self._changed_buffers(memory, before, note)
+        means = bytes(output.ndim == 0 for output in outputs)
+        outputs = [
+            _as_rows(output, num_rows) if is_mean else _checked(output, num_rows)
+            for output, is_mean in zip(outputs, means)
+        ]
+        flags = bytes(each.requires_grad for each in outputs)
+        note = Note(nesting if is_first else None, flags, means, (), {})
+        changed = self._changed_buffers(memory, before if is_first else None, note)
+        if is_first and any(means) and not self._is_checked and num_rows >= MIN_ROWS:
+            self._is_checked = True
+            with surroundings():
+                note.misfit = misfit_of(self._modules, run, tensors)
+        if has_copy and before is not None:
+            memory[self._buffers_at :].copy_(before)
         if order.is_kept:
             summed = [parameter for parameter in self._parameters if parameter.requires_grad]
             summed += [others[number] for number in order.whole_with_grad]
             self._graphs[order.common.graph] = Graph(
                 outputs, summed, [tensors[number] for number in order.rows_with_grad]
             )
-        # An array of bytes, for calls are quiet where all outputs are arrays.
+        # As an array of bytes, because calls are quiet only if all outputs are arrays.
         return tuple(output.detach() for output in outputs), changed, np.frombuffer(dumps(note), np.uint8)
 
-    def _prepare(self, memory: torch.Tensor, common: Common) -> None:
-        """Have the tensors lie in the memory, and take in what the master tells of them."""
-        if self._address != memory.data_ptr():
-            for tensor, place in zip([*self._parameters, *self._buffers], self._places):
-                tensor.data = place.view(memory)
-            self._address = memory.data_ptr()
+    def _prepare(self, memory: torch.Tensor | None, common: Common) -> torch.Tensor:
+        """Place the tensors in the memory, which is returned, and take in what the master reports about them."""
+        if memory is not None:
+            if self._memory is None or self._memory.data_ptr() != memory.data_ptr():
+                for tensor, place in zip([*self._parameters, *self._buffers], self._places):
+                    tensor.data = place.view(memory)
+            self._memory, self._values = memory, common.values
         for number in common.freed:
             self._graphs.pop(number, None)
         for parameter, is_written in zip(self._parameters, common.written):
-            if is_written:  # a graph that has saved the old values must say so, as it does in one process
+            if is_written:  # A graph that saved the old values must raise an error, as in a single process.
                 torch.autograd.graph.increment_version(parameter)
+        assert self._memory is not None
+        return self._memory
 
     def _set_flags(self, training: bytes, requires_grad: bytes) -> None:
         if (training, requires_grad) != self._flags:
@@ -235,9 +282,9 @@ class RankModule:
             self._flags = training, requires_grad
 
     def _changed_buffers(self, memory: torch.Tensor, before: torch.Tensor | None, note: Note) -> torch.Tensor | None:
-        """Return the bytes of the buffers that the pass has changed; they hold the master's values again afterwards.
+        """Return the bytes of the buffers that the pass changed. Afterwards the buffers hold the master's values again.
 
-        What was written in place are pages of this process's own, which the runtime drops with the end of the call.
+        On the CPU in-place writes went to pages of this process's own, which the runtime drops at the end of the call.
         """
         for module, key, number in self._slots:
             now = module._buffers[key]
@@ -262,16 +309,18 @@ class RankModule:
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def backward(self, rows: Sequence[torch.Tensor], memory: torch.Tensor, message: bytes) -> Any:
-        """Return this rank's part of the sums, flat by dtype, the gradients of its rows, and which of all were used."""
+    def backward(self, rows: Sequence[torch.Tensor], memory: torch.Tensor | None, message: bytes) -> Any:
+        """Return this rank's part of the sums, flat by dtype, the gradients of its rows, and which leaves were used."""
         order: Backward = pickle.loads(message)
-        self._prepare(memory, order.common)
         number = order.common.graph
+        if self._memory is None and memory is None:
+            raise GraphLost(comm.ranks[comm.rank])
+        self._prepare(memory, order.common)
         graph = self._graphs.get(number) if order.is_kept else self._graphs.pop(number, None)
         if graph is None:
             raise GraphLost(comm.ranks[comm.rank])
         for leaf in graph.summed:
-            leaf.requires_grad_()  # it may have been frozen since: the graph reaches it all the same
+            leaf.requires_grad_()  # it may have been frozen since, and the graph still reaches it
         leaves = [*graph.summed, *graph.rows]
         pairs = [(graph.outputs[k], row) for k, row in zip(order.outputs, rows) if graph.outputs[k].requires_grad]
         found: Sequence[torch.Tensor | None] = [None] * len(leaves)
@@ -298,13 +347,13 @@ class RankModule:
     def _flattened(
         self, leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor, ...]:
-        """Return all gradients of each dtype in one tensor; zeros for those that were not used."""
+        """Return all gradients of each dtype in one tensor, with zeros for leaves that were not used."""
         flats = []
         for dtype, numbers in by_dtype([leaf.dtype for leaf in leaves]).items():
             size = sum(leaves[number].numel() for number in numbers)
             flat = self._flat.get(dtype)
             if flat is None or flat.numel() != size:
-                flat = self._flat[dtype] = torch.empty(size, dtype=dtype)
+                flat = self._flat[dtype] = torch.empty(size, dtype=dtype, device=leaves[numbers[0]].device)
             start = 0
             for number in numbers:
                 leaf, gradient = leaves[number], gradients[number]
@@ -324,27 +373,38 @@ def by_dtype(dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, list[int]]:
     return kinds
 
 
-def _check_rows(output: torch.Tensor, num_rows: int) -> None:
-    if output.ndim == 0 or output.shape[0] != num_rows or output.layout is not torch.strided:
+def _as_rows(output: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return a mean over the rows of this rank once for each: their mean over all ranks is weighted by rows."""
+    if not (output.is_floating_point() or output.is_complex()):
+        raise TypeError(
+            f"cannot average an output of DataParallel: got a single number of dtype {output.dtype}, expected floats, "
+            "as a loss is. Have forward return one row for each row of its inputs and reduce them after the call."
+        )
+    return output.expand(num_rows)
+
+
+def _checked(output: torch.Tensor, num_rows: int) -> torch.Tensor:
+    if output.shape[0] != num_rows or output.layout is not torch.strided:
         raise ValueError(
             f"cannot gather an output of DataParallel: got a tensor of shape {tuple(output.shape)} for {num_rows} rows "
-            f"of inputs, expected {num_rows} rows. Have forward return one row for each row of its inputs and reduce "
-            "them after the call (a loss too), or use synk.torch.replicate."
+            f"of inputs, expected {num_rows} rows or a single number. Have forward return one row for each row of its "
+            "inputs and reduce them after the call (a loss too), or use synk.torch.replicate."
         )
+    return output
 
 
 @contextlib.contextmanager
-def _surroundings(order: Forward) -> Iterator[None]:
-    """Have the body see the modes that the master's caller is in."""
+def _surroundings(order: Forward, device_type: str) -> Iterator[None]:
+    """Run the body in the modes of the master's caller."""
     with (
         torch.set_grad_enabled(order.is_kept),
-        torch.autocast("cpu", order.autocast, enabled=order.autocast is not None),
+        torch.autocast(device_type, order.autocast, enabled=order.autocast is not None),
     ):
         yield
 
 
 def functions_of(resident: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return what the ranks run for a pass forward and for one backward."""
+    """Return what the ranks run for a forward pass and for a backward pass."""
 
     def forward(rows: Any, memory: Any, message: bytes, whole: Any) -> Any:
         return resident.value.forward(rows, memory, message, whole)

@@ -1,8 +1,8 @@
-"""The master's own objects, kept in step with those of the ranks: whoever looks at one finds it up to date.
+"""Keeps the master's own objects in step with those of the ranks: reading one first brings it up to date.
 
-A linked object gets a class of its own, derived from what it was, whose attribute access first brings it up to date.
-So ``model.state_dict()``, ``model(x)``, ``copy.deepcopy(model)``, ``optimizer.param_groups`` and ``torch.save(model)``
-need no other code. It says that it is of its old class, and pickles and copies are.
+A linked object gets a class of its own, derived from its old one, whose attribute access first updates the object. So
+``model.state_dict()``, ``model(x)``, ``copy.deepcopy(model)``, ``optimizer.param_groups`` and ``torch.save(model)``
+need no special code. The object claims to be of its old class, and its pickles and copies are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _CLASS: Any = object.__dict__["__class__"]
 
 
 def link(obj: Any, refresh: Callable[[], None]) -> bool:
-    """Call ``refresh`` whenever an attribute of ``obj`` is looked up; return False where it can be given no class."""
+    """Call ``refresh`` whenever an attribute of ``obj`` is read. Return False if its class cannot be replaced."""
     original: Any = type(obj)
 
     def getattribute(self: Any, name: str) -> Any:
@@ -37,13 +37,20 @@ def link(obj: Any, refresh: Callable[[], None]) -> bool:
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "_synk_original": original,
+        "_synk_refresh": staticmethod(refresh),
     }
     try:
         linked = type(original)(original.__name__, (original,), names)
         _CLASS.__set__(obj, linked)
-    except TypeError:  # of C, or with slots
+    except TypeError:  # implemented in C, or with slots
         return False
     return True
+
+
+def refresh_of(obj: Any) -> Callable[[], None] | None:
+    """Return what a linked object calls, which belongs to whoever linked it; None for other objects."""
+    found = type(obj).__dict__.get("_synk_refresh")
+    return None if found is None else found.__func__
 
 
 def unlink(obj: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a module is made of: its tensors and where they are to lie, its other parts, and its pickle without values."""
+"""What a module is made of: its tensors and where they will lie, its other parts, and its pickle without values."""
 
 from __future__ import annotations
 
@@ -10,56 +10,55 @@ from typing import Any
 import cloudpickle
 import torch
 
-from synk._api.runtime import Runtime
 from synk._pure.interrupts import as_operation, safe_point
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk.errors import SerializationError, UnsupportedError
 from synk.torch import _kept_graphs as ranks
 
 
-def check(name: str, tensors: Sequence[torch.Tensor], runtime: Runtime) -> None:
+def check(name: str, tensors: Sequence[torch.Tensor]) -> None:
     if any(isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)) for tensor in tensors):
         raise ValueError(
             f"cannot make DataParallel of {name!r}: it has lazy parameters without a shape, expected a model that has "
             "run once. Call it with a batch first."
         )
     places = sorted({str(tensor.device) for tensor in tensors if tensor.device.type != "cpu"})
-    if runtime._session.has_devices:
-        places = list(runtime.devices)
     if places:
         raise UnsupportedError(
-            f"cannot make DataParallel of {name!r}: got {'workers' if runtime._session.has_devices else 'tensors'} on "
-            f"{', '.join(places)}, expected CPU workers and a module on the CPU, because all parameters would cross to "
-            "the devices in each step. Use synk.torch.replicate(model, optimizer)."
+            f"cannot make DataParallel of {name!r}: got tensors on {', '.join(places)}, expected a module on the CPU: "
+            "the workers bring its parameters to their own devices. Make it before .to(device), or use "
+            "synk.torch.replicate(model, optimizer)."
         )
 
 
-def arranged(parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> tuple[list[ranks.Place], int, int]:
-    """Return where each tensor is to lie, where the buffers begin, and the size of all; one place for one memory."""
-    places: list[ranks.Place] = []
-    known: dict[Any, ranks.Place] = {}
+def arranged(
+    parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
+) -> tuple[list[ranks.TensorPlace], int, int]:
+    """Return where each tensor will lie, where the buffers begin, and the total size. Shared memory is one place."""
+    places: list[ranks.TensorPlace] = []
+    known: dict[Any, ranks.TensorPlace] = {}
     end = buffers_at = 0
     for number, tensor in enumerate((*parameters, *buffers)):
         if number == len(parameters):
             buffers_at = end
-        key: Any = look(tensor) if tensor.numel() else number
+        key: Any = memory_marks(tensor) if tensor.numel() else number
         place = known.get(key)
         if place is None:
             nbytes = tensor.numel() * tensor.element_size()
-            stride = torch.empty_like(tensor, device="meta").stride()  # of a dense tensor its own
-            place = known[key] = ranks.Place(end, nbytes, tensor.dtype, tuple(tensor.shape), tuple(stride))
+            stride = torch.empty_like(tensor, device="meta").stride()  # for a dense tensor, its own
+            place = known[key] = ranks.TensorPlace(end, nbytes, tensor.dtype, tuple(tensor.shape), tuple(stride))
             end += round_up(nbytes, LINE_NBYTES)
         places.append(place)
     return places, buffers_at if buffers else end, end
 
 
-def look(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what is another one after a tensor's memory was replaced."""
+def memory_marks(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return marks that change when a tensor's memory is replaced."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def parts_of(modules: Sequence[torch.nn.Module]) -> Iterator[Any]:
-    """Yield the objects that modules refer to, by themselves and in dicts and lists, but for the training flags."""
+    """Yield the objects that modules refer to, directly and in dicts and lists, without the training flags."""
     for module in modules:
         for name, value in module.__dict__.items():
             if name == "training":
@@ -100,7 +99,7 @@ def pickled(name: str, module: torch.nn.Module, tensors: Sequence[torch.Tensor])
 
 
 def unflattened(flats: Sequence[torch.Tensor], leaves: Sequence[tuple[torch.dtype, torch.Size]]) -> list[torch.Tensor]:
-    """Return the gradient of each leaf, a view where its dtype is that of the sum."""
+    """Return the gradient of each leaf: a view if it has the dtype of the sum."""
     values: list[Any] = [None] * len(leaves)
     kinds = ranks.by_dtype([dtype for dtype, _ in leaves])
     for flat, numbers in zip(flats, kinds.values()):

@@ -1,4 +1,4 @@
-"""Tensors in nested arguments and results: taken out, with slots in their places, and put back."""
+"""Takes tensors out of nested arguments and results, leaving slots in their places, and puts tensors back."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from synk._pure.nested import build, is_nested, take_apart
 
 
 class Slot(NamedTuple):
-    """Stands for a tensor, by its number among those that have rows, or among those that each rank gets whole."""
+    """Stands for a tensor, by its number among those with rows or among those that each rank gets whole."""
 
     number: int
     is_whole: bool
 
 
 class Nest(NamedTuple):
-    """A container of any kind but a list, with what it holds."""
+    """A container other than a list, with its parts."""
 
     structure: Any
     parts: list[Any]
 
 
 def take(value: Any, rows: list[torch.Tensor], whole: list[torch.Tensor] | None = None, is_whole: bool = False) -> Any:
-    """Return a nesting with slots, and append its tensors to ``rows`` or, with ``is_whole`` or no axes, to ``whole``.
+    """Return a nesting with slots. Append its tensors to ``rows`` or, with ``is_whole`` or no axes, to ``whole``.
 
-    Without ``whole`` all count as rows.
+    Without ``whole`` all tensors count as rows.
 
     Examples
     --------

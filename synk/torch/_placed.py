@@ -1,8 +1,9 @@
 """A module whose tensors lie in one segment that the workers map, and the passes that the workers run over it.
 
-What the program writes into the tensors (a step of an optimizer, ``load_state_dict``) is there without a message.
-Autograd sees one function: its forward pass scatters rows and gathers outputs, its backward pass scatters their
-gradients and sums those of the parameters.
+What the program writes into the tensors (a step of an optimizer, ``load_state_dict``) reaches the workers without a
+message; workers on devices get it with the first forward pass after such a change, and keep it. Autograd sees one
+function. Its forward pass scatters rows and gathers outputs. Its backward pass scatters the outputs' gradients and sums
+those of the parameters.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import operator
 import os
 import pickle
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -26,7 +28,7 @@ import torch
 from synk._api.function import Function
 from synk._api.runtime import Runtime
 from synk._pure.interrupts import as_operation, safe_point
-from synk.errors import ClosedError, SerializationError, WorkerDied
+from synk.errors import ClosedError, OpMismatch, SerializationError, WorkerDied
 from synk.torch import _kept_graphs as ranks
 from synk.torch import _module_parts as parts
 from synk.torch._nesting import put
@@ -36,10 +38,10 @@ _AGAIN = "Run the forward pass of this batch again; parameters and optimizer are
 
 
 class Placed:
-    """A module whose tensors lie in memory that the workers share, as it was when they were told of it.
+    """A module whose tensors lie in memory that the workers share, as it was when the workers were told of it.
 
-    Another one takes its place when a tensor was moved, or anything of the module but its tensors' values was replaced.
-    Graphs of earlier forward passes keep theirs.
+    If a tensor is moved, or anything in the module except the values of its tensors is replaced, another object takes
+    its place. Graphs of earlier forward passes keep theirs.
     """
 
     def __init__(self, module: torch.nn.Module, runtime: Runtime) -> None:
@@ -49,7 +51,7 @@ class Placed:
         self._modules = list(module.modules())
         self._parameters = list(module.parameters())
         self._tensors = [*self._parameters, *module.buffers()]
-        parts.check(self._name, self._tensors, runtime)
+        parts.check(self._name, self._tensors)
         places, buffers_at, nbytes = parts.arranged(self._parameters, self._tensors[len(self._parameters) :])
         pickled = parts.pickled(self._name, module, self._tensors)
         self._resident = runtime.resident(
@@ -58,29 +60,32 @@ class Placed:
         self._memory = runtime.data(shape=(max(nbytes, 1),), dtype=np.uint8, name=self._name)
         array = self._memory.data
         for tensor, place in zip(self._tensors, places):
-            # A storage of its own for each: whoever saves one tensor must not save the memory of all.
+            # Each tensor has a storage of its own: saving one tensor must not save the memory of all.
             own = torch.from_numpy(array[place.offset : place.offset + place.nbytes]) if place.nbytes else None
             moved = torch.empty(place.shape, dtype=place.dtype)
             if own is not None:
                 moved = own.view(place.dtype).as_strided(place.shape, place.stride)
                 moved.copy_(tensor.detach())
             tensor.data = moved
+        self._values = torch.from_numpy(array)
+        self._sent: torch.Tensor | None = None  # a copy of the values that workers on devices have got
+        self._num_sent = 0
         self._parts = list(parts.parts_of(self._modules))
-        self._looks = self._look()
+        self._marks = self._read_marks()
         self._versions = [parameter._version for parameter in self._parameters]
-        self.freed: deque[int] = deque()  # graphs; filled by finalizers
+        self.freed: deque[int] = deque()  # numbers of graphs, filled by finalizers
         self.lock = threading.RLock()
         self._graph_numbers = itertools.count(1)
         self._run_forward, self._run_backward = self._functions()
         self.at_fork: list[torch.Tensor] = []
         _living.add(self)
 
-    def _functions(self) -> list[Function[...]]:
+    def _functions(self) -> list[Function[..., Any]]:
         made = []
         for fn, outputs in zip(
             ranks.functions_of(self._resident), (("gather", "first", None), ("sum", "gather", None))
         ):
-            function: Function[...] = Function(
+            function: Function[..., Any] = Function(
                 fn,
                 bcast_inputs=[name for name in inspect.signature(fn).parameters if name != "rows"],
                 outputs=outputs,
@@ -92,23 +97,28 @@ class Placed:
         return made
 
     def renewed(self) -> Placed:
-        """Return this, or what takes its place because the module is another one now."""
+        """Return this object, or its replacement if the module has changed."""
         now = list(parts.parts_of(self._modules))
         is_same = len(now) == len(self._parts) and all(map(operator.is_, now, self._parts))
-        return self if is_same and self._looks == self._look() else Placed(self._module, self._runtime)
+        return self if is_same and self._marks == self._read_marks() else Placed(self._module, self._runtime)
 
-    def _look(self) -> list[Any]:
-        """Return what is another one after a tensor was moved, or an attribute was changed in place."""
-        return [*(parts.look(tensor) for tensor in self._tensors), mark(mutable_attributes(self._modules))._what]
+    def _read_marks(self) -> list[Any]:
+        """Return marks that change when a tensor is moved, or an attribute is changed in place."""
+        return [
+            *(parts.memory_marks(tensor) for tensor in self._tensors),
+            mark(mutable_attributes(self._modules))._what,
+        ]
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
     def forward(self, nesting: Any, rows: list[torch.Tensor], whole: list[torch.Tensor], seed: int) -> Any:
-        """Run a forward pass on the workers and return the outputs, in autograd's graph where it is one under grad."""
+        """Run a forward pass on the workers and return the outputs, in autograd's graph if grad is enabled."""
         tensors = [*rows, *whole]
         is_kept = torch.is_grad_enabled() and any(each.requires_grad for each in (*self._parameters, *tensors))
         number = next(self._graph_numbers)
+        memory = self._news()
         call = self._call(number)
+        kind = self._runtime._session.assignment.torch_device
         order = ranks.Forward(
             call.common,
             self._dumped(nesting),
@@ -118,15 +128,26 @@ class Placed:
             tuple(k for k, row in enumerate(rows) if is_kept and row.requires_grad),
             tuple(k for k, each in enumerate(whole) if is_kept and each.requires_grad),
             (torch.initial_seed(), seed),
-            torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
         )
         others = tuple(each.detach() for each in whole) or None
+        run = functools.partial(self._run_forward, tuple(row.detach() for row in rows))
+        message = pickle.dumps(order)
         with call, torch.enable_grad():
-            outputs, changed, notes = self._run_forward(
-                tuple(row.detach() for row in rows), self._memory, pickle.dumps(order), others
-            )
+            try:
+                outputs, changed, notes = run(memory, message, others)
+            except ranks.ValuesMissed:
+                outputs, changed, notes = run(self._memory, message, others)
         notes = [pickle.loads(note) for note in notes if note is not None]
         self._take_buffers(changed, notes[0])
+        if notes[0].misfit is not None:
+            warnings.warn(
+                f"forward of {self._name!r} returns a single number that is no mean over rows, expected one: "
+                f"DataParallel averages it over rows. On parts of a worker's rows {notes[0].misfit} fits. Compute it "
+                "after the call from outputs with rows, or use synk.torch.replicate.",
+                OpMismatch,
+                stacklevel=5,
+            )
         flags = [any(each) for each in zip(*(note.requires_grad for note in notes))]
         if is_kept and any(flags):
             leaves: list[torch.Tensor] = [each for each in self._parameters if each.requires_grad]
@@ -135,10 +156,14 @@ class Placed:
             outputs = _Pass.apply(graph, outputs, *leaves, *(row for row in rows if row.requires_grad))
         elif is_kept:
             self.freed.append(number)
-        return put(notes[0].outputs, outputs, ())
+        return put(
+            notes[0].outputs,
+            [each.mean() if is_mean else each for each, is_mean in zip(outputs, notes[0].means)],
+            (),
+        )
 
     def backward(self, graph: _Graph, gradients: Sequence[torch.Tensor | None], is_kept: bool) -> list[Any]:
-        """Return the gradients of a graph's leaves; None for those that no rank has used."""
+        """Return the gradients of a graph's leaves; None for leaves that no rank has used."""
         given = [k for k, gradient in enumerate(gradients) if gradient is not None and graph.flags[k]]
         with self.lock:
             call = self._call(graph.number)
@@ -146,7 +171,8 @@ class Placed:
             rows = tuple(gradients[k] for k in given)
             try:
                 with call, torch.enable_grad():
-                    flats, own, used = self._run_backward(rows, self._memory, pickle.dumps(order))
+                    memory = None if self._runtime._session.has_devices else self._memory
+                    flats, own, used = self._run_backward(rows, memory, pickle.dumps(order))
             except ranks.GraphLost as error:
                 raise WorkerDied(
                     f"cannot compute the gradients of {self._name!r}: rank {error.args[0]} of "
@@ -166,7 +192,17 @@ class Placed:
         ]
 
     def _call(self, number: int) -> _Call:
-        return _Call(self.freed, self._parameters, self._versions, number)
+        return _Call(self.freed, self._parameters, self._versions, number, self._num_sent)
+
+    def _news(self) -> Any:
+        """Return the memory for a forward pass; None where the workers are on devices and have its values."""
+        if not self._runtime._session.has_devices:
+            return self._memory
+        if self._sent is not None and torch.equal(self._sent, self._values):  # versions do not tell of tensor.data
+            return None
+        self._sent = self._values.clone()
+        self._num_sent += 1
+        return self._memory
 
     @as_operation
     def _dumped(self, nesting: Any) -> bytes:
@@ -179,7 +215,7 @@ class Placed:
             ) from error
 
     def _take_buffers(self, changed: torch.Tensor | None, note: ranks.Note) -> None:
-        """Take over the buffers that rank 0's forward pass has changed."""
+        """Take over the buffers that rank 0's forward pass changed."""
         buffers = self._tensors[len(self._parameters) :]
         start = 0
         with torch.no_grad():
@@ -203,26 +239,33 @@ class Placed:
     # -- forks --------------------------------------------------------------------------------------------------------
 
     def before_fork(self) -> None:
-        """Copy the values for the child: what it did to the memory would reach this program's parameters."""
+        """Copy the values for the child: what it does to the shared memory would change this program's parameters."""
         self.at_fork = [tensor.detach().clone() for tensor in self._tensors]
 
     def after_fork(self, *, is_child: bool) -> None:
         if is_child:
-            for tensor, look, copied in zip(self._tensors, self._looks, self.at_fork):
-                if parts.look(tensor) == look:  # the last one is of attributes
+            for tensor, marks, copied in zip(self._tensors, self._marks, self.at_fork):
+                if parts.memory_marks(tensor) == marks:  # the last mark is that of attributes
                     tensor.data = copied
         self.at_fork = []
 
 
 class _Call:
-    """One message to the workers: what it reports is taken as reported when they have answered."""
+    """One message to the workers. What it reports counts as reported once they have answered."""
 
-    def __init__(self, freed: deque[int], parameters: Sequence[torch.Tensor], versions: list[int], number: int) -> None:
+    def __init__(
+        self,
+        freed: deque[int],
+        parameters: Sequence[torch.Tensor],
+        versions: list[int],
+        number: int,
+        values: int,
+    ) -> None:
         self._freed, self._versions, self._number = freed, versions, number
         self._now = [parameter._version for parameter in parameters]
         self._dropped = [freed.popleft() for _ in range(len(freed))]
         written = bytes(map(operator.ne, self._now, versions)) if self._now != versions else b""
-        self.common = ranks.Common(number, tuple(self._dropped), written)
+        self.common = ranks.Common(number, values, tuple(self._dropped), written)
 
     def __enter__(self) -> None:
         pass
@@ -230,7 +273,7 @@ class _Call:
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if kind is None:
             self._versions[:] = self._now
-        else:  # some ranks may have missed it, and some may have a graph that no other one has
+        else:  # some ranks may have missed it, and some may have a graph that no other rank has
             self._freed.extend((*self._dropped, self._number))
 
 
@@ -243,7 +286,7 @@ class _Graph:
     flags : list of bool
         Which outputs have a gradient.
     summed : list of (dtype, shape)
-        Of the leaves whose gradients are summed; those of rows come behind them.
+        Of the leaves whose gradients are summed. The leaves with rows come after them.
     """
 
     def __init__(self, placed: Placed, number: int, flags: list[bool], summed: Sequence[torch.Tensor]) -> None:
@@ -255,13 +298,13 @@ class _Graph:
 
 
 class _Pass(torch.autograd.Function):
-    """A forward pass that the workers have run, in the master's graph."""
+    """A forward pass that the workers have run, as a node of the master's graph."""
 
     @staticmethod
     def forward(ctx: Any, graph: _Graph, outputs: tuple[torch.Tensor, ...], *leaves: torch.Tensor) -> Any:
         ctx.graph = graph
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(torch.empty(0))  # has torch refuse a second pass over a graph that was freed
+        ctx.save_for_backward(torch.empty(0))  # makes torch refuse a second pass over a graph that was freed
         ctx.mark_non_differentiable(*(output for output, flag in zip(outputs, graph.flags) if not flag))
         return outputs
 
@@ -278,7 +321,7 @@ class _Pass(torch.autograd.Function):
 
 
 def _is_graph_kept() -> bool:
-    """Whether the backward pass under way leaves its graph for another one; True where torch does not tell."""
+    """Whether the running backward pass keeps its graph for another one; True if torch does not say."""
     ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if ask is None else bool(ask())
 

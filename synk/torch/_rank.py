@@ -6,21 +6,24 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from synk._wire.cell import cell
-from synk._wire.control import Down
 from synk._worker.comm.comm import comm
+from synk.torch import _checkpoint as checkpoints
 from synk.torch import _state as states
 from synk.torch import _state_bytes
 from synk.torch import _trials as trials
 from synk.torch._adjoints import losses
 from synk.torch._batchnorm import synchronize
 from synk.torch._hooks import gradient_hooks, hook_gradients, other_attributes
-from synk.torch._reduction import LOST, Options, Reduction
+from synk.torch._phases import Phases
+from synk.torch._reduction import LOST, GradientSum, Options
+from synk.torch._slices import sliced, step_in_slices
 from synk.torch._undo import Undo
 
 _MASK = (1 << 64) - 1
@@ -33,7 +36,7 @@ class RankReplica:
     ----------
     objects : tuple
     num_steps : int
-        Calls so far that were steps of training.
+        How many calls so far were training steps.
     """
 
     def __init__(self, objects: Sequence[Any], options: Options) -> None:
@@ -43,7 +46,7 @@ class RankReplica:
         self._hooks = gradient_hooks(states.parameters_of(objects))  # pickles of parameters leave them out
 
     def __getstate__(self) -> dict[str, Any]:
-        # Optimizers leave what they have besides groups and state out of their pickles, and LBFGS cannot work then.
+        # Optimizers pickle only groups and state, and LBFGS cannot work without its other attributes.
         others = {k: other_attributes(obj) for k, obj in enumerate(self.objects) if states.is_optimizer(obj)}
         state = {"objects": self.objects, "options": self.options, "num_steps": self.num_steps, "_hooks": self._hooks}
         return {**state, "others": others}
@@ -53,15 +56,18 @@ class RankReplica:
             state["objects"][index].__dict__.update(attributes)
         self.__dict__.update(state)
         if state["others"]:
-            with cell.uninterrupted():  # imported at an optimizer's first use; once broken off, it stays broken
+            # an optimizer imports it at its first use; an import that is broken off stays broken
+            with cell.uninterrupted():
                 importlib.import_module("torch._dynamo")
         _bring_to_device(self.objects)
         hook_gradients(states.parameters_of(self.objects), self._hooks)
-        self._reduction = Reduction(self.objects, self.options)
+        self._phases = Phases()
+        self._reduction = GradientSum(self.objects, self.options, self._phases)
         self._undo = Undo(self.objects, self._reduction)
+        self._put_back: Callable[[], bytes | None] = lambda: None
         for obj in self.objects:
             if states.is_optimizer(obj):
-                _guard_step(obj, self._undo)
+                _guard_step(obj, self._undo, self._phases)
         if self.options.sync_batchnorm:
             for obj in self.objects:
                 if states.is_module(obj):
@@ -73,16 +79,17 @@ class RankReplica:
         if worker.check is not None:
             with trials.checked(worker.check, self.objects):
                 return self._run(fn, trains, args, kwargs)
-        if trains and self.num_steps and not self.num_steps & (self.num_steps - 1):
+        if trains and self.num_steps and not self.num_steps & (self.num_steps - 1) and sliced.sums is None:
             self._check_alike()
-        if not worker.lane.called.plan.is_trial:  # there a seed would look like a draw of the function's own
-            _seed(self.options.seed, self.num_steps if trains else -1 - self.num_steps, worker.rank)
+        if not worker.lane.called.plan.is_trial:  # on trial, a seed would look like a draw of the function's own
+            stream = worker.rank + (sliced.part << 32)
+            _seed(self.options.seed, self.num_steps if trains else -1 - self.num_steps, stream)
         return self._run(fn, trains, args, kwargs)
 
     def run_without_draws(
         self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Do as ``run`` on trial, with all modules but batch norms in ``eval()``, whatever the function does."""
+        """Run on trial with all modules except batch norms in ``eval()``, whatever the function does."""
         trials.switch_off(self.objects, trials.stay_off, has_norms=False)
         return self.run(fn, trains, args, kwargs)
 
@@ -91,11 +98,12 @@ class RankReplica:
             if not trains:
                 with torch.no_grad():
                     return _detached(fn(*self.objects, *args, **kwargs))
-            # An interrupt may have broken off a no_grad() of the call before.
+            # An interrupt may have broken off a no_grad() in the call before.
             torch.set_grad_enabled(cell.worker.settings.told("grad mode", torch.is_grad_enabled()))
             self._reduction.begin()
-            losses.weight = int(cell.worker.lane.down[cell.worker.rank, Down.ROWS])
-            result = fn(*self.objects, *args, **kwargs)
+            losses.weight = cell.worker.num_rows
+            with self._phases.step():
+                result = fn(*self.objects, *args, **kwargs)
         finally:
             losses.weight = None
             self._reduction.end()
@@ -104,14 +112,34 @@ class RankReplica:
         return _detached(result)
 
     def __synk_keep__(self) -> Callable[[], bytes | None]:
-        """Return what undoes the step that is about to begin."""
-        return self._undo.keep(self)
+        """Return a function that undoes the step that is about to begin."""
+        self._put_back = self._undo.keep(self, is_whole=cell.worker.variables.is_sliced)
+        return self._put_back
+
+    def __synk_slices__(self, parts: Sequence[Any], call: Callable[[Any], Any], combined: Callable[..., Any]) -> Any:
+        """Take one step over several parts of this rank's rows; see ``synk.torch._slices``."""
+
+        def run(part: Any) -> Any:
+            result = call(part)
+            if self._reduction.share is not None:
+                raise ValueError(
+                    "cannot take a step in slices: it ends with gradients that no_sync() keeps back, expected a "
+                    "backward pass outside of it, in the same call. Use num_slices=1, and no on_oom."
+                )
+            return result
+
+        return step_in_slices(parts, run, combined, self._go_back, lambda: self._phases.part("reduce"))
+
+    def _go_back(self) -> None:
+        """Undo what a part of the step has done; the next one begins from there."""
+        self._put_back()
+        self._reduction.keep()
 
     def _check_alike(self) -> None:
         """Compare the parameters of all ranks, which have taken the same steps.
 
-        After the first, the second, the fourth, ... step: a body whose ranks go their own ways does so from the first
-        one on, or from where it enters another phase, and a long training pays nothing for it.
+        This happens after steps 1, 2, 4, 8 and so on. A body whose ranks drift apart does so from its first step, or
+        from where it enters another phase, and a long training pays nothing for the check.
 
         Raises
         ------
@@ -133,13 +161,36 @@ class RankReplica:
                     "a gradient or changes a parameter: gradient = synk.comm.all_reduce(gradient, 'avg')."
                 )
 
+    def own(self, keys: Sequence[Any] | None) -> bytes:
+        """Return what a checkpoint stores about this rank, with checksums of all entries; or the entries ``keys``.
+
+        torch's own generator is seeded before each step and has no state between steps.
+        """
+        if keys is not None:
+            return checkpoints.to_bytes(checkpoints.own_entries(self.objects, keys))
+        generators = checkpoints.plain_generators(more={"synk.comm": cell.worker.rng.bit_generator.state})
+        generators.pop("torch", None)
+        told = {"num_steps": self.num_steps, "seed": self.options.seed, "share": self._reduction.share}
+        digests = checkpoints.digests(self.objects)
+        return checkpoints.to_bytes({**told, "generators": generators, "digests": digests})
+
+    def take_own(self, ranks: Sequence[bytes]) -> None:
+        """Take over what a checkpoint stores about this rank. Its objects must have the state of rank 0."""
+        told = checkpoints.from_bytes(ranks[comm.rank])
+        checkpoints.load_own(self.objects, told["own"])
+        self._reduction.share = told["share"]
+        rng = told["generators"].pop("synk.comm")
+        cell.worker.rng.bit_generator.state = checkpoints.restored(rng)
+        checkpoints.load_generators(told["generators"])
+        _wait_for_device()
+
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which gradients stay this rank's own."""
         return self._reduction.postponed()
 
 
 def _is_apart(parameter: torch.Tensor, num_steps: int) -> bool:
-    """Whether the ranks' values differ by more than rounding: products of matrices depend on where the memory lies."""
+    """Whether the ranks' values differ by more than rounding. Matrix products depend on the alignment of memory."""
     eps = torch.finfo(parameter.dtype).eps
     values = torch.view_as_real(parameter) if parameter.is_complex() else parameter
     values = values.float() if values.element_size() < 4 else values
@@ -149,13 +200,14 @@ def _is_apart(parameter: torch.Tensor, num_steps: int) -> bool:
 
 def dump(replica: RankReplica) -> dict[str, Any]:
     """Return the state of all objects."""
-    share = replica._reduction.share
-    return {"num_steps": replica.num_steps, "share": share, "objects": _state_bytes.dump_all(replica.objects)}
+    numbers = {"num_steps": replica.num_steps, "seed": replica.options.seed, "share": replica._reduction.share}
+    return {**numbers, "objects": _state_bytes.dump_all(replica.objects)}
 
 
 def load(replica: RankReplica, state: dict[str, Any]) -> None:
-    """Bring the objects into a state, or those of which one is given."""
+    """Bring the objects into a state, or into the parts of one that are given."""
     replica.num_steps = state.get("num_steps", replica.num_steps)
+    replica.options = replace(replica.options, seed=state.get("seed", replica.options.seed))
     if "share" in state:  # gradients that were kept back are a rank's own, and these are another one's
         replica._reduction.share = None if state["share"] is None else LOST
     _state_bytes.load_all(replica.objects, state["objects"])
@@ -163,13 +215,14 @@ def load(replica: RankReplica, state: dict[str, Any]) -> None:
 
 
 def _bring_to_device(objects: Sequence[Any]) -> None:
-    """Have modules, and what optimizers know of their parameters, lie on this rank's GPU, if it has one."""
+    """Move modules, and what optimizers know of their parameters, to this rank's device if torch computes there."""
     worker = cell.worker
-    if worker is None or not worker.backend.is_device or not torch.cuda.is_available():
+    kind = "cpu" if worker is None else worker.backend.torch_device()
+    if kind == "cpu":
         return
     for obj in objects:
         if states.is_module(obj):
-            obj.to("cuda")  # parameters stay the objects that optimizers know
+            obj.to(kind)  # parameters stay the objects that optimizers know
     for obj in objects:
         if states.is_optimizer(obj):
             states.load(obj, {"state": states.dump(obj)["state"]})
@@ -177,14 +230,15 @@ def _bring_to_device(objects: Sequence[Any]) -> None:
 
 
 def _wait_for_device() -> None:
-    """Calls run on a stream of their own, which does not wait for what was copied here."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    """Wait until copies made here are done: calls run on a stream of their own, which does not wait for them."""
+    for device in (torch.cuda, torch.xpu):
+        if device.is_initialized():
+            device.synchronize()
 
 
-def _seed(seed: int, step: int, rank: int) -> None:
-    """Seed torch's generators so that they are the same in each run, and others on each rank and in each step."""
-    mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) & _MASK
+def _seed(seed: int, step: int, stream: int) -> None:
+    """Seed torch's generators: the same way in each run, and differently in each step, on each rank, in each slice."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + stream * 0x94D049BB133111EB) & _MASK
     mixed ^= mixed >> 31
     mixed = (mixed * 0xD6E8FEB86659FD93) & _MASK
     mixed = (mixed ^ (mixed >> 32)) >> 1
@@ -203,18 +257,19 @@ def _detached(value: Any) -> Any:
     return value
 
 
-def _guard_step(optimizer: Any, undo: Undo) -> None:
-    """Have an optimizer's step run whole, and its closure return the loss over all rows, the same on all ranks."""
+def _guard_step(optimizer: Any, undo: Undo, phases: Phases) -> None:
+    """Make an optimizer's step uninterruptible; its closure returns the loss over all rows, equal on all ranks."""
     step = optimizer.step
 
     @functools.wraps(step)
     def guarded(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True  # what a scheduler looks at
+        optimizer._opt_called = True  # a scheduler looks at this
         undo.notice_step()
-        if closure is not None:
-            return step(_over_all_rows(closure), *args, **kwargs)
-        with cell.worker.uninterrupted():
-            return step(*args, **kwargs)
+        with phases.part("optimizer"):
+            if closure is not None:
+                return step(phases.part("forward")(_over_all_rows(closure)), *args, **kwargs)
+            with cell.worker.uninterrupted():
+                return step(*args, **kwargs)
 
     guarded._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = guarded
@@ -234,23 +289,26 @@ def all_rows_mean(value: torch.Tensor) -> torch.Tensor:
     if cell.worker.check is not None:
         own = value.to("cpu", torch.float64).reshape(-1).numpy()
         return torch.from_numpy(cell.worker.check.exchange(own)).to(value).reshape(value.shape)
+    if sliced.sums is not None:
+        return sliced.sums.mean(value).to(value)
     if comm.world_size == 1:
         return value
     return torch.as_tensor(comm.all_reduce(value, "avg")).reshape(value.shape)
 
 
 def mean(total: torch.Tensor, count: Any) -> torch.Tensor:
-    """Return this rank's part of a mean over things that are not rows, as tokens, weighted so that the step is exact.
+    """Return this rank's part of a mean over things other than rows, such as tokens, weighted so that the step is
+    exact.
 
-    For a loss in a step that is a sum over ``count`` things of this rank's rows. The gradients are then those of the
-    sum over all ranks by the number of all things, and so is the ``"avg"`` of what is returned.
+    For a loss in a step that is a sum over ``count`` things in this rank's rows. The gradients are then those of the
+    sum over all ranks divided by the number of all things, and so is the ``"avg"`` of the returned value.
 
     Parameters
     ----------
     total : tensor, shape ()
         The sum over this rank's rows.
     count : number or tensor, shape ()
-        How many things it has summed.
+        How many things it sums.
 
     Returns
     -------
@@ -258,7 +316,10 @@ def mean(total: torch.Tensor, count: Any) -> torch.Tensor:
         ``total * all_rows / (rows * all_counts)``.
     """
     own = torch.as_tensor(count, dtype=torch.float64)
-    everything = own if comm.world_size == 1 else comm.all_reduce(own.reshape(1), "sum")[0]
+    if sliced.sums is not None:
+        everything = sliced.sums.of(own)
+    else:
+        everything = own if comm.world_size == 1 else comm.all_reduce(own.reshape(1), "sum")[0]
     return total * (comm.total_rows / comm.rows / float(everything))
 
 
@@ -266,7 +327,7 @@ def total(value: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a sum over all rows, weighted so that the step is exact.
 
     For a loss that is a sum over this rank's rows (``reduction="sum"``), where the serial loop takes the gradient of
-    the sum over the whole batch. The ``"avg"`` of what is returned is that sum.
+    the sum over the whole batch. The ``"avg"`` of the returned value is that sum.
 
     Parameters
     ----------

@@ -1,12 +1,12 @@
-"""What makes the gradients of a rank those of all rows.
+"""Makes the gradients of a rank those of all rows.
 
-One backward pass: each parameter's hook notes that its gradient is there; at the end of the pass, before ``backward()``
+In a backward pass each parameter's hook notes that its gradient is there. At the end of the pass, before ``backward()``
 returns, all ranks add up their gradients, weighted by rows, in flat buffers. A parameter that no rank has used keeps
-what it had; one that some have used gets the sum over these, so no flag says which to expect.
+its gradient. A parameter that some ranks have used gets the sum over these ranks, so no flag has to say what to expect.
 
-With overlap the hooks start to reduce a buffer when all of its gradients are there and all buffers before it have been
-started: so the order is the same on all ranks, whatever they have used. The end of the pass starts those that are left
-(their parameters were not used), and waits for all.
+With overlap, the hooks start to reduce a buffer when all of its gradients are there and all buffers before it were
+started. So the order is the same on all ranks, whatever they have used. The end of the pass starts the remaining
+buffers (their parameters were not all used), and waits for all of them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ import torch
 from synk._wire.cell import cell
 from synk._worker.comm.comm import comm
 from synk.torch import _state as states
+from synk.torch._phases import Phases
+from synk.torch._slices import Sums, sliced
 
 LOST = -1.0
-"""The share of a rank whose gradients were kept back and are lost."""
+"""The share of a rank whose kept-back gradients are lost."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Those of :func:`synk.torch.replicate` that ranks need."""
+    """The options of :func:`synk.torch.replicate` that ranks need."""
 
     seed: int
     sync_batchnorm: bool
@@ -38,62 +40,63 @@ class Options:
     overlap: bool | str
 
     def is_overlapping(self) -> bool:
-        """Whether this rank is to reduce gradients while the backward pass goes on.
+        """Whether this rank reduces gradients while the backward pass goes on.
 
-        Not by itself where batch norms communicate in it: ranks that have used other parameters would mix the two in
-        another order.
+        By default not if batch norms communicate during the backward pass: ranks that used different parameters would
+        mix the two in different orders.
         """
         if self.overlap == "auto":
             return bool(cell.worker.backend.is_device) and not self.sync_batchnorm
         return bool(self.overlap)
 
 
-class Reduction:
-    """Gradients of the parameters of some modules, summed over the ranks of a call.
+class GradientSum:
+    """Sums the gradients of the parameters of some modules over the ranks of a call.
 
     Attributes
     ----------
     share : float or None
-        This rank's share of the rows when gradients were last kept back, until they are reduced.
+        This rank's share of the rows when gradients were last kept back; None after they were reduced.
     """
 
-    def __init__(self, objects: Sequence[Any], options: Options) -> None:
+    def __init__(self, objects: Sequence[Any], options: Options, phases: Phases) -> None:
         self._parameters = states.parameters_of(objects)
-        self._options = options
+        self._options, self._phases = options, phases
         self._hooked: set[int] = set()
         self._fired: set[int] = set()
         self._is_running = False
         self._is_postponed = False
         self._pass = -1  # the backward pass at whose end gradients will be reduced
         self._buckets: list[Bucket] = []
-        self._num_ranks, self._call_share = 1, 1.0  # in this call, as the next one
+        self._num_ranks, self._call_share = 1, 1.0  # in this call
         self._is_overlapping = False
         self._missing: list[set[int]] = []  # by bucket, the parameters whose gradients this pass has not brought yet
         self._bucket_of: dict[int, int] = {}
         self._num_started = 0
         self.share: float | None = None
         self.notice_reduction: Callable[[], None] = lambda: None
-        self._found: list[Any] = []  # the gradients that the call has found, as weak references with versions
-        self._kept: dict[int, tuple[torch.Tensor | None, bool]] = {}  # those that it adds to, and whether as found
+        self._found: list[Any] = []  # the gradients at the start of the call, as weak references with versions
+        # gradients that the call adds to, and whether they were unchanged
+        self._kept: dict[int, tuple[torch.Tensor | None, bool]] = {}
 
     def keep(self) -> None:
-        """Note which gradients there are: a call that does not count puts back those that it has added to."""
+        """Note which gradients exist. A call that does not count puts back those that it added to."""
         found = [parameter.grad for parameter in self._parameters]
         self._found = [None if each is None else (weakref.ref(each), each._version) for each in found]
         self._kept.clear()
 
     def put_back(self) -> bytes:
-        """Put gradients back, but for those that were dropped; return which are not as they were found, if any."""
+        """Put gradients back, except dropped ones. Return which are not as they were, or nothing if all are."""
         for index, (gradient, _) in self._kept.items():
             self._parameters[index].grad = gradient
         as_found = [self._kept[k][1] if k in self._kept else self._is_as_found(k) for k in range(len(self._parameters))]
         return b"" if all(as_found) else bytes(as_found)
 
     def _keep(self, index: int, *_: Any) -> None:
-        """A gradient is about to be added to."""
+        """Save a gradient that is about to be added to."""
         if self._is_running and index not in self._kept:
             if self.share == LOST and all(parameter.grad is None for parameter in self._parameters):
-                self.share = None  # all ranks begin anew
+                self.share = None  # all ranks start over
             gradient = self._parameters[index].grad
             self._kept[index] = None if gradient is None else gradient.clone(), self._is_as_found(index)
 
@@ -104,7 +107,7 @@ class Reduction:
         return bool(found[0]() is gradient and found[1] == gradient._version)
 
     def begin(self) -> None:
-        """A call begins: hear of gradients from now on."""
+        """Begin a call: listen for gradients from now on."""
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad and index not in self._hooked:
                 parameter.register_hook(functools.partial(self._keep, index))
@@ -117,7 +120,7 @@ class Reduction:
         total = sum(rows.values())
         self._num_ranks = len(rows)
         self._call_share = rows[worker.rank] / total if total else 1.0 / len(rows)
-        self._is_overlapping = self._num_ranks > 1 and self._options.is_overlapping()
+        self._is_overlapping = self._num_ranks > 1 and sliced.sums is None and self._options.is_overlapping()
         if self._is_overlapping:
             self._make_buckets()
             self._expect_all()
@@ -127,7 +130,7 @@ class Reduction:
 
     @contextlib.contextmanager
     def postponed(self) -> Iterator[None]:
-        """Leave gradients as they are while the body runs; the next backward pass outside of it reduces them."""
+        """Leave gradients as they are while the body runs. The next backward pass outside of it reduces them."""
         before, self._is_postponed = self._is_postponed, True
         try:
             yield
@@ -162,7 +165,7 @@ class Reduction:
         self._missing = [bucket.indices & self._hooked for bucket in self._buckets]
 
     def _start_full(self, index: int) -> None:
-        """Take note of a gradient, start the buckets that are full by it, and go on with those before them."""
+        """Note a gradient, start the buckets that it fills, and continue with those before them."""
         position = self._bucket_of[index]
         if position < self._num_started:
             raise ValueError(
@@ -183,12 +186,12 @@ class Reduction:
             self._bucket_of = {index: k for k, bucket in enumerate(self._buckets) for index in bucket.indices}
 
     def _own_share(self) -> float:
-        """Return this rank's share of the rows, which is that with which gradients were kept back.
+        """Return this rank's share of the rows, which must be the share with which gradients were kept back.
 
         Raises
         ------
         ValueError
-            If it is another one.
+            If it differs.
         """
         share = self._call_share
         if self.share == LOST:
@@ -205,16 +208,33 @@ class Reduction:
         return share
 
     def _exchange(self, check: Any) -> None:
-        """On trial, without the other ranks: tell of this rank's gradients, and go on with what it is told."""
-        used = [self._parameters[index] for index in sorted(self._hooked)]
-        own = [torch.zeros_like(each) if each.grad is None else each.grad for each in used]
-        parts = [torch.view_as_real(each) if each.is_complex() else each for each in own]
-        flat = torch.cat([each.detach().reshape(-1).to("cpu", torch.float64) for each in parts])
+        """On trial, without the other ranks: report this rank's gradients, and go on with those that come back."""
+        used, _, parts = self._gradients()
+        flat = torch.cat([each.reshape(-1).to("cpu", torch.float64) for each in parts])
         sums = torch.from_numpy(check.exchange(flat.numpy())).split([each.numel() for each in parts])
         for parameter, part, summed in zip(used, parts, sums):
             if parameter.grad is not None:
                 part.copy_(summed.view(part.shape))
         self._fired.clear()
+
+    def _exchange_parts(self, sums: Sums) -> None:
+        """In a slice: bring this part's gradients, and go on with those of all rows, also if only others have one."""
+        used, gradients, parts = self._gradients()
+        flags = [float(index in self._fired) for index in sorted(self._hooked)]
+        flat = torch.cat([*(each.reshape(-1).double() for each in parts), parts[0].new_tensor(flags).double()])
+        *summed, are_used = sums.mean(flat).split([*(each.numel() for each in parts), len(flags)])
+        for parameter, gradient, part, total, is_used in zip(used, gradients, parts, summed, are_used.tolist()):
+            if is_used:
+                parameter.grad = gradient
+                part.copy_(total.view(part.shape))
+        self._fired.clear()
+
+    def _gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """Return the parameters that may have gradients, their gradients, or zeros, and these as real numbers."""
+        used = [self._parameters[index] for index in sorted(self._hooked)]
+        own = [torch.zeros_like(each) if each.grad is None else each.grad for each in used]
+        parts = [torch.view_as_real(each) if each.is_complex() else each for each in own]
+        return used, own, [each.detach() for each in parts]
 
     def _reduce(self) -> None:
         self._pass = -1
@@ -226,10 +246,20 @@ class Reduction:
         if cell.worker.check is not None:
             self._exchange(cell.worker.check)
             return
+        if sliced.sums is not None:
+            self._exchange_parts(sliced.sums)
+            return
         cell.worker.hold_back(False)
+        with self._phases.part("reduce"):
+            self._sum_up(share)
+        # From here on this rank can finish the step by itself. A fault elsewhere must not leave the step half done.
+        cell.worker.hold_back(True)
+
+    def _sum_up(self, share: float) -> None:
+        """Sum the gradients over the ranks."""
         self.notice_reduction()
         for index in range(len(self._parameters)):
-            self._keep(index)  # those of which only other ranks have one
+            self._keep(index)  # parameters for which only other ranks have a gradient
         if self._is_overlapping:
             for bucket in self._buckets[self._num_started :]:
                 bucket.start(share, self._fired)
@@ -241,8 +271,6 @@ class Reduction:
             for bucket in self._buckets:
                 bucket.reduce(share, self._fired)
         self._fired.clear()
-        # From here on this rank can finish the step by itself: a fault elsewhere must not leave it half done.
-        cell.worker.hold_back(True)
 
 
 class Bucket:
@@ -258,13 +286,14 @@ class Bucket:
         flat = torch.empty(sum(sizes) + len(sizes), dtype=dtype, device=first.device)
         parts = flat.split([*sizes, len(sizes)])
         self._parts = [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters)]
-        # All of it, and behind the gradients which were used. An array where it can be one: small operations cost less.
+        # The whole buffer, with a flag for each parameter behind the gradients. An array if possible, because small
+        # operations on arrays cost less.
         self._memory: Any = flat.numpy() if first.device.type == "cpu" else flat
         self._request: Any = None
 
     @staticmethod
     def split(parameters: Sequence[torch.Tensor], nbytes: int) -> Iterator[Bucket]:
-        """Yield buckets of at most ``nbytes`` bytes, the last parameters first: their gradients are there first."""
+        """Yield buckets of at most ``nbytes`` bytes, the last parameters first: their gradients come first."""
         kinds: dict[Any, list[tuple[int, torch.Tensor]]] = {}
         for index, parameter in reversed(list(enumerate(parameters))):
             key = parameter.dtype, parameter.device
@@ -277,22 +306,22 @@ class Bucket:
             yield Bucket(chosen)
 
     def reduce(self, share: float, fired: set[int]) -> None:
-        """Make each gradient the sum over ranks, weighted; also where only other ranks have one."""
+        """Make each gradient the weighted sum over the ranks, even if only other ranks have one."""
         self._fill(share, fired)
         comm.all_reduce(self._memory, "sum", out=self._memory)
         self._give_back()
 
     def start(self, share: float, fired: set[int]) -> None:
-        """Begin what ``reduce`` does; ``finish`` ends it."""
+        """Start what ``reduce`` does; ``finish`` ends it."""
         self._fill(share, fired)
         self._request = comm.iall_reduce(self._memory, "sum", out=self._memory)
 
     def test(self) -> None:
-        """Go on with what was started, as far as the other ranks have come."""
+        """Continue what was started, as far as the other ranks have come."""
         self._request.test()
 
     def finish(self) -> None:
-        """Wait for the sum, and make it the gradients."""
+        """Wait for the sum, and store it in the gradients."""
         self._request.wait()
         self._request = None
         self._give_back()

@@ -1,37 +1,45 @@
-"""``replicate``: a model, its optimizer and whatever goes with them on every rank, trained as one on whole batches.
+"""``replicate``: a model, its optimizer and their companions on every rank, trained as one on whole batches.
 
-In one file because a replica and its steps are one thing: each of them asks the other before a call and after it.
+In one file because a replica and its steps are one thing: each needs the other before a call and after it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import pickle
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, replace
 from typing import Any
 
+import cloudpickle
 import torch
 
 from synk._api.current import current
 from synk._api.function import Function
 from synk._api.runtime import Runtime
 from synk._master.code.handles import Handle
+from synk._pure import files
 from synk._pure.interrupts import as_operation
 from synk._pure.output_ops import DEFAULT_OP, DefaultOp
 from synk._pure.tensors import num_torch_threads
+from synk._pure.tracebacks import verb
 from synk._wire.control import Traits
 from synk.errors import ReentrancyError
-from synk.torch import _rank, _state, _state_bytes
-from synk.torch._body import body_of, on_rank
-from synk.torch._links import link, unlink
+from synk.torch import _checkpoint, _rank, _state, _state_bytes
+from synk.torch._body import body_of, on_rank, own_functions
+from synk.torch._hooks import other_attributes
+from synk.torch._links import link, refresh_of, unlink
 from synk.torch._reduction import Options
 from synk.torch._threads import BusyThreads
 
 
+@verb
 def replicate(
     *objects: Any,
     seed: int = 0,
@@ -40,25 +48,25 @@ def replicate(
     overlap: bool | str = "auto",
     runtime: Runtime | None = None,
 ) -> Replicated:
-    """Give every rank a copy of a model, its optimizer and whatever belongs to them, and keep all copies alike.
+    """Give every rank a copy of a model, its optimizer and everything that belongs to them, and keep all copies alike.
 
     Parameters
     ----------
     *objects : module, optimizer, scheduler, GradScaler, or anything that has a ``state_dict`` or can be pickled
-        They may refer to one another: all travel in one pickle. An optimizer's parameters must be those of a module
-        that is given.
+        They may refer to one another: all travel in one pickle. An optimizer's parameters must belong to one of the
+        given modules.
     seed : int
-        torch's generators are seeded before each call from this, the number of the step and the rank.
+        Before each call torch's generators are seeded from this number, the number of the step and the rank.
     sync_batchnorm : bool
-        Batch norms normalise over the rows of all ranks while they train, and not over each rank's own.
+        Whether batch norms in training mode normalise over the rows of all ranks instead of each rank's own.
     bucket_mb : float
         Gradients are reduced in buffers of at most this size, in megabytes.
     overlap : {"auto", True, False}
-        Whether a buffer is reduced as soon as its gradients are there, while the backward pass goes on, or all of them
-        at its end. By default on GPUs, but with ``sync_batchnorm``; a CPU worker would do the one thing after the
-        other.
+        Whether each buffer is reduced as soon as its gradients are there, while the backward pass goes on, or all of
+        them at its end. By default only on GPUs and without ``sync_batchnorm``, since a CPU worker would do one thing
+        after the other.
     runtime : Runtime, optional
-        The current one where not given.
+        By default the current one.
 
     Returns
     -------
@@ -67,15 +75,15 @@ def replicate(
     Raises
     ------
     ValueError
-        If an optimizer has a parameter that belongs to no given module, or an option is none of those above.
+        If an optimizer has a parameter that belongs to no given module, or an option has another value.
     SerializationError
         If the objects cannot be pickled.
 
     Warns
     -----
     UserWarning
-        Once, if other threads of the program are busy while it waits for CPU workers: those of torch take cores from
-        them (``torch.set_num_threads(1)``).
+        Once, if other threads of the program are busy while it waits for CPU workers. Often these are torch's, which
+        take cores from the workers (``torch.set_num_threads(1)``).
 
     Examples
     --------
@@ -132,21 +140,21 @@ def _check_optimizers(objects: Sequence[Any]) -> None:
 
 
 class Replicated(Handle):
-    """Objects of which every rank has its own copy, all alike; made by :func:`synk.torch.replicate`.
+    """Objects of which every rank has its own copy, all alike. Made by :func:`synk.torch.replicate`.
 
-    The master's own objects stay what they were. Looking at one brings it up to date first; what the program changes
-    between two calls (a learning rate, ``model.eval()``, ``load_state_dict``, a scheduler's step) reaches the ranks
-    before the next call. Tensors that were taken from the objects earlier are up to date only after :meth:`pull`.
+    The master's own objects stay in use. Reading one first brings it up to date. What the program changes between two
+    calls (a learning rate, ``model.eval()``, ``load_state_dict``, a scheduler's step) reaches the ranks before the next
+    call. Tensors that were taken from the objects earlier are up to date only after :meth:`pull`.
 
     Attributes
     ----------
     num_steps : int
-        Calls so far that were steps of training.
+        How many calls so far were training steps.
     """
 
     __slots__ = (
-        "__weakref__", "_fingerprints", "_glances", "_is_behind", "_is_busy", "_is_touched", "_left_out", "_linked",
-        "_lock", "_objects", "_options", "_resident", "_runtime", "_threads",
+        "__weakref__", "_fingerprints", "_glances", "_is_behind", "_is_busy", "_is_replaced", "_is_touched",
+        "_left_out", "_linked", "_lock", "_objects", "_options", "_resident", "_runtime", "_threads",
     )  # fmt: skip
 
     def __init__(self, objects: Sequence[Any], options: Options, runtime: Runtime) -> None:
@@ -154,10 +162,14 @@ class Replicated(Handle):
         self._options = options
         self._runtime = runtime
         self._lock = threading.RLock()
-        has_cpu_workers = runtime.backend == "numpy" and not runtime._session.workers.is_inline
+        has_cpu_workers = not runtime._session.has_devices and not runtime._session.workers.is_inline
         self._threads = BusyThreads(num_torch_threads() if has_cpu_workers else 1)
-        self._is_behind = self._is_busy = self._is_touched = False
-        self._left_out: set[str] = set()  # attributes of which the user was told
+        self._is_behind = self._is_busy = self._is_touched = self._is_replaced = False
+        for obj in objects:
+            refresh: Any = refresh_of(obj)
+            if refresh is not None:
+                refresh.__self__._give_up()
+        self._left_out: set[str] = set()  # attributes that the user was already told about
         name = ", ".join(type(obj).__name__ for obj in objects)
         self._resident = runtime.resident(
             _rank.RankReplica(objects, options), name=name, dump=_rank.dump, load=_rank.load
@@ -170,6 +182,7 @@ class Replicated(Handle):
 
     # -- functions ----------------------------------------------------------------------------------------------------
 
+    @verb
     def function(
         self,
         fn: Callable[..., Any] | None = None,
@@ -177,20 +190,26 @@ class Replicated(Handle):
         outputs: Any = DEFAULT_OP,
         bcast_inputs: str | Sequence[str] = (),
         trains: bool = True,
+        on_oom: str = "raise",
         name: str | None = None,
     ) -> Any:
-        """Build a :class:`synk.Function` whose first parameters are the replicated objects; also a decorator.
+        """Build a :class:`synk.Function` whose first parameters are the replicated objects. Also a decorator.
 
         Parameters
         ----------
         fn : callable
-            The body of the training loop: gets each rank's own objects, then that rank's rows as tensors. When
+            The body of the training loop. It gets each rank's own objects, then that rank's rows as tensors. When
             ``loss.backward()`` returns in it, the gradients are those of all rows.
         outputs, bcast_inputs, name
             As for :func:`synk.function`.
+        on_oom : {"raise", "slices"}
+            ``"slices"``: a step that runs out of memory on a rank is put back and taken again in slices, on all ranks,
+            twice as many until it fits. The gradients are still those of all rows, and the optimizer steps once. The
+            body runs twice for each slice, or once more than it has backward passes, so a slice must compute for its
+            rows alone: not with ``synk.comm`` in the body, nor ``sync_batchnorm``.
         trains : bool
-            Whether a call is a step of training. False, for evaluation: it runs under ``torch.no_grad()`` and must
-            change no object.
+            Whether a call is a training step. False is for evaluation: the body then runs under ``torch.no_grad()`` and
+            must change no object.
 
         Returns
         -------
@@ -198,18 +217,25 @@ class Replicated(Handle):
         """
         if fn is None:
             return functools.partial(
-                self.function, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains, name=name
+                self.function, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains, on_oom=on_oom, name=name
             )
         if not callable(fn):
             raise TypeError(f"cannot build a function: got {type(fn).__name__}, expected a callable.")
         bodies = [body_of(fn, self._resident, self._objects, trains, draws=draws) for draws in (True, False)]
         name = name or bodies[0].__name__
-        return StepFunction(self, bodies, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains, name=name)
+        if on_oom == "slices" and self._options.sync_batchnorm:
+            raise ValueError(
+                f"cannot build {name!r}: got on_oom='slices' and replicate(..., sync_batchnorm=True), expected one of "
+                "the two: batch norms over all rows need the rows of all slices at once."
+            )
+        return StepFunction(
+            self, fn, bodies, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains, on_oom=on_oom, name=name
+        )
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Inside the body: a context whose backward passes leave each rank's gradients its own.
+        """Inside the body: a context in which backward passes leave each rank's gradients its own.
 
-        The next backward pass outside of it, in this call or in a later one, reduces what has gathered.
+        The next backward pass outside of it, in this call or a later one, reduces the accumulated gradients.
         """
         raise ReentrancyError(
             "cannot keep gradients back in the master: no_sync() has a meaning inside the function, around backward()."
@@ -221,16 +247,17 @@ class Replicated(Handle):
     def num_steps(self) -> int:
         return int(self._state("count steps")["num_steps"])
 
+    @verb
     def pull(self) -> None:
-        """Bring the master's objects up to date; looking at one of them does it by itself.
+        """Bring the master's objects up to date. Reading one of them does so by itself.
 
         Raises
         ------
         ValueError
-            If they were changed here meanwhile, by way of tensors taken from them before.
+            If they were changed in the master meanwhile, through tensors that were taken from them before.
         """
         with self._lock, self._busy():
-            if self._is_behind:  # otherwise what the program has is newer
+            if self._is_behind:  # otherwise the program's state is newer
                 self._check_unchanged()
                 left_out = set(_state_bytes.load_all(self._objects, self._state("pull")["objects"])) - self._left_out
                 self._note_equal()
@@ -242,9 +269,7 @@ class Replicated(Handle):
                         RuntimeWarning,
                         stacklevel=2,
                     )
-            self._is_touched = (
-                True  # whoever looks may write into a tensor, which need not leave a trace but its values
-            )
+            self._is_touched = True  # a reader may write into a tensor, which may leave no trace except its values
 
     def _state(self, verb: str) -> dict[str, Any]:
         """Return the state that the ranks have."""
@@ -255,11 +280,180 @@ class Replicated(Handle):
             state: dict[str, Any] = session.residents.state_of(resident, 0, session.deadline(None))
         return state
 
+    @verb
     def push(self) -> None:
         """Bring all ranks into the state of the master's objects."""
         with self._lock, self._busy():
             self._resident.set(_rank.RankReplica(self._objects, self._options))
             self._note_equal()
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save(self, path: files.Path, *, wait: bool = True) -> Future[None] | None:
+        """Write a checkpoint. :meth:`load` goes on from it, bit for bit with the same number of workers.
+
+        Parameters
+        ----------
+        path : path
+            A program that is killed at any instruction leaves the whole old file or the whole new one. The new one is
+            written under this name and ``.part``.
+        wait : bool
+            True: return when the file is on the disk. False: return as soon as the state was copied.
+
+        Returns
+        -------
+        concurrent.futures.Future or None
+            With ``wait=False``, a future. Its ``result()`` returns when the file is on the disk, or raises the error,
+            which is also logged at once. The next ``save`` to the same file waits for it, and so does the end of the
+            program.
+
+        Raises
+        ------
+        OSError
+            If the file cannot be written. An older one is not changed.
+
+        Warns
+        -----
+        UserWarning
+            If an object holds something that is neither data nor code. It is left out of the file.
+
+        Examples
+        --------
+        >>> import os, tempfile, torch, synk, synk.torch
+        >>> path = os.path.join(tempfile.mkdtemp(), "run.pt")
+        >>> with synk.fork(2):
+        ...     rep = synk.torch.replicate(torch.nn.Linear(2, 1))
+        ...     rep.save(path)
+        ...     rep.load(path)
+        >>> sorted(torch.load(path, weights_only=True))
+        ['format', 'generators', 'num_steps', 'objects', 'ranks', 'seed']
+        """
+        return files.save(path, self.state_dict, torch.save, wait=wait)
+
+    def load(self, path: files.Path) -> None:
+        """Bring all objects, here and on all ranks, into the state that :meth:`save` wrote. Runs no code from the file.
+
+        Raises
+        ------
+        ValueError
+            If the file is not a checkpoint, is damaged, or holds the state of other objects. Nothing has changed then.
+        OSError
+            If it cannot be read.
+        """
+        self.load_state_dict(_checkpoint.read(path))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of what :meth:`save` writes: nested dicts, lists and tuples of tensors, numbers and texts.
+
+        Returns
+        -------
+        dict
+            ``"format"``; ``"num_steps"``; ``"seed"``; ``"objects"``: the class of each object and its state on rank 0;
+            ``"ranks"``: for each rank, what differs from rank 0, and its generators; ``"generators"``: those of the
+            program.
+        """
+        with self._lock:
+            self._before_call(trains=False)
+            self.pull()
+            ranks = self._own_of_ranks()
+            states, left_out = _checkpoint.plain_states(self._objects)
+        if left_out:
+            warnings.warn(
+                f"{', '.join(sorted(set(left_out)))}: neither data nor code, so it is not in the checkpoint. What the "
+                "program has there when it loads the checkpoint stays.",
+                stacklevel=2,
+            )
+        return {
+            "format": _checkpoint.FORMAT,
+            "num_steps": ranks[0].pop("num_steps"),
+            "seed": ranks[0].pop("seed"),
+            "objects": states,
+            "ranks": ranks,
+            "generators": _checkpoint.plain_generators(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Bring all objects, here and on all ranks, into a state that :meth:`state_dict` returned.
+
+        Raises
+        ------
+        ValueError
+            If it is not such a state, or belongs to other objects. Nothing has changed then.
+        """
+        _checkpoint.check_format(state)
+        with self._lock, self._busy():
+            if any(_state.fingerprint(*pair)["shape"] != pair[1]["shape"] for pair in self._seen_shapes()):
+                self.push()  # the ranks' objects must be alike before they can take over a state
+            _checkpoint.load_plain(self._objects, state["objects"])
+            ranks = state["ranks"]
+            numbers = {"num_steps": state["num_steps"], "seed": state["seed"], "share": ranks[0]["share"]}
+            self._restore({**numbers, "objects": _state_bytes.dump_all(self._objects)}, "load")
+            self._options = replace(self._options, seed=state["seed"])
+            if len(ranks) == self._runtime.world_size:
+                self._own_function(1)([_checkpoint.to_bytes(each) for each in ranks])
+            self._note_equal()
+            _checkpoint.load_generators(state["generators"])
+
+    @property
+    def _session(self) -> Any:
+        return self._runtime._session
+
+    def _part(self) -> dict[str, Any]:
+        """Return what a program keeps of it: one pickle of the objects, and the rest of a checkpoint."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what a checkpoint leaves out; the pickle has it
+            state = {**self.state_dict(), "objects": []}
+        others = [other_attributes(obj) if _state.is_optimizer(obj) else {} for obj in self._objects]
+        gradients = [parameter.grad for parameter in _state.parameters_of(self._objects)]
+        made = cloudpickle.dumps((self._objects, others, gradients), protocol=5)
+        name, options = self._resident.name, asdict(self._options)
+        return {"kind": "replicated", "name": name, "object": made, "options": options, "state": state}
+
+    @classmethod
+    def _of_part(cls, runtime: Runtime, part: dict[str, Any]) -> Replicated:
+        """Replicate copies of the objects that a part holds."""
+        made = cls(_objects_of(part), Options(**part["options"]), runtime)
+        made._put(part)
+        return made
+
+    def _put(self, part: dict[str, Any]) -> None:
+        """Bring the objects here and on the ranks into the state of a part. The program's own generators stay."""
+        states, _ = _checkpoint.plain_states(_objects_of(part))
+        self.load_state_dict({**part["state"], "objects": states, "generators": _checkpoint.plain_generators()})
+
+    def _seen_shapes(self) -> list[tuple[Any, dict[str, Any]]]:
+        return [pair for pair in zip(self._objects, self._fingerprints) if "shape" in pair[1]]
+
+    def _own_of_ranks(self) -> list[dict[str, Any]]:
+        """Return each rank's own state. Rank 0's is that of the objects."""
+        tell = self._own_function(0)
+        ranks: list[dict[str, Any]] = [_checkpoint.from_bytes(each) for each in tell(None)]
+        digests = [each.pop("digests") for each in ranks]
+        differing = {key for each in digests[1:] for key, value in each.items() if digests[0].get(key) != value}
+        own = tell(list(differing)) if differing else None
+        for rank, each in enumerate(ranks):
+            each["own"] = _checkpoint.from_bytes(own[rank]) if own and rank else []
+        return ranks
+
+    def _own_function(self, number: int) -> Function[..., Any]:
+        fn = own_functions(self._resident)[number]
+        (name,) = inspect.signature(fn).parameters
+        changes = [self._resident] if number else []
+        return Function(
+            fn, bcast_inputs=name, outputs=None, per_rank=True, changes=changes, session=self._runtime._session
+        )
+
+    def _restore(self, state: dict[str, Any], verb: str) -> None:
+        """Bring all ranks into a state that ``_rank.dump`` returned, or into the given parts of one."""
+        session, resident = self._runtime._session, self._resident._referent
+        with session.entered(verb):
+            session.begin(verb)
+            if "num_steps" not in state:
+                resident.check(verb)
+            data = pickle.dumps(state, protocol=5)
+            session.residents.restore(resident, data, next(session.numbers), session.deadline(None))
+
+    # -- what the ranks do not know yet -------------------------------------------------------------------------------
 
     def _note_equal(self) -> None:
         self._note_seen([_state.fingerprint(obj) for obj in self._objects])
@@ -294,7 +488,12 @@ class Replicated(Handle):
                 )
 
     def _before_call(self, *, trains: bool) -> None:
-        """Have the ranks see what the program has changed, and note that a step is about to make them differ."""
+        """Show the ranks what the program has changed, and note that a step is about to make them differ."""
+        if self._is_replaced:
+            raise ValueError(
+                f"cannot call a function of {self!r}: got objects that were replicated once more, expected those "
+                "of the last replicate(), which the program's objects follow. Build it anew: rep.function(...)."
+            )
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             raise ValueError(
                 "cannot call a replicated function inside of torch.autocast: the workers would not compute in its "
@@ -310,10 +509,10 @@ class Replicated(Handle):
             self._is_behind = self._is_behind or trains
             for obj in self._objects if trains else ():
                 if _state.is_optimizer(obj):
-                    obj.__dict__["_opt_called"] = True  # what a scheduler that steps in the master looks at
+                    obj.__dict__["_opt_called"] = True  # a scheduler that steps in the master looks at this
 
     def _seen(self, index: int, obj: Any) -> dict[str, Any]:
-        """Return the fingerprint of an object as it is now, which a glance spares most calls."""
+        """Return the fingerprint of an object as it is now. A glance avoids making it in most calls."""
         before, glance = self._fingerprints[index], self._glances[index]
         if glance is not None and not self._is_touched and glance.is_same():
             return before
@@ -333,17 +532,22 @@ class Replicated(Handle):
             for index, obj in enumerate(self._objects)
             if (part := _state.changes(obj, was[index], now[index]))
         }
-        session, resident = self._runtime._session, self._resident._referent
-        with session.entered("push"):
-            session.begin("push")
-            resident.check("push")
-            state = pickle.dumps({"objects": _state_bytes.as_bytes(self._objects, changed)}, protocol=5)
-            session.residents.restore(resident, state, next(session.numbers), session.deadline(None))
+        self._restore({"objects": _state_bytes.as_bytes(self._objects, changed)}, "push")
         self._note_seen(now)
+
+    def _give_up(self) -> None:
+        """Bring the objects into the ranks' state and unlink them: they are about to be replicated again."""
+        if not self._runtime.is_closed:
+            self._refresh()
+        self._is_replaced = True
+        for obj in self._linked:
+            unlink(obj)
 
     @as_operation
     def _leave(self) -> None:
-        """The runtime is about to be closed: the objects are ordinary ones then, with what they have learned."""
+        """The runtime is about to be closed: make the objects ordinary again, with what they have learned."""
+        if self._is_replaced:
+            return
         try:
             if self._is_behind:
                 self.pull()
@@ -361,27 +565,40 @@ class Replicated(Handle):
         return f"<synk.torch.Replicated {', '.join(type(obj).__name__ for obj in self._objects)}>"
 
 
+def _objects_of(part: dict[str, Any]) -> Sequence[Any]:
+    """Return copies of the objects of a part."""
+    objects: Sequence[Any]
+    objects, others, gradients = pickle.loads(part["object"])
+    for obj, attributes in zip(objects, others):
+        obj.__dict__.update(attributes)
+    for parameter, gradient in zip(_state.parameters_of(objects), gradients):
+        parameter.grad = gradient
+    return objects
+
+
 def _leave(replicated: weakref.ref[Replicated]) -> None:
-    """End what the program still has; the runtime keeps nothing alive that is dropped before."""
+    """End a ``Replicated`` if the program still has it. The runtime keeps alive nothing that is dropped before."""
     alive = replicated()
     if alive is not None:
         alive._leave()
 
 
-class StepFunction(Function[...]):
-    """A :class:`synk.Function` over replicated objects; made by :meth:`Replicated.function`."""
+class StepFunction(Function[..., Any]):
+    """A :class:`synk.Function` over replicated objects. Made by :meth:`Replicated.function`."""
 
     _known = Traits.COMMUNICATES | Traits.CHANGES  # gradients are reduced, and the rank's own objects learn
 
-    def __init__(self, replicated: Replicated, bodies: Sequence[Any], *, trains: bool, **options: Any) -> None:
+    def __init__(self, replicated: Replicated, fn: Any, bodies: Sequence[Any], *, trains: bool, **options: Any) -> None:
         self._replicated = replicated
         self._trains = trains
         changes = [replicated._resident] if trains else []
         self._options = {"framework": "torch", "changes": changes, "session": replicated._runtime._session, **options}
         body, self._quiet_body = bodies
+        self._fn = fn
         super().__init__(body, **self._options)
         self._callee.is_unchecked = isinstance(options["outputs"], DefaultOp)
 
+    @verb
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         self._replicated._before_call(trains=self._trains)
         threads = self._replicated._threads
@@ -390,23 +607,37 @@ class StepFunction(Function[...]):
         with threads:
             return super().__call__(*args, **kwargs)
 
+    @verb
     def serial(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Take the step on one worker, with all rows; the others take over what it has learned."""
+        """Take the step on one worker, with all rows. The others take over what it has learned."""
         self._replicated._before_call(trains=self._trains)
         return super().serial(*args, **kwargs)
 
+    @verb
+    def repeat(self, num_repeats: int, /, *args: Any, **kwargs: Any) -> Any:
+        """Take several steps on the same rows for one message; see :meth:`synk.Function.repeat`."""
+        self._replicated._before_call(trains=self._trains)
+        return super().repeat(num_repeats, *args, **kwargs)
+
+    @verb
     def submit(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Send the step and return without waiting for it; see :meth:`synk.Function.submit`."""
+        """Submit the step without waiting for it; see :meth:`synk.Function.submit`."""
         self._replicated._before_call(trains=self._trains)
         return super().submit(*args, **kwargs)
 
+    @verb
     def verify(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Compare the step with the serial one; nothing of it is kept.
+        """Compare the step with the serial one. Nothing of it is kept.
 
-        Where it draws random numbers, as dropout does, both run with all modules but batch norms in ``eval()``.
+        If it draws random numbers, as dropout does, both run with all modules except batch norms in ``eval()``.
         """
         self._replicated._before_call(trains=False)
         return super().verify(*args, **kwargs)
 
-    def _without_draws(self) -> Function[...]:
+    def __synk_recipe__(self) -> tuple[Any, ...]:
+        names = ("outputs", "bcast_inputs", "on_oom", "name")
+        options = {name: self._built_with[name] for name in names}
+        return "step", self._replicated, self._fn, {**options, "trains": self._trains}
+
+    def _without_draws(self) -> Function[..., Any]:
         return Function(self._quiet_body, **self._options)

@@ -1,7 +1,7 @@
-"""The state of replicated objects: what belongs to it, how it is taken over, and what shows that it was changed.
+"""The state of replicated objects: what belongs to it, how it is taken over, and how changes show.
 
-Works on modules, optimizers, schedulers and whatever has a ``state_dict`` or can be pickled; in the master and on the
-ranks alike. Tensors are copied element by element, so a state is the same bit for bit wherever it is loaded.
+It covers modules, optimizers, schedulers and everything that has a ``state_dict`` or can be pickled, in the master and
+on the ranks. Tensors are copied element by element, so a state is the same, bit for bit, wherever it is loaded.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from synk.torch._take_over import CODE, PLAIN, updated
 State = dict[str, Any]
 
 TABLES = frozenset(vars(torch.nn.Module())) - {"training"}
-"""Attributes of every module; those beside them are the user's."""
+"""Attributes that every module has. All others are the user's."""
 
 MAX_ELEMENTS = 1000
-"""Of how many elements a container may be for all of them to be looked at before each call."""
+"""A container with at most this many elements is compared in full before each call."""
 
 
 def is_module(obj: Any) -> bool:
@@ -39,7 +39,7 @@ def is_optimizer(obj: Any) -> bool:
 
 
 def tensors_of(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and buffers of a module, those that a checkpoint leaves out too."""
+    """Yield the parameters and buffers of a module, including those that a checkpoint leaves out."""
     yield from torch.nn.Module.named_parameters(module)
     yield from torch.nn.Module.named_buffers(module)
 
@@ -56,7 +56,7 @@ def _has_state_dict(obj: Any) -> bool:
 
 
 def dump(obj: Any) -> State:
-    """Return the whole state of an object: what it holds, and not copies."""
+    """Return the whole state of an object: the very objects that it holds, not copies."""
     if is_module(obj):
         state = dump_module(obj, [name for name, _ in tensors_of(obj)], has_gradients=True)
         state["attributes"] = {index: attributes_of(each) for index, each in enumerate(submodules(obj))}
@@ -70,7 +70,7 @@ def dump(obj: Any) -> State:
 
 
 def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return what a module was given besides parameters, buffers, parts and hooks, as far as its pickle carries it."""
+    """Return a module's attributes other than parameters, buffers, parts and hooks, if its pickle carries them."""
     own = vars(module)
     getstate: Any = getattr(type(module), "__getstate__", None)
     if getstate is not getattr(torch.nn.Module, "__getstate__", None):
@@ -82,12 +82,12 @@ def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _is_ours(value: Any) -> bool:
-    """Whether it is a method that synk has given a module on the ranks."""
+    """Whether it is a method that synk gave a module on the ranks."""
     return isinstance(value, types.MethodType) and str(value.__func__.__module__).startswith("synk.")
 
 
 def _changed_attributes(module: Any, before: list[Any], now: list[Any]) -> dict[int, dict[str, Any]]:
-    """Return, by the position of the part, the attributes that are other ones now."""
+    """Return, by the position of the part, the attributes that have changed."""
     changed = {}
     for index, (part, new, was) in enumerate(zip(submodules(module), now, before)):
         names = [name for name, mark in new if (name, mark) not in was]
@@ -97,7 +97,7 @@ def _changed_attributes(module: Any, before: list[Any], now: list[Any]) -> dict[
 
 
 def dump_module(module: Any, names: Sequence[str], *, has_gradients: bool) -> State:
-    """Return the state of a module: its flags, the tensors ``names``, and gradients where there are any."""
+    """Return the state of a module: its flags, the tensors ``names``, and gradients if there are any."""
     wanted = set(names)
     state: State = {
         "training": [each.training for each in submodules(module)],
@@ -116,7 +116,7 @@ def parameters_of(objects: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def load(obj: Any, state: State) -> None:
-    """Bring an object into a state, or into the part of one that is given; the object itself stays the same."""
+    """Bring an object into a state, or into the given parts of one. The object itself stays the same."""
     if is_module(obj):
         _load_module(obj, state)
     elif is_optimizer(obj):
@@ -169,7 +169,7 @@ def _load_optimizer(optimizer: Any, state: State) -> None:
 
 
 def _beside(parameter: torch.Tensor, value: Any) -> Any:
-    """Return an optimizer's state beside its parameter; counters of one element stay on the CPU, as torch has them."""
+    """Move an optimizer's state to its parameter's device. Counters of one element stay on the CPU, as in torch."""
     if isinstance(value, torch.Tensor):
         return value if value.ndim == 0 else value.to(parameter.device)
     if type(value) in (list, tuple):
@@ -181,10 +181,10 @@ def _beside(parameter: torch.Tensor, value: Any) -> Any:
 
 
 def fingerprint(obj: Any, before: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return what differs from an earlier one, by part, after a change that a program makes to an object.
+    """Return a value for each part of an object that differs after any change the program makes to the part.
 
-    The contents of tensors are read, because what is written through ``tensor.data`` leaves no other trace. They are
-    taken from ``before`` where it is given: nobody can have looked at the object since.
+    The contents of tensors are read, because writing through ``tensor.data`` leaves no other trace. If ``before`` is
+    given, they are taken from it: nothing can have read the object since.
     """
     seen: dict[int, Any] = {}
     if is_module(obj):
@@ -215,10 +215,10 @@ def fingerprint(obj: Any, before: dict[str, Any] | None = None) -> dict[str, Any
 
 
 class Glance:
-    """Tells in a few microseconds that a module or an optimizer is as it was, for a fingerprint to be taken as read.
+    """Tells in a few microseconds that a module or an optimizer has not changed, so that no fingerprint is needed.
 
-    Compares what ``fingerprint`` reads, but for the contents of tensors, and identities where it compares values: what
-    looks different may still have an equal fingerprint.
+    It compares what ``fingerprint`` reads except the contents of tensors, and compares identities instead of values. So
+    an object that looks different may still have an equal fingerprint.
     """
 
     def __init__(self, obj: Any) -> None:
@@ -235,7 +235,7 @@ class Glance:
 
     @staticmethod
     def of(obj: Any) -> Glance | None:
-        """Return a glance at an object; None where it takes a fingerprint."""
+        """Return a glance at an object; None if only a fingerprint can compare it."""
         return Glance(obj) if is_module(obj) or is_optimizer(obj) else None
 
     def is_same(self) -> bool:
@@ -261,7 +261,7 @@ class Glance:
         return [each.grad for each in self._parameters]
 
     def _slots(self) -> list[Any]:
-        """Return the numbers and the state of an optimizer."""
+        """Return the hyper-parameters and the state of an optimizer."""
         own = self._own[0]
         slots = [value for group in own["param_groups"] for value in group.values()]
         for state in own["state"].values():
@@ -269,7 +269,7 @@ class Glance:
         return slots
 
     def _read(self) -> list[Any]:
-        """Return what is another one after a tensor was written into, moved or frozen."""
+        """Return marks that change when a tensor is written into, moved or frozen."""
         if not self._is_module:
             return [each._version for each in self._tensors]
         marks: list[Any] = [each._version for each in self._gradients]
@@ -280,19 +280,19 @@ class Glance:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return where a tensor lies; 0 for a sparse one, which has no single place."""
+    """Return the address of a tensor; 0 for a sparse one, which has no single address."""
     return tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """Return a checksum of a dense tensor in the host's memory; 0 for others."""
+    """Return a checksum of a dense tensor in host memory; 0 for others."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
         return 0
     return zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 class _Seen:
-    """An object as it was seen: held, so that no other one can come to have its address."""
+    """An object as it was seen. It is kept alive, so no other object can get its address."""
 
     __slots__ = ("_obj", "_what")
 
@@ -306,9 +306,10 @@ class _Seen:
 
 
 def mark(value: Any, seen: dict[int, Any] | None = None) -> Any:
-    """Return what is another one after an object was replaced or, tensors and containers, changed in place.
+    """Return a mark that changes when an object is replaced or, for tensors and containers, changed in place.
 
-    Of containers with more than 1000 elements, the length. ``seen``: the marks of those that were met, by address.
+    A container with more than 1000 elements is marked by its length. ``seen``: the marks of objects already met, by
+    address.
     """
     if isinstance(value, PLAIN):
         return value
@@ -355,7 +356,7 @@ def mutable_attributes(modules: Sequence[torch.nn.Module]) -> list[Any]:
 
 
 def changes(obj: Any, before: dict[str, Any], now: dict[str, Any]) -> State:
-    """Return the part of an object's state that differs, by its fingerprints; empty if nothing does."""
+    """Return the parts of an object's state whose fingerprints differ; empty if none do."""
     parts = {part for part in now if now[part] != before.get(part)}
     if not parts:
         return {}

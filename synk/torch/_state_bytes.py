@@ -1,6 +1,6 @@
-"""The state of replicated objects as bytes: what both sides have is named in them, and tensors lie in them as memory.
+"""The state of replicated objects as bytes: what both sides have is named, and tensors are stored as memory.
 
-One pickler writes them for another process (``as_bytes``, ``load_all``), and for this one, which may have to undo a
+One pickler writes states for another process (``as_bytes``, ``load_all``) and for this one, which may have to undo a
 step.
 """
 
@@ -20,7 +20,7 @@ from synk.torch._take_over import CODE
 
 
 class Packed:
-    """A dense tensor in a pickle: its bytes, with what is needed to make it again."""
+    """A dense tensor in a pickle: its bytes, and what is needed to make it again."""
 
     __slots__ = ("_array", "_device", "_dtype", "_shape")
 
@@ -31,7 +31,7 @@ class Packed:
         self._array = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else np.empty(0, np.uint8)
 
     def unpacked(self) -> torch.Tensor:
-        """Return the tensor, on the CPU but where it is to lie where it lay."""
+        """Return the tensor, on the CPU unless it keeps its device."""
         tensor = torch.empty(self._shape, dtype=self._dtype)
         if self._array.size:
             tensor = torch.from_numpy(self._array.copy()).view(self._dtype).reshape(self._shape)
@@ -39,9 +39,9 @@ class Packed:
 
 
 class StatePickler(Pickler):
-    """Pickles a state. What both sides have already (``references``) is named in it, and not copied.
+    """Pickles a state. Objects that both sides already have (``references``) are named and not copied.
 
-    With ``code``, a list, for a state that stays in this process: functions, classes and the like are put into it.
+    ``code`` is a list for a state that stays in this process. Functions, classes and the like are put into it.
     """
 
     def __init__(self, file: Any, references: dict[int, Any], code: list[Any] | None = None) -> None:
@@ -77,7 +77,7 @@ class _StateUnpickler(pickle.Unpickler):
 
 
 def referred(key: Any) -> Any:
-    """Stand in a pickle for what the one who loads it has by this key."""
+    """Stands in a pickle for the object that the loading side has under this key."""
     raise pickle.UnpicklingError(
         "cannot load a state of replicated objects: got no objects, expected those that it belongs to."
     )
@@ -88,7 +88,7 @@ def _requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def referents(objects: Sequence[Any]) -> dict[Any, Any]:
-    """Return what replicated objects are made of, by names that are the same in each process."""
+    """Return the parts of replicated objects, under names that are the same in each process."""
     found: dict[Any, Any] = {}
     for number, obj in enumerate(objects):
         found[number] = obj
@@ -99,12 +99,12 @@ def referents(objects: Sequence[Any]) -> dict[Any, Any]:
 
 
 def as_bytes(objects: Sequence[Any], states: dict[int, State]) -> bytes:
-    """Return states of objects, by position, as another process can load them."""
+    """Return states of objects, by position, in a form that another process can load."""
     return dumps(states, {id(obj): key for key, obj in referents(objects).items()})
 
 
 def dump_all(objects: Sequence[Any]) -> bytes:
-    """Return the states of objects as bytes; attributes that cannot be pickled are named in them and left out."""
+    """Return the states of objects as bytes. Attributes that cannot be pickled are left out, and their names noted."""
     states = {index: dump(obj) for index, obj in enumerate(objects)}
     try:
         return as_bytes(objects, states)
@@ -130,7 +130,7 @@ def dumps(value: Any, references: dict[int, Any], code: list[Any] | None = None)
 
 
 def can_pickle(value: Any, references: dict[int, Any], code: list[Any] | None = None) -> bool:
-    """Whether ``dumps`` does."""
+    """Whether ``dumps`` succeeds."""
     try:
         dumps(value, references, code)
     except Exception:
@@ -139,7 +139,7 @@ def can_pickle(value: Any, references: dict[int, Any], code: list[Any] | None = 
 
 
 def load_all(objects: Sequence[Any], data: bytes) -> list[str]:
-    """Bring objects into the states that ``as_bytes`` was given; return which attributes could not be pickled."""
+    """Bring objects into the states in ``as_bytes``' result. Return which attributes could not be pickled."""
     states = loads(data, referents(objects))
     for index, state in states.items():
         load(objects[index], state)
@@ -147,5 +147,5 @@ def load_all(objects: Sequence[Any], data: bytes) -> list[str]:
 
 
 def loads(data: bytes, referents: dict[Any, Any]) -> Any:
-    """Load what a ``StatePickler`` has written."""
+    """Load what a ``StatePickler`` wrote."""
     return _StateUnpickler(io.BytesIO(data), referents).load()

@@ -1,4 +1,4 @@
-"""Objects that take over the contents of others of their class: whoever refers to them sees the new contents."""
+"""Objects that take over the contents of others of their class, so that all references see the new contents."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.M
 
 
 def updated(old: Any, new: Any, seen: dict[int, Any] | None = None) -> Any:
-    """Return ``new``; in the object that was there before, which others may refer to, where it can take its contents.
+    """Return the old object with the contents of ``new``, since others may refer to it, or ``new`` if that is
+    impossible.
 
-    ``seen``: what has become of the objects in ``new``, by address, where several are loaded that share some.
+    ``seen``: what has become of the objects in ``new``, by address, if several values that share objects are loaded.
     """
     seen = {} if seen is None else seen
     if old is new or type(old) is not type(new) or isinstance(new, PLAIN):
         return new
     if id(new) not in seen:
-        seen[id(new)] = new, old  # both are kept, so that no other object gets the address
+        seen[id(new)] = new, old  # both are kept alive, so that no other object gets the address
         seen[id(new)] = new, old if _take_over(old, new, seen) else new
     return seen[id(new)][1]
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain_object(value: Any) -> bool:
     """Whether an object is what is in its ``__dict__``."""
-    return bool(value.__reduce_ex__(2)[0] is copyreg.__newobj__)  # type: ignore[attr-defined]
+    return hasattr(value, "__dict__") and bool(value.__reduce_ex__(2)[0] is copyreg.__newobj__)  # type: ignore[attr-defined]
 
 
 def _set_generator(old: Any, new: Any) -> None:
@@ -46,7 +47,7 @@ def _set_generator(old: Any, new: Any) -> None:
 
 
 def _take_over(old: Any, new: Any, seen: dict[int, Any]) -> bool:
-    """Give an object the contents of another one of its class; return False where that is not possible."""
+    """Give an object the contents of another one of its class. Return False if that is not possible."""
     if isinstance(new, torch.Tensor):
         if old.shape != new.shape or old.dtype != new.dtype or not old.is_contiguous():
             return False
@@ -67,10 +68,10 @@ def _take_over(old: Any, new: Any, seen: dict[int, Any]) -> bool:
         old.clear()
         old.update(new)
     elif isinstance(new, types.FunctionType):
-        return bool(old.__code__ == new.__code__)  # what it refers to is the owner's business
+        return bool(old.__code__ == new.__code__)  # what it refers to is its owner's business
     elif isinstance(new, (np.random.Generator, torch.Generator, random.Random)):
         _set_generator(old, new)
-    elif isinstance(new, CODE) or not hasattr(new, "__dict__") or not _is_plain(new):
+    elif isinstance(new, CODE) or not is_plain_object(new):
         return False
     else:
         return _take_over(vars(old), vars(new), seen)

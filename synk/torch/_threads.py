@@ -1,4 +1,4 @@
-"""Whether other threads of the program compute while it waits for CPU workers: they have the same cores."""
+"""Finds out whether other threads of the program compute while it waits for CPU workers, which share the cores."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import warnings
 from collections.abc import Callable
 
 NUM_SKIPPED, NUM_WATCHED = 3, 20
-"""Calls at the beginning that do not count, for much is done once then; and those that do."""
+"""How many calls at the beginning do not count, because much is done once then; and how many calls count."""
 
 _SHARE = 0.5
-"""How much of one core the other threads may use before it is told."""
+"""How much of one core the other threads may use before the user is told."""
 
 
 class BusyThreads:
-    """A context around the first calls, which warns once where other threads of this process were busy meanwhile.
+    """A context around the first calls, which warns once if other threads of this process were busy during them.
 
-    torch's threads wait for their next work by turning in a loop, for milliseconds. A program that computes a little
-    between two steps has them turn while the workers need the cores.
+    torch's threads spin for milliseconds while they wait for more work. In a program that computes a little between two
+    steps, they spin while the workers need the cores.
 
     Parameters
     ----------
     num_threads : int
-        Of torch, in this process. With one there is nothing to watch.
+        The number of torch's threads in this process. With one there is nothing to watch.
     wall, of_process, of_thread : callable
-        Clocks, in seconds: time, and processor time of all threads and of the one that calls.
+        Clocks, in seconds: wall time, and processor time of all threads and of the calling thread.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Steps of training on trial, on a rank's copy of the replica: what in a model depends on draws or on other rows."""
+"""Training steps on trial, on a rank's copy of the replica: what in a model depends on draws or on other rows."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from synk._pure.comparison import Tolerance, fitting_ops
 from synk.torch import _state as states
+from synk.torch._nesting import take
 
 
 def _parts_of(objects: Sequence[Any]) -> list[torch.nn.Module]:
@@ -24,7 +27,7 @@ def _draws() -> list[Any]:
 
 @contextlib.contextmanager
 def checked(check: Any, objects: Sequence[Any]) -> Iterator[None]:
-    """Have the check of the halves know whether a run depends on more than each of its rows."""
+    """Let the check of the halves know whether a run depends on more than each single row."""
     if check.is_quiet:
         switch_off(objects, refuse, has_norms=True)
     norms = [part for part in _parts_of(objects) if isinstance(part, _BatchNorm)]
@@ -37,7 +40,7 @@ def checked(check: Any, objects: Sequence[Any]) -> Iterator[None]:
 
 
 def switch_off(objects: Sequence[Any], train: Callable[[Any], Any], *, has_norms: bool) -> None:
-    """Bring modules into ``eval()``, batch norms only with ``has_norms``; ``train()`` calls ``train`` from now on."""
+    """Put modules into ``eval()``, batch norms only with ``has_norms``. From then on ``train()`` calls ``train``."""
     for part in _parts_of(objects):
         if has_norms or not isinstance(part, _BatchNorm):
             part.training = False
@@ -45,7 +48,7 @@ def switch_off(objects: Sequence[Any], train: Callable[[Any], Any], *, has_norms
 
 
 class _Train:
-    """What ``module.train`` is of a module that has been brought into ``eval()``."""
+    """Takes the place of ``module.train`` in a module that was put into ``eval()``."""
 
     def __init__(self, module: torch.nn.Module, act: Callable[[Any], Any]) -> None:
         self._module = module
@@ -58,8 +61,38 @@ class _Train:
 
 
 def stay_off(module: Any) -> None:
-    """Ignore that a module is to train."""
+    """Ignore that a module is asked to train."""
 
 
 def refuse(module: Any) -> None:
     raise ValueError("cannot train on trial: the function decides itself in which mode its modules are.")
+
+
+def misfit_of(
+    modules: Sequence[torch.nn.Module], run: Callable[[Sequence[torch.Tensor]], Any], rows: Sequence[torch.Tensor]
+) -> str | None:
+    """Return the ops that fit the first single number that is no mean over rows, in words; None: all are means.
+
+    ``run(rows)`` is a forward pass; it runs on all of the rows and on two parts, with the modules in ``eval()``.
+    """
+    middle = len(rows[0]) // 2 + 1  # parts of different lengths
+    flags = [module.training for module in modules]
+    found = []
+    with torch.no_grad(), torch.random.fork_rng(devices=()):
+        for module in modules:
+            module.training = False
+        try:
+            for part in (slice(None), slice(middle), slice(middle, None)):
+                outputs: list[torch.Tensor] = []
+                take(run([row[part] for row in rows]), outputs)
+                found.append([output for output in outputs if output.ndim == 0])
+        finally:
+            for module, flag in zip(modules, flags):
+                module.training = flag
+    for values in zip(*found):
+        whole, *halves = (np.asarray(value.double()) for value in values)
+        rtol = torch.finfo(values[0].dtype).eps ** 0.5
+        ops = fitting_ops(halves, [middle, len(rows[0]) - middle], whole, Tolerance(rtol, rtol * float(abs(whole))))
+        if "avg" not in ops:
+            return " or ".join(map(repr, ops)) or "no op"
+    return None

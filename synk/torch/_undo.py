@@ -1,10 +1,10 @@
-"""What a step found, kept until it has counted: one that did not count leaves no trace on its rank.
+"""Keeps what a step found until the step counts. A step that does not count leaves no trace on its rank.
 
-Kept is whatever a step may change before the ranks communicate for the last time: buffers, attributes, flags, the
-numbers of optimizers, schedulers and other objects, generators, and gradients that it adds to. Parameters and the state
-of optimizers are not, because a step usually changes them behind its last reduction, and each rank can finish by itself
-then. Where steps change some of them earlier (two optimizers in turn, LBFGS, the copy of a model that follows it), this
-is noticed in the first step, and these are kept from the second one on.
+It keeps everything that a step may change before the ranks communicate for the last time: buffers, attributes, flags,
+the numbers of optimizers, schedulers and other objects, generators, and gradients that the step adds to. Parameters and
+the state of optimizers are not kept, because a step usually changes them after its last reduction, and each rank can
+finish by itself then. Some steps change them earlier (two optimizers in turn, LBFGS, a moving average of the model).
+The first step notices this, and they are kept from the second step on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from synk._pure.generators import generator_states, restore_generators
 from synk._wire.cell import cell
 from synk.torch import _state as states
 from synk.torch import _state_bytes
-from synk.torch._reduction import Reduction
+from synk.torch._reduction import GradientSum
 from synk.torch._take_over import updated
 
 _FIXED = frozenset(
@@ -32,13 +32,13 @@ _FIXED = frozenset(
 _TABLES = states.TABLES | {"state", "param_groups", "defaults"}
 
 _SMALL_NBYTES = 1 << 20
-"""Up to here a tensor is copied before each step; a larger one if its version tells that it was written."""
+"""A tensor of at most this size is copied before each step. A larger one is copied if its version shows a write."""
 
 
 class Undo:
     """Keeps, for one rank's replicated objects, what each step finds."""
 
-    def __init__(self, objects: Sequence[Any], reduction: Reduction) -> None:
+    def __init__(self, objects: Sequence[Any], reduction: GradientSum) -> None:
         self._objects, self._reduction = objects, reduction
         self._owners: list[Any] = []
         self._names: list[list[str]] = []
@@ -53,31 +53,34 @@ class Undo:
         self._draws, self._drawn = (
             False,
             b"",
-        )  # whether steps draw from the process's generators, and these as last seen
-        self._early: set[int] = set()  # parameters, by position, that steps change before they communicate
-        self._is_early = False  # whether optimizers step before
+        )  # whether steps draw from the process's generators, and their states when last seen
+        self._early: set[int] = set()  # positions of parameters that steps change before they communicate
+        self._is_early = False  # whether optimizers step before the last communication
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = {}
-        self._num_before: int | None = None  # collectives that the call had begun when it first changed a parameter
+        self._num_before: int | None = None  # how many collectives the call had begun when it first changed a parameter
         self._has_stepped = False
         reduction.notice_reduction = self.notice_reduction
 
     # -- before a step ------------------------------------------------------------------------------------------------
 
-    def keep(self, replica: Any) -> Callable[[], bytes | None]:
-        """Return what puts back what is there now.
+    def keep(self, replica: Any, *, is_whole: bool = False) -> Callable[[], bytes | None]:
+        """Return a function that restores the present state, also several times.
 
-        It returns None, and changes nothing, where that is not possible; else what tells gradients apart that were
-        there: ranks on which it differs have dropped others of them.
+        It returns None, and changes nothing, if that is not possible. Otherwise it returns bytes that identify the
+        gradients that were there: ranks with different bytes have dropped different gradients. With ``is_whole`` it is
+        always possible: parameters and the state of optimizers are kept, too.
         """
         self._num_before, self._has_stepped = None, False
-        self._look()
-        self._before, self._flags = self._looks(), [each.requires_grad for each in self._parameters]
+        self._inspect()
+        self._before, self._flags = self._marks(), [each.requires_grad for each in self._parameters]
         self._reduction.keep()
         shallow = [(own, {name: own[name] for name in names}) for own, names in zip(self._owners, self._attributes)]
-        tables = [*self._tables, *(self._slots() if self._is_early else ())]
+        is_early = is_whole or self._is_early
+        early = set(range(len(self._parameters))) if is_whole else self._early
+        tables = [*self._tables, *(self._slots() if is_early else ())]
         shallow += [(table, table.copy()) for table in tables]
         known = self._references.keys() | set(map(id, tables))
-        tensors = [*self._buffers, *(self._parameters[index] for index in self._early)]
+        tensors = [*self._buffers, *(self._parameters[index] for index in sorted(early))]
         mutable: dict[Any, Any] = {}
         for number, (_, copied) in enumerate(shallow):
             for name, value in copied.items() if isinstance(copied, dict) else enumerate(copied):
@@ -94,16 +97,18 @@ class Undo:
             [(table, table.copy()) for table in self._structure],
             self._copied(tensors),
             self._pickled(mutable) if mutable else None,
-            (replica.num_steps, self._reduction.share, self._generators(replica.num_steps)),
+            (replica.num_steps, self._reduction.share, self._generators(replica.num_steps, is_whole)),
+            is_early,
+            early,
         )
 
-    def _look(self) -> None:
-        """Take in what the objects are made of, unless they are made of the same as before."""
+    def _inspect(self) -> None:
+        """Take in what the objects are made of, unless that is unchanged."""
         names = [[*own] for own in self._owners]
         made_of = [each for table in self._structure for each in table.values()]
         if names and names == self._names and [*map(id, made_of)] == self._made_of:
             return
-        self._names = []  # until all is taken in: an interrupt may come
+        self._names = []  # until everything is taken in: an interrupt may come
         objects = self._objects
         modules = [part for obj in objects if states.is_module(obj) for part in torch.nn.Module.modules(obj)]
         self._owners = [vars(part) for part in modules] + [vars(obj) for obj in objects if states.is_optimizer(obj)]
@@ -135,9 +140,9 @@ class Undo:
                 yield obj.state
                 yield from (slots for slots in obj.state.values() if isinstance(slots, dict))
 
-    def _generators(self, num_steps: int) -> dict[str, Any]:
-        """Return the states of this process's generators where steps draw from them: looked at as parameters are."""
-        if not self._draws and num_steps & (num_steps - 1):
+    def _generators(self, num_steps: int, is_whole: bool) -> dict[str, Any]:
+        """Return the states of this process's generators if steps draw from them. Checked like parameters."""
+        if not is_whole and not self._draws and num_steps & (num_steps - 1):
             return {}
         now = generator_states() | {"synk.comm": cell.worker.rng.bit_generator.state}
         now.pop("torch", None)  # seeded before each step
@@ -147,26 +152,26 @@ class Undo:
         return now
 
     def _copied(self, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return tensors with copies, which are written into the memory of those of the last step."""
+        """Return tensors with copies. The copies use the memory of those of the last step."""
         before, self._copies = self._copies, {}
         pairs, old, new = [], [], []
         for tensor in tensors:
-            look = tensor._version, states._address(tensor)
+            marks = tensor._version, states._address(tensor)
             held, copied, seen = before.get(id(tensor), (None, tensor, None))
             plain = tensor.detach()
             if held is not tensor or copied.shape != tensor.shape or copied.dtype != tensor.dtype or plain.is_sparse:
                 copied = plain.clone()
-            elif tensor.nbytes <= _SMALL_NBYTES or seen != look:
+            elif tensor.nbytes <= _SMALL_NBYTES or seen != marks:
                 old.append(copied)
                 new.append(plain)
-            self._copies[id(tensor)] = tensor, copied, look
+            self._copies[id(tensor)] = tensor, copied, marks
             pairs.append((tensor, copied))
         if old:
             torch._foreach_copy_(old, new)
         return pairs
 
     def _pickled(self, mutable: dict[Any, Any]) -> tuple[bytes, dict[Any, Any]]:
-        """Return objects as bytes, and the code that these refer to; those that cannot be pickled are left out."""
+        """Return objects as bytes, and the code that they refer to. Objects that cannot be pickled are left out."""
         code: list[Any] = []
         try:
             data = _state_bytes.dumps(mutable, self._references, code)
@@ -183,8 +188,10 @@ class Undo:
         copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
         pickled: tuple[bytes, dict[Any, Any]] | None,
         numbers: tuple[int, float | None, dict[str, Any]],
+        is_early: bool,
+        early: set[int],
     ) -> bytes | None:
-        if (self._has_stepped and not self._is_early) or self._changed() - self._early:
+        if (self._has_stepped and not is_early) or self._changed() - early:
             return None
         num_owners = len(self._owners)
         for table, copied in shallow[:num_owners]:
@@ -206,8 +213,8 @@ class Undo:
             parameter.requires_grad_(flag)
         replica.num_steps, self._reduction.share, generators = numbers
         if generators:
-            cell.worker.rng.bit_generator.state = generators.pop("synk.comm")
-            restore_generators(generators)
+            cell.worker.rng.bit_generator.state = generators["synk.comm"]
+            restore_generators({name: state for name, state in generators.items() if name != "synk.comm"})
         return self._reduction.put_back()
 
     def _write(self, tensor: torch.Tensor, copied: torch.Tensor) -> None:
@@ -220,32 +227,32 @@ class Undo:
     # -- while it runs ------------------------------------------------------------------------------------------------
 
     def notice_step(self) -> None:
-        """An optimizer is about to step."""
+        """Note that an optimizer is about to step."""
         self._has_stepped = True
         if self._num_before is None:
             self._num_before = cell.worker.num_collectives
 
     def notice_reduction(self) -> None:
-        """The ranks are about to communicate: what has changed by now must be kept in further steps."""
+        """Note that the ranks are about to communicate: what has changed by now must be kept in later steps."""
         if self._num_before is None and self._changed():
             self._num_before = -1
 
     def notice_end(self) -> None:
-        """The step has counted on this rank."""
+        """Note that the step has counted on this rank."""
         if self._num_before is not None and cell.worker.num_collectives > self._num_before:
             self._early |= self._changed()
             self._is_early = self._is_early or self._has_stepped
 
     def _changed(self) -> set[int]:
-        """Return which parameters were written, or lie elsewhere, since the step began."""
-        return {index for index, (now, was) in enumerate(zip(self._looks(), self._before)) if now != was}
+        """Return which parameters were written or moved since the step began."""
+        return {index for index, (now, was) in enumerate(zip(self._marks(), self._before)) if now != was}
 
-    def _looks(self) -> list[Any]:
+    def _marks(self) -> list[Any]:
         return [(each._version, states._address(each)) for each in self._parameters]
 
 
 def _is_own(name: str) -> bool:
-    """Whether an attribute of a module or an optimizer is not one that all have."""
+    """Whether an attribute of a module or an optimizer is not one that all of them have."""
     return name not in _TABLES and not name.endswith("_hooks")
 
 

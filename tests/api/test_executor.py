@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION
 from typing import Any
 
-import harness
 import numpy as np
 import pytest
+from support import harness
 
 import synk
 
@@ -55,6 +55,19 @@ def test_map_is_the_built_in_one(executor: synk.Executor) -> None:
     assert list(executor.map(pow, range(10), range(10), chunksize=3)) == list(map(pow, range(10), range(10)))
     assert list(executor.map(pow, range(10), range(10), chunksize=40)) == list(map(pow, range(10), range(10)))
     assert list(executor.map(pow, [], [])) == []
+
+
+class Thing:
+    pass
+
+
+@pytest.mark.parametrize("chunksize", [1, 4])
+def test_the_iterator_of_map_keeps_no_result_that_it_has_given(executor: synk.Executor, chunksize: int) -> None:
+    for thing in executor.map(lambda _: Thing(), range(10), chunksize=chunksize):
+        reference = weakref.ref(thing)
+        del thing
+        gc.collect()
+        assert reference() is None
 
 
 def test_map_gives_an_exception_in_its_place(executor: synk.Executor) -> None:
@@ -137,7 +150,7 @@ def test_callbacks_and_what_they_raise(executor: synk.Executor, caplog: pytest.L
 
 
 def test_a_callback_may_submit_and_call(executor: synk.Executor) -> None:
-    """It runs where no operation is under way."""
+    """It runs where no operation is running."""
     total = executor._runtime.function(lambda x: x.sum(), outputs="sum")
     found: list[Any] = []
     is_over = threading.Event()
@@ -276,3 +289,49 @@ for k in range(3):
 def test_a_program_that_ends_waits_for_its_tasks() -> None:
     result = harness.script(SCRIPT).check(stderr=None)
     assert result.stdout.count("ended") + result.stderr.count("ended") == 3
+
+
+def test_a_program_that_ctrl_c_has_ended_waits_for_no_task() -> None:
+    result = harness.script(
+        """
+        import os, signal, threading, time
+
+        synk.fork(2, backend="numpy")
+        future = synk.Executor().submit(time.sleep, 1000)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        future.result()
+        """
+    )
+    result.check(returncode=-2, stderr=None)
+    assert result.stderr.splitlines()[-1].strip() == "KeyboardInterrupt"
+
+
+# -- libraries that take an executor, or its map -----------------------------------------------------------------------
+
+
+def test_dask_computes_its_tasks_on_the_workers(executor: synk.Executor) -> None:
+    dask = pytest.importorskip("dask", reason="needs dask: pip install dask")
+    with dask.config.set(scheduler=executor):
+        found = dask.compute(*(dask.delayed(lambda k: (k * k, os.getpid()))(k) for k in range(8)))
+    assert [square for square, _ in found] == [k * k for k in range(8)]
+    assert os.getpid() not in {pid for _, pid in found}
+
+
+def test_scipy_and_emcee_give_what_they_give_in_one_process(executor: synk.Executor) -> None:
+    emcee = pytest.importorskip("emcee")
+    optimize = pytest.importorskip("scipy.optimize")
+    options = {"updating": "deferred", "rng": 1, "maxiter": 5, "polish": False}
+    bounds = [(-2.0, 2.0)] * 2
+    expected = optimize.differential_evolution(optimize.rosen, bounds, **options)
+    for workers in (executor.map, functools.partial(synk.Runtime.map, executor._runtime)):
+        found = optimize.differential_evolution(optimize.rosen, bounds, workers=workers, **options)
+        assert np.array_equal(found.x, expected.x)
+
+    def chain(pool: Any) -> np.ndarray:
+        sampler = emcee.EnsembleSampler(8, 2, lambda position: -float(position @ position), pool=pool)
+        sampler.random_state = np.random.RandomState(0).get_state()
+        sampler.run_mcmc(np.random.default_rng(0).standard_normal((8, 2)), 5)
+        return np.asarray(sampler.get_chain())
+
+    assert np.array_equal(chain(executor), chain(None))
+    assert np.array_equal(chain(executor._runtime), chain(None))

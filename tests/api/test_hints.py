@@ -59,12 +59,12 @@ def test_a_large_array_that_is_copied_again_and_again_is_told_once(
     rt = reused(1)
     x = np.ones((4, 1 << 19))
     total = rt.function(lambda x: x[0, 0], outputs="sum", name="total")
-    total(x), total(x)
+    total(x), total(x), total(x)
     assert not caplog.records
     for _ in range(5):
         assert total(x) == 1
     (record,) = caplog.records
-    assert record.getMessage().startswith("x of 'total' (17 MB) is copied at every call")
+    assert record.getMessage().startswith("x of 'total', 17 MB, is copied at every call")
     assert "synk.data(x)" in record.getMessage()
     fresh = rt.function(lambda x: x[0, 0], outputs="sum")
     for _ in range(6):  # it changes, so a copy is what is meant

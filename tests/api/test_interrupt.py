@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import assert_right, same_workers, wait_for
+from support.harness import assert_right, same_workers, wait_for
 
 import synk
 from synk.errors import CallCancelled, ClosedError, UnsupportedError
@@ -89,7 +89,7 @@ def test_a_call_in_another_thread_is_interrupted_from_this_one(reused: Any, busy
         assert_right(rt)
 
 
-def test_where_nothing_is_under_way_nothing_happens(reused: Any) -> None:
+def test_where_nothing_is_in_flight_nothing_happens(reused: Any) -> None:
     rt = reused(2)
     total = rt.function(lambda x: x.sum(), outputs="sum")
     for _ in range(3):

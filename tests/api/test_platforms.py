@@ -1,4 +1,4 @@
-"""Elsewhere than on Linux the import says so in a sentence."""
+"""Elsewhere than on Linux, and the package as a program."""
 
 from __future__ import annotations
 
@@ -7,14 +7,40 @@ import sys
 
 import pytest
 
+ELSEWHERE = """
+import asyncio, multiprocessing, os, select, signal, socket, subprocess, sys
+import numpy as np
 
-@pytest.mark.parametrize("platform", ("darwin", "win32"))
-def test_another_platform_is_told_at_once(platform: str) -> None:
-    code = f"import sys; sys.platform = {platform!r}\nimport synk"
+for module, names in {
+    os: "sched_getaffinity memfd_create pidfd_open eventfd eventfd_read eventfd_write posix_fallocate",
+    select: "epoll",
+    signal: "pidfd_send_signal",
+}.items():
+    for name in names.split():
+        if hasattr(module, name):
+            delattr(module, name)
+sys.platform = "darwin"
+"""
+"""A stand-in for Python on macOS: what it lacks there."""
+
+
+@pytest.mark.parametrize("code", ["synk.fork()", "synk.fork(inline=True)", "synk.Runtime(2)", "synk.Executor()"])
+def test_fork_says_what_is_missing_elsewhere(code: str) -> None:
+    program = f"{ELSEWHERE}\nimport synk\nf = synk.function(np.sum, outputs='sum')\nprint(synk.info())\n{code}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "cores usable" in done.stdout
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("synk.errors.UnsupportedError: cannot fork: got the platform 'darwin', expected Linux.")
+    assert "(os.memfd_create, os.pidfd_open, os.eventfd, os.sched_getaffinity)" in last
+
+
+def test_the_import_on_windows_says_so_in_a_sentence() -> None:
+    code = "import sys; sys.platform = 'win32'\nimport synk"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"ImportError: cannot import synk: got the platform {platform!r}, expected Linux")
+    assert last.startswith("ImportError: cannot import synk: got the platform 'win32', expected Linux")
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-import harness
 import numpy as np
 import pytest
+from support import harness
 
 import synk
 from synk.errors import WorkerDied

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import assert_right, replaced_workers, wait_for
+from support.harness import assert_right, replaced_workers, wait_for
 
 import synk
 from synk.errors import CallCancelled, WorkerDied

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import script
+from support.harness import script
 
 import synk
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from harness import script
+from support.harness import script
 
 import synk
 from synk._api import plain, plain_copy

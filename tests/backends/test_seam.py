@@ -7,21 +7,25 @@ import re
 import sys
 from typing import Any
 
-import fake_gpus
 import numpy as np
 import pytest
-from harness import PACKAGE_FOLDER
+from support import each_backend
+from support.each_backend import PARAMETERS
+from support.harness import PACKAGE_FOLDER
 
-from synk.backends import BACKENDS, Backend, DeviceBackend, backend_module
+from synk.backends import Backend, NcclBackend, _dpnp, backend_module
+from synk.backends._assignment import choose_named
+from synk.backends._listing import list_devices
+from synk.errors import UnsupportedError
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=PARAMETERS)
 def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A backend on the first device that it places a rank on; of CuPy there is a stand-in."""
     before = {name for name in sys.modules if name.partition(".")[0] == "cupy"}
-    fake_gpus.install(monkeypatch, 2)
+    each_backend.require(request.param, monkeypatch)
     module = backend_module(request.param)
-    backend = module.open_device(module.place(1, None).devices[0])
+    backend = module.open_device(module.place(1, **each_backend.devices(request.param, 1)).devices[0])
     yield backend
     backend.close()
     for name in [name for name in sys.modules if name.partition(".")[0] == "cupy"]:
@@ -43,50 +47,145 @@ def test_copies(opened: Backend) -> None:
     with opened.running():
         own = opened.own_copy(array)
         assert type(own) is type(array)
-        array = opened.xp.zeros((2, 3), dtype=np.float32)
+        array = opened.xp.empty((2, 3), dtype=np.float32)
         assert np.array_equal(opened.host_copy(own), host)
         assert opened.host_copy(host) is host
         assert opened.host_copy(array).dtype == np.float32
 
 
+def test_copies_beside_the_work(opened: Backend) -> None:
+    """They are there once they are joined, whatever is queued before and after, and keep what they read."""
+    if not opened.is_device:
+        return
+    backend: Any = opened
+    host = np.arange(1 << 20, dtype=np.float32).reshape(1024, -1)
+    with opened.running():
+        for k in range(3):
+            own = backend.from_host(host)
+            with backend.beside() as event:
+                whole, rows = backend.from_host(host + k), backend.take_rows(host * k, np.array([1000, 3, 3]))
+            doubled = backend.xp.add(own, own)
+            backend.join(event)
+            total = backend.xp.add(whole, doubled)
+            out = np.empty((4, 1024), np.float32)
+            backend.to_host(total[5:9], out)
+            backend.synchronize()
+            np.testing.assert_array_equal(out, host[5:9] * 3 + k)
+            np.testing.assert_array_equal(backend.host_copy(rows), host[[1000, 3, 3]] * k)
+            np.testing.assert_array_equal(backend.host_copy(backend.take(own, np.array([9, 0]))), host[[9, 0]])
+
+
 @pytest.mark.parametrize("opened", ["cupy"], indirect=True)
 def test_addresses_of_a_device(opened: Backend) -> None:
     backend: Any = opened
-    device: DeviceBackend = backend
+    device: NcclBackend = backend
     array = backend.from_host(np.arange(8.0))
     assert device.address(array[2:]) - device.address(array) == 16
     assert device.scratch_address() != 0
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_places(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decided in the master, where no array library is imported."""
-    fake_gpus.install(monkeypatch, 2)
+    each_backend.require(name, monkeypatch)
     module = backend_module(name)
-    assert module.is_usable()
     before = set(sys.modules)
-    places = module.place(2, None)
-    assert {module.partition(".")[0] for module in set(sys.modules) - before} <= {"synk"}
+    places = module.place(2, **each_backend.devices(name, 2))
+    assert {module.partition(".")[0] for module in set(sys.modules) - before} <= {"synk", *sys.stdlib_module_names}
     assert len(places.devices) == 2
     assert all(set(cpus) <= os.sched_getaffinity(0) for cpus in places.cpus)
+    assert places.has_devices == (name != "numpy")
+    assert places.can_use_nccl == (name == "cupy")
     if name == "cupy":
-        assert places.ranks_per_device == 1
         seen = [environment["CUDA_VISIBLE_DEVICES"] for environment in places.environments]
         assert len(set(seen)) == 2, "each worker sees its own device only"
-    else:
-        assert (places.environments, places.ranks_per_device) == ((), 0)
+        assert all(environment["NCCL_SOCKET_IFNAME"] == "lo" for environment in places.environments)
+    if name == "numpy":
+        assert not places.environments
         with pytest.raises(ValueError, match="devices"):
             module.place(2, [0, 1])
 
 
+FOUND = ("gpu:0", "gpu:1")
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "devices", "chosen"),
+    [
+        (None, None, ["gpu:0", "gpu:1"]),
+        (1, None, ["gpu:0"]),
+        (None, ["gpu:1", "gpu:1"], ["gpu:1", "gpu:1"]),
+        (2, ["cpu", "gpu:0"], ["cpu", "gpu:0"]),
+    ],
+)
+def test_devices_by_name(num_workers: int | None, devices: list[str] | None, chosen: list[str]) -> None:
+    assert choose_named(FOUND, num_workers, devices) == chosen
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "devices", "message"),
+    [
+        (3, None, r"num_workers=3, expected at most 2.*\['gpu:0', 'gpu:0'\]"),
+        (None, ["gpu:2"], "got 'gpu:2' in devices, expected one of: gpu:0, gpu:1"),
+        (3, ["cpu"], "num_workers=3 and 1 devices"),
+        (None, [], "0 devices"),
+    ],
+)
+def test_devices_that_are_not_there(num_workers: Any, devices: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose_named(FOUND, num_workers, devices)
+
+
+@pytest.mark.parametrize("devices", ["cpu", [0], [["cpu"]], 2, {"cpu": 1}])
+def test_devices_that_are_no_names(devices: Any) -> None:
+    with pytest.raises(TypeError, match=r"expected a sequence of names, such as \['cpu', 'cpu'\]"):
+        backend_module("torch").place(None, devices)
+
+
+def test_devices_of_sycl() -> None:
+    """One device may be listed by several drivers, and OpenCL's CPU is selected by its kind alone."""
+    cpu, by_opencl = ("cpu", "opencl", "opencl:0"), ("gpu", "opencl", "opencl:1")
+    by_level_zero = [("gpu", "level_zero", f"level_zero:{k}") for k in range(2)]
+    assert _dpnp._selectors([cpu]) == {"cpu": "*:cpu"}
+    assert _dpnp._selectors([cpu, by_opencl]) == {"gpu:0": "opencl:1", "cpu": "*:cpu"}
+    expected = {"gpu:0": "level_zero:0", "gpu:1": "level_zero:1"}
+    assert _dpnp._selectors([by_opencl, *by_level_zero]) == expected
+    assert _dpnp._selectors([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "devices", "expected"),
+    [
+        ([0, 1, 2, 5], ["cpu"] * 3, ((0, 1), (2,), (5,))),
+        ([3, 4], ["cpu"] * 3, ((3,), (4,), (3,))),
+        ([3, 4], ["gpu:0", "cpu"], ((3, 4), (3, 4))),
+    ],
+)
+def test_ranks_of_opencl_divide_the_cores(allowed: list[int], devices: list[str], expected: Any) -> None:
+    assert _dpnp._divided(allowed, devices) == expected
+
+
+@pytest.mark.parametrize("code", ["raise ImportError('no such library')", "import sys; sys.exit(3)"])
+def test_a_library_that_does_not_answer_is_named(code: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"of shapes: (ImportError: no such library|exit status 3)\. Does"):
+        list_devices(code, "shapes", os.environ)
+
+
+def test_a_backend_that_was_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_dpnp, "is_usable", lambda: False)
+    monkeypatch.setenv("SYNK_TEST_BACKENDS", "torch,dpnp")
+    with pytest.raises(pytest.fail.Exception, match="asks for dpnp, which is not installed"):
+        each_backend.require("dpnp", monkeypatch)
+    monkeypatch.setenv("SYNK_TEST_BACKENDS", "torch")
+    with pytest.raises(pytest.skip.Exception):
+        each_backend.require("dpnp", monkeypatch)
+
+
 def test_only_the_backends_know_the_array_libraries() -> None:
     """What a device array is, where it lies and how it gets to the host is asked of the backend."""
-    words = re.compile(r"__cuda_array_interface__|\.data\.ptr\b")
-    known = {
-        "_worker/held/pickling.py",  # takes objects of any library apart, whatever the backend
-    }
+    words = re.compile(r"""__cuda_array_interface__|\.data\.ptr\b|[!=]= ["'](numpy|cupy|dpnp)["']""")
     for path in sorted((PACKAGE_FOLDER / "synk").rglob("*.py")):
         name = str(path.relative_to(PACKAGE_FOLDER / "synk"))
-        if name.startswith(("backends/", "cuda/")) or name in known:
+        if name.startswith(("backends/", "cuda/")):
             continue
         assert not words.search(path.read_text(encoding="utf-8")), name

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle
-import conformance
 import numpy as np
 import pytest
-import torch
-from conformance import (
+from support import conformance
+from support.conformance import (
     KINDS,
     REDUCTIONS,
     CommunicatorConformance,
@@ -27,48 +26,48 @@ from conformance import (
     perform,
     reduce_array,
 )
-from shm_group import Died, ShmEndpoint, ShmGroup, shm_group
+from support.shm_group import Died, ShmEndpoint, ShmGroup, shm_group
 
 from synk._pure.tensors import array_of
 from synk._wire.memory import Segment
 from synk.communicators import Buffer, _layout, _rendezvous, _shm_collectives
 from synk.communicators._buffers import as_array, as_buffer, named_dtype
-from synk.communicators._layout import ControlLayout, Layout
-from synk.communicators._rendezvous import Request
-from synk.communicators._shm import Aborted, ShmCommunicator, required_nbytes, reset, set_abort
+from synk.communicators._layout import ControlLayout, Layout, required_nbytes
+from synk.communicators._rendezvous import Request, reset, set_abort
+from synk.communicators._shm import Aborted, ShmCommunicator
 from synk.errors import CollectiveMismatch, SynkError, UnsupportedError
 
 # The workers take the functions themselves, so that they need neither pytest nor this file.
 cloudpickle.register_pickle_by_value(conformance)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-SLOT_NBYTES = 1 << 14
-# Several pieces of a slot, and more than a mailbox.
+RANK_NBYTES = 1 << 14
+# Several pieces of a half, and more than a ring.
 MANY = 10_000
 
 
 @pytest.fixture(scope="module", params=(1, 2, 3, 4), ids="{}-ranks".format)
 def group(request: pytest.FixtureRequest) -> Iterator[ShmGroup]:
-    with shm_group(request.param, SLOT_NBYTES) as made:
+    with shm_group(request.param, RANK_NBYTES) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def trio() -> Iterator[ShmGroup]:
     """Three ranks for the tests of faults."""
-    with shm_group(3, SLOT_NBYTES) as made:
+    with shm_group(3, RANK_NBYTES) as made:
         yield made
 
 
-def half_nbytes(world_size: int, slot_nbytes: int) -> int:
+def half_nbytes(world_size: int, rank_nbytes: int) -> int:
     """Return how much a rank can show at one meeting."""
-    return Layout(required_nbytes(world_size, slot_nbytes), world_size).half_nbytes
+    return Layout(required_nbytes(world_size, rank_nbytes), world_size).half_nbytes
 
 
 class TestConformance(CommunicatorConformance):
     def counts(self, dtype: str, size: int) -> tuple[int, ...]:
         # Up to the edge in one piece, by every rank for itself.
-        edge = half_nbytes(size, SLOT_NBYTES) // itemsize(dtype)
+        edge = half_nbytes(size, RANK_NBYTES) // itemsize(dtype)
         return (*super().counts(dtype, size), edge, edge + 1, 3 * edge + 5)
 
 
@@ -119,9 +118,9 @@ def in_turn(*functions: Callable[[ShmEndpoint], Any]) -> Callable[[ShmEndpoint],
 
 
 class TestSizes:
-    def test_the_default_slots(self) -> None:
-        small, half = _shm_collectives.SMALL_NBYTES // 2 // 8, half_nbytes(2, _layout.SLOT_NBYTES) // 8
-        with shm_group(2, _layout.SLOT_NBYTES) as pair:
+    def test_the_default_memory_of_a_rank(self) -> None:
+        small, half = _shm_collectives.SMALL_NBYTES // 2 // 8, half_nbytes(2, _layout.RANK_NBYTES) // 8
+        with shm_group(2, _layout.RANK_NBYTES) as pair:
             counts = (small, small + 1, half + 1, 3 * half + 5)
             steps = [
                 Step(kind, "float64", count, op)
@@ -130,7 +129,7 @@ class TestSizes:
             ]
             check_results(steps, pair.run(perform, steps))
 
-    def test_a_slot_that_is_too_small_is_refused(self) -> None:
+    def test_too_little_memory_for_a_rank_is_refused(self) -> None:
         with pytest.raises(ValueError, match="expected at least"):
             required_nbytes(64, 1 << 12)
 
@@ -138,12 +137,12 @@ class TestSizes:
     def test_what_belongs_to_different_ranks_does_not_overlap(self, world_size: int) -> None:
         nbytes = required_nbytes(world_size)
         layout = Layout(nbytes, world_size)
-        assert layout.half_nbytes % 64 == layout.mailbox_nbytes % 64 == 0
+        assert layout.half_nbytes % 64 == layout.ring_nbytes % 64 == 0
         assert layout.halves >= ControlLayout(world_size).nbytes
-        assert layout.mailboxes >= layout.halves + world_size * 2 * layout.half_nbytes
-        assert layout.mailboxes + world_size**2 * layout.mailbox_nbytes <= nbytes
+        assert layout.rings >= layout.halves + world_size * 2 * layout.half_nbytes
+        assert layout.rings + world_size**2 * layout.ring_nbytes <= nbytes
         assert layout.half_nbytes >= (world_size + 1) * 64
-        assert layout.mailbox_nbytes >= 64
+        assert layout.ring_nbytes >= 64
 
     @pytest.mark.parametrize("size", (1, 3, 8))
     @pytest.mark.parametrize("count", (0, 1, 16, 17, 1000))
@@ -375,16 +374,19 @@ class TestWakeUps:
 
         check_results(steps, trio.run(hasty(perform_at_random_speed, recheck_ms=1)))
 
-    def test_an_interrupt_in_a_wait(self, trio: ShmGroup) -> None:
+    @pytest.mark.parametrize("is_short", (False, True))
+    def test_an_interrupt_in_a_wait(self, trio: ShmGroup, is_short: bool) -> None:
         interrupted = trio.pid(0)
 
         def interrupt(endpoint: ShmEndpoint) -> None:
-            if endpoint.comm.rank == 1:
-                while not endpoint.comm._rendezvous._sleeps[0] & 1:
+            comm = endpoint.comm
+            barrier = comm.short_path.collectives.barrier if is_short else comm.barrier
+            if comm.rank == 1:
+                while not comm._rendezvous._sleeps[0] & 1:
                     os.sched_yield()
                 os.kill(interrupted, signal.SIGINT)
-            endpoint.comm.barrier()  # rank 0 has come to this one
-            endpoint.comm.barrier()
+            barrier()  # rank 0 has come to this one
+            barrier()
 
         outcomes = trio.outcomes(interrupt)
         assert isinstance(outcomes.pop(0), KeyboardInterrupt)
@@ -444,7 +446,7 @@ class TestDeath:
             perform(endpoint, [Step(kind, op="sum", count=MANY)])
             endpoint.comm.barrier()
 
-        with shm_group(3, SLOT_NBYTES) as trio:
+        with shm_group(3, RANK_NBYTES) as trio:
             for case in DEATHS:
                 outcomes = trio.outcomes(run, *case)
                 assert isinstance(outcomes.pop(case[-1]), Died), case
@@ -452,13 +454,30 @@ class TestDeath:
                 trio.recover()
                 assert_works(trio)
 
+    @pytest.mark.parametrize(("moment", "victim"), (("published", 1), ("arrived", 2), ("met", 0)))
+    def test_in_a_short_collective(self, moment: str, victim: int) -> None:
+        def run(endpoint: ShmEndpoint) -> None:
+            if endpoint.comm.rank == victim:
+                die_at(endpoint, moment, 2)
+            short = endpoint.comm.short_path.collectives
+            for _ in range(2):
+                short.reduce("all_reduce", np.ones(3), "sum", -1, None, None)
+            short.barrier()
+
+        with shm_group(3, RANK_NBYTES) as trio:
+            outcomes = trio.outcomes(run)
+            assert isinstance(outcomes.pop(victim), Died)
+            assert all(isinstance(outcome, Aborted) for outcome in outcomes), outcomes
+            trio.recover()
+            assert_works(trio)
+
     def test_two_die(self) -> None:
         def run(endpoint: ShmEndpoint) -> None:
             if endpoint.comm.rank != 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             endpoint.comm.barrier()
 
-        with shm_group(3, SLOT_NBYTES) as trio:
+        with shm_group(3, RANK_NBYTES) as trio:
             outcomes = trio.outcomes(run)
             assert isinstance(outcomes.pop(1), Aborted)
             assert all(isinstance(outcome, Died) for outcome in outcomes)
@@ -469,7 +488,7 @@ class TestDeath:
 @pytest.fixture
 def pair() -> Iterator[tuple[Segment, list[int], list[ShmCommunicator]]]:
     """Two ranks in this process, for what needs no processes; they have begun a call."""
-    segment = Segment.create(required_nbytes(2, SLOT_NBYTES))
+    segment = Segment.create(required_nbytes(2, RANK_NBYTES))
     eventfds = [os.eventfd(0), os.eventfd(0)]
     comms = [ShmCommunicator(segment, rank, 2, eventfds) for rank in range(2)]
     for comm in comms:
@@ -549,7 +568,9 @@ class TestOneProcess:
             comm.end()
         comms[0].begin((0, 1), 2)
         thread, errors = raised_in_thread(comms[0].barrier if is_collective else lambda: comms[0].recv(buffer, 0))
-        comms[1].skip(2)
+        left, _ = comms[1].skip_words()
+        left[1] = 2
+        comms[1].wake_sleepers()
         thread.join()
         assert_mismatch(errors, "rank 1 left" if is_collective else "every rank waits for another one")
 
@@ -600,6 +621,8 @@ class TestBuffers:
             named_dtype(dtype)
 
     def test_bfloat16_is_as_torch_has_it(self) -> None:
+        import torch  # here, because the ranks of the other tests import this module
+
         array = np.array([1.0, -2.5], np.float32)
         tensor = torch.tensor(array).bfloat16()
         assert as_array(as_buffer(array_of(tensor))).tobytes() == tensor.view(torch.int16).numpy().tobytes()

@@ -13,17 +13,15 @@ from typing import Any
 import joblib
 import numpy as np
 import pytest
-from harness import assert_right, same_workers, wait_for
-from sklearn.datasets import make_classification
-from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import GridSearchCV, cross_val_score
+from support.harness import assert_right, same_workers, wait_for
 
 import synk
 import synk.extensions.joblib
 from synk._wire.cell import cell
 from synk.errors import RemoteError, SerializationError, WorkerDied
 
-X, Y = make_classification(200, 700, random_state=0)  # more than 1 MB: it travels through shared memory
+X = np.random.default_rng(0).standard_normal((200, 700))  # more than 1 MB: it travels through shared memory
+Y = X[:, :3].sum(1) > 0
 
 
 @pytest.fixture
@@ -50,6 +48,9 @@ def test_results_are_those_of_the_calls(rt: synk.Runtime) -> None:
 
 
 def test_scores_are_those_of_loky(rt: synk.Runtime) -> None:
+    from sklearn.linear_model import LogisticRegression  # here, because it takes longer than to collect all tests
+    from sklearn.model_selection import GridSearchCV, cross_val_score
+
     search = GridSearchCV(LogisticRegression(max_iter=20), {"C": [0.1, 1.0]}, cv=2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

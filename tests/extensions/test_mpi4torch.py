@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import same_workers
+from support.harness import same_workers
 
 import synk
 from synk.extensions import mpi4torch

@@ -14,7 +14,7 @@ import numpy as np
 import optree
 import pytest
 import torch
-from small_network import batch, loss_and_grad, start
+from support.small_network import batch, loss_and_grad, start
 
 import synk
 from synk.extensions.train_function import make_train_function
@@ -502,3 +502,49 @@ def test_workers_keep_their_parameters_when_a_step_fails(workers: Callable[[int 
         assert_same(runtime.get_value(train.params, rank=rank), start())
     train(x, y)
     assert runtime.get_value(train.state, rank=1)["step"] == 1
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_a_run_goes_on_from_a_file_bit_for_bit(
+    workers: Callable[[int | str], synk.Runtime], tmp_path: Any, num_workers: int
+) -> None:
+    workers(num_workers)
+
+    def make() -> Any:
+        return make_train_function(loss_and_grad, start(), adam(0.05), clip_norm=1.0)
+
+    train = make()
+    for num_rows in BATCHES[:3]:
+        train(*batch(num_rows))
+    saved = train.save(tmp_path / "run.npz", wait=False)
+    expected = [float(train(*batch(num_rows))) for num_rows in BATCHES]
+    assert saved is not None
+    saved.result()
+    again = make()
+    again(*batch(5))
+    again.load(tmp_path / "run.npz")
+    assert again.state.value["step"] == 3
+    assert [float(again(*batch(num_rows))) for num_rows in BATCHES] == expected
+    assert_same(copy.deepcopy(again.params.value), copy.deepcopy(train.params.value))
+
+
+def test_a_state_of_another_structure_is_refused(workers: Callable[[int | str], synk.Runtime], tmp_path: Any) -> None:
+    workers(2)
+    train = make_train_function(loss_and_grad, start(), adam(0.05))
+    before = copy.deepcopy(train.params.value)
+    other = make_train_function(loss_and_grad, start(), sgd(0.05))
+    with pytest.raises(ValueError, match=r"cannot load train.state\['.*: got nothing, expected"):
+        train.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match=r"got the keys \['params'\], expected a dict with the keys"):
+        train.load_state_dict({"params": {}})
+    with pytest.raises(ValueError, match="got a list, expected a dict"):
+        train.load_state_dict([])  # type: ignore[arg-type]
+    state = train.state_dict()
+    name = next(iter(state["params"]))
+    state["params"][name] = state["params"][name].astype(np.float32)
+    with pytest.raises(ValueError, match=r"got float32 of shape .*, expected float64 of shape"):
+        train.load_state_dict(state)
+    assert_same(copy.deepcopy(train.params.value), before)
+    (tmp_path / "run.npz").write_bytes(b"PK")
+    with pytest.raises(ValueError, match="cannot load"):
+        train.load(tmp_path / "run.npz")

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import saboteurs
-from harness import (
+from support import saboteurs
+from support.harness import (
     EVERY_TIME,
     assert_right,
     children,
@@ -36,6 +36,7 @@ from harness import (
     wait_for,
     wait_until_dead,
 )
+from support.seeds import seeds
 
 import synk
 from synk._master.processes.output import Output
@@ -533,7 +534,7 @@ def test_A17_killed_while_closing(runtime: Fork) -> None:
 
 def test_A17_killed_at_a_random_time_of_close(runtime: Fork, storm_count: Callable[[int], int]) -> None:
     rng = random.Random(17)
-    for _ in range(storm_count(4)):
+    for _ in range(storm_count(2)):
         rt = runtime(2)
         victim = rng.choice(pids(rt))
         timer = kill_in(rng.uniform(0, 0.005), victim)
@@ -544,7 +545,7 @@ def test_A17_killed_at_a_random_time_of_close(runtime: Fork, storm_count: Callab
 
 def test_A17_killed_at_a_random_time_of_fork(runtime: Fork, storm_count: Callable[[int], int]) -> None:
     rng = random.Random(18)
-    for _ in range(storm_count(4)):
+    for _ in range(storm_count(2)):
         before = set(worker_pids())
         rt = runtime(2)
         victim = rng.choice(sorted(set(worker_pids()) - before))
@@ -580,7 +581,7 @@ def test_A18_a_reaped_pid_is_never_signalled(reused: Fork) -> None:
 
 def test_A19_children_of_the_master_are_reaped_by_others() -> None:
     script("""
-        from harness import assert_right, kill_and_wait, pids
+        from support.harness import assert_right, kill_and_wait, pids
         import warnings
         from synk.errors import WorkerDied
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -652,9 +653,9 @@ def run_chaos(reused: Fork, seeds: range) -> None:
     assert_right(rt)
 
 
-@pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.storm) for part in (2, 3))])
+@pytest.mark.parametrize("part", seeds(1, 4))
 def test_A2_chaos(reused: Fork, part: int) -> None:
-    """36 seeds, half of them in the storm, or as many as ``SYNK_CHAOS_SEEDS`` says; it takes 5000 others, too."""
+    """36 seeds, or as many as ``SYNK_CHAOS_SEEDS`` says, most of them in the storm, which takes 5000 others, too."""
     count = int(os.environ.get("SYNK_CHAOS_SEEDS", "36")) // 4
     run_chaos(reused, range(part * count, (part + 1) * count))
 

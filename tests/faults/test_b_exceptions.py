@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import saboteurs
-from harness import assert_right, pids, same_workers, script
+from support import saboteurs
+from support.harness import assert_right, pids, same_workers, script
 
 import synk
 from synk.errors import CallTimeout, RemoteError, SynkError, WorkerDied

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import saboteurs
-from harness import assert_right, pids, same_workers, script
+from support import saboteurs
+from support.harness import assert_right, pids, same_workers, script
 
 from synk.errors import CallTimeout, SerializationError, WorkerDied
 
@@ -122,8 +122,8 @@ def test_C3_function_whose_loading_fails(runtime: Fork, how: str) -> None:
 
 def test_C3_function_that_loops_while_it_is_loaded() -> None:
     script("""
-        import saboteurs
-        from harness import assert_right
+        from support import saboteurs
+        from support.harness import assert_right
         from synk.errors import CallTimeout
         with synk.fork(2, backend="numpy") as rt:
             assert_right(rt)  # the workers are up: their start takes time, too

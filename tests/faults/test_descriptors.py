@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from harness import Scenario, assert_right, children, descriptors, script, wait_for, wait_until_dead
+from support.harness import Scenario, assert_right, children, descriptors, script, wait_for, wait_until_dead
 
 from synk._wire import lifeline as _lifeline
 from synk._wire.descriptors import Descriptor, pipe
@@ -73,7 +73,7 @@ def test_an_end_that_is_given_up_in_many_threads_is_closed_once(monkeypatch: pyt
 INTERRUPTED_START = """
         import gc, contextlib
         from pathlib import Path
-        from harness import census, settled_census
+        from support.harness import census, settled_census
 
         package = str(Path(synk.__file__).parent)
 
@@ -232,7 +232,7 @@ def test_E12_many_threads_close_at_once(runtime: Fork, storm_count: Count) -> No
     user = threading.Thread(target=use_descriptors)
     user.start()
     try:
-        for _ in range(storm_count(3)):
+        for _ in range(storm_count(2)):
             rt = runtime(2)
             assert_right(rt)
             barrier = threading.Barrier(6)
@@ -271,8 +271,8 @@ def test_D7_sigkill_of_the_master_with_a_child_that_was_forked_without_hooks(pha
     """It holds the write ends of all pipes of the master; the workers end all the same, and what they have started."""
     with Scenario(f"""
         import ctypes
-        import saboteurs
-        from harness import pids
+        from support import saboteurs
+        from support.harness import pids
         rt = synk.fork(2, backend="numpy")
         workers = pids(rt)
         child = ctypes.PyDLL(None).fork()  # as the C library of an extension would

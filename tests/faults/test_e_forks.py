@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import saboteurs
-from harness import Child, assert_right, mapped_memfds
+from support import saboteurs
+from support.harness import Child, assert_right, mapped_memfds
 
 from synk._wire import mapping as _mapping
 from synk._wire.memory import create_fd

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import (
+from support.harness import (
     TESTS_FOLDER,
     Scenario,
     assert_right,
@@ -37,7 +37,7 @@ def test_E1_a_forked_copy_may_not_use_the_runtime() -> None:
     """It may end as it likes: neither its exit handlers nor its descriptors touch the parent's workers."""
     script("""
         import warnings
-        from harness import assert_right, pids
+        from support.harness import assert_right, pids
         warnings.simplefilter("ignore", DeprecationWarning)  # fork in a process with threads, Python 3.12
         rt = synk.fork(2, backend="numpy")
         f = rt.function(lambda x: x.sum(), outputs="sum")
@@ -67,7 +67,7 @@ def test_E1_a_forked_copy_may_not_use_the_runtime() -> None:
 def test_E1_a_forked_copy_may_fork_a_runtime_of_its_own() -> None:
     script("""
         import warnings
-        from harness import assert_right, pids
+        from support.harness import assert_right, pids
         warnings.simplefilter("ignore", DeprecationWarning)
         rt = synk.fork(2, backend="numpy")
         assert_right(rt)
@@ -87,8 +87,8 @@ def test_E1_a_forked_copy_may_fork_a_runtime_of_its_own() -> None:
 def test_E2_multiprocessing_in_the_master_and_in_a_function(method: str) -> None:
     script(f"""
         import multiprocessing, warnings
-        import saboteurs
-        from harness import assert_right, descriptors
+        from support import saboteurs
+        from support.harness import assert_right, descriptors
 
         if __name__ == "__main__":
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -116,7 +116,7 @@ def test_E3_subprocesses_inherit_nothing(runtime: Fork) -> None:
     rt = runtime(2)
     data = rt.data(np.ones(1000))
     assert rt.function(lambda x: x.sum(), outputs="sum")(data) == 1000
-    command = [sys.executable, "-c", "import saboteurs; print(saboteurs.open_targets())"]
+    command = [sys.executable, "-c", "from support import saboteurs; print(saboteurs.open_targets())"]
     environment = {**os.environ, "PYTHONPATH": str(TESTS_FOLDER)}
 
     def listed(row: object = None) -> str:
@@ -310,7 +310,7 @@ def test_E10_objects_that_outlive_the_interpreter() -> None:
 
 def test_E11_fork_twice() -> None:
     script("""
-        from harness import assert_right, pids
+        from support.harness import assert_right, pids
         rt = synk.fork(2, backend="numpy")
         before = pids(rt)
         for _ in range(3):
@@ -394,10 +394,10 @@ def test_E13_fork_and_close_many_times(storm_count: Count) -> None:
     """Descriptors, threads, mappings and children are flat after the first rounds."""
     script(
         f"""
-        from harness import assert_right, census, settled_census
+        from support.harness import assert_right, census, settled_census
         import gc
         baseline = None
-        for number in range({storm_count(6)}):
+        for number in range({storm_count(4)}):
             with synk.fork(1 + number % 2, backend="numpy") as rt:
                 data = rt.data(np.ones(1000))
                 assert rt.function(lambda x: x.sum(), outputs="sum")(data) == 1000
@@ -415,14 +415,14 @@ def test_E13_fork_and_close_many_times(storm_count: Count) -> None:
 def test_E14_many_runtimes_side_by_side(storm_count: Count) -> None:
     """Programs that know nothing of each other, at once."""
     code = """
-        from harness import assert_right
+        from support.harness import assert_right
         with synk.fork(2, backend="numpy") as rt:
             square = rt.function(lambda x: x * x, outputs="gather")
             for number in range(50):
                 x = np.arange(number, number + 20.0) + os.getpid()
                 assert (square(x) == x * x).all()
     """
-    scenarios = [Scenario(code, timeout=60) for _ in range(storm_count(4))]
+    scenarios = [Scenario(code, timeout=60) for _ in range(storm_count(3))]
     for scenario in scenarios:
         with scenario:
             scenario.finish().check("")
@@ -445,7 +445,7 @@ def test_E15_a_runtime_that_is_dropped_without_close() -> None:
     script(
         """
         import gc, warnings
-        from harness import assert_right, census, settled_census, children, wait_for
+        from support.harness import assert_right, census, settled_census, children, wait_for
         from synk import Runtime
         with Runtime(1, backend="numpy") as rt:
             assert_right(rt)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import assert_right, mapped_memfds, pids, same_workers, script
+from support.harness import assert_right, mapped_memfds, pids, same_workers, script
 
 from synk._pure import arrays as _arrays
 from synk.errors import CallTimeout, ClosedError, RemoteError, SharedMemoryError, WorkerDied
@@ -230,7 +230,7 @@ def test_C3_the_time_limit_counts_while_a_function_is_loaded(runtime: Fork) -> N
 
 def test_fork_after_the_runtime_has_closed_itself() -> None:
     script("""
-        import saboteurs
+        from support import saboteurs
         synk.fork(2, backend="numpy", max_restarts=0)
         f = synk.function(lambda x: saboteurs.kill_self() if x[0] < 0 else x.sum(), outputs="sum")
         for error in (synk.errors.WorkerDied, synk.errors.ClosedError):

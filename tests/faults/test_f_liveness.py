@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import saboteurs
-from harness import Scenario, assert_right, pids, replaced_workers, same_workers, script
+from support import saboteurs
+from support.harness import Scenario, assert_right, pids, replaced_workers, same_workers, script
 
 import synk
 from synk.errors import CallTimeout, CollectiveMismatch
@@ -80,8 +80,8 @@ def test_F2_a_loop_in_c_ends_by_sigkill(reused: Fork) -> None:
 
 def test_F3_a_loop_without_timeout_can_be_interrupted() -> None:
     with Scenario("""
-        import saboteurs
-        from harness import assert_right, pids
+        from support import saboteurs
+        from support.harness import assert_right, pids
         with synk.fork(2, backend="numpy") as rt:
             before = pids(rt)
             def loop(row):
@@ -155,7 +155,7 @@ def test_F4_a_stream_that_is_full_holds_whole_lines() -> None:
 
 def test_F4_the_masters_output_is_closed_or_full() -> None:
     script("""
-        from harness import assert_right
+        from support.harness import assert_right
         sys.stdout.close()
         os.close(1)
         with synk.fork(2, backend="numpy") as rt:
@@ -167,7 +167,7 @@ def test_F4_the_masters_output_is_closed_or_full() -> None:
 
 def test_F4_a_reader_that_never_reads_stops_the_output_not_the_calls() -> None:
     script("""
-        from harness import assert_right
+        from support.harness import assert_right
         reader, writer = os.pipe()
         saved = os.dup(1)
         os.dup2(writer, 1)

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import saboteurs
-from harness import pids, same_workers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from support import saboteurs
+from support.harness import pids, same_workers
 
 from synk.errors import ClosedError
 

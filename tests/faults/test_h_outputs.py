@@ -7,11 +7,12 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from harness import assert_right, same_workers
+from support.harness import assert_right, same_workers, wait_for
 
 from synk.errors import SerializationError, WorkerDied
 
@@ -167,16 +168,28 @@ def test_H25_a_view_of_a_result_keeps_it(shared_runtimes: Any) -> None:
     assert (reshaped == 2.0).all()
 
 
-def test_H26_data_freed_while_a_call_uses_it(shared_runtimes: Any) -> None:
+def test_H26_data_freed_while_a_call_uses_it(shared_runtimes: Any, tmp_path: Path) -> None:
+    """The call has begun when the memory is freed, and reads it afterwards."""
     rt = shared_runtimes[2]
-    slow = rt.function(lambda x: (time.sleep(0.2), x.sum())[1], outputs="sum")
     data = rt.data(np.ones(1 << 16))
-    slow(np.ones(2))
-    timer = threading.Timer(0.05, data.free_memory)
-    timer.start()
+
+    def reads_late(x: np.ndarray) -> float:
+        (tmp_path / "begun").touch()
+        while not (tmp_path / "freed").exists():
+            time.sleep(0.001)
+        return x.sum()
+
+    def free() -> None:
+        assert wait_for((tmp_path / "begun").exists)
+        data.free_memory()
+        (tmp_path / "freed").touch()
+
+    thread = threading.Thread(target=free)
+    thread.start()
     with same_workers(rt):
-        assert slow(data) == 1 << 16
-    timer.join()
+        assert rt.function(reads_late, outputs="sum")(data) == 1 << 16
+    thread.join()
+    assert len(data) == 0
 
 
 def test_H26_a_view_outlives_its_data(shared_runtimes: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import assert_right, children, failpoint, kill_and_wait, outcomes, pids, same_workers, script
+from support.harness import assert_right, children, failpoint, kill_and_wait, outcomes, pids, same_workers, script
 
 from synk.errors import CallTimeout, ClosedError, StartupError
 
@@ -69,9 +69,9 @@ def test_what_is_no_time_limit(shared_runtimes: Any, limit: Any) -> None:
 # ----- Ctrl-C while a call that has timed out is ended
 
 TIMED_OUT = """
-    import saboteurs
+    from support import saboteurs
     import warnings
-    from harness import assert_right, pids, wait_for
+    from support.harness import assert_right, pids, wait_for
     from synk._master.workers.recovery import Recovery
 
     warnings.simplefilter("ignore", RuntimeWarning)
@@ -279,7 +279,7 @@ def failing_streams() -> dict[tuple[Any, ...], str]:
     return outcomes(
         f"""
         import contextlib, io, logging
-        from harness import same_workers
+        from support.harness import same_workers
         from synk._wire.cell import cell
 
         def fail(kind):
@@ -394,7 +394,7 @@ def raising_handlers() -> dict[tuple[Any, ...], str]:
     return outcomes(
         """
         import contextlib, functools
-        from harness import assert_right
+        from support.harness import assert_right
 
         @contextlib.contextmanager
         def surroundings():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from edited_module import LIBRARY
-from harness import script
+from support.edited_module import LIBRARY
+from support.harness import script
 
 DRIVER = '''
 import sys
-import harness
+from support import harness
 from jupyter_client.manager import KernelManager
 
 manager = KernelManager(transport="ipc")

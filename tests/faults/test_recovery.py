@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import saboteurs
-from harness import assert_right, failpoint, kill_and_wait, pids, replaced_workers, script, wait_until_dead
+from support import saboteurs
+from support.harness import assert_right, failpoint, kill_and_wait, pids, replaced_workers, script, wait_until_dead
 
 from synk.errors import CallTimeout, WorkerDied
 
@@ -117,7 +117,7 @@ def test_chaos_never_mixes_old_and_new(reused: Fork, storm_count: Callable[[int]
     count = 1.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        for _ in range(storm_count(12)):
+        for _ in range(storm_count(6)):
             victim = rng.choice(pids(rt))
             timer = threading.Timer(rng.uniform(0, 0.002), kill_and_wait, (victim,))
             timer.start()
@@ -134,7 +134,7 @@ def test_a_storm_of_interrupts_never_mixes_old_and_new() -> None:
     script(
         f"""
         import random
-        from harness import assert_right, pids
+        from support.harness import assert_right, pids
         rng = random.Random(2)
         rt = synk.fork(2, backend="numpy")
         w = synk.shared(np.zeros(2000), name="w")

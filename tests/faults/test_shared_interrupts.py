@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import PACKAGE_FOLDER
-from rank_arrays import assert_same, everywhere
+from support.harness import PACKAGE_FOLDER
+from support.rank_arrays import assert_same, everywhere
 
 import synk
 from synk._wire.control import Down

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import saboteurs
-from harness import failpoint, kill_and_wait, kill_in, pids, same_workers, wait_until_dead
-from rank_arrays import assert_same, everywhere, from_all_ranks, numbers
+from support import saboteurs
+from support.harness import failpoint, kill_and_wait, kill_in, pids, same_workers, wait_until_dead
+from support.rank_arrays import assert_same, everywhere, from_all_ranks, numbers
 
 import synk
 from synk._wire.memory import Segment

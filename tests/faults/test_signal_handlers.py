@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Scenario, same_workers, script
+from support.harness import Scenario, same_workers, script
 
 from synk._master.code import book
 from synk._wire.descriptors import orphans
@@ -53,14 +53,14 @@ class Alarm:
 
     def ring_at(self, file: str, nth: int) -> None:
         """Ring at the n-th line of a file that is run from now on; repetitions of a line are one."""
-        met: set[tuple[Any, int]] = set()
+        met: set[int] = set()
 
         def enter(frame: Any, event: str, argument: Any) -> Any:
             return look if frame.f_code.co_filename == file else None
 
         def look(frame: Any, event: str, argument: Any) -> Any:
             if event == "line":
-                met.add((frame.f_code, frame.f_lineno))
+                met.add(frame.f_lineno)
             if len(met) == nth:
                 sys.settrace(None)
                 self.ring()
@@ -232,13 +232,17 @@ def capturing(step: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("is_bound_anew", [False, True])
+@pytest.mark.parametrize("apart", [2, pytest.param(1, marks=pytest.mark.storm)])
 def test_a_handler_that_raises_at_any_line_while_functions_are_packed(
-    shared_runtimes: Any, alarm: Alarm, is_bound_anew: bool
+    shared_runtimes: Any, alarm: Alarm, is_bound_anew: bool, apart: int
 ) -> None:
-    """The next calls work with what the master holds, also of functions that share objects with the one broken off."""
+    """The next calls work with what the master holds, also of functions that share objects with the one broken off.
+
+    Each line with names bound anew or without, and with both in the storm.
+    """
     rt = shared_runtimes[1]
     x = np.arange(4.0)
-    for nth in itertools.count(1):
+    for nth in itertools.count(1 + is_bound_anew * (apart - 1), apart):
         main = capturing(nth)
         f, g = (rt.function(main[name], outputs="gather") for name in "fg")
         if is_bound_anew:
@@ -284,7 +288,7 @@ def test_a_call_that_gets_a_larger_buffer_for_a_new_value_can_be_repeated(shared
 
 STORM = """
     import collections, gc, random
-    from harness import census, settled_census
+    from support.harness import census, settled_census
     COUNT, SEED = {count}, {seed}
     rng = random.Random(SEED)
 
@@ -444,7 +448,7 @@ def test_D11_exceptions_of_a_handler_at_random_moments(count: int, close_share: 
 
 ASYNCIO = """
     import asyncio
-    from harness import assert_right, pids
+    from support.harness import assert_right, pids
     rt = synk.fork(2, backend="numpy")
     double = rt.function(lambda x: 2 * x, outputs="gather")
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import harness
 import numpy as np
 import pytest
+from support import harness
 
 import synk
 from synk._master.processes import reports as _reports
@@ -62,12 +62,12 @@ def test_where_shows_phase_and_stack_of_each_rank(reused: Fork, tmp_path: Path) 
 
     thread = stuck_call(build(rt, stuck_here), path)
     text = explained(rt, "in stuck_here")
-    assert text.count("function, ") == 2
+    assert text.count("): function\n") == 2
     for worker in rt._session.workers.by_rank:
         assert f"rank {worker.rank} (pid {worker.process.pid}" in text
     path.touch()
     thread.join()
-    assert rt.where().count("idle, ") == 2
+    assert rt.where().count("): idle\n") == 2
 
 
 def test_where_answers_while_c_code_holds_the_interpreter(reused: Fork, tmp_path: Path) -> None:

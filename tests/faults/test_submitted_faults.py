@@ -1,4 +1,4 @@
-"""Faults while several calls are under way: deaths, time limits, Ctrl-C, limits of the system."""
+"""Faults while several calls are in flight: deaths, time limits, Ctrl-C, limits of the system."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import (
+from support.harness import (
     FAILPOINTS,
     assert_right,
     failpoint,
@@ -37,6 +37,7 @@ from harness import (
     wait_for,
     wait_until_dead,
 )
+from support.seeds import seeds
 
 import synk
 from synk._master.flight.queue import Queue
@@ -81,7 +82,7 @@ def warm(f: Any) -> None:
 
 
 @pytest.mark.parametrize("num_done", [0, 1, 2])
-def test_A_a_death_ends_all_calls_under_way(reused: Fork, num_done: int) -> None:
+def test_A_a_death_ends_all_calls_in_flight(reused: Fork, num_done: int) -> None:
     rt = reused(2)
     f = rt.function(lambda x, n: (time.sleep(60) if n == 1 else None, x.sum())[1], bcast_inputs="n", outputs="sum")
     for k in (0, 2, 3, 4):
@@ -169,7 +170,7 @@ def test_B_an_answer_that_came_in_time_counts_whenever_it_is_asked_for(
 
 
 @pytest.mark.parametrize("where", ["result", "submit", "drain", "limited"])
-def test_D_ctrl_c_ends_all_calls_under_way(reused: Fork, where: str) -> None:
+def test_D_ctrl_c_ends_all_calls_in_flight(reused: Fork, where: str) -> None:
     rt = reused(2)
     f = total_of(rt, 100.0)
     quick = total_of(rt)
@@ -202,7 +203,7 @@ def test_D_storm_of_interrupts(storm_count: Callable[[int], int]) -> None:
     script(
         f"""
         import random
-        from harness import assert_right, census, pids, settled_census
+        from support.harness import assert_right, census, pids, settled_census
         from synk.errors import CallCancelled
         rng = random.Random(4)
         rt = synk.fork(2, backend="numpy")
@@ -218,7 +219,7 @@ def test_D_storm_of_interrupts(storm_count: Callable[[int], int]) -> None:
         assert_right(rt)
         before, base = pids(rt), census()
         number_of = {{"right": 0, "cancelled": 0}}
-        for _ in range({storm_count(150)}):
+        for _ in range({storm_count(80)}):
             held = []
             interrupt = threading.Timer(rng.uniform(0, 0.01), os.kill, (os.getpid(), signal.SIGINT))
             try:
@@ -244,7 +245,7 @@ def test_D_storm_of_interrupts(storm_count: Callable[[int], int]) -> None:
             assert total(np.full(4, 2.0)) == 8.0
         assert pids(rt) == before
         assert_right(rt)
-        assert min(number_of.values()) > 10, number_of
+        assert min(number_of.values()) > 5, number_of
         rt.close()
         """,
         timeout=120,
@@ -265,7 +266,7 @@ def test_D_interrupts_around_assignments_lose_none_and_repeat_none(storm_count: 
             return w.value
         adding = rt.function(add, outputs="first")
         adding(np.ones(2))
-        for _ in range({storm_count(150)}):
+        for _ in range({storm_count(80)}):
             before = float(w.value)
             interrupt = threading.Timer(rng.uniform(0, 0.004), os.kill, (os.getpid(), signal.SIGINT))
             calls = []
@@ -314,7 +315,7 @@ def test_E_a_forked_copy_cannot_ask(reused: Fork, question: str) -> None:
     assert meet(np.ones(4)) == 4.0
 
 
-def test_E_the_program_may_end_with_calls_under_way() -> None:
+def test_E_the_program_may_end_with_calls_in_flight() -> None:
     script(
         """
         rt = synk.fork(2, backend="numpy")
@@ -344,7 +345,7 @@ def test_G_a_rank_that_cannot_take_in_what_is_new(reused: Fork) -> None:
 
 
 def test_G_calls_take_no_descriptors_and_no_memory(runtime: Fork) -> None:
-    from harness import census, settled_census
+    from support.harness import census, settled_census
 
     rt = runtime(2)
     total = rt.function(lambda x: (x.sum(), np.full(40_000, 1.0)), outputs=("sum", "first"))
@@ -357,7 +358,7 @@ def test_G_calls_take_no_descriptors_and_no_memory(runtime: Fork) -> None:
     assert len(settled_census(before).leftovers(before)) <= 3, "at most buffers of results that are used again"
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(1, 2))
 def test_A_chaos(reused: Fork, seed: int, storm_count: Callable[[int], int]) -> None:
     """Kills at random moments: a call's result is right, or it is WorkerDied; and the runtime goes on."""
     rt = reused(3)
@@ -438,10 +439,10 @@ def test_B_each_time_limit_holds_behind_a_call_without(reused: Fork, tmp_path: P
             first.result()
 
         first = holder(rt)(tmp_path / "go")
-        with pytest.raises(CallTimeout, match="still under way"):
+        with pytest.raises(CallTimeout, match="still in flight"):
             plain(np.ones(4), timeout=0.2)
         others = [nap(0.0), nap(0.0)]
-        with pytest.raises(CallTimeout, match="still under way"):
+        with pytest.raises(CallTimeout, match="still in flight"):
             nap(0.0, timeout=0.1)
         (tmp_path / "go").touch()
         assert [call.result() for call in (first, *others)] == [4.0] * 3, "they went on"
@@ -512,7 +513,7 @@ def test_E_other_threads_wait_for_what_concerns_them(reused: Fork, tmp_path: Pat
     assert behind.result() == 4.0
 
 
-def test_E_a_runtime_dropped_with_calls_under_way_is_collected() -> None:
+def test_E_a_runtime_dropped_with_calls_in_flight_is_collected() -> None:
     def drop() -> tuple[Any, list[int]]:
         rt = synk.Runtime(2, backend="numpy")
         nap = sleeper(rt)
@@ -637,7 +638,7 @@ def test_D_the_lock_is_free_after_ctrl_c_in_done(storm_count: Callable[[int], in
         rt = synk.fork(2, backend="numpy")
         nap = rt.function(lambda x: (time.sleep(0.003), x.sum())[1], outputs="sum")
         nap(np.ones(4))
-        for _ in range({storm_count(300)}):
+        for _ in range({storm_count(150)}):
             interrupt = threading.Timer(rng.uniform(0, 0.003), os.kill, (os.getpid(), signal.SIGINT))
             try:
                 interrupt.start()

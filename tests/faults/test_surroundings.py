@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import PACKAGE_FOLDER, TESTS_FOLDER, census, script
+from support.harness import PACKAGE_FOLDER, TESTS_FOLDER, census, script
 
 import synk
 from synk._master.processes import program as _program
@@ -66,7 +66,7 @@ def test_I4_odd_entries_of_the_search_path_and_of_the_arguments() -> None:
         sys.path += [pathlib.Path("/some/where"), None, 3, b"/bytes"]
         sys.path += [f"/no/such/folder/{number}" for number in range(100)] + ["/" + "x" * 10_000_000]
         sys.argv = ["program", pathlib.Path("/data/file"), 7]
-        with synk.fork(2, backend="numpy") as rt:
+        with synk.fork(1, backend="numpy") as rt:
             seen = rt.function(lambda row: repr((sys.path, sys.argv)), outputs=None)(np.ones(1))[0]
         strings = [entry for entry in sys.path if type(entry) is str]
         assert seen == repr((strings, ["program", "/data/file", "7"])), seen[:1000]
@@ -87,7 +87,7 @@ def test_I4_without_sys_executable(executable: str | None, base: str) -> None:
         sys.executable = {executable!r}
         if {base!r} == "not set":
             del sys._base_executable
-        with synk.fork(2, backend="numpy") as rt:
+        with synk.fork(1, backend="numpy") as rt:
             assert rt.function(lambda x: x.sum(), outputs="sum")(np.arange(4.0)) == 6
             assert rt.function(lambda x: sys.version, outputs=None)(np.ones(1))[0] == sys.version
     """).check("")
@@ -210,8 +210,8 @@ def test_I4_a_frozen_program(tmp_path: Path, is_supported: bool) -> None:
 
 CHDIR = """
         import signal, threading, time, warnings, logging
-        import saboteurs
-        from harness import kill_and_wait, pids
+        from support import saboteurs
+        from support.harness import kill_and_wait, pids
 
         os.chdir({folder!r})
         sys.path.insert(0, "")

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import script
+from support.harness import script
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "demos").glob("*.ipynb"))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import replaced_workers
+from support.harness import replaced_workers
 
 import synk
 from synk.errors import ClosedError, CollectiveMismatch, SerializationError, WorkerDied

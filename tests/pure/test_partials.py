@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from rank_arrays import FLOATS, INTEGERS, REDUCIBLE, assert_same, numbers, reduced
+from support.rank_arrays import FLOATS, INTEGERS, REDUCIBLE, assert_same, numbers, reduced
 
 from synk._pure.ops import REDUCTIONS
 from synk._pure.partials import Accumulator

@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from harness import kill_and_wait, pids
-from models import NUM_STEPS, Shared, batches, mlp
+from support.harness import kill_and_wait, pids
+from support.models import NUM_STEPS, Shared, batches, mlp
 
 import synk
 
 torch = pytest.importorskip("torch")
 F = torch.nn.functional
 
-WORKERS = [1, 2, 3]
+WORKERS = [2, 3, 1]
 
 
 def distance(one: Any, other: Any) -> float:
@@ -102,6 +102,72 @@ def test_shared_frozen_unused_and_rarely_used_parameters(shared_runtimes: Any, w
     compare(shared_runtimes[workers], build, train)
     assert steps[0] == steps[1]
     assert steps[0][1] < steps[0][0] == NUM_STEPS
+
+
+class WithLoss(torch.nn.Module):
+    """Returns its loss beside outputs with rows, as the models of Hugging Face do."""
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.inner = mlp()
+        self.reduction = reduction
+
+    def forward(self, x: Any, labels: Any = None) -> dict[str, Any]:
+        outputs = self.inner(x)
+        loss = None if labels is None else F.mse_loss(outputs, labels, reduction=self.reduction)
+        return {"loss": loss, "logits": outputs}
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_loss_from_forward_is_the_mean_over_all_rows(shared_runtimes: Any, workers: int) -> None:
+    """Beside a loss of the program's, and for batches that cannot be divided evenly or have fewer rows than workers."""
+
+    def train(model: Any) -> list[float]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        losses = []
+        for x, y in batches():
+            optimizer.zero_grad()
+            output = model(x, labels=y)
+            loss = output["loss"] + 0.1 * output["logits"].square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    compare(shared_runtimes[workers], WithLoss, train)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_keeps_its_dtype_and_carries_no_gradient_without_one(reused: Any, dtype: Any) -> None:
+    model = synk.torch.DataParallel(WithLoss().to(dtype), runtime=reused(2))
+    x, y = torch.ones(7, 5, dtype=dtype), torch.ones(7, 2, dtype=dtype)
+    with torch.no_grad():
+        loss = model(x, labels=y)["loss"]
+    assert loss.shape == () and loss.dtype == dtype and not loss.requires_grad
+    assert torch.allclose(loss, model.module(x, labels=y)["loss"].detach(), rtol=torch.finfo(dtype).eps * 4)
+    assert model(x)["loss"] is None
+
+
+def test_a_loss_that_is_no_mean_over_rows_is_told_once(reused: Any) -> None:
+    model = synk.torch.DataParallel(WithLoss("sum"), runtime=reused(2))
+    x, y = torch.randn(9, 5, dtype=torch.float64), torch.randn(9, 2, dtype=torch.float64)
+    model(x[:2], labels=y[:2])  # too few rows to tell
+    with pytest.warns(synk.errors.OpMismatch, match=r"no mean over rows.*'sum' fits") as told:
+        model(x, labels=y)
+    assert told[0].filename == __file__
+    model(x, labels=y)
+    model.train()
+    assert model.module.training
+
+
+def test_a_single_number_that_is_no_float_is_refused(reused: Any) -> None:
+    class Counts(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return (x > 0).sum()
+
+    with pytest.raises(TypeError, match=r"got a single number of dtype torch\.int64, expected floats"):
+        synk.torch.DataParallel(Counts(), runtime=reused(2))(torch.ones(4, 2))
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -452,22 +518,15 @@ def test_what_cannot_work_is_refused(shared_runtimes: Any) -> None:
         synk.torch.DataParallel(locked, runtime=rt)
 
 
-def test_workers_on_devices_are_refused(shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rt = shared_runtimes[2]
-    monkeypatch.setattr(rt._session, "has_devices", True)
-    with pytest.raises(synk.errors.UnsupportedError, match=r"workers on cpu:0, cpu:1.*synk\.torch\.replicate"):
-        synk.torch.DataParallel(mlp(), runtime=rt)
-
-
-class Scalar(torch.nn.Linear):
+class Moments(torch.nn.Linear):
     def forward(self, x: Any, other: Any = None) -> Any:
-        return super().forward(x).mean()
+        return super().forward(x).mean(0)
 
 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_outputs_without_rows_and_unequal_inputs(shared_runtimes: Any, workers: int) -> None:
-    model = synk.torch.DataParallel(Scalar(5, 2), runtime=shared_runtimes[workers])
-    with pytest.raises(ValueError, match=r"shape \(\) for \d rows of inputs.*a loss too.*synk\.torch\.replicate"):
+    model = synk.torch.DataParallel(Moments(5, 2), runtime=shared_runtimes[workers])
+    with pytest.raises(ValueError, match=r"shape \(2,\) for \d rows of inputs.*a loss too.*synk\.torch\.replicate"):
         model(torch.ones(8, 5))
     with pytest.raises(ValueError, match="tensors with 8, 3 rows, expected equal axis-0 lengths"):
         model(torch.ones(8, 5), torch.ones(3))
@@ -581,8 +640,8 @@ def test_a_worker_killed_between_forward_and_backward(reused: Callable[..., Any]
 
 @pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
 @pytest.mark.parametrize("how", ["close", pytest.param("lost", marks=pytest.mark.storm)])
-def test_after_the_runtime_it_is_an_ordinary_module(runtime: Any, reused: Any, how: str) -> None:
-    rt = reused(2) if how == "close" else runtime(1, max_restarts=0)
+def test_after_the_runtime_it_is_an_ordinary_module(runtime: Any, how: str) -> None:
+    rt = runtime(1, max_restarts=0)
     model, optimizer = trained(rt)
     plain = copy.deepcopy(model)
     x, y = batches(1)[0]
@@ -667,20 +726,16 @@ def test_many_steps_take_no_more_memory_and_no_descriptors(shared_runtimes: Any)
 
 
 class Look(torch.nn.Module):  # type: ignore[misc,name-defined]
-    """Says for each row whether its pass is run by a quiet call."""
+    """Says for each row whether its rank knows the call that runs its pass."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = torch.nn.Linear(5, 1)
 
     def forward(self, x: Any) -> Any:
-        import sys
+        from support.compiled import is_compiled
 
-        frame, is_quiet = sys._getframe(), 0.0
-        while frame is not None:
-            is_quiet = max(is_quiet, float(frame.f_code.co_filename.endswith("_worker/loop/quiet.py")))
-            frame = frame.f_back
-        return self.inner(x), torch.full((len(x),), is_quiet)
+        return self.inner(x), torch.full((len(x),), is_compiled())
 
 
 def test_repeated_passes_are_quiet_calls(shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -701,11 +756,11 @@ def test_repeated_passes_are_quiet_calls(shared_runtimes: Any, monkeypatch: pyte
     for number in range(8):
         x = torch.full((6, 5), float(number))
         before = len(begun)
-        outputs, is_quiet = model(x)
+        outputs, is_known = model(x)
         outputs.sum().backward()
         plain(x)[0].sum().backward()
         torch.testing.assert_close(model.inner.weight.grad, plain.inner.weight.grad)
-        assert number < 3 or (is_quiet.tolist() == [1.0] * 6 and len(begun) == before)
+        assert number < 3 or (is_known.tolist() == [1.0] * 6 and len(begun) == before)
         with torch.no_grad():
             for own, parameter in zip(plain.parameters(), model.parameters()):
                 own.add_(1.0)

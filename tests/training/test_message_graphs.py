@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import same_workers
+from support.harness import same_workers
 
 import synk
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import kill_and_wait, pids
-from models import batches
 from stateful_models import ALL, Everything, act, body_of, is_alike, rank_states, state_of
+from support.harness import kill_and_wait, pids
+from support.models import batches
 
 import synk
 

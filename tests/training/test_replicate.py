@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import kill_and_wait, pids
-from models import NUM_STEPS, Shared, batches, mlp
+from support.harness import kill_and_wait, pids
+from support.models import NUM_STEPS, Shared, batches, mlp
 
 import synk
 
@@ -790,6 +790,28 @@ def test_the_body_defined_again_and_a_global_it_uses(shared_runtimes: Any) -> No
         return 3 * F.mse_loss(model(x), y)
 
     assert abs(float(step(x, y)) - 3 * first) < 1e-12
+
+
+def test_objects_replicated_once_more_go_on(shared_runtimes: Any) -> None:
+    """A cell of a notebook that is run again; a function of the first ones would train what no object follows."""
+    objects = mlp(), None
+    objects = objects[0], torch.optim.SGD(objects[0].parameters(), lr=0.05)
+    serial = copy.deepcopy(objects[0])
+    serial = serial, torch.optim.SGD(serial.parameters(), lr=0.05)
+    data = batches(6)
+    expected = [float(plain_step(*serial, *rows).detach()) for rows in data]
+    losses = []
+    for start in (0, 2, 4):
+        rep = synk.torch.replicate(*objects, runtime=shared_runtimes[2])
+        run = rep.function(plain_step)
+        if start:
+            with pytest.raises(ValueError, match="got objects that were replicated once more"):
+                before(*data[0])  # noqa: F821
+        losses += [float(run(*rows)) for rows in data[start : start + 2]]
+        before = run  # noqa: F841
+    assert losses == pytest.approx(expected, abs=1e-12)
+    assert largest_difference(objects, serial) <= 1e-12
+    assert type(copy.deepcopy(objects[0])) is torch.nn.Sequential
 
 
 def test_random_numbers_are_the_same_in_each_run(shared_runtimes: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from models import batches, mlp
+from support.models import batches, mlp
 
 import synk
 
@@ -333,10 +333,11 @@ def test_a_rank_needs_one_buffer_of_gradients_more_than_a_process_of_its_own(sha
 
     x = torch.ones(4, 3072)
     needed = [rt.function(alone, framework="torch", outputs="max")(x) for _ in range(2)][1]  # first torch makes its own
-    before = rt.function(start, framework="torch", outputs="min")(x)
+    before = rt.function(start, framework="torch", outputs=None)(x)  # what other tests have left on each rank
     model, optimizer = large()
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    run = synk.torch.replicate(model, optimizer, runtime=rt).function(step, outputs="max")
-    peaks = [float(run(x)) for _ in range(3)]
+    run = synk.torch.replicate(model, optimizer, runtime=rt).function(step, outputs=None)
+    peaks = [run(x) for _ in range(3)][-1]
     slots = 2 * 8 << 20  # in which the ranks exchange parts of the sums
-    assert peaks[-1] - before <= needed + nbytes + slots + (16 << 20)  # the allocator's own
+    more = max(peak - held for peak, held in zip(peaks, before, strict=True))
+    assert more <= needed + nbytes + slots + (16 << 20)  # the allocator's own

@@ -14,16 +14,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import kill_and_wait, pids
-from models import batches
 from stateful_models import ALL, Everything, act, body_of, is_alike, rank_states, state_of
+from support.harness import kill_and_wait, pids
+from support.models import batches
 
 import synk
 from synk._wire.cell import cell
 
 torch = pytest.importorskip("torch")
 from synk.torch import _state  # noqa: E402
-from synk.torch._reduction import Options, Reduction  # noqa: E402
+from synk.torch._phases import Phases  # noqa: E402
+from synk.torch._reduction import GradientSum, Options  # noqa: E402
 from synk.torch._undo import Undo  # noqa: E402
 
 F = torch.nn.functional
@@ -277,7 +278,7 @@ def test_what_is_kept_before_a_step_is_whole_after_an_interrupt(monkeypatch: pyt
     monkeypatch.setattr(cell, "worker", SimpleNamespace(rng=np.random.default_rng(1), num_collectives=0))
     model, optimizer, scheduler = objects = build()
     options = Options(0, sync_batchnorm=False, bucket_nbytes=1 << 20, overlap=False)
-    undo, replica = Undo(objects, Reduction(objects, options)), SimpleNamespace(num_steps=0)
+    undo, replica = Undo(objects, GradientSum(objects, options, Phases())), SimpleNamespace(num_steps=0)
     broken_off = monkeypatch.context()
     with broken_off as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(_state, "parameters_of", lambda objects: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -380,7 +381,7 @@ class Holder(torch.nn.Module):
         ]  # fmt: skip
 
 
-@pytest.mark.parametrize("action", ["kill", "raise", "restart"])
+@pytest.mark.parametrize("action", [pytest.param("kill", marks=pytest.mark.storm), "raise", "restart"])
 @pytest.mark.sampled(2)
 def test_attributes_of_many_kinds(reused: Callable[..., Any], action: str) -> None:
     rt = reused(2)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Child, assert_right, descriptors, kill_and_wait, mapped_memfds, pids, script
+from support.harness import Child, assert_right, descriptors, kill_and_wait, mapped_memfds, pids, script
 
 from synk._wire import arenas as _arenas
 from synk._wire import mapping as _mapping
@@ -46,7 +46,7 @@ def test_thousands_of_small_values_fit_into_1024_descriptors() -> None:
     script(
         """
         import resource
-        from harness import pids, assert_right, kill_and_wait
+        from support.harness import pids, assert_right, kill_and_wait
         import warnings
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
         rt = synk.fork(8, backend="numpy")

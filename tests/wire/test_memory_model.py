@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from types import ModuleType
 
-import memory_model
 import pytest
-from harness import PACKAGE_FOLDER
-from source_outline import outline, tree
-from weak_memory import (
+from support import memory_model
+from support.harness import PACKAGE_FOLDER
+from support.source_outline import outline, tree
+from support.weak_memory import (
     FENCE,
     Change,
     Memory,
@@ -41,10 +41,21 @@ from synk._master.workers import doorbells, recovery
 from synk._master.workers import workers as _workers
 from synk._wire import channel as _channel
 from synk._wire.control import Down, Up
+from synk._worker import rank as _rank
 from synk._worker.call import peers
 from synk._worker.held import variables as _variables
 from synk._worker.loop import calls as _worker_calls
-from synk.communicators import _mailbox, _outbox, _rendezvous, _shm, _shm_collectives, _short_path
+from synk._worker.loop import dispatch as _dispatch
+from synk.communicators import (
+    _exchange,
+    _mailbox,
+    _outbox,
+    _rendezvous,
+    _shm,
+    _shm_collectives,
+    _short_collectives,
+    _short_path,
+)
 
 PROTOCOLS = memory_model.protocols()
 
@@ -137,8 +148,11 @@ UNORDERED = {
     ("Outbox.take store released", "Rendezvous.rouse store sleeps"),
     # A rank has said that it is awake when it found what it waited for; at the end of the wait it says so again.
     ("Rendezvous.rouse store sleeps", "Rendezvous._doze store places"),
-    # Requests are compared when a rank has arrived, and told of when all sleep for good.
-    ("Rendezvous.rouse store sleeps", "Rendezvous.post store requests"),
+    # Requests are compared, and data read, when a rank has arrived; requests are told of when all sleep for good.
+    ("Rendezvous.rouse store sleeps", "Rendezvous.post_packed store requests"),
+    ("Rendezvous.rouse store sleeps", "ShortCollectives.reduce store halves"),
+    # Who arrives later than the others keeps them waiting, and was awake all the time.
+    ("Rendezvous.arrive store ticks", "Rendezvous.rouse store sleeps"),
     # Who wakes up must say so before it changes what others would judge it by, and they judge by ``written``.
     ("Rendezvous.rouse store sleeps", "Mailbox._write store rings"),
     # The fence is for the loads between the two.
@@ -177,9 +191,12 @@ MODULES = {
     "ShortPath": _short_path,
     "ShmCommunicator": _shm,
     "ShmCollectives": _shm_collectives,
+    "ShortCollectives": _short_collectives,
+    "_Plan": _short_collectives,
     "Peers": peers,
     "run_call": _worker_calls,
-    "_run": _worker_calls,
+    "handle": _dispatch,
+    "Worker": _rank,
     "VariableStore": _variables,
     "Workers": _workers,
     "Recovery": recovery,
@@ -191,8 +208,8 @@ MODULES = {
     "_send_new": _calls,
     "Doorbells": doorbells,
 }
-# No functions of the source: what a call of ``is_ready`` does, and what Executor does with arrays.
-ABSTRACT = ("", "is_ready", "yield", "publish", "assemble")
+# No functions of the source: what a call of ``is_ready`` or ``action`` does, and what Outputs does with arrays.
+ABSTRACT = ("", "is_ready", "action", "yield", "publish", "assemble")
 
 
 def collapsed(steps: Iterable[str]) -> tuple[str, ...]:
@@ -230,7 +247,6 @@ OTHERS = {
         # What is said in a verdict: all sleep, and nobody will do anything any more.
         "Rendezvous._request": ("load places",),
         "Rendezvous._request_at": ("load requests",),
-        "Rendezvous.skip": ("store left", "call wake_all"),  # tells of nothing but itself
         "Rendezvous.check_abort": ("load abort",),
         "Rendezvous.is_aborted": ("load abort",),
         "Rendezvous.abort": ("write eventfds",),  # between threads of one process
@@ -262,22 +278,42 @@ def test_nothing_else_touches_the_words(module: ModuleType) -> None:
 
 # A collective writes into the half of the next meeting, meets, and reads the others' data: as _reduce in the model.
 COLLECTIVES = {
-    "_reduce": ("store halves", "call _meet", "load halves"),
-    "reduce_scatter_steps": ("call _publish_shares", "call _meet", "call _fold_share"),
-    "_reduce_shares": ("call _publish_shares", "call _meet", "call _fold_share", "load halves"),
-    "_publish_shares": ("store halves",),
-    "_fold_share": ("load halves",),  # and the result into the rank's other half, which the next meeting shows
-    "broadcast_steps": ("load halves", "call _meet"),  # a view of root's half: written before, or read after
-    "all_gather_steps": ("store halves", "call _meet", "load halves"),
-    "barrier_steps": ("call _meet",),
-    "agree_steps": ("call _meet",),
+    "ShmCollectives._reduce": ("store halves", "call meet_steps", "load halves"),
+    "ShmCollectives.reduce_scatter_steps": (
+        *("store halves", "call meet_steps", "load halves"),
+        *("call _publish_shares", "call meet_steps", "call _fold_share"),
+    ),
+    "ShmCollectives._reduce_shares": ("call _publish_shares", "call meet_steps", "call _fold_share", "load halves"),
+    "ShmCollectives._publish_shares": ("store halves",),
+    # and the result into the rank's other half, which the next meeting shows
+    "ShmCollectives._fold_share": ("load halves",),
+    # a view of root's half: written before, or read after
+    "ShmCollectives.broadcast_steps": ("load halves", "call meet_steps"),
+    "ShmCollectives.all_gather_steps": ("store halves", "call meet_steps", "load halves"),
+    "ShmCollectives.barrier_steps": ("call meet_steps",),
+    "ShmCollectives.agree_steps": ("call meet_steps",),
+    "Exchange.steps": ("call _publish", "store halves", "call meet_steps", "call rest_steps"),
+    "Exchange.rest_steps": ("call _read_head", "load halves", "call _publish", "call meet_steps"),
+    "Exchange._publish": ("store halves",),
+    "Exchange._read_head": ("load halves",),
+    "ShortCollectives.copy": (
+        *("call _take_block", "store halves", "store halves", "call _meet"),
+        *("load halves", "call _go_on", "load halves"),
+    ),
+    "ShortCollectives._take_block": ("call _meet", "load halves", "call _go_on", "load halves"),
+    "ShortCollectives._go_on": ("call rest_steps",),
+    "ShortCollectives.barrier": ("call _meet",),
 }
 
 
 @pytest.mark.parametrize("name", sorted(COLLECTIVES))
 def test_every_collective_meets_between_writing_and_reading(name: str) -> None:
-    calls = ("_meet", "_publish_shares", "_fold_share")
-    assert collapsed(outline(_shm_collectives, f"ShmCollectives.{name}", calls)) == COLLECTIVES[name]
+    calls = (
+        *("meet_steps", "_publish_shares", "_fold_share", "_publish", "_read_head", "rest_steps"),
+        *("_meet", "_take_block", "_go_on"),
+    )
+    module = {"Shm": _shm_collectives, "Exc": _exchange, "Sho": _short_collectives}[name[:3]]
+    assert collapsed(outline(module, name, calls)) == COLLECTIVES[name]
 
 
 # -- the documents ----------------------------------------------------------------------------------------------------

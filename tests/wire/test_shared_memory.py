@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import saboteurs
-from harness import descriptors, mapped_memfds, pids
-from rank_arrays import assert_same
+from support import saboteurs
+from support.harness import descriptors, mapped_memfds, pids
+from support.rank_arrays import assert_same
 
 import synk
 

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from rank_arrays import REDUCIBLE, assert_same, reduced
+from support.rank_arrays import REDUCIBLE, assert_same, reduced
 
 from synk._pure.ops import BLOCK_NBYTES
 from synk._wire.memory import Segment

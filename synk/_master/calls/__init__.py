@@ -1,4 +1,4 @@
 """One call, from the arguments to the result.
 
-``call`` is its way: for a new one, and for one that fits a ``compiled`` one.
+``call`` is the path: for a new call, and for a call that fits a ``compiled`` one.
 """

@@ -1,4 +1,4 @@
-"""An argument as calls know it: its kind, the rows it has, its pickle, and its description for the workers."""
+"""An argument as calls know it: its kind, its rows, its pickle, and its description for the workers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from synk._master.code.culprits import culprit_in
 from synk._master.objects.data import Contents
+from synk._master.state.ledger import Transfer
 from synk._master.state.variable import Variable
 from synk._pure.interrupts import operation, safe_point
 from synk._pure.nested import PLAIN_TYPES
@@ -27,40 +28,40 @@ _PAGE = 4096
 
 
 class Nest(NamedTuple):
-    """The nested value that an argument and those behind it are the leaves of; see ``synk._pure.nested``."""
+    """A nested value, whose leaves are an argument and those behind it; see ``synk._pure.nested``."""
 
     num_leaves: int
     structure: Any
     is_whole: bool = False
-    """Whether it goes whole to every rank, so that lists in it are structure."""
+    """Whether the value goes whole to every rank, so that its lists are structure."""
 
 
 @dataclass
 class Argument:
-    """One argument of a call, or a leaf of a nested one, checked.
+    """One argument of a call, or one leaf of a nested argument, after the checks.
 
     Attributes
     ----------
     label : str
-        How errors call it.
+        Its name in errors.
     keyword : str
-        Under which name the function gets it; empty for by position.
+        The name under which the function gets it; empty if by position.
     kind : str
-        As ``Input.kind``.
+        As in ``Input.kind``.
     array : ndarray or None
-        What must be staged (``rows`` and ``whole`` that lie in no segment yet).
+        The array to stage: ``rows`` or ``whole`` that lies in no segment yet.
     data : synk.Data or None
     contents : Contents or None
-        Of ``data`` when the argument was bound, or of a memory-mapped array. Another thread may replace those of
-        ``data`` at any time, so the whole call goes by these.
+        The contents of ``data`` when the argument was bound, or the place of a memory-mapped array. Another thread may
+        replace the contents of ``data`` at any time, so the whole call uses these.
     value : object
         For ``object``, ``shard``, ``replica`` and ``resident``.
     tensor_dtype : str
-        As ``Input.tensor_dtype``.
+        As in ``Input.tensor_dtype``.
     is_tensor : bool
-        Whether ``array`` is the memory of a tensor of torch.
+        Whether ``array`` is the memory of a torch tensor.
     nest : Nest or None
-        Of the first leaf of a nested argument.
+        The nested value, if this is its first leaf.
     is_part : bool
         Whether ``array`` is part of a sparse matrix or a table, which cannot be a ``Data``.
     """
@@ -86,7 +87,7 @@ class Argument:
             return (self.kind, *place, array.shape, array.dtype, array.dtype.type, self.is_minibatch)
         if self.kind == "closed over":
             return (self.kind, self.value.id, self.array.shape)  # type: ignore[union-attr]
-        if self.array is not None:  # the type as well: NumPy calls np.record equal to a plain record
+        if self.array is not None:  # the type too: NumPy calls np.record equal to a plain record
             return (self.kind, self.array.shape, self.dtype, self.dtype.type, self.tensor_dtype)
         if self.kind in ("shard", "replica", "resident"):
             return (self.kind, self.value.id)
@@ -94,18 +95,18 @@ class Argument:
 
     @property
     def is_minibatch(self) -> bool:
-        """Whether it holds the rows of the batch only."""
+        """Whether it holds only the rows of the batch."""
         return self.data is not None and self.data.minibatch
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Of the array; None where it is none."""
+        """The shape of the array; None if it is not an array."""
         array = self.array if self.contents is None else self.contents.array
         return None if array is None else array.shape
 
 
 class Rows(NamedTuple):
-    """A scattered array of a call, as far as it matters for which rows the ranks get."""
+    """What counts of a scattered array when rows are given to ranks."""
 
     label: str
     num_rows: int
@@ -113,12 +114,12 @@ class Rows(NamedTuple):
 
 
 def rows_of(arguments: Sequence[Argument]) -> list[Rows]:
-    """Return the arrays that have rows, as ``select`` and ``assign`` take them."""
+    """Return the arrays that have rows, in the form that ``select`` and ``assign`` take."""
     return [Rows(a.label, a.shape[0], a.is_minibatch) for a in arguments if a.kind == "rows" and a.shape is not None]
 
 
 def select(rows: Sequence[Rows], batch: Any, function_name: str) -> Selection | None:
-    """Return the rows of a call, or None where no argument is scattered."""
+    """Return the rows of a call, or None if no argument is scattered."""
     if not rows:
         if batch is not None:
             raise ValueError(f"cannot select rows of {function_name!r}: batch was given, but no argument is scattered.")
@@ -129,14 +130,14 @@ def select(rows: Sequence[Rows], batch: Any, function_name: str) -> Selection | 
 
 
 def own_rows(variables: Sequence[Variable], world_size: int, function_name: str) -> tuple[list[tuple[int, int]], str]:
-    """Return the bounds of each rank's rows where the sharded ``variables`` of a function are all that has rows.
+    """Return the bounds of each rank's rows if nothing has rows except a function's sharded ``variables``.
 
     Returns
     -------
     bounds : list of (low, high)
-        All zero where there are no variables. Where shards differ in length, the longest one of a rank counts.
+        All zero if there are no variables. If a rank's shards differ in length, its longest one counts.
     unequal : str
-        The text of an error if they are no weights of an average, because the variables are not divided alike.
+        An error text if the rows cannot weight an average, because the variables are not divided in the same way.
     """
     variables = sorted(variables, key=lambda variable: variable.id)
     lengths = [variable.lengths for variable in variables]
@@ -154,10 +155,10 @@ def own_rows(variables: Sequence[Variable], world_size: int, function_name: str)
 def assign(
     rows: Sequence[Rows], shards: Sequence[tuple[str, Variable]], batch: Any, shard_batch: Any, function_name: str
 ) -> Assignment:
-    """Return which rank works on which rows where some arguments are sharded variables: each on those it owns.
+    """Return which rank works on which rows if some arguments are sharded variables: each rank on the rows it owns.
 
-    ``shards`` are the variables, with how errors call them. With ``batch`` and ``shard_batch`` the rows that the first
-    picks of the other arguments go with those that the second picks of the variables, one by one.
+    ``shards`` are the variables with their labels. ``batch`` selects rows of the other arguments and ``shard_batch``
+    rows of the variables; they are paired one by one.
 
     Raises
     ------
@@ -177,7 +178,7 @@ def assign(
         expected = assignment.selection.count
         if batch is not None:
             selection = select(rows, batch, function_name)
-            assert selection is not None  # a batch of nothing was refused
+            assert selection is not None  # an empty batch was refused
             if selection.count != expected:
                 raise ValueError(
                     f"cannot call {function_name!r}: got a batch of {selection.count} rows of {rows[0].label}, "
@@ -204,7 +205,7 @@ def assign(
 
 
 class ObjectPickler(Pickler):
-    """Pickles broadcast objects; the memory of tensors goes out of band, like that of arrays."""
+    """Pickles broadcast objects. The memory of tensors goes out of band, like that of arrays."""
 
     def reducer_override(self, obj: Any) -> Any:
         if is_tensor(obj) and is_ordinary(obj):
@@ -216,12 +217,12 @@ class ObjectPickler(Pickler):
 
 
 def padded(data: bytes, nbytes: int) -> np.ndarray:
-    """Return a pickle as an array of ``nbytes`` bytes; what follows its end is not read."""
+    """Return a pickle as an array of ``nbytes`` bytes. The bytes after its end are never read."""
     return np.frombuffer(data.ljust(nbytes, b"\0"), np.uint8)
 
 
 def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> tuple[bytes, list[memoryview]]:
-    """Pickle the broadcast objects of a call as one tuple; arrays inside go out of band.
+    """Pickle the broadcast objects of a call as one tuple. Arrays in them go out of band.
 
     Returns
     -------
@@ -232,7 +233,7 @@ def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> 
     Raises
     ------
     SerializationError
-        Naming the argument that cannot be pickled.
+        With the name of the argument that cannot be pickled.
     """
     buffers: list[pickle.PickleBuffer] = []
     if all(type(value) in PLAIN_TYPES for value in values):
@@ -256,7 +257,7 @@ def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> 
 
 
 def pickle_nests(arguments: Sequence[Argument], function_name: str) -> bytes:
-    """Pickle ``(first, num_leaves, structure)`` of each nested argument; nothing where there are none."""
+    """Pickle ``(first, num_leaves, structure)`` of each nested argument; empty if there are none."""
     nests = [(first, a.nest.num_leaves, a.nest.structure) for first, a in enumerate(arguments) if a.nest is not None]
     if not nests:
         return b""
@@ -270,18 +271,40 @@ def pickle_nests(arguments: Sequence[Argument], function_name: str) -> bytes:
 
 
 def aligned(offset: int, nbytes: int) -> int:
-    """Return the next offset where ``nbytes`` bytes should start: on a cache line, on a page if they are many."""
+    """Return the next offset at which ``nbytes`` bytes should start: on a cache line or, if large, on a page."""
     alignment = _PAGE if nbytes >= (1 << 20) else LINE_NBYTES
     return -(-offset // alignment) * alignment
 
 
 def capacity_for(nbytes: int) -> int:
-    """Return the room for a pickle of ``nbytes`` bytes: powers of two, so that small changes keep the plan."""
+    """Return the room for a pickle of ``nbytes`` bytes: a power of two, so that small changes keep the plan."""
     return 256 if nbytes <= 256 else 1 << (nbytes - 1).bit_length()
 
 
+_KINDS = {"shard": "shared", "replica": "shared", "resident": "shared", "closed over": "shared"}
+"""The ledger's names for things that the ranks already have, by the kind of an argument."""
+
+
+def transfers_in(arguments: Sequence[Argument], objects: tuple[bytes, list[memoryview]] | None) -> tuple[Transfer, ...]:
+    """Return what each call with such arguments transfers to the workers."""
+    found = []
+    for argument in arguments:
+        array = argument.array if argument.contents is None else argument.contents.array
+        kind = _KINDS.get(argument.kind) or ("staged" if argument.contents is None else "data")
+        if array is not None and kind != "shared":
+            num_rows = len(array) if argument.kind == "rows" else 0
+            found.append(Transfer(argument.label, kind, array.nbytes, array.nbytes // num_rows if num_rows else 0))
+        elif kind == "shared":
+            found.append(Transfer(argument.label, kind, 0))
+    if objects is not None:
+        names = ", ".join(argument.label for argument in arguments if argument.kind == "object")
+        nbytes = len(objects[0]) + sum(view.nbytes for view in objects[1])
+        found.append(Transfer(names, "pickled", nbytes))
+    return tuple(found)
+
+
 def input_of(argument: Argument, segment_id: int, offset: int) -> Input:
-    """Return the worker's description of an argument at its place."""
+    """Return the worker's description of an argument that lies at this place."""
     if argument.kind == "object":
         return Input(argument.keyword, "object", 0, offset)
     if argument.kind in ("shard", "replica", "resident"):

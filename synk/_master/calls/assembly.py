@@ -1,6 +1,6 @@
 """From the outputs of all ranks to the result of a call: agreement, small reductions, places of large outputs.
 
-In one file because all of it is one class: what was agreed decides where each output lies and how it is combined.
+In one file because it is one class: the agreed layout decides where each output lies and how it is combined.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from synk._wire.messages import LARGE_NBYTES, Layout, Leaf, Move, is_reduced_on_
 from synk.errors import CollectiveMismatch, add_note
 
 _ABSENT = Leaf((), None)
-"""In the place of a leaf that a rank does not have: it returned None there."""
+"""Stands for a leaf that a rank does not have, because it returned None there."""
 
 
 class Assembly:
-    """How the outputs of the ranks that ran become one result; good for every call with the same layouts.
+    """How the outputs of the ranks that ran become one result. It serves every call with the same layouts.
 
     Parameters
     ----------
     name : str
-        Of the function, for errors.
+        Name of the function, for errors.
     outputs : Op or nesting of them
     subset : tuple or None
-        Positions or keys of the outputs wanted.
+        Positions or keys of the wanted outputs.
     voters : list of int
         The ranks that ran, ascending.
     layouts : list of Layout
-        One per voter.
+        One for each voter.
     slots : Segment
     slot_nbytes : int
     world_size : int
     number : int
-        By which the ranks know it.
+        The number by which the ranks know it.
     has_group : bool
         Whether the voters reduce large outputs by NCCL.
     """
@@ -70,7 +70,7 @@ class Assembly:
     ) -> None:
         self.name = name
         self.number = number
-        self._has_group = has_group
+        self.has_group = has_group
         self._slots_id = slots.id
         self.voters = voters
         self.has_assignments = any(layout.assigned for layout in layouts)
@@ -84,7 +84,7 @@ class Assembly:
         self.ops: list[Op] = match_ops(outputs, self.skeleton, self._num_leaves, repr(name))
         wanted = wanted_leaves(self.skeleton, subset, name)
         self._wanted = range(self._num_leaves) if wanted is None else sorted(wanted)
-        # The sum of what ranks have of an average is divided once, at the end.
+        # The ranks publish sums for an average. Their sum is divided once, at the end.
         first = self.layouts[0].leaves
         self._rank_ops: list[Op] = [
             REDUCTIONS["sum"] if op.is_weighted and leaf.partial_of is not None else op
@@ -114,8 +114,8 @@ class Assembly:
             self._place(leaf)
         self._small = self._reduced_slots()
         self._is_tuple = self.skeleton == tuple(range(self._num_leaves)) and type(self.skeleton) is tuple
-        # Overflow and NaN are the caller's numbers, as in a NumPy reduction. To enter np.errstate for each call takes
-        # longer than to reduce.
+        # Overflow and NaN are the caller's business, as in a NumPy reduction. Entering np.errstate at each call takes
+        # longer than the reduction.
         self._context = contextvars.Context()
         self._context.run(np.seterr, all="ignore")
 
@@ -125,18 +125,18 @@ class Assembly:
         return all(leaf.dtype is not None for layout in self.layouts for leaf in layout.leaves)
 
     def fits(self, voters: Sequence[int], layouts: Sequence[Layout], slots: Segment, has_group: bool) -> bool:
-        """Whether it is good for a call, of which the arguments are those of the constructor."""
+        """Whether it can be reused for a call with these ranks, layouts, slots and this use of NCCL."""
         return (
             self.voters == voters
             and all(mine is layout for mine, layout in zip(self._sent, layouts))
             and self._slots_id == slots.id
-            and self._has_group == has_group
+            and self.has_group == has_group
         )
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 
     def _agreed(self, outputs: Any) -> Agreement:
-        """Return the one structure of all ranks."""
+        """Return the structure that all ranks agree on."""
         skeletons = [layout.skeleton for layout in self._sent]
         leaves, structure = flatten(skeletons[0])
         if all(flatten(skeleton) == (leaves, structure) for skeleton in skeletons[1:]):
@@ -160,7 +160,7 @@ class Assembly:
 
     @staticmethod
     def _in_place(layout: Layout, positions: list[int]) -> Layout:
-        """Return a rank's layout with a leaf for each of the common skeleton."""
+        """Return a rank's layout with one leaf for each leaf of the common skeleton."""
         return layout._replace(leaves=tuple(layout.leaves[k] if k != MISSING else _ABSENT for k in positions))
 
     def _check_leaf(self, leaf: int) -> None:
@@ -170,7 +170,7 @@ class Assembly:
         kinds: list[tuple[Any, tuple[int, ...]]] = []
         for layout in self.layouts:
             item = layout.leaves[leaf]
-            if item.dtype is None:  # a list or a table: what these hold is compared when they are combined
+            if item.dtype is None:  # a list or a table: their contents are compared when they are combined
                 kinds.append((None, ()))
                 continue
             shape = item.shape[1:] if op.concatenates else item.shape
@@ -207,7 +207,7 @@ class Assembly:
             itemsize = items[0].dtype.itemsize
             count = items[0].nbytes // itemsize
             kind, bounds = "reduce", chunk_bounds(count, itemsize, len(self.voters))
-            if is_reduced_on_devices(items[0], op, self._has_group):
+            if is_reduced_on_devices(items[0], op, self.has_group):
                 kind, bounds = "device", block_bounds(count, len(self.voters))
             for voter, (start, stop) in enumerate(bounds):
                 self._move(voter, leaf, kind, op.name, offset, start, stop)
@@ -241,28 +241,28 @@ class Assembly:
         Parameters
         ----------
         rows : sequence of int
-            Of each voter: the weights of averages.
+            The rows of each voter: the weights of averages.
         objects : list of lists or None
-            The outputs of each voter that are no arrays, in leaf order; None where there are none.
+            Each voter's outputs that are not arrays, in leaf order; None if there are none.
         root : ndarray of uint8 or None
             The leased buffer with the large outputs.
         order : ndarray of int64 or None
-            Row k of gathered outputs goes to position ``order[k]``; None: they are in order.
+            Row k of gathered outputs goes to position ``order[k]``; None means that they are in order.
         """
         if self._small is not None and len(set(rows)) <= 1:
             return self._context.run(self._build_small, self._small, rows)
         parts = self._parts(objects)
         values: list[Any] = [None] * self._num_leaves
-        for leaf in self._other_leaves:  # their ops may be the user's, and compute under the program's own settings
+        for leaf in self._other_leaves:  # these ops may be the user's, and compute under the program's own settings
             values[leaf] = self._value(leaf, parts.get(leaf, []), rows, root, order)
         if self._reduced_leaves:
-            with np.errstate(all="ignore"):  # overflow and NaN are the caller's numbers, as in a NumPy reduction
+            with np.errstate(all="ignore"):  # overflow and NaN are the caller's business, as in a NumPy reduction
                 for leaf in self._reduced_leaves:
                     values[leaf] = self._as_returned(leaf, self._reduced(leaf, parts.get(leaf, []), rows, root), rows)
         return self._select(values)
 
     def _reduced_slots(self) -> list[EqualReduction] | None:
-        """Return the reduction of each output where all are small, reduced, and of full precision."""
+        """Return the reduction of each output if all are small, reduced, and of full precision, else None."""
         if self._subset is not None or self.result_nbytes:
             return None
         slots = ([view for row in self._views if (view := row[leaf]) is not None] for leaf in range(self._num_leaves))
@@ -273,7 +273,7 @@ class Assembly:
         return reductions if len(reductions) == len(found) else None
 
     def _build_small(self, reductions: list[EqualReduction], rows: Sequence[int]) -> Any:
-        """Return the result of outputs that are only to be combined, and divided, where they lie."""
+        """Return the result if the outputs only have to be combined and divided where they lie."""
         values = []
         for combine, slots, divisor in reductions:
             value = fold(combine, slots) if len(slots) > 1 else _own(slots[0])
@@ -283,14 +283,14 @@ class Assembly:
         return tuple(values) if self._is_tuple else unflatten(self.structure, values)
 
     def _as_returned(self, leaf: int, value: Any, rows: Sequence[int]) -> Any:
-        """Return an output of the caller's own as the function returned it: finished, and a tensor where it was one."""
+        """Return a new value in the form in which the function returned it: finished, and a tensor if it was one."""
         item, op = self.layouts[0].leaves[leaf], self.ops[leaf]
         if item.partial_of is not None and isinstance(op, Reduction):
             value = op.finished(value, sum(rows), item.partial_of)
         return _tensor(value, item.is_tensor)
 
     def _parts(self, objects: list[list[Any]] | None) -> dict[int, list[Any]]:
-        """Return for each leaf the voters' outputs that are no arrays (None where one is)."""
+        """Return, for each leaf, the voters' outputs that are not arrays; None stands for an array."""
         parts: dict[int, list[Any]] = {}
         for voter, layout in enumerate(self.layouts if objects is not None else ()):
             assert objects is not None
@@ -315,7 +315,7 @@ class Assembly:
         return chosen if type(skeleton) is list else tuple(chosen)
 
     def _array(self, leaf: int, voter: int, root: np.ndarray | None) -> np.ndarray:
-        """Return voter's array: a view of its slot, or of its place in the result buffer."""
+        """Return a voter's array: a view of its slot, or of its place in the result buffer."""
         view = self._views[voter][leaf]
         if view is not None:
             return view
@@ -340,7 +340,7 @@ class Assembly:
         return combined(self.ops[leaf], parts, rows, self._named(leaf), ranks=self.voters, order=order)
 
     def _combined(self, leaf: int, parts: list[Any], rows: Sequence[int], root: np.ndarray | None) -> Any:
-        """Return the values of all ranks combined by an op that takes any; not combined under op None."""
+        """Return the values of all ranks combined by an op that accepts any value, or a list of them under op None."""
         op, items = self.ops[leaf], [layout.leaves[leaf] for layout in self.layouts]
         values = [
             None
@@ -367,7 +367,7 @@ class Assembly:
         return f"{output_name(self.skeleton, leaf)} of {self.name!r}"
 
     def _finished(self, leaf: int, value: Any, rows: list[int] | None = None) -> Any:
-        """Return the result of an op, of values to be combined where their ``rows`` are given."""
+        """Return the result of an op. With ``rows``, ``value`` is the list of values that the op must first combine."""
         op = self.ops[leaf]
         try:
             return safe_point(op.finish, value if rows is None else safe_point(op.combine, value, rows))
@@ -408,7 +408,7 @@ class Assembly:
             start = 0
             for voter, item in enumerate(items):
                 view = self._views[voter][leaf]
-                if view is not None:  # small parts lie in the slots, large ones are in place
+                if view is not None:  # small parts lie in the slots, large parts are in place already
                     result[start : start + item.shape[0]] = view
                 start += item.shape[0]
         self._check_order(leaf, len(result), order)
@@ -420,7 +420,7 @@ class Assembly:
 
 
 def _describe(skeleton: Any) -> str:
-    """Return the structure of a result in words, as ``(value, {'a': value})``."""
+    """Return the structure of a result in words, for instance ``(value, {'a': value})``."""
     leaves, structure = flatten(skeleton)
     return repr(unflatten(structure, [_Value()] * len(leaves)))
 
@@ -439,7 +439,7 @@ def _is_tabular(part: Any) -> bool:
 
 
 def _tensor(value: Any, is_tensor: bool) -> Any:
-    """Return a value of the caller's own, as a tensor on its memory where the function returned one."""
+    """Return a new value as a tensor on its memory if the function returned a tensor."""
     return tensor_of(np.asarray(value)) if is_tensor and isinstance(value, (np.ndarray, np.generic)) else value
 
 
@@ -451,7 +451,7 @@ def _view(root: np.ndarray, offset: int, shape: tuple[int, ...], dtype: np.dtype
 
 
 def _own(array: np.ndarray) -> Any:
-    """Return what the caller may keep: a copy of a slot, a view of a leased buffer, a scalar for no axes."""
+    """Return what the caller may keep: a copy of a slot, a view of a leased buffer, or a scalar."""
     if array.ndim == 0:
         return array.copy()[()]
     return array.copy() if array.nbytes < LARGE_NBYTES else array

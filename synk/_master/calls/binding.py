@@ -1,12 +1,12 @@
 """From the arguments of a call to the rows of each rank.
 
-All that can be wrong with them is said here, before anything is sent.
+Errors in the arguments are raised here, before the call is sent; but functions may be loaded, and values brought.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from synk._master import collectives
@@ -18,10 +18,13 @@ from synk._master.session import Session
 from synk._master.state.variable import Variable
 from synk._pure.ops import EACH
 from synk._pure.output_ops import each_op
-from synk._pure.shards import Assignment, Selection, shard_bounds
+from synk._pure.shards import Assignment, Selection, block_bounds, shard_bounds
 from synk._pure.trees import flatten
 
-_even_bounds = functools.lru_cache(maxsize=256)(shard_bounds)
+even_bounds = functools.lru_cache(maxsize=256)(shard_bounds)
+
+Divider = Callable[[int], list[tuple[int, int]]]
+"""Maps a number of rows to the bounds of each rank."""
 
 
 def bind(
@@ -34,10 +37,10 @@ def bind(
 ) -> Call:
     """Check the arguments and decide which rank works on which rows.
 
-    The call is sent after this; functions may be loaded, and values on devices read, in here.
+    The call itself is sent later. This may load functions and read values from devices.
     """
     name = function.name
-    checks = Checks(name, function.framework, session, is_submitted=options.is_submitted)
+    checks = Checks(name, _framework(function, session), session, is_submitted=options.is_submitted)
     arguments = checks.arguments(function.signature.bind(args, kwargs))
     if options.is_serial:
         _bring_together(session, function, arguments, deadline)
@@ -50,7 +53,7 @@ def bind(
 
 
 def _bring_together(session: Session, function: Callee, arguments: list[Argument], deadline: float | None) -> None:
-    """Give a serial call all rows of the sharded variables, for one rank cannot read another's shard."""
+    """Give a serial call all rows of the sharded variables, since one rank cannot read another's shard."""
     for argument in arguments:
         if argument.kind != "shard":
             continue
@@ -69,14 +72,16 @@ def _bring_together(session: Session, function: Callee, arguments: list[Argument
 def _divide(
     session: Session, function: Callee, arguments: list[Argument], options: CallOptions, deadline: float | None
 ) -> Call:
-    """Decide which rows a call works on, which ranks run it, and on which of the rows each."""
+    """Decide which rows a call uses, which ranks run it, and which of the rows each rank gets."""
     name, world_size = function.name, session.world_size
     sources: Sequence[Variable] = ()
     unequal = ""
     rows = rows_of(arguments)
     shards = [(argument.label, argument.value) for argument in arguments if argument.kind == "shard"]
+    if function.block_rows:
+        _check_blocks(session, shards, name)
     selection, bounds, owned = choose_rows(
-        rows, shards, options.batch, options.shard_batch, 1 if options.is_serial else world_size, name
+        rows, shards, options.batch, options.shard_batch, divider(session, function, options.is_serial), name
     )
     if selection is None:
         if not function.per_rank:
@@ -89,7 +94,7 @@ def _divide(
         bounds, unequal = [(0, count)] + [(count, count)] * (world_size - 1), ""
     ranks = [0] if options.is_serial else list(range(world_size))
     has_rows = selection is not None or bool(sources)
-    # Of a function whose outputs are not combined, a rank without rows shows what else it has.
+    # If outputs are not combined, a rank without rows may still have something to return.
     if selection is not None or (sources and any(op is not EACH for op in each_op(function.ops))):
         ranks = ranks_with_rows(bounds)
         if not ranks:
@@ -97,7 +102,19 @@ def _divide(
             ranks = [0]
     num_rows = [bounds[rank][1] - bounds[rank][0] if has_rows else 1 for rank in ranks]
     indices = index_arrays(selection, owned, rows)
-    return Call(arguments, selection, bounds, ranks, num_rows, None, options, owned, sources, unequal, indices)
+    chosen = owned, sources, unequal, indices
+    is_timed = bool(function.changes) or session.has_devices
+    return Call(arguments, selection, bounds, ranks, num_rows, None, options, *chosen, is_timed=is_timed)
+
+
+def divider(session: Session, function: Callee, is_serial: bool = False) -> Divider:
+    """Return the function that divides the rows of a call: evenly, by measured speed, or in whole blocks."""
+    num_parts = 1 if is_serial else session.world_size
+    if function.block_rows:
+        return functools.partial(block_bounds, num_parts=num_parts, block_rows=function.block_rows)
+    if session.balance is not None and not is_serial:
+        return session.balance.bounds
+    return functools.partial(even_bounds, world_size=num_parts)
 
 
 def choose_rows(
@@ -105,7 +122,7 @@ def choose_rows(
     shards: Sequence[tuple[str, Variable]],
     batch: Any,
     shard_batch: Any,
-    num_parts: int,
+    divide: Divider,
     name: str,
 ) -> tuple[Selection | None, list[tuple[int, int]], Assignment | None]:
     """Return the rows of a call, those of each rank, and how they lie in sharded variables; None where there are none.
@@ -121,7 +138,9 @@ def choose_rows(
     if shard_batch is not None:
         raise ValueError(f"cannot call {name!r}: shard_batch was given, but no argument is a sharded variable.")
     selection = select(rows, batch, name)
-    return selection, [] if selection is None else _even_bounds(selection.count, num_parts), None
+    if selection is None:
+        return None, [], None
+    return selection, divide(selection.count), None
 
 
 def ranks_with_rows(bounds: Sequence[tuple[int, int]]) -> list[int]:
@@ -129,7 +148,7 @@ def ranks_with_rows(bounds: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def index_arrays(selection: Selection | None, owned: Assignment | None, rows: Sequence[Rows]) -> IndexArrays:
-    """Return which rows of whole inputs, of the ranks' own shards and of minibatch inputs to take; None: a range."""
+    """Return the rows to take of whole inputs, of the ranks' own shards and of minibatch inputs; None for a range."""
     indices = None if selection is None else selection.indices
     if owned is None:
         return indices, None, None
@@ -138,13 +157,13 @@ def index_arrays(selection: Selection | None, owned: Assignment | None, rows: Se
 
 
 def closed_over_shards(session: Session, function: Callee, deadline: float | None) -> list[Variable]:
-    """Return the sharded variables that a function closes over, which is known when it has been sent."""
+    """Return the sharded variables that a function closes over. They are known once it has been sent."""
     function.load(session, deadline)
     return sorted((v for v in function.variables if v.is_sharded), key=lambda variable: variable.id)
 
 
 def _check_no_rows(ops: Any, name: str, sources: Sequence[Variable]) -> None:
-    """With no rows at all only sums and gathers have a value."""
+    """Raise ValueError for ops that have no value for no rows: only sums and gathers have one."""
     step = "Build it with per_rank=True if it fills sharded variables that are empty" if sources else "Check the batch"
     for op in each_op(ops):
         if not op.has_empty:
@@ -155,7 +174,7 @@ def _check_no_rows(ops: Any, name: str, sources: Sequence[Variable]) -> None:
 
 
 def _check_rowless(ops: Any, name: str) -> None:
-    """Where no rows are divided every rank computes the same: a sum or gather would depend on how many they are."""
+    """Raise ValueError for ops whose result would depend on the number of ranks: no rows are divided among them."""
     for op in each_op(ops):
         if op.needs_rows:
             raise ValueError(
@@ -163,3 +182,27 @@ def _check_rowless(ops: Any, name: str) -> None:
                 "sharded variable that the function closes over. Use op 'first' if all ranks compute the same value, "
                 "or build it with per_rank=True if each rank contributes its own."
             )
+
+
+def _check_blocks(session: Session, shards: Sequence[tuple[str, Variable]], name: str) -> None:
+    if shards:
+        raise ValueError(
+            f"cannot call {name!r}: got the sharded variable {shards[0][0]}, expected none: it is built with "
+            "reproducible=True, and ranks hold other rows of a variable than those of whole blocks. Pass an array."
+        )
+    if session.balance is not None:
+        raise ValueError(
+            f"cannot call {name!r}: got a runtime with balance='measured', expected 'even': it is built with "
+            "reproducible=True."
+        )
+
+
+def _framework(function: Callee, session: Session) -> str | None:
+    """Return the library whose arrays a function gets: the one it names, or the backend's default."""
+    default = session.assignment.framework
+    if default is not None and function.framework not in (None, default):
+        raise ValueError(
+            f"cannot call {function.name!r} with backend {session.backend!r}: got framework={function.framework!r}, "
+            f"expected {default!r} or None. Fork with another backend, or leave framework out."
+        )
+    return function.framework or default

@@ -1,8 +1,8 @@
 """One call in the master, from the arguments to the result.
 
-:func:`launch` makes a call that is new: arguments and rows (``binding``), plan and places (``staging``). One that fits
-a compiled call (``compiled``) needs none of that. From then on there is one way: :func:`send` copies and rings,
-:func:`complete` waits, combines (``replies``) and cleans up where that fails. The session is held.
+:func:`launch` makes a new call: arguments and rows (``binding``), plan and places (``staging``). A call that fits a
+compiled one (``compiled``) needs none of that. From then on there is one path: :func:`send` copies and rings,
+:func:`complete` waits and combines (``replies``), or cleans up after a failure. The caller holds the session.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from synk._master.state.lanes import Lane
 from synk._master.state.results import Lease
 from synk._pure.interrupts import operation, raised_by_handler
 from synk._wire.cell import cell
-from synk._wire.control import Down
+from synk._wire.control import TRACED, Down
 from synk._wire.messages import Kind
 from synk.errors import CallTimeout, ClosedError, SharedMemoryError, SynkError, WorkerDied
 
 UNFIT: Any = object()
-"""What a call returns that has done nothing, because it is another one than was compiled."""
+"""Returned instead of a result when a call does not fit the compiled one. Nothing has been done then."""
 
-_CALL, _NUMBER, _RESULT = Kind.CALL, int(Down.CALL), int(Down.RESULT)
+_CALL, _NUMBER, _RESULT, _TIMED = Kind.CALL, int(Down.CALL), int(Down.RESULT), int(Down.TIMED)
 
 
 def run_call(
@@ -44,7 +44,7 @@ def run_call(
     options: CallOptions,
     deadline: float | None,
 ) -> Any:
-    """Run one call that is new, compile those like it, and return its result. All workers are alive."""
+    """Run a new call, compile it for calls like it, and return its result. All workers must be alive."""
     return complete(session, launch(session, function, args, kwargs, options, deadline, session.lanes.first))
 
 
@@ -57,10 +57,10 @@ def call_again(
     batch: Any,
     shard_batch: Any,
 ) -> Any:
-    """Run one call that fits a compiled one and return its result, else ``UNFIT``. What was captured is current.
+    """Run a call that fits a compiled one and return its result, else ``UNFIT``. What it captured must be current.
 
-    Signal handlers may run at any line here. What they raise nothing catches that does not go on with it, and the next
-    operation settles what it has broken off.
+    Signal handlers may run at any line here. Every ``except`` raises their exceptions again, and the next operation
+    settles what they broke off.
     """
     if session._lock._is_owned() or cell.worker is not None:  # type: ignore[attr-defined]
         return UNFIT
@@ -90,11 +90,12 @@ def launch(
     *,
     is_alone: bool = False,
 ) -> Launched:
-    """Send a new call in ``lane``, which no call in flight uses; with ``is_alone``, as soon as none is in flight."""
-    if function.changes and options.num_slices > 1:
+    """Send a new call in ``lane``, which must be free. With ``is_alone``, wait first until no call is in flight."""
+    if options.num_slices > 1 and function.changes and not function.is_repeated:
         raise ValueError(
             f"cannot call {function.name!r}: got num_slices={options.num_slices}, expected 1, because it changes "
-            "resident objects: each rank runs it once."
+            "resident objects: each rank runs it once. Build it with on_oom='slices' if it may run for parts of the "
+            "rows."
         )
     started, state = time.monotonic_ns(), session.workers.log.state
     pickled = session.counters["bytes_pickled"]
@@ -113,7 +114,7 @@ def launch(
 
 
 def _wait_alone(session: Session, launched: Launched, is_waiting: bool) -> bool:
-    """Wait for the calls in flight, on whose outcomes this one depends; the ranks fetch its inputs meanwhile."""
+    """Wait for the calls in flight, on whose outcomes this one depends. Meanwhile the ranks fetch its inputs."""
     function, call, cached = launched.function, launched.call, launched.cached
     if is_waiting:
         if session.has_devices:
@@ -125,10 +126,10 @@ def _wait_alone(session: Session, launched: Launched, is_waiting: bool) -> bool:
 
 
 def send(session: Session, launched: Launched, before: Callable[[], bool] | None = None) -> bool:
-    """Bring the arguments and bounds of a call to where the workers read them, and tell them of it.
+    """Copy the arguments and bounds of a call to where the workers read them, and tell the workers.
 
-    ``before`` waits for what must have happened before they are told. Return False where that, or anything else that
-    has happened meanwhile, has made the call unfit; nobody has been told of it then.
+    ``before`` waits for what must happen before they are told. Returns False if that, or anything else that has
+    happened in the meantime, made the call unfit. No worker has been told of it then.
     """
     workers, cached, lane, doorbells = session.workers, launched.cached, launched.cached.lane, launched.doorbells
     stage(session, launched)
@@ -138,13 +139,20 @@ def send(session: Session, launched: Launched, before: Callable[[], bool] | None
         launched.lease = None  # the end of its array brings the buffer back
         return False
     session.counters["calls"] += 1
+    if session.tracer is not None:
+        lane.first_down[_TIMED] = TRACED
+        launched.sent_ns = time.monotonic_ns()
     if doorbells is None:
         _send_new(session, launched)
         return True
+    # The numbers and arguments lie in shared memory before the doorbell rings. No rank can still be reading the lane:
+    # its last call has been answered by all.
     lane.first_down[_RESULT] = 0 if launched.lease is None else launched.lease.segment.id
     launched.began = workers.began = launched.started_ns * 1e-9
-    cached.is_agreed = False  # until the call has ended well: a worker may tell of a layout that is not taken in
-    session.counters["bytes_pickled"] += launched.pickled_nbytes
+    # Until the call has succeeded: a worker may report a layout that the master never takes in.
+    cached.is_agreed = False
+    if launched.pickled_nbytes:
+        session.counters["bytes_pickled"] += launched.pickled_nbytes
     doorbells.ring(launched, _CALL, cached.plan.plan_id, lane.index)
     return True
 
@@ -168,14 +176,13 @@ def _send_new(session: Session, launched: Launched) -> None:
 
 def complete(session: Session, launched: Launched) -> Any:
     """Wait for the replies to a call and return its result."""
-    doorbells, assembly = launched.doorbells, launched.assembly
+    doorbells = launched.doorbells
     try:
         if doorbells is not None and doorbells.hear(launched, is_assembled=launched.lease is not None):
             return conclude(session, launched, None, launched.lease)
         with operation():
             result = _collect(session, launched)
-            if doorbells is None or launched.assembly is not assembly:
-                compile_call(session, launched)
+            compile_call(session, launched)
             return result
     except BaseException as error:
         if launched.result is not None and isinstance(error, (WorkerDied, CallTimeout)):
@@ -186,7 +193,7 @@ def complete(session: Session, launched: Launched) -> Any:
 
 
 def _collect(session: Session, launched: Launched) -> Any:
-    """Take in replies that are others than those expected, and return the result."""
+    """Take in replies that were not expected, and return the result."""
     steps = collecting(session, launched)
     try:
         request = next(steps)
@@ -199,11 +206,14 @@ def _collect(session: Session, launched: Launched) -> Any:
 
 
 def abandon(session: Session, launched: Launched, error: BaseException) -> None:
-    """Clean up after a call that did not end well: forget its plan, and take its buffer back."""
+    """Clean up after a call that failed: forget its plan and take its buffer back."""
     function, cached = launched.function, launched.cached
     function.plans.discard(cached, session.workers.log)
     if launched.lease is not None:
         session.memory.results.give_back(launched.lease)
+    if session.tracer is not None:
+        now = time.monotonic_ns()
+        session.tracer.note(launched, cached.lane.up_words, now, now, (cached.staged_nbytes, 0), type(error).__name__)
     is_known = not isinstance(error, Exception) or isinstance(error, SynkError)
     if session.is_closed and not is_known:
         raise ClosedError("the call was ended: the runtime was closed by another thread.") from error
@@ -216,18 +226,19 @@ def _load(session: Session, function: Callee, call: Call, deadline: float | None
     for resident in (*function.residents, *(each.value for each in call.arguments if each.kind == "resident")):
         resident.check(f"call {function.name!r}")
     function.load(session, deadline)
-    while session.workers.processes.has_dead:  # one that died after it had loaded the function
+    while session.workers.processes.has_dead:  # a worker may die after it has loaded the function
         session.resume(f"call {function.name!r}", deadline)
         function.load(session, deadline)
-    if session.has_devices:  # a value there ends with its worker
+    if session.has_devices:  # a value on a device is lost with its worker
         used = [argument.value for argument in call.arguments if argument.kind in ("shard", "replica")]
         check_not_lost([*function.variables, *used], None, f"call {function.name!r}")
 
 
 def _lease(session: Session, cached: CachedPlan, call: Call) -> Lease | None:
-    """Lease a buffer for the large outputs of a call, where all ranks know their parts from an earlier one.
+    """Lease a buffer for a call's large outputs if all ranks know their parts from an earlier call.
 
-    They fill it without being asked once all of their outputs are there, if those look as before. No call needs it.
+    The ranks fill it without being asked, once all of their outputs are there and have the known layout. The call also
+    works without it.
     """
     assembly = cached.assembly
     if assembly is None or not assembly.result_nbytes or call.has_group:
@@ -241,5 +252,5 @@ def _lease(session: Session, cached: CachedPlan, call: Call) -> Lease | None:
         return None
     try:
         return session.memory.lease_result(assembly.result_nbytes)
-    except SharedMemoryError:  # if the outputs need it after all, the call says so
+    except SharedMemoryError:  # if the outputs need the memory, the call will raise this
         return None

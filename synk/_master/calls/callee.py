@@ -1,10 +1,13 @@
-"""What a call needs of the function that is called, and how functions come to the workers.
+"""A function as calls know it, and how functions get to the workers.
 
-Made with the user's function, before there is a runtime, and sent with others when a call or ``distribute`` needs it.
+A callee is made with the user's function, before there is a runtime. It is sent, together with others, when a call or
+``distribute`` needs it.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import sys
 import threading
 import types
@@ -14,27 +17,29 @@ from collections.abc import Sequence
 from typing import Any
 
 from synk._master.calls.plans import PlanCache
-from synk._master.calls.repeated_copies import RepeatedCopies
 from synk._master.calls.signature import Signature
 from synk._master.code.book import Book
-from synk._master.code.capture import Capture, place_of
+from synk._master.code.capture import Capture
+from synk._master.code.culprits import place_of
 from synk._master.code.modules import is_users_module
 from synk._master.objects.resident import Resident
 from synk._master.session import Session
 from synk._master.state.captured import Changes, Referred, captured_in, check_captured, check_optimizers, referred_in
+from synk._master.state.guard import Copies
+from synk._master.state.ledger import Record
 from synk._master.state.resident import check_owner as check_owner_of_resident
 from synk._master.state.variable import check_owner
 from synk._pure.output_ops import DefaultOp, ops_of
 from synk.errors import StaleCaptureError, StaleCaptureWarning
 
-_waiting: weakref.WeakKeyDictionary[Callee, None] = weakref.WeakKeyDictionary()  # in the order they were made
+_waiting: weakref.WeakKeyDictionary[Callee, None] = weakref.WeakKeyDictionary()  # in the order in which they were made
 _waiting_lock = threading.Lock()
 
 
 class FunctionHandle:
-    """The base of :class:`synk.Function`. A module holds one under the function's name.
+    """The base of :class:`synk.Function`. A module may hold one under the function's name.
 
-    Workers that import the module make it themselves; see ``code.modules.is_told_by_import``.
+    Workers that import the module make their own; see ``code.modules.is_told_by_import``.
     """
 
     _is_made_by_import = True
@@ -42,40 +47,48 @@ class FunctionHandle:
 
 
 class Callee:
-    """A function, as calls know it. The workers forget it when nobody holds it any more.
+    """A function as calls know it. The workers forget it when the last reference to it is gone.
 
     Parameters
     ----------
     fn, bcast_inputs, outputs, updates, framework, name, per_rank
-        As for :func:`synk.function`, checked but for ``outputs``.
+        As for :func:`synk.function`; all but ``outputs`` are checked already.
     changes : sequence of Resident
     session : Session or None
-        The only one that may call it; None: any. Afterwards ``fixed_session``.
+        The only session that may call it; None for any. Kept as ``fixed_session``.
 
     Attributes
     ----------
     changes : tuple of ResidentObject
     session : Session or None
-        That whose workers have it.
+        The session whose workers have it.
     title : str
         The name, for errors.
     id : int
-        Given by that session.
+        Its number in that session.
     capture : Capture or None
-        What they have been told of it.
+        What the workers were told about what it captures.
     is_stale : bool
-        Whether it, or something that it captured, has to be sent again.
+        Whether it, or something that it captured, must be sent again.
     is_doubtful : bool
-        Whether all that it captured is to be compared in full before it is called.
+        Whether everything that it captured must be compared in full before the next call.
     variables, residents : set of Variable, set of ResidentObject
-        What it refers to.
+        What it refers to on the workers.
     ops : Op or nesting of them
         What ``outputs`` means.
     is_unchecked : bool
-        Whether nobody knows yet if the average, which is the default op, fits its outputs.
+        Whether it is still unknown if the default op, the average, fits its outputs.
+    block_rows : int
+        How many rows each block has for which it is called; 0 for no blocks.
+    retry : int
+        How often a call is run again after a death.
+    is_repeated : bool
+        Whether a call that runs out of memory is repeated in slices.
     plans : PlanCache
+    record : Record
+        What its calls have cost in this session.
     large_changes : Changes
-    repeated_copies : RepeatedCopies
+    copies : Copies
 
     Raises
     ------
@@ -94,13 +107,16 @@ class Callee:
         changes: Sequence[Resident] = (),
         framework: str | None = None,
         per_rank: bool = False,
+        block_rows: int = 0,
+        retry: int = 0,
+        is_repeated: bool = False,
         session: Session | None = None,
     ) -> None:
         self.ops = ops_of(outputs, repr(name))
         self.fn = fn
         self.name = name
         self.title = repr(name)
-        self._bcast_inputs = bcast_inputs
+        self.bcast_inputs = bcast_inputs
         self.signature = Signature(fn, bcast_inputs, name)
         is_default = isinstance(outputs, DefaultOp)
         self.outputs = str(outputs) if is_default else outputs
@@ -110,6 +126,7 @@ class Callee:
         self.changes = tuple(handle._referent for handle in changes)
         self.framework = framework
         self.per_rank = per_rank
+        self.block_rows, self.retry, self.is_repeated = block_rows, retry, is_repeated
         self.fixed_session = session
         self.session: Session | None = None
         self.id = -1
@@ -118,8 +135,9 @@ class Callee:
         self.capture: Capture | None = None
         self._code = getattr(fn, "__code__", None)
         self._home: tuple[dict[str, Any], str] | None = None  # the user's module that holds it, and its name there
+        self.record = Record(name)
         self.large_changes = Changes(name)
-        self.repeated_copies = RepeatedCopies(name)
+        self.copies = Copies(name)
         self._modules: tuple[Any, ...] = ()
         captured = check_captured(name, self.options)
         (self.variables, self.residents), self._modules = captured.referred, captured.modules
@@ -135,20 +153,23 @@ class Callee:
             "framework": self.framework,
             "updates": self._updates,
             "changes": self._changed,
+            "is_repeated": self.is_repeated,
             "modules": self._modules,
         }
 
     # -- what it captured ---------------------------------------------------------------------------------------------
 
     def renew(self) -> FunctionHandle | None:
-        """Go on with what the function captured as it is now; return what its module holds in its place, if it does.
+        """Prepare for what the function captured as it is now. Return the function that replaces it in its module, if
+        any.
 
-        A module that is reloaded makes its functions anew, and its name in the module tells which one is meant.
+        Reloading a module makes its functions again. The function with the same name in the module is the one that is
+        meant.
 
         Raises
         ------
         StaleCaptureError
-            If something has changed that calls have not seen. The next call sees it.
+            If something has changed that earlier calls did not see. The next call sees it.
         """
         capture = self.capture
         if capture is None or capture.is_current():
@@ -171,7 +192,7 @@ class Callee:
         fn = successor if isinstance(successor, types.FunctionType) else self.fn
         code = getattr(fn, "__code__", None)
         if fn is not self.fn or code is not self._code:
-            self.signature = Signature(fn, self._bcast_inputs, self.name)
+            self.signature = Signature(fn, self.bcast_inputs, self.name)
             self.plans.forget_compiled()
             self.fn, self._code = fn, code
         self.is_stale = True
@@ -189,7 +210,7 @@ class Callee:
         )
 
     def doubts(self) -> list[str]:
-        """Compare all that it captured in full; say what had changed and no call has seen. The next call sees it."""
+        """Compare everything it captured in full. Describe changes that no call has seen; the next call sees them."""
         capture = self.capture
         if capture is None or self.session is None or self.session.is_closed:
             return []
@@ -201,7 +222,7 @@ class Callee:
         ]
 
     def uncompared(self) -> list[str]:
-        """Say which of the objects that it captured cannot be compared, so that their changes are not seen."""
+        """Describe captured objects that cannot be compared, so that their changes stay unseen."""
         if self.capture is None or self.session is None or self.session.is_closed:
             return []
         return [
@@ -211,12 +232,12 @@ class Callee:
         ]
 
     def check_all(self) -> None:
-        """Compare all that it captured in full.
+        """Compare everything it captured in full.
 
         Raises
         ------
         StaleCaptureError
-            If something has changed that calls have not seen.
+            If something has changed that earlier calls did not see.
         """
         capture = self.capture
         if capture is None or self.session is None or self.session.is_closed:
@@ -226,7 +247,7 @@ class Callee:
                 raise self._stale_error(obj, num_calls)
 
     def refresh(self) -> None:
-        """Compare all that it captured in full before the next call, which uses what is there then."""
+        """Have the next call first compare everything that the function captured in full, and use what it finds."""
         self.is_doubtful = True
         if self.capture is not None:
             self.capture.is_valid = False
@@ -244,14 +265,14 @@ class Callee:
     # -- on the workers -----------------------------------------------------------------------------------------------
 
     def load(self, session: Session, deadline: float | None) -> None:
-        """See that the workers have it."""
+        """See that the workers have the function."""
         if self.session is not session or self.is_stale:
             distribute(session, [self], deadline=deadline)
         else:
             session.functions.ensure_loaded(deadline)
 
     def note_loaded(self, session: Session, referred: Referred) -> None:
-        """The workers have it, with what it captured."""
+        """Note that the workers have the function and what it captured."""
         is_new = self.session is not session
         if self.session is not None and is_new:
             self.plans = PlanCache()
@@ -259,12 +280,8 @@ class Callee:
         if self._home is None:
             self._home = self._find_home()
         home = [] if self._home is None else [(self._home[0].get, self._home[1], self._home[0].get(self._home[1]))]
-        records, name = session.profile.records, self.name
-
-        def wall_ns() -> int:
-            return records[name].wall_ns if name in records else 0
-
-        self.capture = Capture(session.functions.book, self.id, home, wall_ns, self.capture)
+        record = self.record = session.profile.record(*_account_of(self.fn, self.name))
+        self.capture = Capture(session.functions.book, self.id, home, lambda: record.wall_ns, self.capture)
         self.is_stale = self.is_doubtful = False
         self.variables, self.residents = referred
         session.functions.bound.add(self)
@@ -274,13 +291,24 @@ class Callee:
             dropped.atexit = False  # the user's own exit handlers may still call it
 
     def forget_sent(self) -> None:
-        """The runtime is closed: let go of what was compared with what its workers had."""
+        """Release what captured objects were compared with: the runtime is closed."""
         self.plans.forget()
         self.capture = None
 
 
+def _account_of(fn: Any, name: str) -> tuple[Any, str, str]:
+    """Return the key under which a function's calls are counted together, its name, and where it was written.
+
+    A function that is defined again and again, for instance in a loop, counts as one.
+    """
+    code = getattr(getattr(fn, "__func__", fn), "__code__", None)
+    if code is None:
+        return (name, type(fn)), name, type(fn).__qualname__
+    return (name, code), name, f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+
+
 def distribute(session: Session, only: Sequence[Callee] | None = None, *, deadline: float | None) -> None:
-    """Pickle the functions that the workers do not have yet, together, and load them on all workers."""
+    """Pickle the functions that the workers lack, together, and load them on all workers."""
     with _waiting_lock:
         candidates = list(_waiting if only is None else only)
     functions = [
@@ -295,9 +323,11 @@ def distribute(session: Session, only: Sequence[Callee] | None = None, *, deadli
             function.id = next(session.functions.ids)
     by_id = {function.id: function for function in functions}
     book = session.functions.book
+    packed = {0: book.packed_nbytes}  # by function, how much had been packed when it was done
 
     def check(function_id: int) -> None:
         name = by_id[function_id].name
+        packed[function_id] = book.packed_nbytes
         check_optimizers(name, book.optimizers_of(function_id))
         variables, residents = _referred(by_id[function_id], book)
         for variable in variables:
@@ -308,13 +338,15 @@ def distribute(session: Session, only: Sequence[Callee] | None = None, *, deadli
     orders = [(f.id, f.fn, f.options, f.is_doubtful, f.capture) for f in functions]
     for function in functions:
         if function.session is session and not book.has(function.id, function.fn):
-            function.plans.drop_all(session.workers.log)  # workers plan with the function that they have
+            function.plans.drop_all(session.workers.log)  # workers prepare plans for the function that they have
     sent = session.functions.bring(orders, names, deadline, check)
+    nbytes_of = {number: after - before for (_, before), (number, after) in itertools.pairwise(packed.items())}
     for function in functions:
         if function.id in book.sent_anew:
             book.sent_anew.discard(function.id)
             function.plans.drop_all(session.workers.log)
         function.note_loaded(session, _referred(function, book))
+        function.record.add_captured(nbytes_of[function.id])
     if len(functions) == 1:
         functions[0].large_changes.note(functions[0].fn, sent, session.counters["calls"])
 
@@ -324,6 +356,7 @@ def _referred(function: Callee, book: Book) -> Referred:
     own, of_modules = book.handles_of(function.id)
     if not own:
         return referred_in(of_modules)
-    variables, residents = captured_in(function.options).referred  # not those of functions with which it shares objects
+    # without those of functions that share objects with this one
+    variables, residents = captured_in(function.options).referred
     found = referred_in(of_modules)
     return Referred(variables | found.variables, residents | found.residents)

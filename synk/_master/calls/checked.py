@@ -1,6 +1,6 @@
-"""The arguments of a call, checked: which are rows, which go whole to every rank, and where a nested one ends.
+"""Checks the arguments of a call: which are rows, which go whole to every rank, and where a nested one ends.
 
-All that can be wrong with them is said here, by the place of the leaf that is to blame.
+Every error names the leaf that caused it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from synk._pure.nested import (
     check_no_list,
     has_inner_rows,
     is_nested,
+    leaf_infos,
     paths,
-    places,
     take_apart,
     take_apart_whole,
 )
@@ -46,10 +46,10 @@ class Checks:
     ----------
     function_name : str
     framework : str or None
-        Of the function.
+        The function's framework.
     session : Session
     is_submitted : bool
-        Whether the call is: it works on what the arguments hold now, whatever is written into them afterwards.
+        Whether the call is submitted: it uses what the arguments hold now, whatever is written into them later.
     """
 
     def __init__(
@@ -61,7 +61,8 @@ class Checks:
         self._is_submitted = is_submitted
 
     def arguments(self, bound: Iterable[tuple[str, str, bool, Any]]) -> list[Argument]:
-        """Classify the arguments of a call, as ``Signature.bind`` returned them; nested ones leaf by leaf.
+        """Classify the arguments of a call, as ``Signature.bind`` returned them. Nested ones are classified leaf by
+        leaf.
 
         Raises
         ------
@@ -81,7 +82,7 @@ class Checks:
         return arguments
 
     def _whole(self, label: str, keyword: str, value: Any) -> list[Argument]:
-        """Classify what goes whole to every rank: arrays in dicts, lists, tuples and dataclasses one by one."""
+        """Classify a broadcast argument. Arrays in dicts, lists, tuples and dataclasses are classified one by one."""
         if type(value) is np.ndarray or isinstance(value, (Data, Handle)):
             return [self._broadcast(label, keyword, value)]
         self._check_constants(label, value)
@@ -90,13 +91,13 @@ class Checks:
             return [self._broadcast(label, keyword, value)]
         steps = paths(structure)
         if any(isinstance(leaf, (Data, Handle)) for leaf in leaves):
-            return [Argument(label, keyword, "object", value=value)]  # its pickling says where these can stand
+            return [Argument(label, keyword, "object", value=value)]  # its pickling says where these are allowed
         arguments = [self._inner(label + step, keyword, leaf) for step, leaf in zip(steps, leaves)]
         arguments[0].nest = Nest(len(arguments), structure, is_whole=True)
         return arguments
 
     def _inner(self, label: str, keyword: str, value: Any) -> Argument:
-        """Classify a leaf of what goes whole; what no device takes stays on the host there, as in any object."""
+        """Classify a leaf of a broadcast argument. What a device cannot hold stays on the host, as in an object."""
         argument = self._broadcast(label, keyword, value)
         dtype = argument.dtype if argument.contents is None else argument.contents.array.dtype
         if dtype is None or argument.tensor_dtype or not self._session.has_devices:
@@ -134,7 +135,7 @@ class Checks:
         return argument
 
     def _nested(self, label: str, keyword: str, value: Any) -> list[Argument]:
-        """Classify the leaves of a scattered argument: those with rows are divided, single values go to every rank."""
+        """Classify the leaves of a scattered argument: leaves with rows are divided, single values go to every rank."""
         what, kind = f"{label} of {self._name!r}", type(value).__name__
         try:
             leaves, structure = take_apart(value, by_rows=True)
@@ -146,7 +147,7 @@ class Checks:
                 "Pass its arrays in a dict or a tuple."
             ) from None
         arguments = []
-        for leaf, (path, is_whole, made_by) in zip(leaves, places(structure)):
+        for leaf, (path, is_whole, made_by) in zip(leaves, leaf_infos(structure)):
             if made_by is not None:
                 self._check_inner_rows(label + path, made_by)
             if is_whole:
@@ -168,7 +169,7 @@ class Checks:
         return arguments
 
     def _leaf(self, label: str, keyword: str, value: Any) -> Argument:
-        """Classify what is not nested: ``rows`` or ``shard``, and ``whole`` or ``replica`` where there are no rows."""
+        """Classify a value that is not nested: ``rows`` or ``shard``, or without rows ``whole`` or ``replica``."""
         if isinstance(value, Data):
             return self._data(label, keyword, "rows" if value.ndim else "whole", value)
         if isinstance(value, Shared):
@@ -187,7 +188,7 @@ class Checks:
         return argument
 
     def _array(self, label: str, keyword: str, value: Any) -> Argument:
-        """Return an array, or what becomes one, as an argument that goes whole to every rank."""
+        """Return an array, or a value that becomes one, as an argument that goes whole to every rank."""
         what, tensor_dtype = f"{label} of {self._name!r}", ""
         was_tensor = is_tensor(value)
         if was_tensor and self._framework == "torch":
@@ -208,7 +209,7 @@ class Checks:
         )
 
     def _check_inner_rows(self, label: str, made_by: Any) -> None:
-        """Raise where functions get their inputs as what no sparse matrix or table is built from."""
+        """Raise if the function gets its inputs in a form from which no sparse matrix or table can be built."""
         if self._framework or self._session.has_devices:
             inputs = f"tensors of {self._framework}" if self._framework else "arrays on devices"
             raise TypeError(
@@ -230,10 +231,10 @@ class Checks:
         return Argument(label, keyword, "resident", value=value._referent)
 
     def _check_constants(self, label: str, value: Any) -> None:
-        """Refuse tensors that require grad in a broadcast argument and its containers; a module takes its own along."""
+        """Raise for tensors that require grad in a broadcast argument and its containers, but not in a module."""
         if "torch" not in sys.modules:
             return
-        pending: list[tuple[Any, Any]] = [(None, value)]  # where it lies: the container's own place, and the key in it
+        pending: list[tuple[Any, Any]] = [(None, value)]  # where it lies: its container's own place, and its key there
         seen = set()
         while pending:
             place, value = pending.pop()

@@ -1,4 +1,4 @@
-"""What happens to open sessions when the program ends, or forks."""
+"""What happens to open sessions when the program ends or forks."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ def _close_all() -> None:
             session.close()
 
 
-_fork_lock = threading.RLock()  # held from before a fork to after it, so that threads fork one after the other
+_fork_lock = threading.RLock()  # held from before a fork to after it, so that threads fork one at a time
 
 
 def _before_fork() -> None:
     with deferred():
         _fork_lock.acquire()
-        for session in list(open_sessions):  # the child must not take what is remembered for its own
+        for session in list(open_sessions):  # the child must not use what the parent remembers
             session.workers.log.note()
         before_fork()
 
 
 def _after_fork() -> None:
-    with deferred(), contextlib.suppress(RuntimeError):  # an exception from a signal handler came before it was held
+    with deferred(), contextlib.suppress(RuntimeError):  # a signal handler may have raised before the lock was held
         _fork_lock.release()
 
 
 def _in_forked_child() -> None:
-    """A child must not hold descriptors that tell workers whether the master lives, nor memory that nobody can use."""
+    """Close the descriptors that tell workers whether the master lives, and memory that the child cannot use."""
     _after_fork()
     for session in list(open_sessions):
         session.workers.processes.abandon()
@@ -46,6 +46,6 @@ def _in_forked_child() -> None:
 
 
 def watch_over() -> None:
-    """Close sessions when the program ends, and keep them from its forked copies."""
+    """Close sessions when the program ends, and keep forked copies of it away from them."""
     atexit.register(_close_all)
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_forked_child)

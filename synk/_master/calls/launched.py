@@ -1,4 +1,4 @@
-"""A call on its way: what is called, what was sent, and what a call on trial has shown."""
+"""A call in flight: what is called and what was sent. Also what a call on trial has shown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from synk._wire.control import Traits
 
 
 class Launched(Request):
-    """A call, and the message by which the workers hear of it.
+    """A call, and the message that tells the workers of it.
 
     Parameters
     ----------
@@ -27,27 +27,30 @@ class Launched(Request):
     deadline : float or None
         Monotonic time by which all ranks must have answered.
     started_ns, pickled_nbytes : int
-        When it began, and what was pickled for it.
+        When it began, and how many bytes were pickled for it.
     log_state : int
-        In which it began.
+        The state of the log when it began.
     doorbells : Doorbells or None
-        Those of a call that fits a compiled one; None for a new one, of which the workers may have to learn something.
+        The doorbells of a call that fits a compiled one. None for a new call, of which the workers may have to learn
+        something.
     lease : Lease or None
-        The buffer for its large outputs, where one was taken.
+        The buffer for its large outputs, if one was leased.
 
     Attributes
     ----------
     assembly : Assembly or None
-        How the outputs of the call before were put together.
+        How the outputs are put together; until the replies have come, how those of the call before were.
     number : int
-        By which the workers tell it from others of its plan.
+        The number by which the workers tell it from other calls of its plan.
+    sent_ns : int
+        When the ranks were told; only in a trace.
     is_submitted : bool
     result : tuple or None
-        The result, while its function is checked after the call; see ``synk._master.calls.trials``.
+        The result, while the function is checked after the call; see ``synk._master.calls.trials``.
     """
 
     phase = "call"
-    sequence = number = 0
+    sequence = number = sent_ns = 0
     is_submitted = False
     result: tuple[Any] | None = None
 
@@ -81,7 +84,7 @@ class Launched(Request):
 
     @property
     def later_deadline(self) -> float | None:
-        """The deadline of the messages about its outputs, which wait behind calls that were submitted later."""
+        """The deadline of messages about its outputs. After ``submit`` there is none: they wait behind later calls."""
         return None if self.is_submitted else self.deadline
 
 
@@ -92,14 +95,14 @@ class Tried:
     Attributes
     ----------
     leaves : list
-        The outputs; where they were not combined, each a list with one entry per rank.
+        The outputs. If they were not combined, each is a list with one entry for each rank.
     skeleton
-        The nesting of the outputs, with leaf positions as leaves.
+        The nesting of the outputs, with the position of each leaf in its place.
     ranks, rows : list of int
-        Who ran, and the rows of each.
+        The ranks that ran, and the rows of each.
     traits : Traits
     assigned : dict of Variable to list of lists of ndarray
-        New values of variables by rank that ran, each as its arrays. None of them holds.
+        New values of variables, for each rank that ran as a list of arrays. None of them is committed.
     """
 
     leaves: list[Any]

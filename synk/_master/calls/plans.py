@@ -1,6 +1,6 @@
-"""What the master keeps of a function's calls: plans, by the look of the arguments, and the calls that were compiled.
+"""What the master keeps of a function's calls: plans, keyed by what the arguments look like, and compiled calls.
 
-A plan says all that does not change from one call to the next; the numbers that do lie in shared memory.
+A plan says everything that stays the same from call to call. The numbers that change lie in shared memory.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from synk._master.calls.arguments import Argument
 from synk._master.calls.assembly import Assembly
 from synk._master.processes.log import Log
 from synk._master.state.lanes import Lane
+from synk._master.state.ledger import Transfer
 from synk._master.state.variable import Variable
 from synk._pure.shards import Assignment, Selection
 from synk._wire.control import NUM_LANES
@@ -29,37 +30,39 @@ IndexArrays = tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]
 
 
 class CachedPlan:
-    """A plan, the memory that it uses, and what the master learnt about its outputs.
+    """A plan, the memory that it uses, and what the master has learnt about its outputs.
 
     Parameters
     ----------
     plan : Plan
     lane : Lane
-        Calls of this plan go there and nowhere else.
+        The only lane for calls of this plan.
     segments : list of Segment
-        What the workers need for it.
+        The segments that the workers need for it.
     staged : list of ndarray
-        Where the arrays that are passed are copied to.
+        Where arrays that are passed are copied to.
     labels : list of str
-        What they are called where they are large, else "".
+        The labels of large arrays among them; "" for the others.
     pickle_place : ndarray of uint8, or None
-        Where the pickle of broadcast objects goes; ``buffers`` for the arrays inside of these.
+        Where the pickle of broadcast objects goes. ``buffers`` are the places of their arrays.
     index_places : sequence of (int, ndarray)
-        Where those of ``Call.index_arrays`` go that there are, with their position.
+        Where the arrays of ``Call.index_arrays`` go, each with its position there.
 
     Attributes
     ----------
     targets : list of ndarray
-        All that the values of a call are copied to: ``staged``, and ``pickle_place`` where there is one.
+        All places that the values of a call are copied to: ``staged`` and, if there is one, ``pickle_place``.
     staged_nbytes : int
-        How much a call copies.
+        How many bytes a call copies.
     layouts : dict of int to Layout
     assembly : Assembly or None
-        Of the last call.
-    output_nbytes : int
-        Of all ranks together, in the last call.
+        The assembly of the last call.
+    transfers : tuple of Transfer
+        What a call transfers: its arguments, and outputs like those of the last call.
     is_agreed : bool
-        Whether the last call ended well. One that did not may have left a worker ahead of what is noted here.
+        Whether the last call has succeeded. If not, a worker may be ahead of what is noted here. A plan belongs to one
+        lane, which takes one call at a time, so a call finds this False only after one that failed. It then makes the
+        plan anew.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class CachedPlan:
         pickle_place: np.ndarray | None,
         buffers: list[np.ndarray],
         index_places: Sequence[tuple[int, np.ndarray]],
+        inputs: tuple[Transfer, ...],
     ) -> None:
         self.plan = plan
         self.lane = lane
@@ -82,10 +86,11 @@ class CachedPlan:
         self.buffers = buffers
         self.index_places = index_places
         self.targets = staged if pickle_place is None else [*staged, pickle_place]
+        self.inputs = inputs
+        self.transfers = inputs
         self.staged_nbytes = sum(each.nbytes for each in (*staged, *buffers, *[place for _, place in index_places]))
         self.layouts: dict[int, Layout] = {}
         self.assembly: Assembly | None = None
-        self.output_nbytes = 0
         self.is_agreed = False
 
 
@@ -113,13 +118,13 @@ class PlanCache:
             log.drop_held("plan", old.plan.plan_id)
 
     def drop_staging(self, segment_id: int, log: Log) -> None:
-        """Forget the plans that use a staging segment which has been replaced: nobody finds them any more."""
+        """Forget the plans that use a staging segment which was replaced: no call can find them any more."""
         for key in [key for key in self._plans if key[-1] == segment_id]:
             log.drop_held("plan", self._plans.pop(key).plan.plan_id)
         self.forget_compiled()
 
     def drop_assemblies(self, lane: Lane) -> None:
-        """Forget the views of slots that have been replaced."""
+        """Forget views of slots that were replaced."""
         for cached in self._plans.values():
             if cached.lane is lane:
                 cached.assembly = None
@@ -132,12 +137,12 @@ class PlanCache:
         self.forget()
 
     def forget(self) -> None:
-        """Drop everything; the runtime is closed."""
+        """Drop everything: the runtime is closed."""
         self.forget_compiled()
         self._plans.clear()
 
     def forget_compiled(self) -> None:
-        """Forget the last calls: the next ones are checked again from the beginning."""
+        """Forget the compiled calls. The next calls are checked from the beginning."""
         self.compiled = [None] * NUM_LANES
 
     def discard(self, cached: CachedPlan, log: Log) -> None:
@@ -149,7 +154,7 @@ class PlanCache:
 
 @dataclass
 class CallOptions:
-    """How one call is to be done; see :class:`synk.Function` and, for trials, :class:`synk._wire.messages.Plan`."""
+    """The options of one call; see :class:`synk.Function` and, for trials, :class:`synk._wire.messages.Plan`."""
 
     batch: Any = None
     shard_batch: Any = None
@@ -160,11 +165,12 @@ class CallOptions:
     is_trial: bool = False
     is_apart: bool = False
     is_submitted: bool = False
+    num_repeats: int = 1
 
 
 @dataclass
 class Call:
-    """One call on its way: what was bound, which rows, which ranks and how many rows each of them has."""
+    """One call after binding: its arguments, its rows, which ranks run it, and how many rows each of them has."""
 
     arguments: list[Argument]
     selection: Selection | None
@@ -174,8 +180,9 @@ class Call:
     objects: tuple[bytes, list[memoryview]] | None
     options: CallOptions
     owned: Assignment | None = None
-    sources: Sequence[Variable] = ()  # sharded variables whose rows are those of the call, as no argument has any
-    unequal: str = ""  # why their rows are no weights of an average
+    sources: Sequence[Variable] = ()  # sharded variables whose rows the call uses, since no argument has any
+    unequal: str = ""  # why their rows cannot weight an average
     index_arrays: IndexArrays = (None, None, None)
-    has_group: bool = False  # whether its large outputs are reduced by NCCL
-    block: np.ndarray | None = None  # the numbers that tell each rank of its rows, once they were written
+    is_timed: bool = False  # whether the ranks write its times although nobody traces it
+    has_group: bool = False  # whether NCCL reduces its large outputs
+    block: np.ndarray | None = None  # the numbers that tell each rank its rows, once they were written

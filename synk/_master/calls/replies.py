@@ -14,6 +14,7 @@ from synk._master.calls.launched import Launched, Tried
 from synk._master.calls.plans import CachedPlan
 from synk._master.calls.trials import can_check, checking
 from synk._master.session import Session
+from synk._master.state.ledger import Transfer
 from synk._master.state.results import Lease
 from synk._master.workers.failures import raise_failures
 from synk._master.workers.requests import Request
@@ -30,13 +31,11 @@ from synk.errors import (
     SerializationError,
 )
 
-_FUNCTION_NS = int(Up.FUNCTION_NS)
-
 
 def collecting(session: Session, launched: Launched) -> Generator[Request, dict[int, Reply], Any]:
     """Turn replies into the result: errors first, then agreement, then the large outputs, then the values.
 
-    A generator: it yields each message whose replies it needs, is sent these, and returns the result.
+    A generator: it yields each request whose replies it needs, is sent the replies, and returns the result.
     """
     call, cached, name = launched.call, launched.cached, launched.function.name
     replies = yield launched
@@ -46,7 +45,8 @@ def collecting(session: Session, launched: Launched) -> Generator[Request, dict[
     objects = None if is_repeated else _take_layouts(name, cached, call.ranks, replies)
     layouts = [cached.layouts[rank] for rank in call.ranks]
     for rank, layout in zip(call.ranks, layouts):
-        for variable_id, shapes in layout.assigned:  # what later messages of this call declare must say so
+        # later messages of this call declare the variables with these shapes
+        for variable_id, shapes in layout.assigned:
             session.variables[variable_id].note_back(rank, shapes)
     waiting = [rank for rank in call.ranks if replies[rank].status == Status.UNPUBLISHED]
     if waiting:
@@ -69,12 +69,15 @@ def collecting(session: Session, launched: Launched) -> Generator[Request, dict[
 
 
 def conclude(session: Session, launched: Launched, objects: list[list[Any]] | None, lease: Lease | None) -> Any:
-    """Put the outputs of all ranks together; what the call has assigned and changed holds from now on.
+    """Put the outputs of all ranks together, and commit what the call assigned and changed.
 
-    ``objects`` are outputs that are no arrays, and ``lease`` is the buffer in which the large ones lie.
+    ``objects`` are the outputs that are not arrays. ``lease`` is the buffer in which the large outputs lie.
     """
     call, cached, assembly = launched.call, launched.cached, launched.assembly
     assert assembly is not None
+    heard_ns = time.monotonic_ns() if session.followers else 0
+    # All workers have written their parts of the large outputs, so the buffer may become the user's. The commit comes
+    # after everything that can fail.
     root = None if lease is None else lease.deliver()
     result = assembly.build(call.rows, objects, root, None if call.owned is None else call.owned.order)
     if assembly.has_assignments:
@@ -83,22 +86,19 @@ def conclude(session: Session, launched: Launched, objects: list[list[Any]] | No
     if launched.function.changes:
         session.residents.note_changed(launched.function.changes, launched.number, call.ranks)
     cached.is_agreed = True
-    slowest = 0
-    for rank in call.ranks:
-        slowest = max(slowest, cached.lane.up_words[rank][_FUNCTION_NS])
-    name = launched.function.name
-    record = session.profile.records.get(name) or session.profile.record(name)
-    record.num_calls += 1
-    record.function_ns += slowest
-    record.output_nbytes += cached.output_nbytes
-    record.staged_nbytes += cached.staged_nbytes
-    record.pickled_nbytes += launched.pickled_nbytes
-    record.wall_ns += time.monotonic_ns() - launched.started_ns
+    ended_ns = time.monotonic_ns()
+    wall_ns = ended_ns - launched.started_ns
+    launched.function.record.add(cached.transfers, call.ranks, call.rows, cached.lane.up_words, wall_ns)
+    if call.is_timed:
+        is_step = bool(launched.function.changes)
+        launched.function.record.add_timed(call.ranks, cached.lane.up_words, is_step, session.has_devices)
+    for follow in session.followers:
+        follow(session, launched, result, heard_ns, ended_ns)
     return result
 
 
 def _agree(session: Session, launched: Launched, layouts: list[Layout]) -> tuple[Assembly, bool]:
-    """Return how the outputs of all ranks are put together, and whether that is new; raise where they do not fit."""
+    """Return how the outputs of all ranks are put together, and whether that is new. Raise if they do not fit."""
     call, cached, lane = launched.call, launched.cached, launched.cached.lane
     assembly = cached.assembly
     is_new = assembly is None or not assembly.fits(call.ranks, layouts, lane.slots, call.has_group)
@@ -108,7 +108,11 @@ def _agree(session: Session, launched: Launched, layouts: list[Layout]) -> tuple
             launched.function.name, ops, cached.plan.output_subset, call.ranks, layouts,
             lane.slots, lane.slot_nbytes, session.world_size, next(session.assembly_ids), call.has_group,
         )  # fmt: skip
-        cached.output_nbytes = sum(leaf.nbytes for layout in layouts for leaf in layout.leaves)
+        written = [0] * session.world_size
+        for rank, layout in zip(call.ranks, layouts):
+            written[rank] = sum(leaf.nbytes for leaf in layout.leaves)
+        outputs = Transfer("outputs", "output", sum(written), by_rank=tuple(written))
+        cached.transfers = launched.function.record.known((*cached.inputs, outputs))
     if call.unequal and assembly.has_weights:
         raise ValueError(call.unequal)
     return assembly, is_new
@@ -117,7 +121,7 @@ def _agree(session: Session, launched: Launched, layouts: list[Layout]) -> tuple
 def _large_outputs(
     session: Session, launched: Launched, assembly: Assembly, replies: dict[int, Reply], lease: Lease | None
 ) -> Generator[Request, dict[int, Reply], Any]:
-    """Have the ranks that have not done so bring their parts of the large outputs into place, and return that."""
+    """Have the ranks that have not done so put their parts of the large outputs in place. Return the leased buffer."""
     call, name = launched.call, launched.function.name
     waiting = [rank for rank in call.ranks if not replies[rank].flags & IS_ASSEMBLED]
     lease = lease or session.memory.lease_result(assembly.result_nbytes)
@@ -141,7 +145,7 @@ def _tried(
     objects: list[list[Any]] | None,
     lease: Lease | None,
 ) -> Tried:
-    """Return what a call on trial showed; its assignments are not committed, so they never happened."""
+    """Return what a call on trial showed. Its assignments are not committed, so they never happened."""
     call, up_words = launched.call, launched.cached.lane.up_words
     assigned = {}
     for variable_id, _ in () if session.has_devices else layouts[0].assigned:
@@ -155,7 +159,7 @@ def _tried(
 
 
 def _on_trial(leaf: Any) -> Any:
-    """Return an output, or the list of those of all ranks, with tensors as arrays that can be compared."""
+    """Return an output, or the list of all ranks' outputs, with tensors as arrays that can be compared."""
     if isinstance(leaf, list):
         return [_on_trial(part) for part in leaf]
     return array_of(leaf) if is_tensor(leaf) and is_plain(leaf) else leaf
@@ -172,7 +176,7 @@ def _check_serial_assignments(session: Session, layout: Layout, name: str) -> No
 
 
 def _take_layouts(name: str, cached: CachedPlan, ranks: Sequence[int], replies: dict[int, Reply]) -> list[list[Any]]:
-    """Note new layouts and return each rank's outputs that are no arrays."""
+    """Note new layouts, and return each rank's outputs that are not arrays."""
     objects: list[list[Any]] = []
     for rank in ranks:
         body = replies[rank].body
@@ -191,7 +195,7 @@ def _unpickle(data: bytes, name: str, rank: int, what: str) -> Any:
         return safe_point(pickle.loads, data)
     except HandlerRaised:
         raise
-    except BaseException as error:  # the user's classes are built here: whatever they do must not end the session
+    except BaseException as error:  # The user's classes run code here. Whatever they raise must not end the session.
         raise SerializationError(
             f"cannot load a result of {name!r} from rank {rank} ({what}): {type(error).__name__}: {error}. "
             "Return arrays, numbers or objects whose class can be loaded in the master."
@@ -211,15 +215,15 @@ def _ask(
     """Send ranks a message about the outputs of a call that they have run."""
     if launched.is_cut:
         raise CallCancelled(
-            f"the outputs of {launched.function.name!r} were lost before they were collected: another call that was "
-            "under way was ended. Submit it again."
+            f"the outputs of {launched.function.name!r} were lost before they were collected: another call in "
+            "flight was ended. Submit it again."
         )
     name, lane = repr(launched.function.name), launched.cached.lane.index
     return session.workers.send(kind, ranks, value, contents, segments, launched.later_deadline, phase, name, lane)
 
 
 def _republish(session: Session, launched: Launched, layouts: list[Layout], waiting: list[int]) -> Request:
-    """Make room for the outputs and new values of shared variables; the ranks ``waiting`` for it publish again."""
+    """Make room for outputs and new values of variables. The ranks in ``waiting``, which lacked it, publish again."""
     call, lane = launched.call, launched.cached.lane
     function, ranks = launched.function, call.ranks
     for rank, layout in zip(ranks, layouts):
@@ -241,7 +245,7 @@ def _republish(session: Session, launched: Launched, layouts: list[Layout], wait
 def _assemble_large(
     session: Session, launched: Launched, assembly: Assembly, ranks: list[int], lease: Lease
 ) -> Request:
-    """Have ``ranks`` bring their parts of the large outputs into a leased buffer."""
+    """Have ``ranks`` put their parts of the large outputs into a leased buffer."""
     by_rank, plan_id = session.workers.by_rank, launched.cached.plan.plan_id
     contents = {
         rank: assembly.moves[rank] for rank in ranks if by_rank[rank].known.held["plan"].get(plan_id) != assembly.number

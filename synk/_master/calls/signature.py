@@ -1,4 +1,4 @@
-"""The parameters of a user's function: which value of a call belongs to which, and which of them are broadcast."""
+"""The parameters of a user's function: which argument belongs to which, and which of them are broadcast."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 OPTION_NAMES = frozenset({"batch", "shard_batch", "num_slices", "output_subset", "timeout"})
-"""Keywords that a call takes for itself."""
+"""Keywords that belong to the call and not to the function."""
 
 
 class Signature:
@@ -16,7 +16,7 @@ class Signature:
     Attributes
     ----------
     names : tuple of str
-        Of all parameters in order; empty where Python does not know them.
+        The names of all parameters in order; empty if Python does not know them.
     broadcast : frozenset of str
 
     Raises
@@ -35,7 +35,7 @@ class Signature:
         self.broadcast = frozenset([bcast_inputs] if isinstance(bcast_inputs, str) else bcast_inputs)
         try:
             self._signature: inspect.Signature | None = inspect.signature(fn)
-        except (TypeError, ValueError):  # some builtins have none: arguments by position are then scattered
+        except (TypeError, ValueError):  # Some builtins have no signature: their arguments by position are scattered.
             self._signature = None
         parameters = list(self._signature.parameters.values()) if self._signature else []
         self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -62,12 +62,12 @@ class Signature:
             )
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str, bool, Any]]:
-        """Return ``(label, keyword, is_broadcast, value)`` of each argument given.
+        """Return ``(label, keyword, is_broadcast, value)`` of each argument.
 
         Raises
         ------
         TypeError
-            As a Python call of the function would.
+            As for a Python call of the function.
         """
         broadcast = self.broadcast
         if not kwargs and self._has_only_positional and self._required <= len(args) <= len(self._positional):
@@ -81,7 +81,7 @@ class Signature:
         except TypeError as error:
             names = self._signature.parameters
             unknown = [key for key in kwargs if key not in names]
-            if unknown:  # not that the argument it was meant for is missing
+            if unknown:  # say this first, and not that the argument it was meant for is missing
                 raise TypeError(
                     f"{self.name}() got an unexpected keyword argument {unknown[0]!r}, expected one of {list(names)}"
                 ) from None

@@ -1,22 +1,25 @@
-"""A call brought into place: its plan, its arguments in the staging segment, its numbers in the control segment."""
+"""Prepares a call in shared memory: its plan, its arguments, its numbers."""
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
-from synk._master.calls.arguments import aligned, capacity_for, input_of, padded, pickle_nests
+from synk._master.calls.arguments import aligned, capacity_for, input_of, padded, pickle_nests, transfers_in
 from synk._master.calls.callee import Callee
 from synk._master.calls.launched import Launched
 from synk._master.calls.plans import CachedPlan, Call, CallOptions
 from synk._master.session import Session
+from synk._master.state.guard import GUARDED_NBYTES
 from synk._master.state.lanes import Lane
-from synk._pure.arrays import PARALLEL_NBYTES, copy_into
+from synk._pure.arrays import copy_into
 from synk._wire.control import Down
 from synk._wire.messages import Plan
 
 
 def plan_call(session: Session, function: Callee, call: Call, options: CallOptions, lane: Lane) -> CachedPlan:
-    """Return the plan for this call's signature, from the cache where it was seen before."""
+    """Return the plan for this call's signature, from the cache if it is there."""
     plans = function.plans
     index_arrays = call.index_arrays
     buffer_sizes: tuple[int, ...] = ()
@@ -28,6 +31,7 @@ def plan_call(session: Session, function: Callee, call: Call, options: CallOptio
         function.id,
         tuple([(argument.keyword, argument.key, argument.nest) for argument in call.arguments]),
         options.num_slices,
+        options.num_repeats,
         options.output_subset,
         options.is_trial,
         options.is_apart,
@@ -82,6 +86,8 @@ def plan_call(session: Session, function: Callee, call: Call, options: CallOptio
         is_trial=options.is_trial,
         is_apart=options.is_apart,
         nests=pickle_nests(call.arguments, function.name),
+        block_rows=0 if options.is_trial else function.block_rows,
+        num_repeats=options.num_repeats,
     )
     contents = [argument.contents for argument in call.arguments if argument.contents is not None]
     segments = [each.segment for each in contents if each.segment is not None]
@@ -93,7 +99,7 @@ def plan_call(session: Session, function: Callee, call: Call, options: CallOptio
         segments,
         staged,
         [
-            argument.label if argument.array.nbytes >= PARALLEL_NBYTES else ""
+            argument.label if argument.array.nbytes >= GUARDED_NBYTES else ""
             for argument in call.arguments
             if argument.array is not None
         ],
@@ -104,13 +110,14 @@ def plan_call(session: Session, function: Callee, call: Call, options: CallOptio
             for position, (at, indices) in enumerate(zip(indices_at, index_arrays))
             if indices is not None
         ],
+        transfers_in(call.arguments, call.objects),
     )
     plans.put(key, cached, session.workers.log)
     return cached
 
 
 def values_of(call: Call, cached: CachedPlan) -> list[np.ndarray]:
-    """Return what is copied to the targets of a plan."""
+    """Return the arrays that are copied to the targets of a plan."""
     values = [argument.array for argument in call.arguments if argument.array is not None]
     if call.objects is not None and cached.pickle_place is not None:
         values.append(padded(call.objects[0], cached.pickle_place.nbytes))
@@ -118,15 +125,20 @@ def values_of(call: Call, cached: CachedPlan) -> list[np.ndarray]:
 
 
 def stage(session: Session, launched: Launched) -> None:
-    """Copy plain arrays, pickles and indices into shared memory: the one copy that the master makes."""
+    """Copy plain arrays, pickles and indices into shared memory. This is the only copy that the master makes."""
     cached, call = launched.cached, launched.call
+    # No rank reads these places now: all ranks have answered the last call in this lane, and this one's doorbell has
+    # not rung.
     for target, value, label in zip(cached.targets, launched.values, cached.labels):
         if not label:
             target[...] = value
             continue
-        if launched.doorbells is not None:
-            launched.function.repeated_copies.look(label, target, value)
+        record = launched.function.record
+        if not call.options.is_trial:
+            launched.function.copies.compare(session.guard, record.unchanged, label, value)
+        began = time.monotonic_ns()
         copy_into(target, value)
+        record.staged_ns += time.monotonic_ns() - began
     if cached.buffers and call.objects is not None:
         for target, view in zip(cached.buffers, call.objects[1]):
             copy_into(target, np.frombuffer(view, np.uint8))
@@ -136,12 +148,12 @@ def stage(session: Session, launched: Launched) -> None:
 
 
 def write_bounds(lane: Lane, call: Call) -> None:
-    """Write each rank's bounds into the control segment, where those of another call stand there."""
+    """Write each rank's bounds, and whether the call is timed, into the control segment, unless they are there."""
     if call.block is None:
         call.block = _block(call)
     if lane.written is not call.block:
         lane.written = None  # until all of them are written
-        lane.down[:, Down.PARTICIPATES : Down.LOCAL_STEP + 1] = call.block
+        lane.down[:, Down.PARTICIPATES : Down.TIMED + 1] = call.block
         lane.written = call.block
 
 
@@ -153,7 +165,16 @@ def _block(call: Call) -> np.ndarray:
     running = set(call.ranks)
     return np.array(
         [
-            (rank in running, low, high, start, step, rows.get(rank, 0), *(local[rank] if local else (0, 1)))
+            (
+                rank in running,
+                low,
+                high,
+                start,
+                step,
+                rows.get(rank, 0),
+                *(local[rank] if local else (0, 1)),
+                call.is_timed,
+            )
             for rank, (low, high) in enumerate(call.bounds)
         ],
         np.int64,

@@ -1,11 +1,12 @@
-"""The check of the halves, in the master: which call has it, and what is told; see ``synk._worker.loop.halves``."""
+"""The check of the halves in the master: which call gets it, and what the user is told.
+
+``synk._worker.loop.halves`` is the workers' part.
+"""
 
 from __future__ import annotations
 
 import pickle
-import sys
 import time
-import warnings
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from synk._master.calls.assembly import Assembly
 from synk._master.calls.callee import Callee
 from synk._master.calls.launched import Launched
 from synk._master.calls.plans import Call
+from synk._master.processes.output import warn_at_users_line
 from synk._master.session import Session
 from synk._master.workers.requests import Request
 from synk._pure.trees import output_name
@@ -21,11 +23,11 @@ from synk._wire.messages import MIN_CHECKED_ROWS, Kind, Reply, Status
 from synk.errors import CallTimeout, OpMismatch, RowShapedOutput, WorkerDied
 
 _MAX_NS, _MAX_NBYTES = 1_000_000_000, 1 << 26
-"""The longest run of a function that is run again, and what its outputs of all runs may take."""
+"""The longest run of a function that is run again, and the limit for the outputs of all runs together."""
 
 
 def can_check(function: Callee, call: Call) -> bool:
-    """Whether a call is one at which it can be seen if the default op fits, and nobody has looked yet."""
+    """Whether a call could show if the default op fits its function, and no call has shown it yet."""
     options = call.options
     has_rows = call.selection is not None or bool(call.sources)
     return (
@@ -38,15 +40,17 @@ def can_check(function: Callee, call: Call) -> bool:
 
 
 def checking(session: Session, launched: Launched, assembly: Assembly) -> Generator[Request, dict[int, Reply], None]:
-    """Have one rank see whether the average fits the function of a call that has just ended well, and tell if not.
+    """Have one rank check whether the average fits the function of a successful call, and tell the user if not.
 
-    Once in the life of a function, and only where it costs little. Whatever this meets says nothing about the call.
+    This happens once in the life of a function, and only if it costs little. Nothing that goes wrong here fails the
+    call.
     """
     function, call, cached = launched.function, launched.call, launched.cached
     largest = max(range(len(call.rows)), key=call.rows.__getitem__)
     rank = call.ranks[largest]
     function_ns = cached.lane.up_words[rank][Up.FUNCTION_NS]
-    is_late = launched.later_deadline is not None and (  # the time limit is the call's: it must not end a worker here
+    # The time limit is the call's own: it must not end a worker during the check.
+    is_late = launched.later_deadline is not None and (
         time.monotonic() + 10 * (function_ns * 1e-9 + 0.1) > launched.later_deadline
     )
     if function_ns > _MAX_NS or is_late or launched.is_cut:
@@ -58,13 +62,13 @@ def checking(session: Session, launched: Launched, assembly: Assembly) -> Genera
     replies = yield session.workers.send(Kind.CHECK, [rank], 0, {}, [], launched.later_deadline, "check", name, lane)
     misfits = pickle.loads(replies[rank].body)["misfits"] if replies[rank].status == Status.DONE else []
     if misfits:
-        _warn(*_told(function, cached.layouts[rank].skeleton, rank, misfits))
+        warn_at_users_line(*_told(function, cached.layouts[rank].skeleton, rank, misfits))
 
 
 def tell_of_end(launched: Launched, error: BaseException) -> None:
-    """Warn of what has ended the check; the call is over, and has its result."""
+    """Warn the user about an error that ended the check. The call itself is over and has its result."""
     if isinstance(error, (WorkerDied, CallTimeout)):
-        _warn(
+        warn_at_users_line(
             f"a second run of {launched.function.name!r}, which was to tell whether op 'avg' fits it, ended its "
             f"worker: {error}",
             RuntimeWarning,
@@ -74,7 +78,7 @@ def tell_of_end(launched: Launched, error: BaseException) -> None:
 def _told(
     function: Callee, skeleton: Any, rank: int, misfits: Sequence[tuple[int, tuple[str, ...]]]
 ) -> tuple[str, type[Warning]]:
-    """Return what is to be told of the outputs that are no averages, and by which warning."""
+    """Return what to tell the user about outputs that are not averages, and the class of the warning."""
     outputs = [(output_name(skeleton, k), ops) for k, ops in misfits if k >= 0]
     what = ", ".join(name for name, _ in outputs) or "the gradients"
     text = (
@@ -110,11 +114,3 @@ def _told(
 
 def _quoted(op: str) -> str:
     return f'"{op}"'
-
-
-def _warn(text: str, category: type[Warning]) -> None:
-    """Warn at the line of the program that called synk."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "synk":
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, category, stacklevel=level)

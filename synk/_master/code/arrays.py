@@ -1,12 +1,15 @@
-"""The facets of arrays and tensors: their bytes, compared with those that the ranks were sent.
+"""The facets of arrays and tensors: their bytes, compared with the bytes that the ranks were sent.
 
-Small ones are compared whole. A large one lies in shared memory as it was sent: at each call some samples are compared
-with that, which finds dense changes at once, and a window that moves on from call to call, which finds all others.
+A small array is compared whole. A large one also lies in shared memory as it was sent, and each call compares two parts
+of it: a few samples, which show dense changes at once, and a window that moves on from call to call and in time finds
+all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +19,7 @@ from synk._pure.tensors import is_tensor
 from synk._wire.parcels import Mapped
 
 LARGE_NBYTES = 1 << 16
-"""A larger array lies in shared memory, and is compared in turn."""
+"""A larger array is sent through shared memory and compared in turns."""
 
 WINDOW_NBYTES = 1 << 16
 """How much of a function's large arrays is compared at each call."""
@@ -30,15 +33,17 @@ class Contents(Facet):
     Attributes
     ----------
     told : bytes, or ndarray of uint8
-        What the ranks were sent; for a large array a view of the shared memory from which they read it.
+        What the ranks were sent. For a large array, a view of the shared memory from which they read it.
     place : Mapped or None
-        Where that memory is, for the ranks.
+        Where that memory is, in terms that the ranks understand.
     memory : (mmap, int)
-        Where it is here: the mapping, and the offset in it.
+        Where that memory is in this process: the mapping, and the offset in it.
     form : tuple
-        Its dtype and shape then.
+        The dtype and shape that were sent.
     num_unseen : int
-        How often another function has found a change that no call had seen.
+        How often an update has found a change that the comparisons before calls had missed.
+    at : int
+        Where the next window begins, in bytes.
     """
 
     def __init__(self, obj: Any) -> None:
@@ -69,8 +74,13 @@ class Contents(Facet):
     def is_large(self) -> bool:
         return self.nbytes > LARGE_NBYTES
 
+    @property
+    def is_row(self) -> bool:
+        """Whether ``tobytes`` is all that a comparison needs: a small NumPy array in C order."""
+        return type(self) is Contents and not self.is_large and self.order == "C"
+
     def elements(self) -> np.ndarray:
-        """Return the elements in the order in which they are sent, one after the other; a view where that can be."""
+        """Return the elements as a flat array, in the order in which they are sent: a view where possible."""
         return self.obj.reshape(-1) if self.obj.flags.c_contiguous else self.obj.ravel(self.order)
 
     @property
@@ -88,7 +98,7 @@ class Contents(Facet):
     # -- comparing ------------------------------------------------------------------------------------------------
 
     def note_sent(self, told: Any) -> None:
-        """Take it that the ranks have ``told``, which equals the array now."""
+        """Note that the ranks have ``told``, whose bytes are those of the array now."""
         self.told = told
         self.form, self.version = self._form(), self._version()
         self._samples = b""
@@ -99,11 +109,11 @@ class Contents(Facet):
 
     @property
     def is_view(self) -> bool:
-        """Whether the elements can be had without a copy of all of them."""
+        """Whether ``elements`` returns a view, so that samples can be taken without copying the array."""
         return bool(self.obj.flags.c_contiguous or self.obj.flags.f_contiguous)
 
     def glance(self) -> bool:
-        """Whether nothing is seen to differ: all of a small array, and samples of a large one."""
+        """Whether a quick comparison finds no difference: of a whole small array, or of samples of a large one."""
         if self.told is None or self.form != self._form() or self.version != self._version():
             return False
         if not self.is_large:
@@ -111,9 +121,9 @@ class Contents(Facet):
         return not self._samples or self.elements()[:: self._step].tobytes() == self._samples
 
     def window(self, nbytes: int) -> tuple[bool, int]:
-        """Compare the next part of a large array; return whether it is equal, and how many bytes it has.
+        """Compare the next window of an array. Return whether it is unchanged, and how many bytes it has.
 
-        No view is kept from one call to the next: an array can be given other memory meanwhile.
+        No view is kept from one call to the next, because the array can be given other memory in between.
         """
         raw = self.elements().view(np.uint8)
         first, last = self.at, min(self.at + nbytes, len(raw))
@@ -121,7 +131,7 @@ class Contents(Facet):
         return self._is_same(raw, first, last), last - first
 
     def _is_same(self, raw: np.ndarray, first: int, last: int) -> bool:
-        """Whether bytes are those that were sent. The methods of ``bytes`` and ``mmap`` compare without a copy."""
+        """Whether ``raw[first:last]`` is as it was sent. Methods of ``bytes`` and ``mmap`` compare without a copy."""
         part = raw[first:last].data
         if isinstance(self.told, bytes):
             return (
@@ -141,15 +151,15 @@ class Contents(Facet):
         return [] if self.glance() else [self.change()]
 
     def change(self) -> Change:
-        """Return how the ranks are told of the contents."""
-        if self.told is not None and self.told is not UNKNOWN and self.form != self._form():
+        """Return the change that brings the ranks the contents of now."""
+        if self.told is not None and self.form != self._form():
             return Change("replace", None, None)
         if self.is_large and isinstance(self.told, np.ndarray):
             return Change("reload", None, self.told)
         return Change("contents", None, self.value())
 
     def tell(self, change: Change) -> None:
-        if change.kind == "reload":  # the shared memory holds it already
+        if change.kind == "reload":  # the book has copied the bytes into the shared memory already
             self.note_sent(self.told)
         elif change.kind == "contents":
             self.note_sent(self.raw())
@@ -193,16 +203,16 @@ class RawContents(Contents):
 
 
 class TensorContents(Contents):
-    """The bytes of a tensor of torch's on the host; of others their version and address alone."""
+    """The bytes of a torch tensor, or only its version and address if the bytes cannot be read here."""
 
     @property
     def has_address(self) -> bool:
-        """Whether it has memory of its own: sparse ones have not."""
+        """Whether it has memory of its own. Sparse tensors have none."""
         return str(self.obj.layout) == "torch.strided"
 
     @property
     def is_readable(self) -> bool:
-        """Whether its bytes can be looked at here."""
+        """Whether its bytes can be read on the host as they lie."""
         obj = self.obj
         return bool(
             obj.device.type == "cpu" and str(obj.layout) == "torch.strided" and obj.is_contiguous()
@@ -244,7 +254,7 @@ class TensorContents(Contents):
 
 
 def contents_of(obj: Any) -> Contents | None:
-    """Return the facet of an array's or a tensor's bytes; None for other objects and for arrays of objects."""
+    """Return the facet of an array or a tensor; None for other objects, and for arrays that are compared otherwise."""
     if is_tensor(obj):
         return TensorContents(obj)
     if isinstance(obj, np.ndarray) and not obj.dtype.hasobject and is_plain(type(obj)):
@@ -253,7 +263,7 @@ def contents_of(obj: Any) -> Contents | None:
 
 
 def versions_of(tensors: Sequence[Any]) -> tuple[list[int], list[int], list[bool]]:
-    """Return what differs after most changes of tensors; their bytes differ after all."""
+    """Return versions, addresses and ``requires_grad`` of tensors. Most changes alter one of them, some only bytes."""
     return (
         [tensor._version for tensor in tensors],
         [tensor.data_ptr() for tensor in tensors],
@@ -261,12 +271,51 @@ def versions_of(tensors: Sequence[Any]) -> tuple[list[int], list[int], list[bool
     )
 
 
+def versions_check(tensors: Sequence[Any]) -> Callable[[], bool]:
+    """Return a check that the versions, addresses and ``requires_grad`` of tensors stay what they are now."""
+    torch: Any = sys.modules["torch"]
+    address, version, needs_grad = (
+        torch.Tensor.data_ptr,
+        operator.attrgetter("_version"),
+        operator.attrgetter("requires_grad"),
+    )
+    addresses, versions, needs = (
+        list(map(address, tensors)),
+        list(map(version, tensors)),
+        list(map(needs_grad, tensors)),
+    )
+
+    def is_same() -> bool:
+        return (
+            list(map(version, tensors)) == versions
+            and list(map(address, tensors)) == addresses
+            and list(map(needs_grad, tensors)) == needs
+        )
+
+    return is_same
+
+
+def tensor_bytes_check(facets: Sequence[TensorContents]) -> Callable[[], bool]:
+    """Return a check that small tensors still have the bytes that were sent.
+
+    The check goes on reading the memory that they have now. ``versions_check`` finds tensors that get other memory.
+    """
+    views = [memoryview(facet.elements()) for facet in facets]  # type: ignore[arg-type]
+    told = b"".join(facet.told for facet in facets)
+    return lambda: b"".join(views) == told
+
+
+def glances_check(facets: Sequence[Contents]) -> Callable[[], bool]:
+    """Return a check that takes a quick look at each array; see ``Contents.glance``."""
+    return lambda: all(facet.glance() for facet in facets)
+
+
 def is_plain(cls: type) -> bool:
-    """Whether arrays of a class are pickled by NumPy's own rules."""
+    """Whether a class of arrays is pickled by NumPy's own rules."""
     rules: Any = np.ndarray
     return cls.__reduce__ is rules.__reduce__ and cls.__reduce_ex__ is rules.__reduce_ex__
 
 
 def copy_bytes(elements: np.ndarray, target: np.ndarray) -> None:
-    """Copy the bytes of elements that follow one another."""
+    """Copy the bytes of contiguous elements."""
     target[:] = elements.reshape(-1).view(np.uint8) if elements.nbytes else elements.view(np.uint8)

@@ -1,12 +1,13 @@
 """What the master has sent to the workers with its functions: which parcels there are, and which object lies where.
 
-A *parcel* is one pickle: it brings a function, or what has changed of objects that came before, and refers to these by
-the number of their parcel and their position in it. It is kept, for workers that are started later, as long as a living
-function needs it. An object that a function captures is sent once. Whatever refers to it later refers to the object
+A *parcel* is one pickle. It brings a function, or changes of objects that came before, and refers to those objects by
+the number of their parcel and their position in it. It is kept as long as a living function needs it, for workers that
+are started later. An object that a function captures is sent once. Whatever refers to it later refers to the object
 that the rank has, in the state that it has there.
 
-Pickles and remembers; sends nothing. A pack that fails, or of which nobody knows whether it has arrived, is forgotten:
-what it told of counts as unknown, and is sent anew. In one file because packing and forgetting must be read together.
+The book pickles and remembers; it sends nothing. A parcel whose pickling fails, or that may not have arrived
+everywhere, is forgotten: the ranks count as not knowing what it brought, and the next update sends that again. In one
+file because packing and forgetting must be read together.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from synk._wire.parcels import Absent, make_cell
 
 
 class _Cell:
-    """In a pickle: an empty cell."""
+    """Stands for an empty cell in a pickle."""
 
     def __reduce__(self) -> Any:
         return make_cell, ()
@@ -52,14 +53,14 @@ _CELL = pickle.dumps([], protocol=5) + pickle.dumps((_Cell(),), protocol=5)
 
 
 class _Entry(NamedTuple):
-    """A function that was sent."""
+    """A function that was sent, with the parcel that brought it."""
 
     fn: Any
     parcel: Parcel
 
 
 class _Module(NamedTuple):
-    """A module of the user's as the workers know it."""
+    """One of the user's modules, as the workers know it."""
 
     module: types.ModuleType
     spec: Any
@@ -68,19 +69,38 @@ class _Module(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What an update has packed: modules to renew, and what has changed, with the sizes of it."""
+    """What an update has packed.
+
+    Attributes
+    ----------
+    reloads : list of Reload
+        Modules that the workers must bring up to date.
+    sent : list of (object, int)
+        What had changed, with the number of bytes packed for it.
+    """
 
     reloads: list[Reload]
     sent: list[tuple[Any, int]]
 
 
 class Book:
-    """All parcels that the workers of one runtime hold, or will, in the order in which they are loaded.
+    """All parcels that the workers of one runtime hold or are about to get, in the order in which they are loaded.
 
     Parameters
     ----------
     host : Host
-        ``is_inline``: the one rank is in this process, and the modules that it imports are the master's own.
+        The runtime. If it ``is_inline``, the one rank is in this process and shares the master's modules.
+
+    Attributes
+    ----------
+    known, namespaces : dict of int to Node
+        See ``Shelf``.
+    parcels : dict of int to Parcel
+        By number.
+    packed_nbytes : int
+        How much has been packed so far.
+    sent_anew : set of int
+        Functions that were sent again as a whole: the workers' plans still hold the earlier version.
     """
 
     def __init__(self, host: Host) -> None:
@@ -89,27 +109,32 @@ class Book:
         self.namespaces: dict[int, Node] = {}
         self.parcels: dict[int, Parcel] = {}
         self._modules: dict[str, _Module] = {}
-        self._modules_before: dict[str, _Module | None] = {}  # as they were before what has not arrived yet
+        self._modules_before: dict[str, _Module | None] = {}  # what roll_back restores
         self._entries: dict[int, _Entry] = {}
         self._numbers = itertools.count(1)
-        self._unsettled: list[Parcel] = []
-        self.sent_anew: set[int] = set()  # functions of which the workers' plans still hold what was sent before
-        self._reached: dict[frozenset[str], list[str]] = {}
+        self._unsettled: list[Parcel] = []  # packed, and not known to have arrived everywhere
+        self.packed_nbytes = 0
+        self.sent_anew: set[int] = set()
+        self._reached: dict[frozenset[str], list[str]] = {}  # a cache, cleared by each update
 
     # -- packing ------------------------------------------------------------------------------------------------------
 
     def has(self, function_id: int, fn: Any) -> bool:
-        """Whether a function was sent."""
+        """Whether this function was sent under this id."""
         entry = self._entries.get(function_id)
         return entry is not None and entry.fn is fn
 
     def update(
         self, function_id: int, fn: Any, options: dict[str, Any], *, is_thorough: bool, capture: Any = None
     ) -> Update:
-        """Pack a function that the workers do not have, and what has changed of what it captures.
+        """Pack a function that the workers do not have, and whatever has changed of what it captures.
 
-        ``is_thorough``: also look for changes that are otherwise looked for in turn. They are looked for anyway in
-        objects that the function did not capture before, which ``capture`` tells.
+        Parameters
+        ----------
+        is_thorough : bool
+            Also compare in full what calls compare only in turns or now and then.
+        capture : Capture or None
+            The function's last capture. Objects that are not in it are compared in full anyway.
         """
         reloads: list[Reload] = []
         sent: list[tuple[Any, int]] = []
@@ -117,9 +142,11 @@ class Book:
         if not self.has(function_id, fn):
             parcel = self._pack([("function", function_id, options)])
             self._entries[function_id] = _Entry(fn, parcel)
-            is_thorough = True  # who defines a function means the objects as they are now
+            is_thorough = True  # a new function must see its objects as they are now
         seen: set[Node] = set()
-        while True:  # what is brought may need further modules, and hold objects that others have changed
+        # What a round packs may need further modules, and may hold objects that changed since another function sent
+        # them. So the rounds go on until one finds nothing.
+        while True:
             reloads += self._meet_modules(function_id)
             nodes = [node for node in self.nodes_of(function_id) if self._is_known(node)]
             fresh = [node for node in nodes if node not in seen or isinstance(node.facets[0], Names)]
@@ -140,11 +167,12 @@ class Book:
                 return Update(reloads, sent)
 
     def _is_known(self, node: Node) -> bool:
-        """Whether the ranks hold an object under this entry, and no later one has taken its place."""
+        """Whether the ranks hold the object through this node: it was not forgotten, and no later node replaced it."""
         table = self.namespaces if node.facets and isinstance(node.facets[0], Names) else self.known
         return bool(node.facets) and table.get(id(node.obj)) is node
 
     def _pack_changes(self, node: Node, named: set[tuple[Node, str]], is_thorough: bool) -> list[tuple[Any, int]]:
+        """Pack what has changed of one object. Return the changes, with their sizes."""
         sent = []
         for facet in node.facets:
             if isinstance(facet, Contents) and is_thorough and facet.glance() and not facet.is_current():
@@ -159,13 +187,13 @@ class Book:
             for change in changes:
                 is_renewed = not isinstance(facet, Table) or (change.kind, change.key) in node.sources
                 nbytes = self._pack_change(node, facet, change)
-                if not is_renewed:  # it comes with the function
+                if not is_renewed:  # sent for the first time: counts as part of the function
                     nbytes = 0
                 sent.append((change.value if change.kind in ("item", "attribute", "cell") else node.obj, nbytes))
         return sent
 
     def _pack_change(self, node: Node, facet: Facet, change: Change) -> int:
-        """Add what a unit has become, and return the size of the parcel."""
+        """Pack what a unit has become. Return how many bytes that takes."""
         value = Absent if change.value is MISSING else change.value
         kind = change.kind
         source = (kind, change.key)
@@ -173,7 +201,7 @@ class Book:
         if is_first and kind in ("item", "attribute") and value is not Absent:
             kind = "adopt " + kind
         if kind == "reload" and isinstance(facet, Contents):
-            copy_bytes(facet.elements(), facet.told)  # no call is in flight that reads it
+            copy_bytes(facet.elements(), facet.told)  # shared memory, which no call in flight reads
             value = Shared(facet)
         try:
             parcel = self._pack([(kind, Address(node), change.key, value)], is_optional=is_first)
@@ -184,7 +212,7 @@ class Book:
             if not (self._is_of_module(node) or node.parcel.is_optional):
                 what = f"{change.key!r} ({type(change.value).__name__})"
                 raise pickle.PicklingError(f"cannot pickle {what}: {error}") from error
-            facet.tell(change)  # what lies in a module and cannot travel stays there as workers have it
+            facet.tell(change)  # what a module holds and cannot be pickled stays as the workers' own import made it
             node.parcel.uncompared.append(node.obj)
             return 0
         self.tell(node, facet, change, parcel)
@@ -194,7 +222,7 @@ class Book:
         return len(change.value) if change.kind == "reload" else parcel.nbytes
 
     def _pack(self, actions: list[Any], *, is_optional: bool = False) -> Parcel:
-        """Pickle orders for the workers, and note the objects in them."""
+        """Pickle actions for the workers as one parcel, and register the objects in it."""
         parcel = Parcel(next(self._numbers))
         parcel.is_optional = is_optional
         file = io.BytesIO()
@@ -218,6 +246,7 @@ class Book:
         parcel.handles, parcel.optimizers = pickler.handles, pickler.optimizers
         parcel.modules_met, parcel.imports = pickler.modules_met, pickler.imports
         parcel.uncompared = pickler.uncompared
+        self.packed_nbytes += parcel.nbytes
         self.parcels[parcel.number] = parcel
         for obj, facets in pickler.met:
             self._know(obj, parcel, facets)
@@ -225,7 +254,7 @@ class Book:
 
     @staticmethod
     def _fill(segment: Segment, arrays: Sequence[Contents]) -> None:
-        """Copy large arrays into their places in shared memory."""
+        """Copy large arrays to their places in the parcel's shared memory."""
         for facet in arrays:
             assert facet.place is not None
             offset = facet.place.offset
@@ -241,7 +270,7 @@ class Book:
         return node
 
     def namespace(self, table: dict[str, Any]) -> tuple[Node, Names]:
-        """Return the entry of the globals of functions: on the workers a dict that fills as functions name them."""
+        """Return the node of a dict of globals. Workers have a dict of their own, filled as functions name things."""
         node = self.namespaces.get(id(table))
         if node is None:
             parcel = Parcel(next(self._numbers))
@@ -254,9 +283,9 @@ class Book:
         return node, node.facets[0]  # type: ignore[return-value]
 
     def meet_cell(self, cell: types.CellType) -> bool:
-        """See that the workers hold a cell, which functions may share; return whether they did not before.
+        """Have the workers hold a cell, which functions may share. Return whether it is new to them.
 
-        What is in it is sent by itself.
+        The cell travels empty. What is in it is a change of its own.
         """
         if id(cell) in self.known:
             return False
@@ -270,19 +299,19 @@ class Book:
         return True
 
     def tell(self, node: Node, facet: Facet, change: Change, parcel: Parcel) -> None:
-        """Remember that ``parcel`` brings a unit."""
+        """Record that ``parcel`` brings a change."""
         parcel.tells.append((node, facet, change))
         facet.tell(change)
         if change.kind != "reload":
             node.sources[change.kind, change.key] = parcel
         _end_captures(node, facet, change)
 
-    # -- what can only be replaced --------------------------------------------------------------------------------
+    # -- objects that can only be replaced ----------------------------------------------------------------------------
 
     def _replace(self, nodes: Sequence[Node], function_id: int, is_thorough: bool) -> bool:
-        """Forget objects that are to be sent anew, so that what holds them is bound anew.
+        """Forget objects that no change can bring up to date, so that their holders get new ones.
 
-        Return True where the function itself is to be sent again, because nothing that can be bound holds one.
+        Return True if the function itself must be sent again, because no facet holds one of these objects.
         """
         is_all = False
         pending = [node for node in nodes if _must_be_replaced(node, is_thorough)]
@@ -303,10 +332,10 @@ class Book:
                     self.known.pop(id(node.obj), None)
         return is_all
 
-    # -- modules of the user's ----------------------------------------------------------------------------------------
+    # -- the user's modules -------------------------------------------------------------------------------------------
 
     def _meet_modules(self, function_id: int) -> list[Reload]:
-        """See that the modules that a function can reach are known, and return orders to renew those reloaded."""
+        """Register the modules that a function can reach. Return orders for those that the program has reloaded."""
         reloads = []
         for name in self._modules_of(function_id):
             known = self._modules.get(name)
@@ -320,7 +349,7 @@ class Book:
                     reloads.append(Reload(name, getattr(module, "__file__", None) or name, known.source, source))
                 self._forget_module(known)
             parcel = self._pack_located(inside(module))
-            if is_patched:  # functions that were given other code one by one are not as the old source had them
+            if is_patched:  # workers have functions with other code, which a reload leaves if the source is as before
                 _doubt_code(parcel)
             self._modules_before.setdefault(name, known)
             self._modules[name] = _Module(module, module.__spec__, source, parcel)
@@ -339,7 +368,7 @@ class Book:
         return self._reached[names]
 
     def _pack_located(self, located: Sequence[Located]) -> Parcel:
-        """Have workers find objects of a module that they import."""
+        """Pack the places of a module's objects. Workers find their own objects there, after their own import."""
         parcel = Parcel(next(self._numbers))
         names = tuple(located[0].obj)
         places = tuple((each.module, each.steps) for each in located), names
@@ -356,36 +385,36 @@ class Book:
                 del self.known[id(node.obj)]
 
     def _is_of_module(self, node: Node) -> bool:
-        """Whether workers make an object themselves, by importing a module."""
+        """Whether workers make the object themselves, by importing a module."""
         return bool(node.facets) and isinstance(node.facets[0], _Imported)
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """What was packed has arrived: let go of what it has replaced."""
+        """Everything packed has arrived everywhere: discard what it replaced."""
         self._unsettled.clear()
         self._modules_before.clear()
         self.collect()
 
     def roll_back(self) -> None:
-        """What was packed has not arrived everywhere, as if it never had: it is sent again."""
+        """Forget what was packed since the last :meth:`commit`, because it may not have arrived everywhere."""
         if self._unsettled:
             unsettled = set(self._unsettled)
             while self._unsettled:
                 self._discard(self._unsettled.pop(), has_failed=True)
             self._entries = {key: each for key, each in self._entries.items() if each.parcel not in unsettled}
-            while self._modules_before:  # the order to renew one is given again
+            while self._modules_before:  # so that the next update orders their reload again
                 name, known = self._modules_before.popitem()
                 del self._modules[name]
                 if known is not None:
                     self._modules[name] = known
 
     def forget_function(self, function_id: int) -> None:
-        """Forget a function; what only this one needs goes with :meth:`collect`."""
+        """Forget a function. The next :meth:`collect` discards what no other function needs."""
         self._entries.pop(function_id, None)
 
     def collect(self) -> None:
-        """Let go of parcels that no function needs; modules stay, with what ranks keep in them."""
+        """Discard the parcels that no function needs. Imported modules stay, because ranks keep state in them."""
         needed = _reach([m.parcel for name, m in self._modules.items() if sys.modules.get(name) is m.module], set())
         for entry in self._entries.values():
             needed |= self._needs(entry)
@@ -395,6 +424,11 @@ class Book:
             del self._modules[name]
 
     def _discard(self, parcel: Parcel, *, has_failed: bool = False) -> None:
+        """Drop a parcel here and on the workers.
+
+        ``has_failed``: its changes may not have arrived, so the facets forget them. Else it is only no longer needed,
+        and the workers also unbind the globals that it brought.
+        """
         unbound = []
         for node, facet, change in parcel.tells:
             source = (change.kind, change.key)
@@ -410,7 +444,7 @@ class Book:
             for known in (self.known, self.namespaces):
                 if known.get(id(node.obj)) is node:
                     del known[id(node.obj)]
-            node.facets = []  # no circles: what nobody needs is freed at once
+            node.facets = []  # breaks reference cycles, so that objects nobody needs are freed at once
             node.sources.clear()
         self.parcels.pop(parcel.number, None)
         self.host.drop_parcel(parcel, [] if has_failed else unbound)
@@ -419,7 +453,7 @@ class Book:
         parcel.segment = None
 
     def clear(self) -> None:
-        """Let go of all that functions capture."""
+        """Release everything that functions capture."""
         for parcel in self.parcels.values():
             parcel.segment = None
             for node in parcel.nodes:
@@ -433,7 +467,7 @@ class Book:
     # -- looking ------------------------------------------------------------------------------------------------------
 
     def _needs(self, entry: _Entry) -> set[Parcel]:
-        """Return the parcels that a function needs, with those of the modules that it can reach."""
+        """Return the parcels that a function needs, including those of the modules that it can reach."""
         found = _reach([entry.parcel], set())
         while self._modules:
             parcels = [self._modules[name].parcel for name in self._reached_from(found) if name in self._modules]
@@ -443,7 +477,7 @@ class Book:
         return found
 
     def nodes_of(self, function_id: int) -> list[Node]:
-        """Return the objects that a function captures: its own, those that it shares, those of modules."""
+        """Return the nodes of what a function captures: first its own objects, then shared ones, then modules'."""
         entry = self._entries[function_id]
         of_modules = {known.parcel for known in self._modules.values()}
 
@@ -454,14 +488,14 @@ class Book:
         return [node for parcel in parcels for node in parcel.nodes if node.facets]
 
     def named_of(self, function_id: int) -> set[tuple[Node, str]]:
-        """Return the globals that a function and those it calls name."""
+        """Return the globals that a function names, and those that the functions it captures name."""
         parcels = self._needs(self._entries[function_id])
         return set().union(*(parcel.named for parcel in parcels))
 
     def handles_of(self, function_id: int) -> tuple[list[Handle], list[Handle]]:
-        """Return what lives on the workers and a function, or one with which it shares objects, captures.
+        """Return the handles that a function captures, and apart from them those in modules that it can reach.
 
-        Its own, and what lies in the modules that it can reach.
+        The first list may include handles of other functions with which this one shares objects.
         """
         entry = self._entries[function_id]
         own = _reach([entry.parcel], set())
@@ -472,39 +506,40 @@ class Book:
         return [handle for parcel in own for handle in parcel.handles], of_modules
 
     def optimizers_of(self, function_id: int) -> list[Any]:
-        """Return the optimizers of torch's that a function captures, but for those that lie in modules."""
+        """Return the torch optimizers that a function captures, except those that lie in modules."""
         return [each for parcel in _reach([self._entries[function_id].parcel], set()) for each in parcel.optimizers]
 
     def imports_of(self, function_id: int) -> set[str]:
-        """Return the modules that what a function captures may import, and that the program has not imported yet."""
+        """Return the modules that a function's code may import and that the program has not imported yet."""
         parcels = self._needs(self._entries[function_id])
         return {name for parcel in parcels for name in parcel.imports if name not in sys.modules}
 
     def uncompared_of(self, function_id: int) -> list[Any]:
-        """Return what a function captures and nobody can compare."""
+        """Return the captured objects that cannot be compared."""
         return [each for parcel in _reach([self._entries[function_id].parcel], set()) for each in parcel.uncompared]
 
     def specs_of(self, function_id: int) -> list[tuple[types.ModuleType, Any]]:
-        """Return the modules that a function can reach, with the specs that a reload binds anew."""
+        """Return the modules that a function can reach, with their specs. A reload gives a module a new spec."""
         names = self._reached_from(_reach([self._entries[function_id].parcel], set()))
         return [(known.module, known.spec) for known in map(self._modules.get, names) if known is not None]
 
 
 def _doubt_code(parcel: Parcel) -> None:
+    """Have the code of a module's functions sent again."""
     for node in parcel.nodes:
         if isinstance(node.obj, types.FunctionType):
             node.facets[0].told["__code__"] = UNKNOWN  # type: ignore[attr-defined]
 
 
 def _end_captures(node: Node, facet: Facet, change: Change) -> None:
-    """Have whoever captured an object look again: what was compared before is not what the ranks have now."""
+    """Invalidate the captures that compare a unit: what they compare it with is not what the ranks have now."""
     for capture in node.captures:
         if not isinstance(facet, Names) or (node, change.key) in capture.named:
             capture.is_valid = False
 
 
 class _Imported(Table):
-    """What an object of a module that workers import holds; the data in it are unknown at first."""
+    """What an object of an imported module holds. Functions and classes count as told, data as unknown at first."""
 
     def changes(self) -> list[Change]:
         return [change for change in super().changes() if change.kind != "order"]
@@ -549,7 +584,7 @@ def _must_be_replaced(node: Node, is_thorough: bool) -> bool:
 
 
 def _unbind(facet: Facet, obj: Any) -> int:
-    """Take it that the ranks have something else where a facet holds ``obj``; return in how many places."""
+    """Mark each unit of a facet that holds ``obj`` as unknown to the ranks. Return how many there are."""
     if isinstance(facet, Table):
         now = facet.read()
         held = {key: now.get(key) if value is UNKNOWN else value for key, value in facet.told.items()}
@@ -567,7 +602,7 @@ def _unbind(facet: Facet, obj: Any) -> int:
 
 
 def _unbind_state(facet: State, obj: Any) -> int:
-    """Take it that the ranks have another recipe; in its arguments, so that the object is replaced, or in its state."""
+    """Mark the part of a recipe that holds ``obj`` as unknown. Unknown arguments have the whole object replaced."""
     make, args, state = facet.told
     if _is_in_recipe(args, obj):
         facet.told = (make, UNKNOWN, state)
@@ -591,7 +626,7 @@ def _mentions(value: Any, obj: Any) -> bool:
 
 
 def _reach(parcels: Iterable[Parcel], found: set[Parcel]) -> set[Parcel]:
-    """Add ``parcels``, and all that they need, to ``found``."""
+    """Add ``parcels`` and everything that they need to ``found``, and return it."""
     pending = list(parcels)
     while pending:
         parcel = pending.pop()

@@ -1,8 +1,8 @@
 """How an object can change: its facets, what the ranks were told of each, and what differs from that now.
 
-A facet compares one object shallowly: its elements, attributes and keys by identity, since the objects in them have
-facets of their own. A *unit* is the smallest part that is sent again: an attribute, a key, an element. In one file
-because it is a row of small classes with the same methods, and how each of them is made.
+A facet compares one object shallowly: elements, attributes and keys count by identity, because the objects behind them
+have facets of their own. A *unit* is the smallest part that is sent again: an attribute, a key, an element. In one file
+because it is a row of small classes with the same methods, and the functions that make them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from synk._pure.alike import NUMBERS, alike, keep
 from synk._pure.interrupts import is_from_handler
 
 MISSING: Any = enum.Enum("Missing", "MISSING").MISSING  # type: ignore[attr-defined]
-"""In the place of a value that does not exist."""
+"""Stands for a value that does not exist."""
 
 UNKNOWN: Any = object()
-"""In the place of what the ranks were told, where some may have been told and some not."""
+"""Stands for what the ranks were told when some ranks may have been told and others not."""
 
 EACH_CALL_NS = 100_000
-"""An object that takes longer to compare is compared when there is time."""
+"""An object that takes longer to compare is compared only now and then; see ``Capture``."""
 
 _MUCH_NS = 10 * EACH_CALL_NS
 _NUM_TIMED = 5
@@ -44,11 +44,11 @@ class Change(NamedTuple):
     Attributes
     ----------
     kind : str
-        What a worker does about it; see ``synk._worker.held.received``.
+        How a worker applies it; see ``synk._worker.held.received``.
     key : object
-        Which unit.
+        The unit within its object.
     value : object
-        What it is now, or ``MISSING``.
+        The unit as it is now, or ``MISSING``.
     """
 
     kind: str
@@ -68,7 +68,7 @@ class Facet(abc.ABC):
 
     @property
     def size(self) -> int:
-        """How many objects a comparison looks at."""
+        """How many objects one comparison looks at."""
         return 1
 
     def is_current(self) -> bool:
@@ -81,14 +81,14 @@ class Facet(abc.ABC):
 
     @abc.abstractmethod
     def tell(self, change: Change) -> None:
-        """Take it that the ranks are told of a change."""
+        """Record that a change is on its way to the ranks."""
 
     @abc.abstractmethod
     def forget(self, change: Change) -> None:
-        """Take it that some ranks may have been told of a change and others not."""
+        """Record that some ranks may have got a change and others not. :meth:`changes` then returns it again."""
 
-    def doubt(self) -> None:  # noqa: B027  # most see everything by themselves
-        """Something differs, which :meth:`changes` would not see by itself."""
+    def doubt(self) -> None:  # noqa: B027  # most facets find every change
+        """Have :meth:`changes` report a change that a full comparison found and a quick one would miss."""
 
 
 class Table(Facet):
@@ -96,9 +96,9 @@ class Table(Facet):
 
     Parameters
     ----------
-    read : callable
-        Returns what it holds now.
     kind : {"item", "attribute", "cell"}
+    read : callable
+        Returns what the object holds now.
     told : dict
         What the ranks were told.
     """
@@ -107,7 +107,7 @@ class Table(Facet):
         self.obj, self.kind, self._read, self.told = obj, kind, read, told
 
     def read(self) -> Mapping[Any, Any]:
-        """Return what it holds now."""
+        """Return what the object holds now."""
         return self._read()
 
     @property
@@ -122,21 +122,22 @@ class Table(Facet):
 
     def changes(self) -> list[Change]:
         now, told = self.read(), self.told
-        found = [Change(self.kind, key, now.get(key, MISSING)) for key in told]
+        found = [Change(self.kind, key, now.get(key, MISSING)) for key in told if key is not UNKNOWN]
         found += [Change(self.kind, key, value) for key, value in list(now.items()) if key not in told]
         found = [each for each in found if not self._is_told(each)]
         if self.kind == "item":
             own = {key: key for key in now}
-            for key in [key for key in told if key in own and type(own[key]) is not type(key)]:  # 1 has become True
+            # Equal keys of different types: 1 has become True.
+            for key in [key for key in told if key in own and type(own[key]) is not type(key)]:
                 found += [Change("item", key, MISSING), Change("item", own[key], now[key])]
             order = [key for key in told if key in now]
             order += [key for key in now if key not in told]
-            if order != list(now):
+            if order != list(now) or UNKNOWN in told:  # as a key: the ranks may have either order
                 found.append(Change("order", None, tuple(now)))
         return found
 
     def _is_told(self, change: Change) -> bool:
-        """Whether the ranks have it. What was bound anew to an equal number or text counts as what it was."""
+        """Whether the ranks have a unit already. Binding a name to an equal number or text is no change."""
         told = self.told.get(change.key, MISSING)
         if is_same(told, change.value):
             if told is not change.value:
@@ -154,17 +155,17 @@ class Table(Facet):
 
     def forget(self, change: Change) -> None:
         if change.kind == "order":
-            self.told = {UNKNOWN: UNKNOWN, **self.told} if UNKNOWN not in self.told else self.told
+            self.told[UNKNOWN] = UNKNOWN
         else:
             self.told[change.key] = UNKNOWN
 
 
 class Names(Table):
-    """The globals that functions name, existing or not; on a rank they lie in a dict of their own."""
+    """The globals that functions name, whether they exist or not. On a rank they lie in a dict of their own."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self.names: set[str] = set()
-        self.is_whole = False  # whether a function holds the dict itself, and not only names what is in it
+        self.is_whole = False  # whether a function captured the dict itself, besides naming what is in it
         super().__init__(namespace, "item", dict, {})
 
     def read(self) -> dict[str, Any]:
@@ -216,36 +217,39 @@ class Elements(Facet):
 
 
 class _Flat:
-    """The elements of an array of objects, as those of a list."""
+    """Reads an array of objects as if it were a flat list, the last of whose elements is the array's shape."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._array = array
+        self._shape = array.shape  # the same object as long as it is equal, because elements are compared by identity
 
     def __len__(self) -> int:
-        return int(self._array.size)
+        return int(self._array.size) + 1
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._array.ravel().tolist())
+        if self._array.shape != self._shape:
+            self._shape = self._array.shape
+        return iter([*self._array.ravel().tolist(), self._shape])
 
 
 class State(Facet):
-    """What an object is rebuilt from, for one that says so itself: the arguments and the state of its pickle.
+    """What an object with a pickling rule of its own is rebuilt from: a *recipe* of a maker, its arguments and a state.
 
     Parameters
     ----------
     reduce : callable
-        Returns the recipe by which an object is pickled.
+        Returns the recipe by which the object would be pickled now.
     told : tuple
-        The recipe that the ranks were sent, as ``synk._pure.alike`` keeps it: the maker, its arguments, the state.
+        The recipe that the ranks were sent, in the form that ``synk._pure.alike`` keeps.
 
     Attributes
     ----------
     cost_ns : int
         How long a comparison takes.
     is_due : bool
-        Whether a comparison that was made when there was time has found something else.
+        Whether an occasional comparison found a difference, so that the next update must look again.
     is_generator : bool
-        Whether it draws random numbers: compared at each call.
+        Whether it draws random numbers. Generators are compared at each call.
     """
 
     def __init__(self, obj: Any, reduce: Callable[[Any], Any], told: tuple[Any, Any, Any]) -> None:
@@ -255,10 +259,10 @@ class State(Facet):
         self._is_dict = type(told[2]) is dict and not hasattr(type(obj), "__setstate__")
 
     def measure(self) -> bool:
-        """Take the time of a comparison; return False where an unchanged object is not equal to itself.
+        """Time a comparison. Return False if the object, which has not changed, does not equal itself.
 
-        The shortest of several in processor time: what is seen at each call must not depend on other programs, nor on
-        the first comparison, which may take several times as long as all later ones.
+        The time is processor time, the shortest of several: whether an object is compared at each call must not depend
+        on other programs, nor on a first comparison that takes several times as long as all later ones.
         """
         is_equal, self.cost_ns = self._timed()
         for _ in range(_NUM_TIMED if self.cost_ns < _MUCH_NS else 0):
@@ -272,19 +276,19 @@ class State(Facet):
 
     @property
     def is_slow(self) -> bool:
-        """Whether it is compared only when there is time."""
+        """Whether it is compared only now and then."""
         return self.cost_ns > EACH_CALL_NS and not self.is_generator
 
     def is_asked_for(self, is_thorough: bool) -> bool:
-        """Whether it is to be compared before a call that sends what has changed."""
+        """Whether an update has to compare it."""
         return is_thorough or self.is_due or not self.is_slow
 
     def is_current(self) -> bool:
         now = self._now()
-        if self.is_generator:  # of numbers alone, and asked for often
+        if self.is_generator:  # its state holds only numbers, and it is compared often
             try:
                 return bool(self.told == now)
-            except ValueError as error:  # an array among them
+            except ValueError as error:  # the state also holds an array
                 if is_from_handler(error):
                     raise
         return alike(self.told, now)
@@ -307,7 +311,7 @@ class State(Facet):
             values = {**dict.fromkeys(told[2], MISSING), **now[2]}
             found = [each for each in values.items() if not alike(told[2].get(each[0], MISSING), each[1])]
             return [Change("attribute", key, value) for key, value in found]
-        if self.is_slow and told[2] is not UNKNOWN:  # perhaps a cache: not where the rank has changed its own
+        if self.is_slow and told[2] is not UNKNOWN:  # may be a cache: a rank that has changed its own keeps it
             return [Change("restate", None, (told, now[2]))]
         return [Change("state", None, now[2])]
 
@@ -326,18 +330,18 @@ class State(Facet):
 
 
 def recipe_of(reduced: Any) -> tuple[Any, Any, Any]:
-    """Return what of an object's pickle is compared: the maker, its arguments and the state."""
+    """Return the part of an object's pickle that is compared: the maker, its arguments and the state."""
     make, args, *rest = reduced
     return make, args, rest[0] if rest else None
 
 
 def is_same(told: Any, now: Any) -> bool:
-    """Whether a unit is what it was: the same object, or an equal number or text of the same type."""
+    """Whether a unit has not changed: it is the same object, or an equal number or text of the same type."""
     return told is now or (type(told) is type(now) and type(told) in NUMBERS and told == now)
 
 
 def _copy_of(obj: Any) -> Any:
-    """Return the elements of a container in one that is known to nobody."""
+    """Return the elements of a container in a new one, which has no node."""
     if isinstance(obj, np.ndarray):
         return obj.copy()
     return tuple(obj)
@@ -347,13 +351,13 @@ def _copy_of(obj: Any) -> Any:
 
 
 def items(obj: dict[Any, Any]) -> Table:
-    """Return the facet of a dict, whatever its class makes of reading."""
+    """Return the facet of a dict. Items are read past the methods of a subclass."""
     base = base_of(obj)
     return Table(obj, "item", lambda: dict(base.items(obj)), dict(base.items(obj)))
 
 
 def base_of(table: dict[Any, Any]) -> type[dict[Any, Any]]:
-    """Return the class of the standard library's by which the items of a dict are read past the user's own methods."""
+    """Return the standard library's class by whose methods a dict is read, past the methods of a user's subclass."""
     return OrderedDict if isinstance(table, OrderedDict) else dict
 
 
@@ -364,14 +368,14 @@ def attributes(obj: Any) -> Table:
 
 
 def factory(obj: Any) -> Table:
-    """Return the facet of what a defaultdict makes values of."""
+    """Return the facet of a defaultdict's ``default_factory``."""
     return Table(
         obj, "attribute", lambda: {"default_factory": obj.default_factory}, {"default_factory": obj.default_factory}
     )
 
 
 def contents(cell: types.CellType) -> Table:
-    """Return the facet of a cell."""
+    """Return the facet of what a cell holds."""
 
     def read() -> dict[str, Any]:
         try:
@@ -403,7 +407,7 @@ def _reader_of(obj: Any) -> Callable[[], dict[str, Any]]:
 
 
 def table_of(obj: Any) -> dict[str, Any] | None:
-    """Return the dict of an instance's attributes; None for one that has none. Runs no code of the user's."""
+    """Return the dict of an instance's attributes, or None if it has no such dict. Runs no code of the user's."""
     try:
         table = object.__getattribute__(obj, "__dict__")
     except (AttributeError, TypeError):
@@ -412,7 +416,7 @@ def table_of(obj: Any) -> dict[str, Any] | None:
 
 
 def slots_of(cls: type) -> tuple[str, ...]:
-    """Return the attributes that instances of ``cls`` keep outside a dictionary."""
+    """Return the names of the slots in which instances of ``cls`` keep attributes."""
     found = [
         name
         for base in cls.__mro__

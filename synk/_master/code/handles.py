@@ -1,4 +1,4 @@
-"""What a user holds of something that lives on the workers, and how a pickle refers to it."""
+"""Handles of what lives on the workers, and the pickler that replaces them by references."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from synk._wire.parcels import Pickler
 
 
 class Handle:
-    """The base of :class:`synk.Shared`, :class:`synk.Resident` and replicated modules, which are known by their class.
+    """The base of :class:`synk.Shared`, :class:`synk.Resident` and replicated modules: what the pickler looks for.
 
     Attributes
     ----------
     _reference : (callable, tuple)
-        What becomes of it in a pickle: how a worker finds what it has itself.
+        How the handle is pickled: a worker calls the function and gets its own value.
     _referent : object
-        What a call knows it by, if it can be an argument of one.
+        The variable or resident object behind the handle. Set only for handles that can be arguments of calls.
     """
 
     __slots__ = ("_reference", "_referent")
@@ -27,14 +27,14 @@ class Handle:
 
 
 class HandlePickler(Pickler):
-    """Pickles by cloudpickle's rules, but a handle as a reference to what the rank has.
+    """Pickles by cloudpickle's rules, except that a handle becomes a reference to what the rank has.
 
     Attributes
     ----------
     handles : list of Handle
+        The handles it has met.
     modules, optimizers : list
-        Of torch.
-        All three: those it has met.
+        The torch modules and optimizers it has met.
     """
 
     def __init__(self, file: Any, **options: Any) -> None:
@@ -51,5 +51,5 @@ class HandlePickler(Pickler):
             self.modules.append(obj)
         elif is_torch_optimizer(obj):
             self.optimizers.append(obj)
-        with operation():  # cloudpickle ends errors of its own there, and would end a handler's
+        with operation():  # cloudpickle catches its own errors there, and would swallow a signal handler's
             return super().reducer_override(obj)

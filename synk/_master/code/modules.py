@@ -1,7 +1,7 @@
-"""The user's own modules, which workers import themselves: which a function can reach, and what is found in them.
+"""The user's own modules, which workers import themselves: which modules a function can reach, and what is in them.
 
-A worker that imports a module finds there what its own import has made: the same functions and classes, but not what
-the program has bound or changed since. So functions, classes and modules are taken for the same, and data are sent.
+A worker that imports a module finds there what its own import made: the same functions and classes, but not what the
+program has bound or changed since. So functions, classes and modules count as equal, and data are sent.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _library_folders() -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def globals_in(code: types.CodeType) -> frozenset[str]:
-    """Return the globals that a code object names, and the functions inside it."""
+    """Return the globals that a code object and the functions inside it name."""
     found = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return frozenset(found.union(*map(globals_in, _codes_in(code))))
 
@@ -73,7 +73,7 @@ _IMPORTERS = frozenset(("import_module", "__import__", "modules"))
 
 @functools.lru_cache(maxsize=4096)
 def imports_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names of modules that a code object may import when it runs, and the functions inside it."""
+    """Return the names of the modules that a code object and the functions inside it may import when they run."""
     found = {each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME"}
     if not _IMPORTERS.isdisjoint(code.co_names):
         found |= {constant for constant in code.co_consts if type(constant) is str}
@@ -86,7 +86,7 @@ def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def reached_from(names: Iterable[str]) -> list[str]:
-    """Return modules of the user's, and those that their own code can reach, the named ones first."""
+    """Return the user's modules among ``names``, followed by the user's modules that their code can reach."""
     found: dict[str, None] = {}
     pending = [name for name in names if is_users_module(name)]
     while pending:
@@ -111,7 +111,7 @@ def _neighbours(name: str) -> set[str]:
 
 
 def inside(module: types.ModuleType) -> list[Located]:
-    """Return what is looked at in a module: its table, its functions with their cells, and its classes."""
+    """Return what is compared in a module: its table, its own functions with their cells, and its own classes."""
     name, table = module.__name__, vars(module)
     found = [Located(table, name, (("table", None),))]
     for key, value in list(table.items()):
@@ -130,7 +130,7 @@ def inside(module: types.ModuleType) -> list[Located]:
 
 
 def is_told_by_import(key: Any, value: Any, module: str) -> bool:
-    """Whether a worker that imports ``module`` is taken to find there under ``key`` what the program has."""
+    """Whether to assume that a worker which imports ``module`` finds under ``key`` what the program has there."""
     if isinstance(key, str) and key.startswith("__") and key.endswith("__"):
         return not _is_code(value) or key == "__wrapped__" or travels_by_name(value) or value.__module__ == module
     if _is_code(value):
@@ -148,7 +148,7 @@ def is_told_by_import(key: Any, value: Any, module: str) -> bool:
 def travels_by_name(obj: Any) -> bool:
     """Whether workers find a function or a class under its name.
 
-    A function that the program has put in the place of a module's own, and that only bears its name, is not it.
+    They do not if the program has put a function of its own, with the same name, in the place of a module's function.
     """
     if not is_by_reference(obj):
         return False
@@ -157,7 +157,7 @@ def travels_by_name(obj: Any) -> bool:
 
 
 def _is_of_program(file: str) -> bool:
-    """Whether code was written in the main program, a notebook or a prompt, and in no module."""
+    """Whether code was written in the main program, a notebook or a prompt, not in a module."""
     return file.startswith("<") or file == getattr(sys.modules.get("__main__"), "__file__", None)
 
 
@@ -166,7 +166,7 @@ def _is_code(value: Any) -> bool:
 
 
 def source_of(module: types.ModuleType) -> str | None:
-    """Return the source of a module as it is now, None where there is none."""
+    """Return the source of a module as the file has it now, or None if there is no source."""
     try:
         with tokenize.open(str(module.__file__)) as file:
             return file.read()

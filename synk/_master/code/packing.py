@@ -1,7 +1,7 @@
-"""How what a function captures is pickled: each object once, with the facets by which it can change.
+"""How captured objects are pickled: each once, with the facets by which it can change.
 
-Cloudpickle's rules, except that an object which the workers hold is pickled as its address, large arrays as their place
-in shared memory, and functions without the globals and cells that the workers have.
+The rules are cloudpickle's, with three exceptions: an object that the workers hold is pickled as its address, a large
+array as its place in shared memory, and a function without its globals and cells, which travel apart.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ _ATOMIC = (
     np.generic, property, classmethod, staticmethod, typing.TypeVar, io.IOBase, Iterator, enum.Enum, Handle,
     slice, range,
 )  # fmt: skip
-"""Objects that cannot change, or of which only the identity counts; what they hold is met by itself."""
+"""Objects that cannot change, or whose identity is all that counts. What they hold is met as objects of its own."""
 
 _IMMUTABLE = frozenset(("datetime", "decimal", "fractions", "inspect", "pathlib", "re", "uuid", "zoneinfo"))
-"""Modules of the standard library whose objects cannot change either."""
+"""Modules of the standard library whose objects cannot change."""
 
 
 class Address:
-    """In a pickle: an object that the workers hold; needed for globals, which are a dict of their own there."""
+    """Stands in a pickle for an object that the workers hold. Needed for globals, whose dict there is another one."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
 
 
 class Shared:
-    """In a pickle: a large array as it lies in shared memory now."""
+    """Stands in a pickle for a large array as it lies in shared memory now."""
 
     def __init__(self, facet: Contents) -> None:
         self.facet = facet
 
 
 def _from_memory(facet: Contents) -> Any:
-    """Return the recipe of an array or a tensor whose bytes lie in shared memory, or are those that were sent."""
+    """Return the recipe of an array or a tensor whose bytes lie in shared memory, or of a small tensor."""
     obj = facet.obj
     if isinstance(obj, np.ndarray):
         return make_array, (facet.place, obj.dtype, obj.shape, facet.order)
@@ -82,13 +82,17 @@ class PartsPickler(HandlePickler):
     Attributes
     ----------
     met : list of (object, list of Facet)
-        The objects that workers will know by their position here.
+        The objects that workers will know by their position in this list.
     arrays : list of Contents
-        Large arrays, in the order of their places in shared memory; ``arrays_nbytes`` is the size of all.
-    modules_met, imports : set of str
-        Modules of the user's that the objects belong to; and those of any kind that their code may import.
+        Large arrays, in the order of their places in shared memory.
+    arrays_nbytes, segment_id : int
+        The size of that memory, and its number; 0 if there is none.
+    modules_met : set of str
+        The user's modules to which the objects belong.
+    imports : set of str
+        The modules, the user's or not, that the objects' code may import.
     uncompared : list of object
-        Those whose pickle is another one each time, so that nobody can tell whether they have changed.
+        Objects whose pickle differs each time, so that it cannot tell whether they have changed.
     """
 
     def __init__(self, file: io.BytesIO, book: Shelf, parcel: Parcel) -> None:
@@ -103,7 +107,7 @@ class PartsPickler(HandlePickler):
         self.imports: set[str] = set()
         self.uncompared: list[Any] = []
         self._ids: set[int] = set()
-        self._passing: dict[int, Any] = {}  # parts of recipes: they do not exist as objects on a worker
+        self._left_out: dict[int, Any] = {}  # parts of recipes, which are no objects on a worker; kept for their ids
         self._cells: set[int] = set()
 
     def persistent_id(self, obj: Any) -> Any:
@@ -121,11 +125,11 @@ class PartsPickler(HandlePickler):
             self._parcel.refers.add(node.parcel)
             return node.address
         kind = type(obj)
-        if kind is dict and id(obj) not in self._passing:
+        if kind is dict and id(obj) not in self._left_out:
             self._meet(obj, items)
-        elif kind in (list, set, deque) and id(obj) not in self._passing:
+        elif kind in (list, set, deque) and id(obj) not in self._left_out:
             self._meet(obj, Elements)
-        elif kind is bytearray and id(obj) not in self._passing:
+        elif kind is bytearray and id(obj) not in self._left_out:
             self._meet(obj, RawContents)
         return None
 
@@ -135,8 +139,8 @@ class PartsPickler(HandlePickler):
             self.met.append((obj, [make(obj) for make in makers]))
 
     def leave_out(self, part: Any) -> None:
-        """Do not take a part of a recipe for an object."""
-        self._passing[id(part)] = part
+        """Treat a container as part of a recipe, not as an object that can change."""
+        self._left_out[id(part)] = part
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Shared:
@@ -151,7 +155,7 @@ class PartsPickler(HandlePickler):
             return make_cell, ()  # its contents come with the function
         if isinstance(obj, (types.FunctionType, type)):
             return self._reduce_code(obj)
-        if type(obj).__module__ == "torch.storage":  # the memory of a tensor, which is compared as the tensor's
+        if type(obj).__module__ == "torch.storage":  # the memory of a tensor: the tensor's facet compares it
             return super().reducer_override(obj)
         found = contents_of(obj)
         if found is not None:
@@ -190,7 +194,7 @@ class PartsPickler(HandlePickler):
         return reduced
 
     def _reduce_function(self, function: types.FunctionType, reduced: Any) -> Any:
-        """Pickle a function without its globals and cells, which are sent by themselves."""
+        """Pickle a function without its globals and cells, which travel apart."""
         make, (code, _, *rest), (state, slots), *_, setter = reduced
         node, names = self._book.namespace(function.__globals__)
         named = globals_in(function.__code__)
@@ -198,14 +202,14 @@ class PartsPickler(HandlePickler):
         self._parcel.named |= {(node, name) for name in named}
         changes = [each for each in names.changes() if each.key in named and each.value is not MISSING]
         cells = function.__closure__ or ()
-        if self._parcel.is_optional:  # all of it can travel, or none
+        if self._parcel.is_optional:  # it arrives whole or not at all, so globals and cells come with it
             for change in changes:
                 self._book.tell(node, names, change, self._parcel)
             self._cells.update(map(id, cells))
             fresh = [cell for cell in cells if id(cell) not in self._ids and id(cell) not in self._book.known]
             for cell in fresh:
                 self._meet(cell, contents)
-        else:  # each is sent by itself, too: other functions share it, and it can be bound anew
+        else:  # globals and cells are changes of their own: functions share them, and they can be bound anew
             changes = [change for change in changes if isinstance(change.value, _LIGHT)]
             fresh = [cell for cell in cells if self._book.meet_cell(cell)]
         new = {change.key: change.value for change in changes}
@@ -236,13 +240,13 @@ class PartsPickler(HandlePickler):
         return NotImplemented if is_array else _from_memory(facet)
 
     def _reduce_instance(self, obj: Any) -> Any:
-        table = table_of(obj)  # first: some objects speak of it only once somebody has looked
+        table = table_of(obj)  # first, because some objects pickle their attributes only once the dict was read
         reduced = super().reducer_override(obj)
         is_own = _has_own_rule(obj) or reduced is not NotImplemented
         if reduced is NotImplemented:
             reduced = reduced_anew(obj)
         if not isinstance(reduced, tuple):
-            return reduced  # a name
+            return reduced  # the name of a global
         makers: list[Callable[[Any], Facet]] = []
         if isinstance(obj, dict):
             makers += [items, factory] if isinstance(obj, defaultdict) else [items]
@@ -263,7 +267,7 @@ class PartsPickler(HandlePickler):
         return reduced
 
     def _leave_out_containers(self, part: Any) -> None:
-        """Do not take for objects what a recipe is made of."""
+        """Leave out the containers that make up a recipe."""
         if type(part) is tuple:
             for each in part:
                 self._leave_out_containers(each)
@@ -271,7 +275,7 @@ class PartsPickler(HandlePickler):
             self.leave_out(part)
 
     def _meet_state(self, obj: Any, reduced: tuple[Any, ...]) -> None:
-        """Note an object with a rule of its own; as one that nobody can compare where its recipe differs each time."""
+        """Note an object with a pickling rule of its own. It counts as uncompared if its recipe differs each time."""
         if len(reduced) > 3 and any(part is not None for part in reduced[3:5]):
             self.uncompared.append(obj)
             return
@@ -301,14 +305,14 @@ def _class_of(obj: Any) -> Facet:
 
 _CONTAINERS = (list, deque, set)
 _LIGHT = (types.ModuleType, types.FunctionType, type, types.BuiltinFunctionType, *NUMBERS)
-"""Globals that a function may need while what it belongs to is being loaded."""
+"""Globals that a function may need already while its parcel is being loaded."""
 _OBJECT: Any = object
 _MANAGERS = "pandas.core.internals.managers"
-"""What holds the columns of a DataFrame. Its list of axes is its own, and must fit the columns that it is made with."""
+"""The module of what holds a DataFrame's columns. Its list of axes is private and must fit the columns."""
 
 
 def _is_whole_table(obj: Any, state: Any, table: dict[str, Any] | None) -> bool:
-    """Whether the state of an object is all of its attributes as they are, so that they can be set one by one."""
+    """Whether an object's state is exactly its attributes, so that workers can set them one by one."""
     if state is table:
         return not hasattr(type(obj), "__setstate__")
     if type(state) is not dict or not table or type(obj).__reduce_ex__ is not _OBJECT.__reduce_ex__:
@@ -319,7 +323,7 @@ def _is_whole_table(obj: Any, state: Any, table: dict[str, Any] | None) -> bool:
 
 
 def _has_own_rule(obj: Any) -> bool:
-    """Whether an object says itself how it is pickled, and not only by its attributes."""
+    """Whether an object has a pickling rule of its own, beyond its attributes."""
     cls = type(obj)
     if cls in HandlePickler.dispatch_table or cls.__reduce_ex__ is not _OBJECT.__reduce_ex__:
         return True
@@ -329,7 +333,7 @@ def _has_own_rule(obj: Any) -> bool:
 
 
 def _is_simple_tensor(obj: Any) -> bool:
-    """Whether a tensor is made anew by its elements alone."""
+    """Whether a tensor can be rebuilt from its elements alone."""
     torch: Any = sys.modules["torch"]
     if type(obj) not in (torch.Tensor, torch.nn.Parameter) or not TensorContents(obj).is_readable:
         return False

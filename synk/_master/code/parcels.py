@@ -1,4 +1,4 @@
-"""Parcels, and the objects in them that the workers hold."""
+"""Parcels, and the nodes for the objects in them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ class Node:
 
     Attributes
     ----------
+    obj : object
     parcel : Parcel
-        What brought it, as the object number ``index`` in it.
+        The parcel that brought it.
+    index : int
+        Its position among the objects of that parcel.
     facets : list of Facet
+        Empty once the node is no longer in the book.
     sources : dict of (kind, key) to Parcel
-        What brought the units that did not come with the object itself.
-    captures : WeakSet
-        Whoever compares it before each call.
+        The parcels that brought the units which did not come with the object itself.
+    captures : WeakSet of Capture
+        The captures that compare the object before each call.
     """
 
     __slots__ = ("captures", "facets", "index", "obj", "parcel", "sources")
@@ -45,21 +49,23 @@ class Parcel:
     number : int
     data : bytes
     segment : Segment or None
-        The shared memory in which its large arrays lie.
+        The shared memory that holds its large arrays.
     refers : set of Parcel
-        Those that must be loaded before it.
+        The parcels that must be loaded before this one.
     named : set of (Node, str)
-        The globals that the functions in it name: a namespace and a name.
+        The globals that its functions name: a namespace and a name.
     tells : list of (Node, Facet, Change)
-        What it brings of objects that came before it.
+        The changes it brings to objects of earlier parcels.
     nodes : list of Node
-        The objects in it.
-    modules_met, imports : set of str
-        The user's modules to which it refers, and those of any kind that its functions may import.
+        The objects that it brings.
+    modules_met : set of str
+        The user's modules to which it refers.
+    imports : set of str
+        The modules, the user's or not, that its functions may import.
     handles, optimizers, uncompared : list
-        Objects of these kinds in it; see ``PartsPickler``.
+        The objects of each kind that were pickled into it; see ``PartsPickler``.
     is_optional : bool
-        Whether workers go on with what they have where it cannot be loaded.
+        Whether workers keep what they have if it cannot be loaded.
     """
 
     def __init__(self, number: int) -> None:
@@ -83,7 +89,7 @@ class Parcel:
 
 
 class Host(Protocol):
-    """What a book needs of the runtime to which it belongs."""
+    """What a book needs of its runtime."""
 
     @property
     def is_inline(self) -> bool: ...
@@ -100,8 +106,10 @@ class Shelf(Protocol):
 
     Attributes
     ----------
-    known, namespaces : dict of int to Node
-        By the id of an object, or of a dict in which functions look up their globals.
+    known : dict of int to Node
+        By the id of the object.
+    namespaces : dict of int to Node
+        By the id of the dict in which functions look up their globals.
     """
 
     known: dict[int, Node]

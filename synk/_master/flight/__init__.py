@@ -1,4 +1,4 @@
 """Calls and items in flight: submitted calls, streams and maps.
 
-``queue`` orders them, ``pending`` is what a user holds of one.
+``queue`` keeps them in order. ``pending`` has the future that a user holds.
 """

@@ -1,7 +1,7 @@
-"""Chunks of items on their way to single workers and back, while the program goes on with the results before them.
+"""Chunks of items in flight to single workers, while the program works on earlier results.
 
-While chunks are in flight no other operation has begun: whatever begins one settles them first, and their answers are
-kept. So the lock need not be held between two looks at them.
+While chunks are in flight no other operation has begun: whatever begins one first settles them and keeps their answers.
+So the lock need not be held between two steps.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from synk._wire.messages import Kind, Reply, Status
 from synk.errors import CallCancelled, CallTimeout, SerializationError
 
 LONG_NS = 200_000_000
-"""Behind a chunk that takes longer no other one waits: it would be late, and the rank is not idle for long anyway."""
+"""No chunk waits behind one that takes longer: it would be late, and an idle rank costs little next to a long chunk."""
 
 
 class Chunk:
-    """Some items that follow one another, and what has become of them.
+    """Consecutive items that are sent together, and their outcome.
 
     Attributes
     ----------
@@ -38,14 +38,14 @@ class Chunk:
         The position of the first item.
     num_items : int
     is_done : bool
-        Whether it has an outcome: ``values`` (pickles) of the items up to the first that failed, and ``error``, what
-        the results end with, if anything.
+        Whether it has an outcome: the ``values`` (pickles) of the items up to the first that failed, and ``error``,
+        which ends the results, or None.
     began_ns : int
-        When its rank began with it, as far as is known.
+        When its rank began to work on it, as far as the master knows.
     nbytes : int
-        Of the pickled items, then of the results.
+        Size of the pickled items, and later of the results.
     duration_ns : int
-        How long its rank was at it.
+        How long its rank worked on it.
     """
 
     def __init__(self, first: int) -> None:
@@ -61,7 +61,7 @@ class Chunk:
         self.error: Exception | None = None
 
     def add(self, data: bytes, copies: list[ArrayCopy]) -> None:
-        """Take in one more item."""
+        """Add one item."""
         self.pickles.append(data)
         self.num_items += 1
         self.nbytes += len(data)
@@ -70,7 +70,7 @@ class Chunk:
             self.nbytes += sum(copy.segment.nbytes for copy in copies)
 
     def end(self, error: Exception | None) -> None:
-        """Give it its outcome, and let go of what was sent."""
+        """Set its outcome, and release what was sent."""
         self.error, self.is_done = error, True
         self.pickles, self.copies = [], []
 
@@ -89,7 +89,7 @@ class Chunk:
             return safe_point(pickle.loads, data)
         except HandlerRaised:
             raise
-        except BaseException as error:  # the user's classes are built here
+        except BaseException as error:  # the user's classes run code here
             raise SerializationError(
                 f"cannot load what {name!r} returned for item {position}: {type(error).__name__}: {error}. Return "
                 "arrays, numbers or objects whose class can be loaded in the master."
@@ -104,7 +104,7 @@ class Chunks:
     session : Session
     function : Callee
     num_ranks : int
-        How many workers get any; 0: all.
+        How many workers to use; 0 for all.
     are_named : bool
         Whether errors name the item.
 
@@ -113,7 +113,7 @@ class Chunks:
     verb : str
         For errors.
     is_abandoned : bool
-        Whether nobody will ask for the results any more; may be set by a finalizer.
+        Whether the results are no longer wanted. A finalizer may set it.
     """
 
     def __init__(self, session: Session, function: Callee, num_ranks: int = 0, *, are_named: bool = True) -> None:
@@ -125,26 +125,27 @@ class Chunks:
         self.is_abandoned = False
         self._in_flight: list[Chunk] = []
         self._has_begun = False
-        self._are_short = False  # as far as is known: nothing is before the first answer
+        self._are_short = False  # unknown before the first answer
 
     @property
     def has_room(self) -> bool:
-        """Whether one more can be sent, as far as is known."""
+        """Whether another chunk can be sent, as far as the master knows."""
         return self._free_rank() is not None
 
     @property
-    def are_under_way(self) -> bool:
+    def are_in_flight(self) -> bool:
         return bool(self._in_flight)
 
-    # -- by whoever maps ----------------------------------------------------------------------------------------------
+    # -- called by the map
+    # ------------------------------------------------------------------------------------------------
 
     def step(self, chunk: Chunk | None, *, is_waiting: bool, until: float | None = None) -> None:
-        """Send ``chunk``, and take in what has been answered; ``is_waiting``: at least one, if it comes until then.
+        """Send ``chunk`` and take in answers. ``is_waiting``: wait for at least one, at most until ``until``.
 
         Raises
         ------
         ReentrancyError, ClosedError, StartupError, SerializationError, KeyboardInterrupt
-            What has ended chunks is their own error.
+            An error that ends chunks is not raised here: it becomes their outcome.
         """
         session = self._session
         with session.entered(self.verb):
@@ -155,8 +156,8 @@ class Chunks:
             session.memory.free_copies()
 
     def _free_rank(self) -> int | None:
-        """Return the rank for the next chunk: one that is idle, or will be soon; None where there is none."""
-        in_flight = list(self._in_flight)  # another thread may settle them
+        """Return the rank for the next chunk: one that is idle or will be soon; None if there is none."""
+        in_flight = list(self._in_flight)  # a copy, since another thread may settle them
         ranks = [chunk.rank for chunk in in_flight]
         rank = min(range(self._num_ranks), key=ranks.count)
         if rank not in ranks:
@@ -166,14 +167,14 @@ class Chunks:
         return soon[0] if soon else None
 
     def end(self, error: Exception) -> None:
-        """End what is in flight, with ``error``."""
+        """End the chunks in flight with ``error``."""
         if self._in_flight and not self._session.is_closed:
             with self._session.entered(self.verb):
                 self.cancel(error)
 
     def _send(self, chunk: Chunk) -> None:
         session, workers = self._session, self._session.workers
-        if self._in_flight and workers.processes.has_dead:  # who is started again when nothing is in flight
+        if self._in_flight and workers.processes.has_dead:  # dead workers are replaced only when nothing is in flight
             self.settle(self.verb, None)
         if not self._in_flight:
             self._begin()
@@ -183,8 +184,9 @@ class Chunks:
         chunk.began_ns = time.monotonic_ns()
         last = chunk.first + chunk.num_items - 1
         which = f"item {last}" if chunk.num_items == 1 else f"items {chunk.first} to {last}"
-        deadline = None if chunk.rank in ranks else session.deadline(None)  # else when the one before is answered
-        session.queue.chunks = self  # before any is in flight: whatever comes now settles it
+        # otherwise its time begins when the chunk before it is answered
+        deadline = None if chunk.rank in ranks else session.deadline(None)
+        session.queue.chunks = self  # before any chunk is in flight: from here on, whatever begins settles it
         try:
             chunk.request = workers.send(
                 Kind.ITEMS,
@@ -211,7 +213,7 @@ class Chunks:
             function.renew()
             self._has_begun = True
         function.load(session, deadline)
-        while session.workers.processes.has_dead:  # one that died after it had loaded the function
+        while session.workers.processes.has_dead:  # a worker may die after it has loaded the function
             session.resume(self.verb, deadline)
             function.load(session, deadline)
         check_mapped(function)
@@ -223,7 +225,7 @@ class Chunks:
     # -- in flight ----------------------------------------------------------------------------------------------------
 
     def _take(self, is_waiting: bool, until: float | None) -> None:
-        """Take in what has been answered; ``is_waiting``: at least one chunk. What goes wrong is the chunks' error."""
+        """Take in answers; ``is_waiting``: wait for at least one. Errors become the outcome of chunks."""
         workers = self._session.workers
         try:
             if is_waiting:
@@ -237,7 +239,7 @@ class Chunks:
         self._sort()
 
     def _sort(self) -> None:
-        """Give an outcome to the chunks that were answered, or lost."""
+        """Give an outcome to the chunks that were answered or lost."""
         requests = self._session.workers.requests
         for chunk in list(self._in_flight):
             request = chunk.request
@@ -250,7 +252,7 @@ class Chunks:
                 error = self._note(chunk, request.replies[chunk.rank])
                 requests.pop(request.sequence, None)
                 self._forget(chunk, error)
-                for other in self._in_flight:  # its time begins
+                for other in self._in_flight:  # the time of the next chunk begins
                     if other.rank == chunk.rank and other.request is not None:
                         other.began_ns = time.monotonic_ns()
                         other.request.deadline = self._session.deadline(None)
@@ -262,7 +264,7 @@ class Chunks:
         self._in_flight.remove(chunk)
 
     def _note(self, chunk: Chunk, reply: Reply) -> Exception | None:
-        """Note what a rank has answered; return the error that it tells of."""
+        """Note a rank's answer. Return the error that it reports."""
         if reply.status == Status.INTERRUPTED:
             return CallCancelled(f"{self._function.name!r} was interrupted. Map it again.")
         answer = pickle.loads(reply.body)
@@ -272,6 +274,16 @@ class Chunks:
         chunk.values, chunk.duration_ns = deque(done.values), done.duration_ns
         chunk.num_items = len(done.values)
         chunk.nbytes = len(reply.body)
+        sent_nbytes, wall_ns = sum(map(len, chunk.pickles)), time.monotonic_ns() - chunk.began_ns
+        self._function.record.add_items(
+            chunk.rank, chunk.num_items, sent_nbytes, chunk.nbytes, done.duration_ns, wall_ns
+        )
+        tracer = self._session.tracer
+        if tracer is not None:
+            began_ns = time.monotonic_ns() - done.duration_ns
+            tracer.note_chunk(self._function.name, chunk.rank, chunk.num_items, began_ns, done.duration_ns)
+        for watch in self._session.watchers:
+            watch()
         self._are_short = done.duration_ns <= LONG_NS and not self._session.workers.is_inline
         if done.failure is None:
             return None
@@ -282,7 +294,7 @@ class Chunks:
         return rebuild([failure], self._session.world_size, self._function.name, item)
 
     def _lose(self, error: BaseException) -> None:
-        """After ``error``: end the chunks that it has taken along."""
+        """After ``error``: end the chunks that were lost with it."""
         lost: Exception
         if isinstance(error, Exception):
             lost = error
@@ -293,15 +305,16 @@ class Chunks:
             if chunk.request is None or chunk.request.is_lost:
                 self._forget(chunk, lost)
 
-    # -- by whatever else begins --------------------------------------------------------------------------------------
+    # -- called by whatever begins an operation
+    # ----------------------------------------------------------------------------
 
     def settle(self, verb: str, deadline: float | None) -> None:
-        """Wait for all chunks, whose results are kept; or end them, where nobody will ask for these.
+        """Wait for all chunks and keep their results, or end them if the results are no longer wanted.
 
         Raises
         ------
         CallTimeout
-            If they have not ended at ``deadline``; they go on.
+            If they have not ended at ``deadline``. They go on.
         """
         if self.is_abandoned:
             self.cancel(CallCancelled(f"{self.verb}: its results were dropped."))
@@ -319,12 +332,12 @@ class Chunks:
             self._sort()
             if not is_answered:
                 raise CallTimeout(
-                    f"cannot {verb} in time: items of a map of {self._function.name!r} are still under way. Raise "
+                    f"cannot {verb} in time: items of a map of {self._function.name!r} are still in flight. Raise "
                     "timeout=, or take its results first."
                 )
 
     def cancel(self, error: Exception) -> None:
-        """End all chunks that have not been answered, with ``error``."""
+        """End all chunks that were not answered, with ``error``."""
         self._session.workers.recovery.settle_after(error)
         for chunk in list(self._in_flight):
             if chunk.request is None or chunk.request.pending:
@@ -333,13 +346,13 @@ class Chunks:
 
 
 def _described(chunk: Chunk, text: str) -> str:
-    """Return the words for the item behind the last that has come to its end."""
+    """Return a text that names the item behind the last one that succeeded."""
     position = f"item {chunk.first + chunk.num_items}"
     return f"{position} ({text})" if text else position
 
 
 def check_mapped(function: Callee) -> None:
-    """Refuse to map a function that refers to a sharded variable.
+    """Raise TypeError if a mapped function refers to a sharded variable.
 
     Raises
     ------

@@ -1,6 +1,7 @@
-"""A function over items: items are pulled from the user's iterable, sent in chunks, and their results given lazily.
+"""A function over items: items are pulled from the user's iterable and sent in chunks, and results come lazily.
 
-The iterable, and the classes of results, are the user's code, which may use the runtime: the lock is not held then.
+The iterable, and the classes of results, are user code that may use the runtime, so the lock is not held while they
+run.
 """
 
 from __future__ import annotations
@@ -16,20 +17,19 @@ from synk._master.session import Session
 from synk._master.state.item_pickles import ItemPickler
 from synk._pure.interrupts import as_operation, safe_point
 from synk._pure.texts import short_repr
-from synk._pure.tracebacks import outline
 from synk.errors import SerializationError
 
 _SHORT_NS = 20_000_000
-"""Chunks that take less time are made larger: they cost messages. Those that are long are made smaller."""
+"""Chunks that take less time are made larger, because messages cost. Long chunks are made smaller."""
 
 _LARGE_NBYTES = 1 << 23
-"""From this size on a chunk gets no more items, nor the next one more than it had."""
+"""A chunk of at least this size gets no more items, and the next one is not made larger."""
 
 _PULL_S = 0.02
-"""A chunk is sent as it is where its items take longer than that to come."""
+"""A chunk is sent as it is if pulling its items takes longer than this."""
 
 _PER_RANK = 4
-"""Chunks per rank whose results have not been taken: more than are in flight, because the oldest may be the slowest."""
+"""How many chunks per rank may be sent before their results are taken: the oldest may be the slowest."""
 
 
 class ItemMap:
@@ -41,7 +41,7 @@ class ItemMap:
     function : Callee
     items : iterable
     batch_size : int or None
-        Items in a chunk; None: by the time that they take.
+        Items in a chunk; None chooses it by the time that items take.
     is_ordered : bool
     """
 
@@ -57,13 +57,13 @@ class ItemMap:
         self._size = batch_size or 1
         self._position = 0
         self._is_at_end = False
-        self._error: Exception | None = None  # what the iterable has ended with
+        self._error: Exception | None = None  # what the iterable raised
         self._unconsumed: deque[Chunk] = deque()
-        self._unseen: list[Chunk] = []  # those of which the time they took has not been looked at
+        self._unseen: list[Chunk] = []  # chunks whose duration was not evaluated yet
         self._most = session.world_size * (1 if session.workers.is_inline else _PER_RANK)
 
     def results(self) -> Iterator[Any]:
-        """Yield the results, and raise what ends them."""
+        """Yield the results, and raise the error that ends them."""
         try:
             chunk: Chunk | None
             while (chunk := self._next_chunk()) is not None:
@@ -73,17 +73,16 @@ class ItemMap:
                     self._error = chunk.error
                     break
             if self._error is not None:
-                outline(self._error)
                 raise self._error
-        finally:  # also where the caller drops this iterator, in any thread: the next operation ends what is in flight
+        finally:  # also if the caller drops this iterator, in any thread: the next operation ends the chunks in flight
             self._chunks.is_abandoned = True
-            chunk = self._error = None  # whose traceback holds this frame
+            chunk = self._error = None  # its traceback holds this frame
 
     @as_operation
     def _next_chunk(self) -> Chunk | None:
-        """Return the next chunk that has an outcome, while the workers are kept busy; None at the end."""
+        """Return the next chunk that has an outcome, and keep the workers busy meanwhile; None at the end."""
         chunks = self._chunks
-        if chunks.are_under_way:
+        if chunks.are_in_flight:
             chunks.step(None, is_waiting=False)
         while True:
             if self._wants_more():
@@ -113,7 +112,7 @@ class ItemMap:
     # -- items --------------------------------------------------------------------------------------------------------
 
     def _pull(self) -> Chunk:
-        """Return a chunk of the next items, none at the end of the iterable."""
+        """Return a chunk of the next items; it is empty at the end of the iterable."""
         chunk = Chunk(self._position)
         began = time.monotonic()
         while chunk.num_items < self._size and not self._is_at_end:
@@ -124,7 +123,7 @@ class ItemMap:
         return chunk
 
     def _pull_one(self, chunk: Chunk) -> None:
-        """Pull an item; what fails here comes out behind the results of the items before it."""
+        """Pull one item. An error here is raised after the results of the items before it."""
         try:
             item = safe_point(next, self._items)
         except Exception as error:
@@ -145,7 +144,7 @@ class ItemMap:
         chunk.add(data, copies)
 
     def _adapt(self) -> None:
-        """Make chunks larger or smaller, by the time that those took which were answered."""
+        """Make chunks larger or smaller, by the time that answered chunks took."""
         if not self._is_adaptive:
             return
         for chunk in [chunk for chunk in self._unseen if chunk.is_done]:

@@ -1,4 +1,4 @@
-"""What the user holds of a call that was submitted, and how far the call has come."""
+"""The future of a submitted call, and how far the call has come."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import logging
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from synk._master.calls.launched import Launched
 from synk._master.calls.trials import tell_of_end
@@ -14,8 +14,12 @@ from synk._master.workers.workers import Request
 from synk._pure.arrivals import wait_readable
 from synk._pure.interrupts import as_operation, raised_by_handler, safe_point
 from synk._pure.show import table
+from synk._pure.tracebacks import verb
 from synk._wire.messages import Reply
 from synk.errors import CallCancelled, CallTimeout, ClosedError, WorkerDied
+
+R = TypeVar("R")
+"""What the function returns, as for :class:`synk.Function`."""
 
 Steps = Generator["Request", dict[int, Reply], Any]
 
@@ -25,32 +29,32 @@ _PAUSE_S = 0.001
 
 
 class Collector(Protocol):
-    """What a call that was submitted needs of the queue that it is in."""
+    """What a submitted call needs of its queue."""
 
-    def wait(self, pending: PendingCall, timeout: float | None) -> None:
-        """Wait until it has an outcome."""
+    def wait(self, pending: PendingCall[Any], timeout: float | None) -> None:
+        """Wait until the call has an outcome."""
 
-    def look(self) -> None:
-        """Take in what has ended, without waiting for anything."""
+    def poll(self) -> None:
+        """Take in what has ended, without waiting."""
 
     def descriptors(self) -> list[int]:
-        """Return what tells of workers that have answered, or died."""
+        """Return the descriptors that report answers and deaths of workers."""
 
-    def note_failed(self, pending: PendingCall) -> None:
-        """Remember it where later calls must not be taken for the next step."""
+    def note_failed(self, pending: PendingCall[Any]) -> None:
+        """Remember a failed call if later calls must not be taken for the next step."""
 
 
-class PendingCall:
-    """A call that was submitted, and its result once it is there. Made by :meth:`synk.Function.submit`.
+class PendingCall(Generic[R]):
+    """The future of a submitted call. Made by :meth:`synk.Function.submit`.
 
-    In a coroutine of asyncio ``await call`` is its result: other tasks go on until it is there.
+    In an asyncio coroutine ``await call`` gives its result; other tasks run in the meantime.
 
     Attributes
     ----------
     name : str
-        Of the function.
+        Name of the function.
     ranks : tuple of int
-        Those that run the call; a rank without rows does not.
+        The ranks that run the call; a rank without rows does not.
 
     Examples
     --------
@@ -66,19 +70,20 @@ class PendingCall:
         self.name = name
         self.ranks: tuple[int, ...] = ()
         self._queue = queue
-        self._launched: Launched | None = None  # None: it has an outcome
-        self._steps: Steps | None = None  # once its replies are being taken in
-        self._request: Request | None = None  # what it waits for
-        self._is_alone = True  # whether no other call may be under way with it
+        self._launched: Launched | None = None  # None once it has an outcome
+        self._steps: Steps | None = None  # its steps, once its replies are being taken in
+        self._request: Request | None = None  # the request it waits for
+        self._is_alone = True  # whether it must be the only call in flight
         self._is_stepping = False
-        self._trouble: BaseException | None = None  # after which the workers remember nothing of it
+        self._trouble: BaseException | None = None  # an error after which the workers no longer remember the call
         self._value: Any = None
         self._error: BaseException | None = None
         self._unasked: _Unasked | None = None
-        self._changes: frozenset[Any] = frozenset()  # resident objects
-        self._callbacks: deque[Callable[[PendingCall], Any]] | None = None
+        self._changes: frozenset[Any] = frozenset()  # the resident objects it changes
+        self._callbacks: deque[Callable[[PendingCall[R]], Any]] | None = None
 
-    def result(self, timeout: float | None = None) -> Any:
+    @verb
+    def result(self, timeout: float | None = None) -> R:
         """Wait for the call to end and return its result.
 
         Parameters
@@ -89,11 +94,11 @@ class PendingCall:
         Raises
         ------
         TimeoutError
-            If the call has not ended in that time, or another thread uses the runtime as long; ask again.
+            If the call has not ended in that time, or another thread uses the runtime for that long. Ask again later.
         CallCancelled
-            If it was ended because of something else: another call that timed out, or Ctrl-C.
+            If something else ended it: another call that timed out, or Ctrl-C.
         Exception
-            What the call raised; see :class:`synk.Function`.
+            Whatever the call raised, each time you ask; see :class:`synk.Function`.
         """
         if self._launched is not None:
             self._queue.wait(self, timeout)
@@ -103,17 +108,18 @@ class PendingCall:
         if self._unasked is not None:
             self._unasked.error = None
         try:
-            raise BaseException.with_traceback(error, None)  # not those of earlier times
+            raise BaseException.with_traceback(error, None)  # without the frames of earlier times
         finally:
             del self, error  # the traceback holds this frame
 
+    @verb
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the call to end and return what it raised, None where it ended well.
+        """Wait for the call to end and return what it raised, or None if it succeeded.
 
         Raises
         ------
         TimeoutError
-            As from :meth:`result`: it has not ended.
+            As for :meth:`result`: the call has not ended.
         """
         if self._launched is not None:
             self._queue.wait(self, timeout)
@@ -121,29 +127,29 @@ class PendingCall:
             self._unasked.error = None
         return self._error
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def __await__(self) -> Generator[Any, None, R]:
         return self._arrive().__await__()
 
-    async def _arrive(self) -> Any:
-        """Return the result as soon as it is there; other tasks of the event loop run meanwhile."""
-        import asyncio  # takes 30 ms, and whoever is here has it
+    async def _arrive(self) -> R:
+        """Return the result as soon as it is there. Other tasks of the event loop run in the meantime."""
+        import asyncio  # takes 30 ms, and the caller already has it
 
         while not self.done():
             await wait_readable(self._queue.descriptors)
-            if not self.done():  # what came is for another call, or another thread holds the runtime
+            if not self.done():  # another call was answered, or another thread holds the runtime
                 await asyncio.sleep(_PAUSE_S)
         return self.result()
 
-    def add_done_callback(self, fn: Callable[[PendingCall], Any]) -> None:
-        """Have ``fn(call)`` called once the call has ended, at once where it has.
+    def add_done_callback(self, fn: Callable[[PendingCall[R]], Any]) -> None:
+        """Call ``fn(call)`` when the call has ended, or at once if it has.
 
-        No thread waits for calls, so it is called by whatever learns of the end: ``result``, ``done``, ``await``, or
-        the next operation of the runtime. This one is not over then, so ``fn`` cannot use the runtime itself: let it
-        set an event, or fill a queue. What it raises is logged.
+        No thread waits for calls. So ``fn`` is called by whatever notices the end: ``result``, ``done``, ``await``, or
+        the next operation of the runtime. That operation is not over, so ``fn`` cannot use the runtime itself: let it
+        set an event or fill a queue. What it raises is logged.
         """
         if self._callbacks is None:
             self._callbacks = deque()
-        self._callbacks.append(fn)  # first: another thread may end the call now
+        self._callbacks.append(fn)  # first, since another thread may end the call now
         if self._launched is None:
             self._call_back()
 
@@ -151,7 +157,7 @@ class PendingCall:
     def _call_back(self) -> None:
         while self._callbacks:
             try:
-                fn = self._callbacks.popleft()  # each once, whatever thread is here too
+                fn = self._callbacks.popleft()  # each callback once, whichever thread takes it
             except IndexError:
                 return
             try:
@@ -160,9 +166,9 @@ class PendingCall:
                 _logger.exception("a callback of the call of %r failed", self.name)
 
     def done(self) -> bool:
-        """Return whether the call has ended, well or not; never waits for it."""
+        """Return whether the call has ended, with or without an error. Never waits for it."""
         if self._launched is not None:
-            self._queue.look()
+            self._queue.poll()
         return self._launched is None
 
     def _begin(self, launched: Launched, is_alone: bool) -> None:
@@ -187,7 +193,7 @@ class PendingCall:
 
     @property
     def _state(self) -> str:
-        return "under way" if self._launched is not None else "failed" if self._error is not None else "done"
+        return "in flight" if self._launched is not None else "failed" if self._error is not None else "done"
 
     def __repr__(self) -> str:
         return f"<synk.PendingCall of {self.name!r}, {self._state}>"
@@ -198,9 +204,9 @@ class PendingCall:
 
 
 class _Unasked:
-    """An error of a call that nobody has asked for yet; says so when it is dropped.
+    """An error that no caller has seen yet. It is logged if it is dropped.
 
-    Calls that end well have no finalizer: Ctrl-C, where it falls into one, is lost.
+    Successful calls have no finalizer, because a Ctrl-C during a finalizer is lost.
     """
 
     def __init__(self, name: str, error: BaseException) -> None:
@@ -213,12 +219,12 @@ class _Unasked:
 
 
 def is_foreign(error: BaseException) -> bool:
-    """Whether ``error`` is about no call: it comes from a signal handler, and belongs to what the main thread does."""
+    """Whether ``error`` belongs to no call: a signal handler raised it, so it concerns the main thread."""
     return not isinstance(error, Exception)
 
 
-def outcome(pending: PendingCall, error: BaseException) -> BaseException:
-    """Return what a call raises that ``error`` has ended."""
+def outcome(pending: PendingCall[Any], error: BaseException) -> BaseException:
+    """Return the error of a call that ``error`` has ended."""
     request = pending._request
     if request is not None and request.error is not None:
         return request.error
@@ -231,7 +237,7 @@ def outcome(pending: PendingCall, error: BaseException) -> BaseException:
     return error
 
 
-def cancelled(pending: PendingCall, error: BaseException | None) -> CallCancelled:
+def cancelled(pending: PendingCall[Any], error: BaseException | None) -> CallCancelled:
     why = f"together with another: {error}" if isinstance(error, Exception) else "by an interrupt."
     return caused_by(error, CallCancelled(f"the call of {pending.name!r} was ended {why} Submit it again."))
 

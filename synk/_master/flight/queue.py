@@ -1,6 +1,6 @@
-"""Calls that were submitted: sent one after the other without waiting for the one before, collected in the same order.
+"""Submitted calls: they are sent without waiting for the ones before, and collected in the same order.
 
-At most ``NUM_LANES`` are under way. Everything else that a runtime does begins when none is.
+At most ``NUM_LANES`` are in flight. Every other operation of a runtime begins when none is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from synk._master.calls.replies import collecting, conclude
 from synk._master.flight.pending import PendingCall, cancelled, is_foreign, outcome
 from synk._master.objects.shared import Shared
 from synk._master.session import Session
-from synk._master.state.under_way import ChunksUnderWay
+from synk._master.state.in_flight import ChunksInFlight
 from synk._master.workers.requests import Request
 from synk._pure.interrupts import await_lock
 from synk._pure.limits import as_seconds
@@ -37,15 +37,16 @@ class Queue:
     ----------
     calls : deque of PendingCall
         Oldest first.
-    chunks : ChunksUnderWay or None
-        Those of the one map that has any in flight; never beside calls.
+    chunks : ChunksInFlight or None
+        The chunks in flight, if a map is running. Never set while ``calls`` is not empty.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.calls: deque[PendingCall] = deque()
-        self.chunks: ChunksUnderWay | None = None
-        self._failed_step: weakref.ref[PendingCall] | None = None  # the last one that was to change resident objects
+        self.calls: deque[PendingCall[Any]] = deque()
+        self.chunks: ChunksInFlight | None = None
+        # the last failed call that would have changed resident objects
+        self._failed_step: weakref.ref[PendingCall[Any]] | None = None
 
     def submit(
         self,
@@ -54,10 +55,10 @@ class Queue:
         kwargs: dict[str, Any],
         options: CallOptions,
         deadline: float | None,
-    ) -> PendingCall:
-        """Send a call and return at once, or as soon as fewer than ``NUM_LANES`` are under way. The runtime is held."""
+    ) -> PendingCall[Any]:
+        """Send a call. Returns at once, or when fewer than ``NUM_LANES`` are in flight. The caller holds the lock."""
         session, verb = self._session, f"submit {function.name!r}"
-        # What rows a rank has of a sharded variable can depend on what the calls before assign.
+        # The rows that a rank holds of a sharded variable may depend on what earlier calls assign.
         has_variables = any(holds(value, Shared) for value in (*args, *kwargs.values())) or any(
             variable.is_sharded for variable in function.variables
         )
@@ -69,23 +70,23 @@ class Queue:
             self._make_room(verb, deadline)
         newest = self.calls[-1]._launched if self.calls else None
         lane = session.lanes.first if newest is None else session.lanes.after(newest.cached.lane)
-        pending = PendingCall(self, function.name)
+        pending: PendingCall[Any] = PendingCall(self, function.name)
         try:
             launched = launch(session, function, args, kwargs, options, deadline, lane, is_alone=is_alone)
         except BaseException as error:
             self._end_lost(error)
-            if isinstance(error, CallCancelled):  # by a step before it that failed
+            if isinstance(error, CallCancelled):  # an earlier step failed
                 pending._end(None, error)
                 return pending
             raise
-        # Some variables are known only when the function has been sent.
+        # Some variables become known only when the function is sent.
         self._append(pending, launched, has_variables or bool(function.variables or function.changes))
         return pending
 
     def submit_again(
         self, function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any, shard_batch: Any
-    ) -> PendingCall | None:
-        """Submit a call that fits a compiled one; None where it does not, and nothing was done."""
+    ) -> PendingCall[Any] | None:
+        """Submit a call that fits a compiled one. Return None if it does not fit; nothing has been done then."""
         session, calls = self._session, self.calls
         if session.is_mine() or cell.worker is not None:
             return None
@@ -100,13 +101,13 @@ class Queue:
             if function.variables or (calls and (newest is None or (calls[-1]._is_alone and not is_step))):
                 return None
             compiled = function.plans.compiled[(newest.cached.lane.index + 1) % NUM_LANES if newest is not None else 0]
-            # With a request too many one of them has no owner: an interrupt came.
-            if compiled is None or compiled.look.has_variables or len(session.workers.requests) != len(calls):
+            # If there are more requests than calls, an interrupt has left one without an owner.
+            if compiled is None or compiled.pattern.has_variables or len(session.workers.requests) != len(calls):
                 return None
             launched = compiled.fits(session, function, args, kwargs, batch, shard_batch, started)
             if launched is None:
                 return None
-            pending = PendingCall(self, function.name)
+            pending: PendingCall[Any] = PendingCall(self, function.name)
             try:
                 if not send(session, launched, partial(self._steps_end, function) if is_step else None):
                     return None
@@ -119,8 +120,8 @@ class Queue:
             session._lock.release()
         return pending
 
-    def _append(self, pending: PendingCall, launched: Launched, is_alone: bool) -> None:
-        """Take in a call that was sent."""
+    def _append(self, pending: PendingCall[Any], launched: Launched, is_alone: bool) -> None:
+        """Add a call that was sent."""
         launched.is_submitted = True
         pending._begin(launched, is_alone)
         self.calls.append(pending)
@@ -133,9 +134,9 @@ class Queue:
             self._collect_oldest(verb, deadline)
 
     def _steps_end(self, function: Callee) -> bool:
-        """Wait for the calls in flight, for one that changes resident objects begins on what they have left.
+        """Wait for the calls in flight: a call that changes resident objects starts from what they leave.
 
-        Return False where one has failed, of which a new call tells.
+        Return False if one has failed. A new call then reports it.
         """
         deadline = self._session.deadline(None)
         while self.calls:
@@ -143,7 +144,7 @@ class Queue:
         return self._failed_before(function) is None
 
     def _can_join(self, function: Callee) -> bool:
-        """Whether a call can be sent behind those under way: nothing else is to be done before it."""
+        """Whether a call can be sent behind those in flight, because nothing else must be done before it."""
         session, workers = self._session, self._session.workers
         return (
             bool(self.calls)
@@ -152,18 +153,18 @@ class Queue:
             and not function.is_stale
             and not session.has_dropped
             and not workers.processes.has_dead
-            and len(workers.requests) == len(self.calls)  # else one of them has no owner: an interrupt came
+            and len(workers.requests) == len(self.calls)  # otherwise an interrupt has left one without an owner
         )
 
-    def note_failed(self, pending: PendingCall) -> None:
-        """Remember a call that has failed, if it was to change resident objects."""
+    def note_failed(self, pending: PendingCall[Any]) -> None:
+        """Remember a failed call if it would have changed resident objects."""
         if pending._changes:
             self._failed_step = weakref.ref(pending)
 
     def check_step(self, function: Callee) -> None:
-        """Raise where a submitted call that changes the same objects has failed, and nobody has asked for its result.
+        """Raise if a submitted call that changes the same objects has failed and its result was not asked for.
 
-        The caller could not know of it, and takes the one about to begin for the next step.
+        The caller does not know of the failure, and would take the new call for the next step.
 
         Raises
         ------
@@ -176,8 +177,8 @@ class Queue:
                 f"failed, and both change the same resident objects. Ask for the result of that one, then submit again."
             ) from failed._unasked.error
 
-    def _failed_before(self, function: Callee) -> PendingCall | None:
-        """Return the last call that has failed to change an object of ``function``, if nobody has heard of it."""
+    def _failed_before(self, function: Callee) -> PendingCall[Any] | None:
+        """Return the last call that failed to change an object of ``function``, if its error was not seen yet."""
         failed = self._failed_step() if self._failed_step is not None else None
         if failed is None or failed._unasked is None or failed._unasked.error is None:
             return None
@@ -186,19 +187,19 @@ class Queue:
     # -- outcomes -----------------------------------------------------------------------------------------------------
 
     def drain(self, verb: str, deadline: float | None) -> None:
-        """Wait for all calls, or for the items of a map. What they raise is kept for whoever asks for their results.
+        """Wait for all calls, or for the items of a map. Their errors are kept for those who ask for the results.
 
         Raises
         ------
         CallTimeout
-            If they have not ended at ``deadline``; they go on.
+            If they have not ended at ``deadline``. They go on.
         """
         while self.calls:
             self._collect_oldest(verb, deadline)
         if self.chunks is not None:
             self.chunks.settle(verb, deadline)
 
-    def wait(self, pending: PendingCall, timeout: float | None) -> None:
+    def wait(self, pending: PendingCall[Any], timeout: float | None) -> None:
         """Wait until ``pending`` has an outcome.
 
         Raises
@@ -210,7 +211,7 @@ class Queue:
             with session.entered(verb):
                 self._wait(pending, None)
             return
-        session.entered(verb)  # only what it checks
+        session.entered(verb)  # only for its checks
         seconds = max(as_seconds(timeout), 0.0)
         until = time.monotonic() + seconds
         session.if_free(lambda: self._wait(pending, until), seconds)
@@ -219,22 +220,22 @@ class Queue:
                 f"cannot {verb} any longer: got no result in {seconds:g} s. The call goes on; ask again."
             )
 
-    def _wait(self, pending: PendingCall, until: float | None) -> None:
+    def _wait(self, pending: PendingCall[Any], until: float | None) -> None:
         while pending._launched is not None and self.calls:
             if not self._step_oldest(until):
                 return
         if pending._launched is not None:
             pending._end(None, cancelled(pending, None))
 
-    def look(self) -> None:
-        """Take in what has ended, without waiting for anything."""
+    def poll(self) -> None:
+        """Take in what has ended, without waiting."""
         self._session.check_process("look at a call")
-        self._session.if_free(self._look)
+        self._session.if_free(self._poll)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         if not self.calls:
             return
-        if self._session.is_closed:  # by itself: workers died too often
+        if self._session.is_closed:  # it closed itself: workers died too often
             self.close()
             return
         try:
@@ -247,12 +248,12 @@ class Queue:
             self._step_oldest(None)
 
     def descriptors(self) -> list[int]:
-        """Return what tells of workers that have answered, or died."""
+        """Return the descriptors that report answers and deaths of workers."""
         workers = self._session.workers.by_rank
         return [int(fd) for worker in workers for fd, kind in worker.process.watched() if kind != "output"]
 
     def release(self, segment: Segment) -> None:
-        """Wait for the calls that read ``segment``, which is about to be changed."""
+        """Wait for the calls that read ``segment``, because it is about to change."""
         if not self.reads(segment) or self._session.is_mine():
             return
         with self._session.entered("change Data"):
@@ -265,7 +266,7 @@ class Queue:
         return any(segment in each.cached.segments for each in launched if each is not None)
 
     def cancel(self, error: Exception) -> None:
-        """End the calls that have not been answered, with ``error``; nobody waits for one now."""
+        """End the calls that were not answered, with ``error``. No thread waits for one now."""
         self._session.workers.recovery.settle_after(error)
         self._end_lost(error)
         if self.chunks is not None:
@@ -280,22 +281,22 @@ class Queue:
             self.chunks.cancel(ClosedError("the map was ended: the runtime was closed."))
 
     def _collect_oldest(self, verb: str, deadline: float | None) -> None:
-        oldest = self.calls[0] if self.calls else None  # None: closed meanwhile
+        oldest = self.calls[0] if self.calls else None  # None: another thread closed the runtime
         while self.calls and self.calls[0] is oldest:
             if not self._step_oldest(deadline):
                 raise CallTimeout(
-                    f"cannot {verb} in time: calls that were submitted before are still under way. Raise timeout=, or "
+                    f"cannot {verb} in time: submitted calls are still in flight. Raise timeout=, or "
                     "wait for their results first."
                 )
 
     def _step_oldest(self, until: float | None) -> bool:
-        """Wait for what the oldest call waits for, and go on with it; return False if it was not there at ``until``."""
-        if not self.calls:  # closed meanwhile
+        """Wait for what the oldest call waits for, and take its next step. Return False if ``until`` came first."""
+        if not self.calls:  # another thread closed the runtime
             return True
         pending, session = self.calls[0], self._session
         launched, request = pending._launched, pending._request
         if launched is None or request is None or pending._is_stepping or request.is_lost:
-            if launched is not None:  # an interrupt has broken this off
+            if launched is not None:  # an interrupt broke this off
                 pending._end(None, cancelled(pending, None))
             self.calls.popleft()
             return True
@@ -312,6 +313,7 @@ class Queue:
                 next(steps)
             if not session.workers.wait_until(request, until):
                 return False
+            # The replies are taken out of the request now. If an interrupt breaks this off, nobody can take them again.
             pending._is_stepping = True
             pending._request = steps.send(session.workers.wait(request))
             pending._is_stepping = False
@@ -327,23 +329,25 @@ class Queue:
             self.calls.popleft()
         return True
 
-    def _on_error(self, pending: PendingCall, launched: Launched, request: Request, error: BaseException) -> None:
-        """After ``error`` in a step of ``pending``: give it an outcome, unless the error is not about it."""
+    def _on_error(self, pending: PendingCall[Any], launched: Launched, request: Request, error: BaseException) -> None:
+        """After ``error`` in a step of ``pending``: end the call, unless the error is not about it."""
         self._end_lost(error)
-        if request.is_cut and not pending._is_stepping:  # answered by all: what came is not about this call
+        # all ranks have answered it, so the error is about another call
+        if request.is_cut and not pending._is_stepping:
             return
         if pending._steps is not None:
             pending._steps.close()
         ended_by = outcome(pending, error)
         try:
             abandon(self._session, launched, error)
-        except ClosedError as closed:  # by another thread: what it broke inside says nothing to the user
+        # Another thread closed the runtime. What that broke inside means nothing to the user.
+        except ClosedError as closed:
             ended_by = closed
         if pending._launched is not None:
             pending._end(None, ended_by)
 
     def _end_lost(self, error: BaseException) -> None:
-        """After ``error``: end the calls that it has taken along."""
+        """After ``error``: end the calls that were lost with it."""
         for pending in list(self.calls):
             if pending._request is not None and pending._request.is_lost:
                 pending._end(None, outcome(pending, error))

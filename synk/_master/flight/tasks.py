@@ -1,6 +1,6 @@
-"""Calls without arguments that are handed over one by one, each for one worker: what a pool of processes offers.
+"""Calls without arguments, submitted one by one, each to one worker: what a process pool offers.
 
-There is no thread: who waits for a task drives the others, and calls back for those that have ended.
+There is no thread. A caller that waits for one task drives the others, and runs the callbacks of those that end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from synk._master.flight.chunks import Chunk, Chunks
 from synk._master.session import Session
 from synk._master.state.item_pickles import ItemPickler
 from synk._pure.interrupts import as_operation
-from synk._pure.tracebacks import outline
 from synk._wire.items import call
 from synk.errors import CallCancelled, SerializationError
 
@@ -24,12 +23,12 @@ _NAME = "a task"
 
 
 class Task:
-    """A call that was handed over.
+    """A call that was submitted.
 
     Parameters
     ----------
     chunk : Chunk
-        It is the one item of it.
+        A chunk with this call as its only item.
     callback : callable or None
     """
 
@@ -39,13 +38,13 @@ class Task:
 
 
 class Tasks:
-    """The tasks of one user of a runtime, who is one thread.
+    """The tasks of one user of a runtime, who uses a single thread.
 
     Parameters
     ----------
     session : Session
     num_ranks : int
-        How many workers they use.
+        How many workers to use.
     """
 
     def __init__(self, session: Session, num_ranks: int) -> None:
@@ -58,7 +57,7 @@ class Tasks:
 
     @as_operation
     def submit(self, task: Callable[[], Any], callback: Callable[[Task], Any] | None = None) -> Task:
-        """Hand a task over, pickled; ``callback(task)`` is called when it has ended, in a ``result`` of any task.
+        """Submit a task, pickled. ``callback(task)`` is called once it has ended, from the ``result`` of any task.
 
         Raises
         ------
@@ -71,7 +70,7 @@ class Tasks:
         return made
 
     def packed(self, task: Callable[[], Any], callback: Callable[[Task], Any] | None = None) -> Task:
-        """Return a task, pickled, that is not handed over yet; for any thread."""
+        """Return a pickled task that is not submitted yet. Any thread may call it."""
         try:
             data, copies = self._pickler.dumps(task)
         except Exception as error:
@@ -84,15 +83,15 @@ class Tasks:
 
     @property
     def has_room(self) -> bool:
-        """Whether a worker is free for one more, or will be soon."""
+        """Whether a worker is free for another task, or will be soon."""
         return self._chunks.has_room
 
     @property
-    def are_under_way(self) -> bool:
+    def are_in_flight(self) -> bool:
         return bool(self._sent)
 
-    def look(self, task: Task | None) -> None:
-        """Hand ``task`` over, if there is one, and take in what has ended, without waiting."""
+    def step(self, task: Task | None) -> None:
+        """Submit ``task``, if there is one, and take in what has ended, without waiting."""
         if task is not None:
             self._sent.append(task)
         self._chunks.step(None if task is None else task.chunk, is_waiting=False)
@@ -105,13 +104,13 @@ class Tasks:
             self._chunks.step(task.chunk, is_waiting=False)
 
     def result(self, task: Task, timeout: float | None = None) -> Any:
-        """Wait for a task to end and return its result, once.
+        """Wait for a task to end and return its result. Call it once.
 
         Raises
         ------
         TimeoutError
         Exception
-            What the task raised, or what has ended it.
+            What the task raised, or the error that ended it.
         """
         until = None if timeout is None else time.monotonic() + timeout
         while not task.chunk.is_done:
@@ -125,11 +124,9 @@ class Tasks:
 
     @staticmethod
     def outcome(task: Task) -> Any:
-        """Return the result of a task that has ended, once, or raise what has ended it."""
+        """Return the result of a task that has ended, or raise its error. Call it once."""
         if task.chunk.error is not None:
-            error = task.chunk.error
-            outline(error)
-            raise error
+            raise task.chunk.error
         return task.chunk.value(_NAME)
 
     def _call_back(self) -> None:
@@ -139,7 +136,7 @@ class Tasks:
                 task.callback(task)
 
     def cancel(self) -> None:
-        """End all tasks: nobody will ask for their results."""
+        """End all tasks: their results are no longer wanted."""
         self._waiting.clear()
         self._sent.clear()
         self._chunks.end(CallCancelled("the task was ended together with another."))

@@ -1,1 +1,1 @@
-"""What the user holds of what lives on the workers or in shared memory: ``Data``, ``Shared``, ``Resident``."""
+"""What the user holds of things on the workers or in shared memory: ``Data``, ``Shared``, ``Resident``."""

@@ -1,6 +1,7 @@
-"""What an object that holds an array needs to be used as one: NumPy's operators and functions, and a few methods.
+"""What an object needs to be used as the array it holds: NumPy's operators and functions, and a few methods.
 
-Results are ordinary arrays, and never the object itself, but for what works in place: that writes into its memory.
+Results are ordinary arrays and never the object itself. Only operations in place return it, after writing to its
+memory.
 """
 
 from __future__ import annotations
@@ -16,34 +17,34 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 
 class ArrayLike(NDArrayOperatorsMixin, abc.ABC):
-    """Base of :class:`synk.Data`.
+    """The base of :class:`synk.Data`.
 
-    The binary operators are the array's own. Those of the mixin call the ufuncs, which know neither records (``==``)
-    nor when to leave the work to the other operand (``@`` with a sparse matrix).
+    The binary operators are ndarray's own. Those of the mixin call ufuncs, which cannot compare records (``==``) and do
+    not leave the work to the other operand when they should (``@`` with a sparse matrix).
     """
 
     __slots__ = ()
-    __hash__ = object.__hash__  # by identity, though == compares elements
+    __hash__ = object.__hash__  # by identity, although == compares elements
 
     @property
     @abc.abstractmethod
     def data(self) -> np.ndarray:
-        """The array, to be kept or written to."""
+        """The array, to keep or to write to."""
 
     @abc.abstractmethod
     def _operand(self) -> np.ndarray:
-        """Return the array, to be read at once."""
+        """Return the array, to read at once."""
 
     # -- ufuncs -------------------------------------------------------------------------------------------------------
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: tuple[Any, ...] = (), **kw: Any) -> Any:
         arrays = [_operand_of(value) for value in inputs]
-        if method == "at":  # writes into its first operand
+        if method == "at":  # this ufunc method writes into its first operand
             arrays[0] = _target_of(inputs[0])
         if out:
             kw["out"] = tuple(_target_of(target) for target in out)
         results = getattr(ufunc, method)(*arrays, **kw)
-        # NumPy's own functions reduce into out= and go on with what they got back, if that is an array.
+        # NumPy's own functions reduce into out= and continue with the return value, which must be an array.
         if not out or method != "__call__":
             return results
         given = tuple(
@@ -52,7 +53,8 @@ class ArrayLike(NDArrayOperatorsMixin, abc.ABC):
         )
         return given if ufunc.nout > 1 else given[0]
 
-    # -- an array's methods: these, and no others ---------------------------------------------------------------------
+    # -- methods of an array: these and no others
+    # -------------------------------------------------------------------------
 
     @property
     def T(self) -> np.ndarray:
@@ -116,7 +118,7 @@ def _in_place(name: str) -> Callable[[ArrayLike, Any], ArrayLike]:
 
     def operate(self: ArrayLike, other: Any) -> ArrayLike:
         if own(self.data, _operand_of(other)) is NotImplemented:
-            # Python would go on with the binary operator, and bind the name to an array that no worker sees.
+            # Python would fall back to the binary operator, and bind the name to an array that no worker sees.
             raise TypeError(
                 f"cannot apply {name} to Data: got {type(other).__name__}, expected an array or a number. Convert it "
                 "with numpy.asarray."

@@ -1,6 +1,6 @@
 """``Data``: an array in shared memory that workers read in place.
 
-Owns one segment at a time. Makes no message: workers learn of a segment with the next call that uses it.
+It owns one segment at a time. It sends no message: workers learn of a segment with the next call that uses it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from synk._pure.arrays import as_plain_array, check_shareable
 from synk._pure.interrupts import as_operation, deferred
 from synk._pure.nested import check_no_list
 from synk._pure.show import table
+from synk._pure.tracebacks import verb
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.memory import Segment
 from synk.errors import ClosedError
@@ -29,13 +30,13 @@ from synk.errors import ClosedError
 class Contents(NamedTuple):
     """What a ``Data`` holds at one moment, or where an array lies in a file.
 
-    Replaced as a whole, so that whoever has taken it has the memory and the rows of one moment.
+    It is replaced as a whole, so a thread that reads it gets memory and rows of the same moment.
     """
 
     segment: Segment | None
     array: np.ndarray
     offset: int = 0
-    """Of the array in the segment, in bytes."""
+    """Where the array starts in the segment, in bytes."""
 
     @property
     def segment_id(self) -> int:
@@ -43,24 +44,25 @@ class Contents(NamedTuple):
 
 
 class Data(ArrayLike):
-    """An array in shared memory, of fixed dtype and number of axes; axis 0 is the rows that calls scatter.
+    """An array in shared memory with a fixed dtype and number of axes. Axis 0 is the rows that calls scatter.
 
-    Made by :func:`synk.data`. Reads like a NumPy array: indexing gives views, assignment writes through to where the
-    workers read. Nothing is copied to the workers, who map the same memory read-only. A view that a function keeps in a
-    worker follows the ``Data``, as a view does in NumPy, until it is resized or freed. In a forked child of the program
-    a view stays shared with the parent; it keeps its last values when the parent drops the object.
+    Made by :func:`synk.data`. It reads like a NumPy array: indexing gives views, and assignment writes to the memory
+    that the workers read. Nothing is copied to the workers, which map the same memory read-only. A view that a function
+    keeps in a worker follows the ``Data``, as a view does in NumPy, until it is resized or freed. In a forked child of
+    the program a view stays shared with the parent; it keeps its last values when the parent drops the object.
 
-    NumPy's operators and functions take it as an array, and give ordinary arrays; so do the methods ``astype``,
-    ``copy``, ``mean``, ``std``, ``var``, ``sum``, ``min``, ``max``, ``reshape`` and ``tolist`` and the attribute ``T``
-    (all others are those of ``.data``). ``torch.as_tensor(d)`` is a view, without a copy. What works in place, as
-    ``d += 1``, ``d[...] = x`` and ``np.add(d, 1, out=d)``, writes to where the workers read, when the submitted calls
-    that read it have ended. ``==`` compares elements, but hashing goes by identity.
+    NumPy's operators and functions accept it as an array and return ordinary arrays. So do the methods ``astype``,
+    ``copy``, ``mean``, ``std``, ``var``, ``sum``, ``min``, ``max``, ``reshape`` and ``tolist`` and the attribute ``T``;
+    use ``.data`` for all others. ``torch.as_tensor(d)`` is a view, without a copy. Operations in place, such as ``d +=
+    1``, ``d[...] = x`` and ``np.add(d, 1, out=d)``, wait until the submitted calls that read the array have ended.
+    ``==`` compares elements, but hashing goes by identity.
 
     Notes
     -----
     Several threads may use one object. ``set_value``, ``set_length``, ``set_shape`` and ``free_memory`` replace the
     contents in one step: a call in another thread works on all of the old rows or on all of the new ones. Writing in
-    place waits for submitted calls only: what a plain call reads that another thread runs meanwhile is not defined.
+    place waits only for submitted calls. If a plain call in another thread reads the array at that time, its values are
+    undefined.
 
     Attributes
     ----------
@@ -68,7 +70,7 @@ class Data(ArrayLike):
         The whole array, a view.
     minibatch : bool
         Whether the object holds only the rows of the current batch, in its order: row j belongs to the j-th row that
-        ``batch`` picks; see :class:`synk.Function`.
+        ``batch`` selects; see :class:`synk.Function`.
     name : str or None
     """
 
@@ -86,8 +88,8 @@ class Data(ArrayLike):
         name: str | None = None,
     ) -> None:
         self._session = session
-        # Held by whoever replaces the contents, and never while waiting for the runtime: a call that converts its
-        # arguments may come here.
+        # Held to replace the contents, and never during a wait for the runtime: a call that converts its arguments may
+        # need this lock.
         self._writing = threading.RLock()
         self.name = name
         self.minibatch = bool(minibatch)
@@ -102,7 +104,7 @@ class Data(ArrayLike):
             self._ndim = array.ndim if ndim is None else ndim
             self._contents = Contents(None, np.empty((0,) * self._ndim, self._dtype))
             if dtype is not None and not hasattr(value, "dtype"):
-                # Whoever names a dtype for a list of Python numbers means NumPy's conversion, with its errors.
+                # A dtype for a list of Python numbers asks for NumPy's conversion, with its errors.
                 array = np.array(value, dtype=self._dtype)
             self.set_value(array, force_cast=force_cast, oversize=oversize)
             return
@@ -122,8 +124,9 @@ class Data(ArrayLike):
         return f"Data {self.name!r}" if self.name else "Data"
 
     @property
+    @verb
     def data(self) -> np.ndarray:
-        """The array, a view of the shared memory; shape as ``shape``."""
+        """The array: a view of the shared memory, with shape ``shape``."""
         self._session.check_open(f"use {self._label}")
         return self._await_readers().array
 
@@ -162,12 +165,15 @@ class Data(ArrayLike):
             raise TypeError(f"len() of {self._label} with no axes")
         return len(self._contents.array)
 
+    @verb
     def __getitem__(self, index: Any) -> Any:
         return self.data[index]
 
+    @verb
     def __setitem__(self, index: Any, value: Any) -> None:
         self.data[index] = value
 
+    @verb
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         own = self.data
         if copy:
@@ -180,7 +186,7 @@ class Data(ArrayLike):
     def __dlpack__(self, **options: Any) -> Any:
         """Share the memory with another library, as ``torch.as_tensor(data)`` and ``torch.from_dlpack(data)`` do.
 
-        What they return is a view, as ``data.data`` is.
+        They return a view, like ``data.data``.
         """
         return self.data.__dlpack__(**options)
 
@@ -211,30 +217,31 @@ class Data(ArrayLike):
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
+    @verb
     @as_operation
     def set_value(self, value: Any, *, force_cast: bool = False, oversize: float = 1.0) -> None:
         """Replace the whole contents.
 
-        They take the place of the old ones where these have room for them and no call is running in another thread;
-        otherwise they get new memory. Waits for submitted calls that read the old ones.
+        The new contents are written over the old ones if they fit there and no call runs in another thread. Otherwise
+        they get new memory. Waits for submitted calls that read the old contents.
 
         Parameters
         ----------
         value : array-like
-            Of the same number of axes.
+            With the same number of axes.
         force_cast : bool
-            Allow casts that can lose information.
+            Whether to allow casts that can lose information.
         oversize : float
-            Memory to take when it must grow, as a factor of 1 or more.
+            How much memory to take when it must grow, as a factor of 1 to 2.
 
         Raises
         ------
         TypeError
-            If the dtype differs and casting could lose information.
+            If the dtype differs and the cast could lose information.
         ValueError
             If the number of axes differs.
         SharedMemoryError
-            If the memory does not suffice; the old contents stay.
+            If there is not enough memory. The old contents stay.
         """
         self._session.check_open(f"set {self._label}")
         check_no_list(value, "set", self._label)
@@ -254,15 +261,17 @@ class Data(ArrayLike):
                 np.copyto(contents.array, array, casting="unsafe")
                 self._replace(contents)
 
+    @verb
     def set_length(self, length: int, *, oversize: float = 1.0) -> None:
-        """Change the number of rows; the rows that fit are kept, new ones hold zeros or old contents."""
+        """Change the number of rows. The rows that fit are kept; new rows hold zeros or old contents."""
         if self._ndim == 0:
             raise ValueError(f"cannot set the length of {self._label}: it has no axes.")
         with self._writing:
             self.set_shape((operator.index(length), *self.shape[1:]), oversize=oversize)
 
+    @verb
     def set_shape(self, shape: Sequence[int] | int, *, oversize: float = 1.0) -> None:
-        """Change the shape; rows are kept where only axis 0 changes, otherwise the contents are undefined."""
+        """Change the shape. If only axis 0 changes, rows are kept; otherwise the contents are undefined."""
         self._session.check_open(f"resize {self._label}")
         shape = (shape,) if isinstance(shape, (int, np.integer)) else shape
         shape = tuple(operator.index(length) for length in shape)
@@ -274,13 +283,14 @@ class Data(ArrayLike):
         with self._writing:
             self._resize(shape, oversize)
 
+    @verb
     def free_memory(self) -> None:
-        """Give the memory back; the length becomes 0. Views that exist keep theirs until they are gone.
+        """Give the memory back. The length becomes 0. Existing views keep their memory until they are gone.
 
         Raises
         ------
         ValueError
-            If it has no axes.
+            If the array has no axes.
         """
         self._session.check_open(f"free {self._label}")
         if self._ndim == 0:
@@ -301,7 +311,7 @@ class Data(ArrayLike):
         self._replace(contents)
 
     def _overwrite(self, value: np.ndarray) -> bool:
-        """Write ``value`` over the old contents; return False where they have no room, or a call may read them."""
+        """Write ``value`` over the old contents. Return False if it does not fit there, or a call may read them."""
         segment = self._contents.segment
         is_done = False
 
@@ -321,7 +331,7 @@ class Data(ArrayLike):
         return math.prod(shape) * self._dtype.itemsize
 
     def _placed(self, segment: Segment | None, shape: tuple[int, ...]) -> Contents:
-        """Return contents of ``shape`` in ``segment``, which is needed only where there are any bytes."""
+        """Return contents of ``shape`` in ``segment``, which may be None if there are no bytes."""
         if segment is None or self._nbytes_of(shape) == 0:
             return Contents(segment, np.empty(shape, self._dtype))
         return Contents(segment, segment.view(0, shape, self._dtype))
@@ -331,21 +341,21 @@ class Data(ArrayLike):
         return self._placed(self._session.memory.arenas.create(int(nbytes * oversize)) if nbytes else None, shape)
 
     def _replace(self, contents: Contents) -> None:
-        """Put other contents in place of the old ones, whose memory goes when no call reads it any more."""
+        """Replace the contents. The old memory is freed when no call reads it any more."""
         with deferred():
             old, self._contents = self._contents, contents
             if old.segment is not None:
                 self._session.release(old.segment)
 
     def __del__(self) -> None:
-        # Finalizers run anywhere, also in the middle of a call: the segment is only queued.
+        # Finalizers run anywhere, even in the middle of a call, so the segment is only queued.
         session = getattr(self, "_session", None)
         contents = getattr(self, "_contents", None)
         if session is not None and contents is not None and contents.segment is not None and not session.is_closed:
             session.memory.released.append(contents.segment)
 
     def _await_readers(self) -> Contents:
-        """Wait for submitted calls that read this: they must see it as it was. Return what may be written to."""
+        """Wait for submitted calls that read this array, which must not see a change. Return what to write to."""
         while True:
             contents = self._contents
             if contents.segment is not None:
@@ -354,7 +364,7 @@ class Data(ArrayLike):
                 return contents
 
     def _check_owner(self, session: Session, what: str) -> None:
-        """Raise where this belongs to another runtime."""
+        """Raise if this object belongs to another runtime."""
         if self._session is not session:
             if self._session.is_closed:
                 raise ClosedError(f"cannot pass {what}: its runtime was closed. Make it again with synk.data(...).")
@@ -365,7 +375,7 @@ class Data(ArrayLike):
 
 @as_operation
 def make_data(session: Session, value: Any = None, **options: Any) -> Data:
-    """Make a :class:`Data` of a runtime that is open."""
+    """Make a :class:`Data` of an open runtime."""
     refuse_inside_worker("make Data")
     session.check_open("make Data")
     session.reclaim()

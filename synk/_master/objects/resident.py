@@ -1,31 +1,37 @@
-"""``Resident``: a Python object on every rank, kept between calls."""
+"""``Resident``: a Python object that every rank keeps between calls."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from synk._master.code.handles import Handle
 from synk._master.session import Session
 from synk._master.state.resident import ResidentObject
+from synk._pure import files, plain_values
+from synk._pure.interrupts import safe_point
+from synk._pure.tracebacks import verb
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.residents import resolve_resident
+from synk.errors import SerializationError, SynkError
 
 
 class Resident(Handle):
-    """A Python object of which every rank has one of its own between calls. Made by :func:`synk.resident`.
+    """A Python object of which every rank keeps its own copy between calls. Made by :func:`synk.resident`.
 
-    Functions refer to it by closing over it: inside a function ``r.value`` is this rank's object. Or they get it as an
-    argument that ``bcast_inputs`` names: ``f(x, r)`` hands this rank's object over, itself and not a copy. All
-    functions mean the same one. A function that changes it says so with ``changes=[r]``; ranks stay alike as long as
-    they change it alike, as an optimizer does with averaged gradients.
+    A function refers to it by closing over it: inside the function ``r.value`` is this rank's object. Or the function
+    gets it as an argument that ``bcast_inputs`` names: ``f(x, r)`` passes this rank's object itself, not a copy. All
+    functions see the same object. A function that changes it must say so with ``changes=[r]``. Ranks stay alike as long
+    as functions change them in the same way, as an optimizer does with averaged gradients.
 
-    After a call that failed, a worker that died, Ctrl-C, or a call in which a rank had no rows, the ranks that lag
-    behind get the state of the one that is furthest, before anything else is done. An exception that ends a call
-    which changes resident objects tells in a note what has become of them, and in its attribute ``step_counted``
-    whether all of them came through the call on some rank, so that it must not be repeated. An object that was being
-    changed on every rank that is left counts as changed in part: all ranks get what the lowest of them has. Where no
-    rank has the state any more, calls raise ``WorkerDied`` until :meth:`set`.
+    After a failed call, a death, Ctrl-C, or a call in which a rank had no rows, some ranks may lag behind. Before
+    anything else is done they get the state of the rank that is furthest. If an exception ends a call that changes
+    resident objects, a note on it says what has become of them. Its attribute ``step_counted`` says whether every
+    object came through the call on some rank; if so, the call must not be repeated. It is None if the ranks could not
+    be asked. If all ranks that are left were changing an object, it counts as changed in part, and all ranks get the
+    object of the lowest of them. If no rank has the state any more, calls raise ``WorkerDied`` until :meth:`set`.
 
     Attributes
     ----------
@@ -50,17 +56,18 @@ class Resident(Handle):
             "copy."
         )
 
+    @verb
     def get(self, rank: int = 0) -> Any:
-        """Return a copy of the object of one rank.
+        """Return a copy of one rank's object.
 
         Raises
         ------
         IndexError
             If there is no such rank.
         SerializationError
-            If it cannot be pickled there, or loaded here.
+            If the object cannot be pickled on the worker or loaded in the master.
         WorkerDied
-            If its state was lost.
+            If its state is lost.
         """
         session, resident = self._session, self._referent
         verb = f"get resident object {self.name!r}"
@@ -71,13 +78,14 @@ class Resident(Handle):
             resident.check(verb)
             return session.residents.copy_of(resident, rank, session.deadline(None))
 
+    @verb
     def set(self, value: Any) -> None:
-        """Make a copy of ``value`` the object of every rank; functions that refer to this mean the new one.
+        """Give every rank a copy of ``value``. Functions that refer to this object get the new one.
 
         Raises
         ------
         SerializationError
-            If it cannot be pickled, or cannot be loaded on the workers.
+            If ``value`` cannot be pickled, or not be loaded on the workers.
         """
         session = self._session
         verb = f"set resident object {self.name!r}"
@@ -86,14 +94,120 @@ class Resident(Handle):
             self._referent.replace(value, next(session.numbers))
             session.residents.settle(session.deadline(None))
 
+    def save(self, path: files.Path, *, wait: bool = True) -> Future[None] | None:
+        """Write the state of rank 0's object, as its ``dump`` returns it, to a file: as a whole or not at all.
+
+        Parameters
+        ----------
+        path : path
+            A program that is killed at any instruction leaves the old file or the new one.
+        wait : bool
+            True: return when the file is on the disk. False: return a future as soon as the state was copied; its
+            ``result()`` waits for the file.
+
+        Raises
+        ------
+        TypeError
+            If the object has no ``dump`` and ``load``, or its state holds anything but numbers, texts, arrays and
+            tensors, and lists, tuples, sets and dicts of them. These load without running code.
+        OSError
+            If the file cannot be written. An older one is not changed.
+        WorkerDied
+            If the state is lost.
+        """
+        return files.save(path, self._plain_state, plain_values.write, wait=wait)
+
+    def _plain_state(self) -> Any:
+        session, resident = self._session, self._referent
+        verb = f"save resident object {self.name!r}"
+        resident.check_has_dump(verb)
+        with session.entered(verb):
+            session.begin(verb)
+            resident.check(verb)
+            state = session.residents.state_of(resident, 0, session.deadline(None))
+        plain_values.check(state, f"resident object {self.name!r}")
+        return state
+
+    def load(self, path: files.Path) -> None:
+        """Bring the object of every rank, by its ``load``, into the state that :meth:`save` wrote.
+
+        Raises
+        ------
+        TypeError
+            If the object has no ``dump`` and ``load``.
+        ValueError
+            If the file is not one of these, or is damaged.
+        Exception
+            Whatever the object's ``load`` raises.
+        """
+        session, resident = self._session, self._referent
+        verb = f"load resident object {self.name!r}"
+        resident.check_has_dump(verb)
+        state = pickle.dumps(plain_values.read(path), protocol=5)
+        with session.entered(verb):
+            session.begin(verb)
+            session.residents.restore(resident, state, next(session.numbers), session.deadline(None))
+
+    def _part(self) -> dict[str, Any]:
+        """Return what a program keeps of it; see ``synk._api.moves``.
+
+        The whole object of rank 0, or if that cannot be pickled and has a dump, the first object and the state.
+        """
+        session, resident = self._session, self._referent
+        verb = f"copy resident object {self.name!r}"
+        with session.entered(verb):
+            session.begin(verb)
+            resident.check(verb)
+            deadline = session.deadline(None)
+            try:
+                return {"kind": "resident", "name": self.name, **resident.whole(deadline)}
+            except Exception as error:  # it cannot be pickled there, or not be loaded or pickled here
+                is_of_runtime = isinstance(error, SynkError) and not isinstance(error, SerializationError)
+                if is_of_runtime or not resident.has_dump:
+                    raise
+                state = session.residents.fetch(resident, 0, deadline)
+                return {"kind": "resident", "name": self.name, "object": resident.pickle, "state": state}
+
+    def _put(self, part: dict[str, Any]) -> None:
+        """Give every rank what a part holds."""
+        if part["state"] is None:
+            self.set(_loaded(part)[0])
+            return
+        session = self._session
+        verb = f"set resident object {self.name!r}"
+        with session.entered(verb):
+            session.begin(verb)
+            session.residents.restore(self._referent, part["state"], next(session.numbers), session.deadline(None))
+
     def __reduce__(self) -> Any:
         raise TypeError(
             f"cannot pickle resident object {self.name!r}: it lives on the workers. Close over it, or pass it as "
-            "an argument of its own that bcast_inputs names."
+            "an argument of its own that bcast_inputs names; synk.Program keeps it together with functions that use it."
         )
 
     def __repr__(self) -> str:
         return f"<synk.Resident {self.name!r}>"
+
+
+def make_resident_of(session: Session, part: dict[str, Any]) -> Resident:
+    """Make a resident object that holds what another one held; see :meth:`Resident._part`."""
+    value, dump, load = _loaded(part)
+    resident = make_resident(session, value, part["name"], dump, load)
+    if part["state"] is not None:
+        resident._put(part)
+    return resident
+
+
+def _loaded(part: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Return the object of a part, and its own ``dump`` and ``load``."""
+    try:
+        made: tuple[Any, Any, Any] = safe_point(pickle.loads, part["object"])
+    except Exception as error:
+        raise SerializationError(
+            f"cannot make resident object {part['name']!r} anew: {type(error).__name__}: {error}. What it is made of "
+            "must be importable here, and it must hold no shared variable."
+        ) from error
+    return made
 
 
 def make_resident(
@@ -103,7 +217,7 @@ def make_resident(
     dump: Callable[[Any], Any] | None,
     load: Callable[[Any, Any], None] | None,
 ) -> Resident:
-    """Make a :class:`Resident` of a runtime that is open, on all of its workers."""
+    """Make a :class:`Resident` of an open runtime, on all of its workers."""
     refuse_inside_worker("make a resident object")
     if (dump is None) != (load is None):
         raise TypeError("cannot make a resident object: got only one of dump and load, expected both or none.")

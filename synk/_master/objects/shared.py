@@ -1,9 +1,11 @@
-"""``Shared``: state that lives on the workers between calls, one replica or one shard per rank."""
+"""``Shared``: state that lives on the workers between calls, one replica or one shard for each rank."""
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
+import cloudpickle
 import numpy as np
 
 from synk._master import collectives
@@ -12,19 +14,21 @@ from synk._master.session import Session
 from synk._master.state.variable import Variable
 from synk._pure.read_only import read_only
 from synk._pure.show import table
-from synk._wire.variables import resolve_variable, value_as_array
+from synk._pure.tracebacks import verb
+from synk._pure.trees import flatten, paths, skeleton_of, unflatten
+from synk._wire.variables import flatten_value, resolve_variable, value_as_array
 
 
 class Shared(Handle):
-    """A variable on every rank: an array, or a nesting of arrays (the parameters of a model). Made by
-    :func:`synk.shared`.
+    """A variable on every rank: an array, or a nesting of arrays such as the parameters of a model.
 
-    Inside a function ``w.value`` reads and assigns this rank's value; functions refer to the variable by closing over
-    it. A call is a transaction: its assignments take effect on all ranks when it succeeds, and on none if it fails.
+    Made by :func:`synk.shared`. Inside a function ``w.value`` reads and assigns this rank's value; functions refer to
+    the variable by closing over it. A call is a transaction: its assignments take effect on all ranks if it succeeds,
+    and on none if it fails.
 
-    In the master ``w.value`` is a copy of rank 0's replica, or the gathered shards; assigning it broadcasts, or
-    scatters. The copy is read-only, arrays and containers alike, since a change in place would be lost:
-    ``synk.get_value(w)`` gives one that is the caller's own. ``w.value += 1`` assigns.
+    In the master ``w.value`` is a copy of rank 0's replica, or of the gathered shards. Assigning to it broadcasts or
+    scatters. The copy is read-only, arrays and containers alike, since a change in place would be lost.
+    ``synk.get_value(w)`` returns a copy that may be changed. ``w.value += 1`` assigns.
     """
 
     __slots__ = ("__weakref__", "_session")  # so that a misspelt ``w.vlaue = ...`` is an error
@@ -40,19 +44,17 @@ class Shared(Handle):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank holds a part of the rows, and not a replica."""
+        """Whether each rank holds a part of the rows instead of a replica."""
         return self._referent.is_sharded
 
     @property
+    @verb
     def value(self) -> Any:
-        """Replicated: a copy of rank 0's value. Sharded: the shards concatenated along axis 0. Read-only."""
-        with self._session.entered("read"):
-            self._session.begin("read")
-            read = collectives.gather if self.is_sharded else collectives.get_value
-            value = read(self._session, self._referent, 0)
-        return read_only(value)
+        """A read-only copy of rank 0's value, or if sharded, of the shards concatenated along axis 0."""
+        return read_only(self._read())
 
     @value.setter
+    @verb
     def value(self, value: Any) -> None:
         session, variable = self._session, self._referent
         verb = "scatter" if self.is_sharded else "set_value"
@@ -63,18 +65,19 @@ class Shared(Handle):
             else:
                 collectives.set_values(session, variable, [variable], value, None, None)
 
+    @verb
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return value_as_array(self, self._referent.structure, dtype, copy)
 
     @property
     def dtype(self) -> Any:
-        """Of the array, or a nesting of dtypes."""
+        """The dtype of the array, or a nesting of dtypes."""
         variable = self._referent
         return variable.build(variable.dtypes) if variable.is_nested else variable.dtypes[0]
 
     @property
     def shape(self) -> Any:
-        """Of rank 0's replica, or of all shards together."""
+        """The shape of rank 0's replica, or of all shards together."""
         variable = self._referent
         shapes = [pairs[front] for pairs, front in zip(variable.shapes, variable.front)]
         whole = list(shapes[0])
@@ -84,7 +87,7 @@ class Shared(Handle):
 
     @property
     def lengths(self) -> list[int]:
-        """Rows on each rank.
+        """How many rows each rank has.
 
         Raises
         ------
@@ -93,9 +96,29 @@ class Shared(Handle):
         """
         return self._referent.lengths
 
+    def _read(self) -> Any:
+        """Return a copy of rank 0's value, or of all shards together."""
+        with self._session.entered("read"):
+            self._session.begin("read")
+            read = collectives.gather if self.is_sharded else collectives.get_value
+            return read(self._session, self._referent, 0)
+
+    def _part(self) -> dict[str, Any]:
+        """Return what a program keeps of it; see ``synk._api.moves``."""
+        leaves, structure = flatten_value(self._read(), self._referent.structure)
+        skeleton = skeleton_of(structure, len(leaves))
+        return {
+            "kind": "shared",
+            "name": self.name,
+            "sharded": self.is_sharded,
+            "arrays": dict(zip(paths(skeleton) if self._referent.is_nested else [""], leaves)),
+            "skeleton": cloudpickle.dumps(skeleton, protocol=5),
+        }
+
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"cannot pickle variable {self.name!r}: it lives on the workers. Pass it as an argument, or close over it."
+            f"cannot pickle variable {self.name!r}: it lives on the workers. Pass it as an argument, or close over it; "
+            "synk.Program keeps it together with the functions that use it."
         )
 
     def _repr_html_(self) -> str:
@@ -105,3 +128,10 @@ class Shared(Handle):
     def __repr__(self) -> str:
         kind = "sharded" if self.is_sharded else "replicated"
         return f"<synk.Shared {self.name!r} {kind} shape={self.shape} dtype={self.dtype}>"
+
+
+def value_of(part: dict[str, Any]) -> Any:
+    """Return the value that a part of a program holds; see :meth:`Shared._part`."""
+    arrays = list(part["arrays"].values())
+    _, structure = flatten(pickle.loads(part["skeleton"]))
+    return arrays[0] if structure == "leaf" else unflatten(structure, arrays)

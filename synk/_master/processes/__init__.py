@@ -1,4 +1,5 @@
-"""The processes of the workers, who they are, and what they have to know. Sends no message.
+"""The processes of the workers: who they are, how they start and end, what they must know. Sends no message.
 
-``process`` and ``worker_process`` start and end one, ``processes`` holds them all; ``log`` says what is new to which.
+``process`` and ``worker_process`` start and end one process, ``processes`` holds all of them, and ``log`` knows what
+each rank has yet to learn.
 """

@@ -1,9 +1,9 @@
-"""One log of what all workers have to know, and how far each rank has read it.
+"""One log of what all workers must know, and how far each rank has read it.
 
-Whoever changes what ranks must know writes one entry. The next message to a rank brings what stands behind the place
-up to which it has read. An entry says what *is*, not what has to be done, so it does no harm to read one twice: nothing
-is undone where a message is lost, and nothing is torn where a signal comes between two lines. What only some ranks
-need, and get with the message that uses it (plans, segments, parcels), stands in no entry until it is dropped.
+Any change that ranks must learn of is one entry. The next message to a rank carries the entries behind the position up
+to which the rank has read. An entry states what *is*, not what to do, so reading it twice does no harm: a lost message
+needs no undo, and a signal between two lines leaves nothing torn. Plans, segments and parcels are needed by some ranks
+only, and travel with the message that uses them. They get an entry only when they are dropped.
 """
 
 from __future__ import annotations
@@ -24,12 +24,18 @@ _numbers = itertools.count(1)
 _FEW = 64
 
 Sources = dict[str, Callable[[int, int], "tuple[Any, list[Segment]] | None"]]
-"""By kind, ``source(rank, number)`` returns what a rank is told of a thing, and the segments that it needs for that, or
-None if there is no such thing any more."""
+"""The source of each kind of thing in the log.
+
+``source(rank, number)`` returns what to tell a rank about a thing and the segments that the rank needs for it, or None
+if the thing no longer exists.
+"""
 
 
-class Told:
-    """Settings as they are sent, pickled once for all ranks. A rank gets the pickle, and imports nothing for it."""
+class PickledSettings:
+    """Settings in the form in which they travel, pickled once for all ranks.
+
+    A rank loads the message without importing anything for them.
+    """
 
     def __init__(self, names: Sequence[str], values: list[Any]) -> None:
         self.values = values
@@ -40,16 +46,16 @@ class Told:
 
 
 class Entry(NamedTuple):
-    """One line of the log.
+    """One entry of the log.
 
     Attributes
     ----------
     kind, number : str, int
-        Of what it tells. The last entry on one thing counts.
+        Which thing the entry is about. The last entry about a thing counts.
     is_drop : bool
-        Whether ranks have to forget it.
+        Whether ranks must forget the thing.
     value : object
-        Of a drop, what else is to be forgotten with it.
+        For a drop: what else to forget with the thing.
     """
 
     kind: str
@@ -64,11 +70,11 @@ class Packed(NamedTuple):
     Attributes
     ----------
     body : Body or None
-        None if it needs none.
+        None if the message needs no body.
     segments : list of Segment
-        Those that it brings: their descriptors ride along, if they have one.
+        The segments that the message brings. Their descriptors, if they have any, travel with it.
     read : int
-        How far the rank has read the log with it.
+        How far the rank has read the log once it has this message.
     """
 
     body: Body | None
@@ -82,28 +88,28 @@ class Log:
     Attributes
     ----------
     state : int
-        Never the same again once something was told, or has happened by which a call that is remembered could be
-        wrong: a worker has died, memory was replaced, this process has forked. Where it is not certain that it
-        matters, the number changes too: the next call is a new one, and that is all. All numbers come from one counter,
-        so a thread that overtakes another can hide a number, but no change.
+        A number that changes whenever an entry is written, and whenever something happens that could make a compiled
+        call wrong: a worker died, memory was replaced, this process forked. It also changes in doubtful cases, which
+        only cost a new call. A value never returns. All values come from one counter, so if one thread overtakes
+        another, a value may be skipped but no change can be missed.
     ranks : list of Known
-    settings : Told or None
-        Those of the program that were told last.
+    settings : PickledSettings or None
+        The program's settings that were last written to the log.
     """
 
     def __init__(self) -> None:
         self.state = next(_numbers)
         self.ranks: list[Known] = []
-        self.settings: Told | None = None
+        self.settings: PickledSettings | None = None
         self._entries: list[Entry] = []
         self._limit = _FEW
 
     def note(self) -> None:
-        """Something has happened that ranks need not know, but by which a call that is remembered could be wrong."""
+        """Change the state: something happened that ranks need not know but that could make a compiled call wrong."""
         self.state = next(_numbers)
 
     def tell(self, kind: str, number: int = 0) -> None:
-        """Have all ranks learn with their next message what a thing is now; from any thread."""
+        """Have all ranks learn, with their next message, what a thing is now. Any thread may call it."""
         self._entries.append(Entry(kind, number, False, None))
         self.note()
 
@@ -113,7 +119,7 @@ class Log:
         self.note()
 
     def drop_held(self, kind: str, number: int) -> None:
-        """Likewise a thing that some ranks have got with a message; nobody is told where none has."""
+        """Have the ranks that got a thing with a message forget it. No entry is written if no rank has it."""
         if any(number in known.held[kind] for known in self.ranks):
             self.drop(kind, number)
             for known in self.ranks:
@@ -121,21 +127,23 @@ class Log:
         self.note()
 
     def set_settings(self, names: Sequence[str], values: list[Any]) -> None:
-        """Tell of the program's settings, if they are others than before."""
+        """Write the program's settings to the log if they have changed."""
         if self.settings is None or self.settings.values != values:
-            self.settings = Told(names, values)
+            self.settings = PickledSettings(names, values)
             self.tell("settings")
 
     def after(self, place: int) -> tuple[list[Entry], int]:
-        """Return the last entry of each thing behind a place, and the end."""
-        entries = self._entries[place:]  # a copy: other threads may write on
+        """Return the last entry about each thing behind a position, and the position of the end."""
+        entries = self._entries[place:]  # a copy, since other threads may append
         return list({entry[:2]: entry for entry in entries}.values()), place + len(entries)
 
     def fold(self) -> None:
-        """Keep, of what all ranks have read, what a process that starts has to know."""
+        """Shorten the part that all ranks have read to what a new process must know."""
         if len(self._entries) < self._limit:
             return
         with deferred():
+            # A rank that could not take a message in goes back to where it stood before. Only entries that no rank can
+            # need again may be folded.
             count = min(known.oldest for known in self.ranks)
             last = {entry[:2]: entry for entry in self._entries[:count]}
             living = [entry for entry in last.values() if not entry.is_drop]
@@ -146,7 +154,7 @@ class Log:
 
 
 class Dropped(deque[Any]):
-    """What finalizers drop, in any thread, for the next operation to free."""
+    """Collects what finalizers drop, in any thread. The next operation frees it."""
 
     def __init__(self, log: Log) -> None:
         super().__init__()
@@ -158,7 +166,7 @@ class Dropped(deque[Any]):
 
 
 class Known:
-    """What one rank knows: how far it has read the log, and what it has got with messages.
+    """What one rank knows: how far it has read the log, and what it got with messages.
 
     Parameters
     ----------
@@ -168,10 +176,10 @@ class Known:
     Attributes
     ----------
     read : int
-        The place in the log.
+        The position in the log up to which the rank has read.
     held : dict of str to dict
-        By kind and number: ``"segment"`` and ``"parcel"`` (True), ``"plan"`` (the number of the assembly in which the
-        rank knows its part, 0 before there is one), ``"resident"`` (``first_version`` of what it has).
+        By kind and number: ``"segment"`` and ``"parcel"`` (True), ``"plan"`` (the number of the assembly that told the
+        rank its part, 0 before there is one), ``"resident"`` (the ``first_version`` of the rank's object).
     """
 
     def __init__(self, rank: int, log: Log) -> None:
@@ -180,32 +188,33 @@ class Known:
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew: the process that holds it is another one, which knows nothing."""
+        """Start from nothing: a new process plays the rank, and it knows nothing."""
         self._log.note()
         self.read = 0
         self.held: dict[str, dict[int, Any]] = {"segment": {}, "plan": {}, "parcel": {}, "resident": {}}
-        self._unanswered: dict[int, tuple[int, Body]] = {}  # by message: where the rank stood, and what it got
+        # by message: how far the rank had read before it, and what it brought
+        self._unanswered: dict[int, tuple[int, Body]] = {}
 
     @property
     def oldest(self) -> int:
-        """The place to which the rank may have to go back."""
+        """The position to which the rank may have to go back."""
         return min([self.read, *(place for place, _ in self._unanswered.values())])
 
     def move(self, distance: int) -> None:
-        """The entries before ``oldest`` have become fewer."""
+        """Adjust the positions after entries before ``oldest`` were folded."""
         self.read += distance
         self._unanswered = {key: (place + distance, body) for key, (place, body) in self._unanswered.items()}
 
     @staticmethod
     def describe(segments: Sequence[Segment]) -> list[tuple[int, int, bool, bool, bool, bool]]:
-        """Describe the segments whose descriptors ride along."""
+        """Describe the segments whose descriptors travel with a message."""
         return [
             (each.id, each.nbytes, each.is_worker_writable, each.is_staging, each.is_arena, each.is_file)
             for each in segments
         ]
 
     def pack(self, content: Any, needed: Sequence[Segment], sources: Sources) -> Packed:
-        """Return a message with ``content`` that refers to the segments ``needed``, and with all that is new."""
+        """Return a message with ``content``, the ``needed`` segments that the rank lacks, and all news for the rank."""
         entries, read = self._log.after(self.read)
         news: list[tuple[str, int, Any]] = []
         dropped: dict[str, dict[int, Any]] = {}
@@ -224,7 +233,7 @@ class Known:
         return Packed(Body(self.describe(own), parts, dropped, news, content), missing, read)
 
     def _missing(self, wanted: Sequence[Segment]) -> list[Segment]:
-        """Return the segments that the rank does not hold, each once, and the arenas that some lie in before them."""
+        """Return the segments that the rank lacks, each once. Arenas come before the segments that lie in them."""
         held = self.held["segment"]
         missing = [segment for segment in wanted if segment.id not in held]
         if not missing:
@@ -233,14 +242,16 @@ class Known:
         return list({each.id: each for each in (*arenas, *missing) if each.id not in held}.values())
 
     def note_sent(self, sequence: int, body: Body, read: int) -> None:
-        """Remember what the rank knows now. Called after sending: a message lost to an interrupt is sent again."""
-        self._log.note()  # a call that is prepared must not be sent to a rank that knows other things now
+        """Note what the rank knows now. Called after sending, so that a message lost to an interrupt is sent again."""
+        self._log.note()  # A compiled call was made for what the rank knew before, so it must not fit any more.
         self._unanswered[sequence] = self.read, body
+        # A worker handles its messages in order. So the rank counts as having read this far before it answers, and the
+        # next message need not repeat the entries.
         self.read = max(self.read, read)
         self.held["segment"].update(dict.fromkeys(_brought_by(body), True))
 
     def note_answered(self, sequence: int, *, is_received: bool) -> None:
-        """The rank has answered a message; where it could not take that in, it holds nothing of what came with it."""
+        """Note that a message was answered. If the rank could not take it in, it holds nothing that it brought."""
         place, body = self._unanswered.pop(sequence, (0, None))
         if body is not None and not is_received:
             self._log.note()
@@ -250,5 +261,5 @@ class Known:
 
 
 def _brought_by(body: Body) -> list[int]:
-    """Return the segments that come with a message."""
+    """Return the numbers of the segments that a message brings."""
     return [place[0] for place in (*body.segments, *body.parts)]

@@ -1,9 +1,9 @@
-"""What workers print, on its way to the streams of the master; and the reports that the master itself makes.
+"""Passes what workers print to the streams of the master, and writes the reports that the master itself makes.
 
-Lines are passed on whole, each behind the rank that printed it. Only a progress bar, which writes its line again and
-again behind a carriage return, is shown before its line has an end, so that it moves as it would without workers.
+Whole lines are passed on, each behind the rank that printed it. Only a progress bar, which rewrites its line after a
+carriage return, is shown before its line ends, so that it moves as it would without workers.
 
-Nothing that a stream or a log handler does may decide over a call: whatever they raise ends here.
+No stream and no log handler may decide over a call: every exception they raise ends here.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import struct
 import sys
 import termios
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, TextIO
@@ -27,7 +28,7 @@ from synk._wire.logs import unpack_record
 
 _STDERR_LINES = 20
 _LINE_NBYTES = 1 << 16
-_PIECE = 1024  # characters: at most 4096 bytes, which a pipe takes as a whole
+_PIECE = 1024  # characters: at most 4096 bytes, which a pipe accepts as a whole
 _STALL_MS = 50
 _INT = struct.Struct("i")
 
@@ -35,12 +36,12 @@ _logger = logging.getLogger("synk")
 
 
 class Output:
-    """Text of one worker on its way to a stream of the master, line by line.
+    """Passes the text of one worker to a stream of the master, line by line.
 
     Parameters
     ----------
     fd : Descriptor
-        The end of a pipe to read from.
+        The read end of the worker's pipe.
     rank : int
     stream_name : {"stdout", "stderr"}
     """
@@ -49,15 +50,15 @@ class Output:
         self.fd: int = fd
         self._prefix = f"[rank {rank}] "
         self._stream_name = stream_name
-        self._line: list[tuple[float, bytes]] = []  # the unfinished line: its pieces, and when they came
-        self._num_shown = 0  # bytes of it that were passed on
+        self._line: list[tuple[float, bytes]] = []  # the unfinished line: its pieces and when each came
+        self._num_shown = 0  # how many bytes of it were already shown
         self._unwritten = ""
-        self._backlog = 0  # bytes in the pipe that were written before the operation under way
-        self._tail: deque[list[tuple[float, bytes]]] = deque(maxlen=_STDERR_LINES)  # the last lines
+        self._backlog = 0  # bytes in the pipe that are older than the current operation
+        self._tail: deque[list[tuple[float, bytes]]] = deque(maxlen=_STDERR_LINES)  # the last lines, for errors
         os.set_blocking(fd, False)
 
     def forward(self, max_nbytes: int = 1 << 22) -> bool:
-        """Pass on what is there, at most ``max_nbytes``; return False at the end of the stream."""
+        """Pass on what has arrived, at most ``max_nbytes``. Return False at the end of the stream."""
         while (fd := self.fd) >= 0 and max_nbytes > 0:
             if self._unwritten and not self._flush():
                 return True  # the master's own stream is full: the worker waits, as it would at a terminal
@@ -76,13 +77,13 @@ class Output:
         return True
 
     def note_backlog(self) -> None:
-        """Remember that what lies in the pipe is of earlier operations: the master's own stream is full."""
+        """Note how much text in the pipe belongs to earlier operations: the master's stream may have been full."""
         fd = self.fd
         if fd >= 0:
             (self._backlog,) = _INT.unpack(fcntl.ioctl(fd, termios.FIONREAD, bytes(_INT.size)))
 
     def since(self, began: float) -> list[str]:
-        """Return the last lines that were written since the monotonic time ``began``; of one begun before, the rest."""
+        """Return the last lines written since the monotonic time ``began``, without text that is older."""
         found = []
         for pieces in self._tail:
             new = [piece for came, piece in pieces if came >= began]
@@ -91,7 +92,7 @@ class Output:
         return found
 
     def _take(self, data: bytes, came: float) -> Iterator[str]:
-        """Yield the lines that ``data`` ends, as they are to be written."""
+        """Yield the lines that ``data`` completes, as they will be written."""
         *ends, rest = data.split(b"\n")
         for end in ends:
             self._line.append((came, end))
@@ -110,10 +111,10 @@ class Output:
         return text
 
     def _unfinished(self) -> str:
-        """Return what is to be shown of a line that has no end yet: nothing, unless it is written anew, as bars are."""
+        """Return the part of an unfinished line to show: nothing, unless it is rewritten like a progress bar."""
         line = b"".join([piece for _, piece in self._line])
         data = line[self._num_shown :]
-        data = data[: _num_whole(data)].removesuffix(b"\r")  # which may be half of the end of a line
+        data = data[: _num_whole(data)].removesuffix(b"\r")  # a carriage return at the end may be half of a line end
         if not data or b"\r" not in line:
             return ""
         self._num_shown += len(data)
@@ -122,12 +123,12 @@ class Output:
         return text
 
     def _placed(self, text: str) -> str:
-        """Return a part of a line as it goes on with its beginning, or as a line of its own where that is not there."""
+        """Return text that continues this worker's line, or starts a new line if the stream shows another one."""
         last = cell.unfinished.get(self._stream_name)
         rewritten = text.replace("\r", f"\r{self._prefix}")
         if last is self:
             return rewritten
-        if text.startswith("\r"):  # bars of several ranks move in one line
+        if text.startswith("\r"):  # progress bars of several ranks share one line
             return rewritten
         return ("" if last is None else "\n") + self._prefix + rewritten
 
@@ -138,7 +139,7 @@ class Output:
             self._flush()
 
     def _flush(self) -> bool:
-        """Write what can be written without blocking for long; return False if something is left."""
+        """Write what can be written without blocking for long. Return False if text is left."""
         stream: TextIO | None = getattr(sys, self._stream_name, None)
         text, self._unwritten = self._unwritten, ""
         if stream is None:
@@ -164,10 +165,10 @@ class Output:
 
 
 def _num_whole(data: bytes) -> int:
-    """Return how many bytes of ``data`` are whole characters: the last one may not have come as a whole."""
+    """Return how many bytes of ``data`` are complete characters: the last one may still be incomplete."""
     for back in range(1, min(4, len(data)) + 1):
         byte = data[-back]
-        if byte >= 0xC0:  # the first byte of several
+        if byte >= 0xC0:  # the first byte of a character of several bytes
             return len(data) if back >= 2 + (byte >= 0xE0) + (byte >= 0xF0) else len(data) - back
         if byte < 0x80:
             break
@@ -179,16 +180,17 @@ def _decoded(line: bytes) -> str:
 
 
 def _write_some(stream: TextIO, text: str) -> str:
-    """Write to a stream until it would block, and return what is left."""
+    """Write to a stream until it would block. Return what is left."""
     try:
         poll = select.poll()
         poll.register(stream.fileno(), select.POLLOUT)
-    except (AttributeError, OSError, ValueError, TypeError):  # a notebook's or a test's stream: never blocks
+    except (AttributeError, OSError, ValueError, TypeError):  # the stream of a notebook or of a test: it never blocks
         poll = None
     while text:
         if poll is not None and not poll.poll(_STALL_MS):
             break
-        # A pipe that is ready takes this much without blocking. It ends with a line: another rank's may follow.
+        # A ready pipe takes this much without blocking. The piece ends with a line, since another rank's text may
+        # follow.
         end = len(text) if poll is None else text.rfind("\n", 0, _PIECE) + 1 or _PIECE
         part, text = text[:end], text[end:]
         try:
@@ -200,7 +202,7 @@ def _write_some(stream: TextIO, text: str) -> str:
 
 
 def report(message: str, *args: Any) -> None:
-    """Log a warning. What a log handler of the user's raises must not end what goes on: stderr gets the text then."""
+    """Log a warning. A log handler of the user's that raises must not end the call: stderr gets the text instead."""
     with operation():
         try:
             safe_point(_logger.warning, message, *args)
@@ -209,6 +211,14 @@ def report(message: str, *args: Any) -> None:
         except BaseException as error:
             if sys.__stderr__ is not None:
                 sys.__stderr__.write(f"synk: {message % args}\n(a handler of logging raised {type(error).__name__})\n")
+
+
+def warn_at_users_line(text: str, category: type[Warning]) -> None:
+    """Warn at the line of the program that called synk."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "synk":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)
 
 
 def _text(error: BaseException) -> str:
@@ -221,12 +231,12 @@ def _text(error: BaseException) -> str:
 
 
 class Records:
-    """The log records of one worker; stands beside what it prints, see :class:`synk._master.processes.output.Output`.
+    """Passes the log records of one worker to the master's loggers. The counterpart of :class:`Output`.
 
     Parameters
     ----------
     fd : Descriptor
-        The end of a pipe to read from.
+        The read end of the worker's pipe.
     rank : int
     """
 
@@ -237,7 +247,7 @@ class Records:
         os.set_blocking(fd, False)
 
     def forward(self, max_nbytes: int = 1 << 22) -> bool:
-        """Pass on what is there, at most ``max_nbytes``; return False at the end of the stream."""
+        """Pass on what has arrived, at most ``max_nbytes``. Return False at the end of the stream."""
         while (fd := self.fd) >= 0 and max_nbytes > 0:
             try:
                 data = os.read(fd, 1 << 16)
@@ -260,11 +270,12 @@ class Records:
                 safe_point(logger.handle, record)
         except HandlerRaised:
             raise
-        except BaseException as error:  # cut off by an interrupt, or whatever a handler of the user's raises
+        # The record was cut off by an interrupt, or a handler of the user's raised something.
+        except BaseException as error:
             report("a log record of rank %d is lost: %s: %s", self._rank, type(error).__name__, error)
 
     def note_backlog(self) -> None:
-        """Records are nobody's cause of death."""
+        """Do nothing: errors do not quote log records."""
 
     def since(self, began: float) -> list[str]:
         return []

@@ -1,4 +1,4 @@
-"""Which rank runs on which device, decided in the master without a CUDA call."""
+"""Decides which rank runs on which device, in the master and without a CUDA call."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from synk._pure.cores import num_cores
-from synk.backends import BACKENDS, backend_module
-from synk.cuda._nccl_library import nccl_environment
+from synk.backends import backend_module
+from synk.backends._assignment import DeviceAssignment
 
-_SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 _THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
@@ -28,45 +27,40 @@ class Placement:
 
     Attributes
     ----------
-    environments : tuple of dict
-        What the devices need, for each rank: a whole environment. Empty where the master's will do.
-    cpus : tuple of tuple of int
-        The CPUs that each rank is bound to; empty where it may run on any.
-    can_use_nccl : bool
-        Whether NCCL can join the ranks: there are several, on a GPU each.
     first_rank, ranks_elsewhere : int
-        The rank of the first worker here, and how many there are on other machines. Nothing fills them yet: all ranks
-        are here.
+        The rank of the first worker on this machine, and the number of workers on other machines. Nothing sets them
+        yet: all ranks are here.
     """
 
     backend: str
-    devices: tuple[str, ...]
-    environments: tuple[dict[str, str], ...] = ()
-    cpus: tuple[tuple[int, ...], ...] = ()
-    can_use_nccl: bool = False
+    assignment: DeviceAssignment
     first_rank: int = 0
     ranks_elsewhere: int = 0
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return self.assignment.devices
 
     @property
     def total_ranks(self) -> int:
         return len(self.devices) + self.ranks_elsewhere
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return the whole environment of a rank: the device's, and a limit of threads unless the user has set one."""
-        environment = dict(self.environments[rank] if self.environments else os.environ)
+        """Return the whole environment of a rank: its device's, and a thread limit unless the user has set one."""
+        environment = dict(self.assignment.environments[rank] if self.assignment.environments else os.environ)
         if not any(name in environment for name in _THREAD_VARIABLES):
             environment.update(dict.fromkeys(_THREAD_VARIABLES, str(self._num_threads(rank))))
         return environment
 
     def _num_threads(self, rank: int) -> int:
-        """Return how many threads a library of a rank may start: its cores, divided by the ranks that share them."""
-        if not self.cpus:
+        """Return how many threads a library may start on a rank: its cores, divided by the ranks that share them."""
+        if not self.assignment.cpus:
             return max(num_cores() // len(self.devices), 1)
-        cpus = set(self.cpus[rank])
-        return max(len(cpus) // sum(not cpus.isdisjoint(others) for others in self.cpus), 1)
+        cpus = set(self.cpus_of(rank))
+        return max(len(cpus) // sum(not cpus.isdisjoint(others) for others in self.assignment.cpus), 1)
 
     def cpus_of(self, rank: int) -> tuple[int, ...]:
-        return self.cpus[rank] if self.cpus else ()
+        return self.assignment.cpus[rank] if self.assignment.cpus else ()
 
 
 def place(num_workers: int | None, backend: str, devices: Sequence[Any] | None, inline: bool) -> Placement:
@@ -75,14 +69,15 @@ def place(num_workers: int | None, backend: str, devices: Sequence[Any] | None, 
     Raises
     ------
     UnsupportedError
-        If the backend has no device here; the message says why, and what to install.
+        If the backend has no device here. The message says why, and what to install.
     ValueError
-        Naming the argument that makes no sense.
+        If an argument makes no sense. The message names it.
     TypeError
-        If ``num_workers`` is no integer.
+        If ``num_workers`` is not an integer.
     """
-    if backend not in ("auto", *BACKENDS):
-        raise ValueError(f"cannot fork: got backend={backend!r}, expected one of {('auto', *BACKENDS)}.")
+    if backend == "auto":
+        backend = "cupy" if devices is not None or backend_module("cupy").is_usable() else "numpy"
+    module = backend_module(backend)
     if num_workers is not None:
         if isinstance(num_workers, bool) or not hasattr(num_workers, "__index__"):
             raise TypeError(f"cannot fork: got num_workers={num_workers!r}, expected an integer or None.")
@@ -93,18 +88,4 @@ def place(num_workers: int | None, backend: str, devices: Sequence[Any] | None, 
         if num_workers not in (None, 1):
             raise ValueError(f"cannot fork inline: got num_workers={num_workers}, expected 1 (or None).")
         num_workers = 1
-    if backend == "auto":
-        backend = "cupy" if devices is not None or backend_module("cupy").is_usable() else "numpy"
-    places = backend_module(backend).place(num_workers, devices)
-    sharing = places.ranks_per_device
-    if not sharing:
-        return Placement(backend, places.devices, cpus=places.cpus)
-    environment = nccl_environment(os.environ, ranks_per_device=sharing)
-    return Placement(
-        backend,
-        places.devices,
-        tuple(environment | own for own in places.environments),
-        places.cpus,
-        # Ranks that share a GPU take turns on it, and NCCL before 2.30.3 refuses them: only if the user asks for it.
-        len(places.devices) > 1 and (sharing == 1 or os.environ.get(_SHARING_VARIABLE) == "1"),
-    )
+    return Placement(backend, module.place(num_workers, devices))

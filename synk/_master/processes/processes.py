@@ -25,16 +25,16 @@ from synk.errors import StartupError
 
 
 class Events(NamedTuple):
-    """What has happened, by kind, so that whoever handles it chooses the order.
+    """What has happened, sorted by kind, so that the caller chooses the order in which to handle it.
 
     Attributes
     ----------
     doorbells, deaths : list of int
         Ranks that have answered, and ranks whose process has ended.
     printed : list of (rank, descriptor)
-        Whose lines wait to be read, and where.
+        Ranks with text to read, and the descriptors to read it from.
     is_woken : bool
-        Whether another thread wants this one to look around; see :meth:`PollSet.wake`.
+        Whether another thread woke this one; see :meth:`PollSet.wake`.
     """
 
     doorbells: list[int]
@@ -57,7 +57,7 @@ class PollSet:
         self._wake_fd: int = NONE
 
     def open(self) -> None:
-        """Make the descriptor by which another thread wakes whoever waits."""
+        """Make the descriptor by which another thread wakes the one that waits."""
         self._wake_fd = eventfd()
         self.watch(self._wake_fd, "wake", -1)
 
@@ -74,7 +74,7 @@ class PollSet:
             self.unwatch(fd)
 
     def wait(self, timeout_ms: int | None) -> Events:
-        """Return what has happened within a time limit (None: none)."""
+        """Return what has happened within a time limit; None waits without a limit."""
         events = Events([], [], [], False)
         for fd, _ in waiting(self.poll.poll, timeout_ms):
             kind, rank = self._fds.get(fd, ("", -1))
@@ -89,8 +89,8 @@ class PollSet:
         return events
 
     def wake(self) -> None:
-        """Have the wait of another thread end; it stays so until somebody calls :meth:`drain_wake`."""
-        fd = self._wake_fd  # held: another thread may close the runtime meanwhile
+        """End the wait of another thread. Further waits end at once, too, until :meth:`drain_wake` is called."""
+        fd = self._wake_fd  # a reference: another thread may close the runtime in the meantime
         if fd >= 0:
             os.eventfd_write(fd, 1)
 
@@ -99,39 +99,39 @@ class PollSet:
             os.eventfd_read(self._wake_fd)
 
     def close(self) -> None:
-        """Forget the descriptor to wake by; safe to repeat, in several threads."""
+        """Drop the wake descriptor. It may be called again, and by several threads."""
         self.unwatch(self._wake_fd)
         self._wake_fd = NONE
 
 
 def eventfd() -> Descriptor:
-    """Return a new event descriptor, close-on-exec and not blocking."""
+    """Return a new event descriptor, close-on-exec and non-blocking."""
     return Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
 
 
 ARMED: contextvars.ContextVar[Sequence[Sequence[Any]]] = contextvars.ContextVar("failpoints", default=())
-"""The faults that a test arms in the workers of runtimes that it makes; see ``synk._worker.failpoints``."""
+"""The faults that a test arms in the workers of new runtimes; see ``synk._worker.failpoints``."""
 
 
 class WorkerState:
-    """One worker as the master sees it, whichever process plays the rank now.
+    """What the master knows about one rank's worker, whichever process plays the rank now.
 
     Attributes
     ----------
     process : Process
     known : Known
     hello : Reply or None
-        Its first word, once that has come.
+        Its first message, once it has come.
     is_ready : bool
-        Whether the hello was looked at: messages can be sent.
+        Whether the hello was checked, so that messages can be sent.
     is_dead : bool
-        Whether it was buried. Its process and what that held are gone; the next operation starts another.
+        Whether it was buried: the process and everything it held are gone, and the next operation starts another.
     is_prepared : bool
-        Whether it has run what replacements are to run first.
+        Whether it has run the function that replacements run first.
     description : str
-        Of its device.
+        Describes its device.
     num_starts : int
-        Processes that have played the rank.
+        How many processes have played the rank.
     """
 
     def __init__(self, rank: int, process: Process, log: Log) -> None:
@@ -143,7 +143,7 @@ class WorkerState:
         self.begin(process)
 
     def begin(self, process: Process) -> None:
-        """Begin with a process that knows nothing."""
+        """Start over with a process that knows nothing."""
         self.known.clear()
         self.process = process
         self.hello: Reply | None = None
@@ -152,7 +152,7 @@ class WorkerState:
 
 
 class Processes:
-    """The processes of one runtime. Nothing is opened before :meth:`start`: whoever made it can end it at any moment.
+    """The processes of one runtime. Nothing is opened before :meth:`start`, so its owner can end it at any moment.
 
     Parameters
     ----------
@@ -160,11 +160,11 @@ class Processes:
     process_type : callable
         ``process_type(rank)`` makes a :class:`Process` that is not started.
     seed : int
-        Of the random numbers of all ranks.
+        The seed of all ranks' random numbers.
     token : bytes
-        What tells the messages of this runtime.
+        The secret in the headers of this runtime's messages.
     poll_set : PollSet
-        Watches the descriptors of all of them.
+        Watches the descriptors of all workers.
 
     Attributes
     ----------
@@ -172,9 +172,9 @@ class Processes:
     down, up : ndarray of int64, shape (world_size, BLOCK_LENGTH)
         The numbers of lane 0 in shared memory; see ``synk._wire.control``.
     eventfds : list of int
-        One per rank, inherited by all workers: how they wake one another.
+        One for each rank. All workers inherit all of them, and use them to wake each other.
     log : Log
-        What all workers have to know.
+        What all workers must know.
     is_closed : bool
     """
 
@@ -197,7 +197,7 @@ class Processes:
         self.eventfds: list[Descriptor] = []
         self.down = self.up = np.empty((0, 0), np.int64)
         self._process_type = process_type
-        self._seed = seed
+        self.seed = seed
         self._token = token
         self._failpoints = ARMED.get()
         self._control: Segment | None = None
@@ -226,12 +226,12 @@ class Processes:
         for _ in range(self.world_size):
             self.eventfds.append(eventfd())
         for rank in range(self.world_size):
-            # In the list before it is started: wherever that is broken off, the teardown finds it there.
+            # It enters the list before it is started, so that the teardown finds it wherever the start is broken off.
             self.by_rank.append(WorkerState(rank, self._process_type(rank), self.log))
             self._begin(self.by_rank[rank], self._failpoints)
 
     def start_again(self, worker: WorkerState) -> None:
-        """Start another process in the place of one that was buried."""
+        """Start a new process for a rank whose worker was buried."""
         worker.process = self._process_type(worker.rank)
         self._begin(worker, [point for point in self._failpoints if point[2] == 0])
 
@@ -240,28 +240,28 @@ class Processes:
         process, rank, placement = worker.process, worker.rank, self.placement
         setup = setup_message(placement, rank, failpoints)
         worker.num_starts += 1
-        # A process that takes the place of another does not draw its numbers again.
+        # A replacement must not draw the random numbers of its predecessor again.
         spawn_key = [setup["rank"]] if worker.num_starts == 1 else [setup["rank"], worker.num_starts]
-        setup["seed"] = [self._seed, *spawn_key]
+        setup["seed"] = [self.seed, *spawn_key]
         setup |= {"control_nbytes": self._control.nbytes, "spin_s": self._spin_s}
         events: dict[str, int] = {f"event{peer}": fd for peer, fd in enumerate(self.eventfds)}
         process.start(setup, placement.environment(rank), self._control.fd, self._token, events)
-        worker.begin(process)  # after the start: while that fails, the rank stays what it was
+        worker.begin(process)  # after the start: if that fails, the rank stays as it was
         for fd, kind in process.watched():
             self.poll_set.watch(fd, kind, rank)
 
     def blocks(self, lane: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers ``(down, up)`` of a lane."""
+        """Return the control blocks ``(down, up)`` of a lane."""
         assert self._control is not None
         return control_blocks(self._control.buffer, self.world_size, lane)
 
     # -- watching -----------------------------------------------------------------------------------------------------
 
     def wait(self, timeout_ms: int | None) -> Events:
-        """Return what has happened within a time limit; what the workers have printed is passed on.
+        """Return what has happened within a time limit, and pass on what the workers printed.
 
-        A function's lines lie in their pipe before its doorbell rings, so one look finds both, and the lines are shown
-        before the call returns.
+        A worker flushes a function's output before it rings its doorbell. So one poll finds both, and the lines are
+        shown before the call returns.
         """
         events = self.poll_set.wait(timeout_ms)
         for rank, fd in events.printed:
@@ -271,7 +271,7 @@ class Processes:
 
     @property
     def has_dead(self) -> bool:
-        """Whether a worker died that was not started again yet."""
+        """Whether a worker has died and was not replaced yet."""
         for worker in self.by_rank:  # asked at each call: no generator  # noqa: SIM110
             if worker.is_dead:
                 return True
@@ -280,11 +280,12 @@ class Processes:
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def bury(self, worker: WorkerState) -> str:
-        """Release what belonged to a worker that has ended, or was killed, and return how it ended."""
-        with deferred():  # half a burial would leave a death that nobody sees, or descriptors that nobody closes
+        """Release what belonged to a worker that has ended or was killed. Return how it ended."""
+        with deferred():  # Half a burial would leave a death that nobody sees, or descriptors that nobody closes.
             self.log.note()
             worker.is_dead = True
-            self.poll_set.unwatch_rank(worker.rank)  # before they are closed: the numbers may be given away at once
+            # Unwatch before the descriptors are closed: their numbers may be reused at once.
+            self.poll_set.unwatch_rank(worker.rank)
             return worker.process.reap()
 
     def kill(self) -> None:
@@ -293,11 +294,11 @@ class Processes:
             worker.process.kill()
 
     def tear_down(self) -> None:
-        """Kill what still runs and release every descriptor. Never waits long; safe to repeat, in several threads."""
+        """Kill the workers that still run and release every descriptor. Never waits long; any thread may repeat it."""
         with deferred():
             self.is_closed = True
             self.log.note()
-            self.kill()  # all, before the first is waited for: they end side by side
+            self.kill()  # all of them before waiting for the first, so that they end at the same time
             for worker in self.by_rank:
                 self.poll_set.unwatch_rank(worker.rank)
                 worker.process.reap()
@@ -308,7 +309,7 @@ class Processes:
                 self._control.close()
 
     def abandon(self) -> None:
-        """Close our copies of the descriptors in a forked child; the workers belong to the parent."""
+        """In a forked child, close this process's copies of the descriptors. The workers belong to the parent."""
         self.log.note()
         for worker in self.by_rank:
             worker.process.disown()
@@ -317,4 +318,4 @@ class Processes:
 
     def _release(self) -> None:
         self.poll_set.close()
-        self.eventfds = []  # another list: another thread may be at the descriptors of this one
+        self.eventfds = []  # a new list, since another thread may still use the descriptors in the old one

@@ -1,7 +1,7 @@
-"""How the program of a worker is started: by the master's interpreter, or, frozen, as a copy of the program itself.
+"""How a worker's program is started: by the master's interpreter or, if the program is frozen, as a copy of it.
 
-Nothing is unpickled before ``sys.path`` is that of the master, so a worker's first message is JSON. It lies in a memory
-file, because a command line or a search path can be longer than a packet.
+Nothing may be unpickled before ``sys.path`` is the master's, so a worker's first message is JSON. It lies in a memory
+file, because a command line or a search path may be larger than a packet.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from synk._wire.memory import create_fd
 from synk._wire.program import WORKER_ARGUMENT, is_frozen
 from synk.errors import StartupError
 
-# The bootstrap may import nothing before the path is the master's: a pickle.py in the current directory must not run.
-# Only absolute entries are used for our own imports; the worker sets the path exactly before it loads a function.
+# The bootstrap must import nothing before the path is the master's: a pickle.py in the current directory must not run.
+# synk's own imports use only absolute entries. The worker sets the exact path before it loads a function.
 _BOOTSTRAP = """\
 import sys
 if sys.path and sys.path[0] == "": del sys.path[0]
@@ -39,10 +39,10 @@ _PYTHON_NAME = re.compile(r"(python|pypy)\d*(\.\d+)*[a-z]*")
 
 
 def check_program() -> None:
-    """Raise StartupError where no worker can be started.
+    """Raise StartupError if no worker can be started.
 
-    A frozen program ends here unless it calls ``synk.freeze_support``: each worker is a copy of it, which would start
-    workers of its own.
+    A frozen program must call ``synk.freeze_support``. Otherwise each worker, which is a copy of the program, would
+    start workers of its own.
     """
     if not is_frozen():
         _interpreter()
@@ -54,8 +54,8 @@ def check_program() -> None:
 
 
 def command(setup_fd: int, rank: int) -> list[str]:
-    """Return the command that starts the worker whose first message lies in ``setup_fd``."""
-    name = f"synk-worker-{rank}"  # for whoever looks at the list of processes
+    """Return the command that starts the worker whose first message is in ``setup_fd``."""
+    name = f"synk-worker-{rank}"  # shown in lists of processes
     if is_frozen():
         return [sys.executable, WORKER_ARGUMENT, str(setup_fd), name]
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -65,17 +65,17 @@ def command(setup_fd: int, rank: int) -> list[str]:
 
 
 def write_setup(setup: dict[str, Any]) -> Descriptor:
-    """Return a memory file that holds a worker's first message."""
+    """Return a memory file with a worker's first message."""
     data = json.dumps(setup).encode("ascii")
     fd = Descriptor(create_fd(len(data)))
     with open(fd, "wb", closefd=False) as file:
         file.write(data)
-    os.lseek(fd, 0, os.SEEK_SET)  # the worker's descriptor shares the position
+    os.lseek(fd, 0, os.SEEK_SET)  # the worker's descriptor shares the file position
     return fd
 
 
 def search_path() -> list[str]:
-    """Return the entries of ``sys.path`` that imports heed: Python passes over whatever is not a string."""
+    """Return the entries of ``sys.path`` that imports use: Python ignores entries that are not strings."""
     return [entry for entry in sys.path if isinstance(entry, str)]
 
 
@@ -93,13 +93,14 @@ def _interpreter() -> str:
 
 
 def _candidates() -> Iterator[str]:
-    """Where an interpreter like this one may be, where ``sys.executable`` does not say: a program that embeds Python,
-    an environment without PATH. Its versions are compared when it says hello.
+    """Yield paths at which a matching interpreter may be if ``sys.executable`` is empty.
+
+    It is empty in a program that embeds Python, or in an environment without PATH. Versions are compared at the hello.
     """
     yield getattr(sys, "_base_executable", None) or ""
     try:
         program = os.readlink("/proc/self/exe")
-        if _PYTHON_NAME.fullmatch(os.path.basename(program)):  # not a program that embeds Python: it has no -c
+        if _PYTHON_NAME.fullmatch(os.path.basename(program)):  # not a program that embeds Python: that has no -c
             yield program
     except OSError:
         pass
@@ -108,7 +109,7 @@ def _candidates() -> Iterator[str]:
 
 
 def setup_message(placement: Placement, rank: int, failpoints: Sequence[Any]) -> dict[str, Any]:
-    """Return what the worker at position ``rank`` here must know before it can unpickle anything."""
+    """Return what the worker at position ``rank`` on this machine must know before it can unpickle anything."""
     home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     path = search_path()
     absolute = [entry for entry in path if os.path.isabs(entry)]
@@ -127,7 +128,7 @@ def setup_message(placement: Placement, rank: int, failpoints: Sequence[Any]) ->
 
 
 def startup_text(what: str, error: OSError) -> str:
-    """Return the message for an operating system's refusal to start ``what``."""
+    """Return the error text for an operating system that refuses to start ``what``."""
     hints = {
         errno.EMFILE: "Raise the limit of open files (ulimit -n).",
         errno.ENFILE: "The system is out of file descriptors.",

@@ -1,4 +1,4 @@
-"""What the master can say of its workers: what each is doing right now, and how one that died has ended."""
+"""What the master can say about its workers: what each is doing now, and how a dead one ended."""
 
 from __future__ import annotations
 
@@ -9,30 +9,35 @@ from synk._master.processes.processes import Processes, WorkerState
 from synk._wire.control import Phase, Up
 from synk.errors import WorkerDied
 
-_COMMUNICATION = (os.path.join("synk", "_worker", "comm.py"), os.path.join("synk", "communicators", ""))
-"""Files that show in the stack of a rank which waits for another one."""
+_COMMUNICATION = (os.path.join("synk", "_worker", "comm", ""), os.path.join("synk", "communicators", ""))
+"""Folders that appear in the stack of a rank that waits for another one."""
 
 
 def where(processes: Processes) -> str:
-    """Return what each rank is doing: phase, bytes published, Python stacks. For any thread, also during a call."""
-    parts, up = [], processes.up  # held: another thread may close the runtime meanwhile
+    """Return what each rank is doing: phase, Python stacks. Any thread may call it at any time."""
+    parts, up = [], processes.up  # a reference: another thread may close the runtime in the meantime
     for worker in processes.by_rank:
         process, rank = worker.process, worker.rank
         named = f"rank {rank} (pid {process.pid}, {processes.devices[rank]})"
         if worker.is_dead:
             parts.append(f"rank {rank}: ended with {process.exit_text}")
-        elif not worker.is_ready:  # it has no handler yet: the signal would end it
+        elif not worker.is_ready:  # it has no signal handler yet: the signal would end it
             parts.append(f"{named}: still starting")
         else:
             phase = Phase(int(up[rank, Up.PHASE])).name.lower() if len(up) else "closed"
-            nbytes = int(up[rank, Up.OUTPUT_NBYTES]) if len(up) else 0
             stacks = process.stacks(1.0).strip().replace("\n", "\n    ")
-            parts.append(f"{named}: {phase}, {nbytes} bytes of outputs published so far\n    {stacks}")
+            parts.append(f"{named}: {phase}\n    {stacks}")
     return "\n".join(parts)
 
 
+def stacks(processes: Processes) -> dict[int, str]:
+    """Return the Python stacks of all ranks whose workers are running. Any thread may call it at any time."""
+    workers = [worker for worker in processes.by_rank if worker.is_ready and not worker.is_dead]
+    return {worker.rank: worker.process.stacks(1.0).strip() for worker in workers}
+
+
 def at_work(processes: Processes, ranks: Iterable[int]) -> str:
-    """Return what all ranks do, as :func:`where`; a line if ``ranks`` are in their function and wait for no other."""
+    """Return what all ranks do, as :func:`where`; only one line if ``ranks`` compute and wait for no other rank."""
     text, up = where(processes), processes.up
     ranks = sorted(ranks)
     computes = ranks and len(up) and all(up[rank, Up.PHASE] == Phase.FUNCTION for rank in ranks)
@@ -43,14 +48,14 @@ def at_work(processes: Processes, ranks: Iterable[int]) -> str:
 
 
 class DeathReports:
-    """Makes the errors that tell of deaths; remembers what the kernel's out-of-memory killer had done before."""
+    """Makes the errors for deaths. Remembers earlier kills of the kernel's out-of-memory killer."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
         self._oom_kills = oom_kills()
 
     def died(self, ranks: Iterable[int], phase: str, what: str, began: float) -> WorkerDied:
-        """Return the error for ``ranks``, with what they wrote to stderr since the monotonic time ``began``."""
+        """Return the error for the deaths of ``ranks``, with what they wrote to stderr since the time ``began``."""
         processes = self._processes
         workers = [processes.by_rank[rank] for rank in ranks]
         exits = tuple(worker.process.exit_text for worker in workers)
@@ -75,7 +80,7 @@ class DeathReports:
         )
 
     def _kill_hint(self, ranks: Sequence[int]) -> str:
-        """Return what is known of the SIGKILL of some ranks."""
+        """Return what is known about the SIGKILL of some ranks."""
         kills, self._oom_kills = self._oom_kills, oom_kills()
         why = (
             "The kernel's out-of-memory killer was at work"
@@ -88,7 +93,7 @@ class DeathReports:
 
 
 def stderr_tails(workers: Sequence[WorkerState], began: float) -> list[str]:
-    """Return the last lines that workers wrote to stderr since the monotonic time ``began``, a text for each rank."""
+    """Return the last lines that workers wrote to stderr since the monotonic time ``began``, one text for each rank."""
     return [
         f"stderr of rank {worker.rank}: " + "\n  ".join(lines)
         for worker in workers
@@ -97,9 +102,9 @@ def stderr_tails(workers: Sequence[WorkerState], began: float) -> list[str]:
 
 
 def oom_kills() -> int:
-    """How often the kernel's out-of-memory killer has struck on this machine."""
+    """Return how often the kernel's out-of-memory killer has acted on this machine."""
     try:
         with open("/proc/vmstat", encoding="ascii") as file:
             return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
-    except OSError:  # /proc is hidden: the signal alone has to do
+    except OSError:  # /proc is hidden: only the signal is known
         return 0

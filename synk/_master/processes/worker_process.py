@@ -1,6 +1,6 @@
 """One worker process as the master holds it: start, doorbells, signals, death, output.
 
-Owns every descriptor of that worker in the master. Knows nothing of functions, plans or calls.
+It owns every descriptor of that worker in the master. It knows nothing of functions, plans or calls.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from synk._wire.messages import HAS_BODY, Body
 from synk.errors import StartupError
 
 _running: set[WorkerProcess] = set()
-"""Those that are started and not closed.
+"""The processes that were started and not closed.
 
-They are held here, and not by their runtime alone, because of runtimes that are dropped without ``close()``: the
-garbage collector ends the objects of a circle in any order. It might close descriptors first, and the runtime would
-then send its signals to nobody, or to a process that has got the number.
+This set holds them in addition to their runtime, because a runtime may be dropped without ``close()``. The garbage
+collector ends the objects of a cycle in any order. It might close the descriptors first, and then the runtime's signals
+would go to nobody, or to a process that got the same number.
 """
 
 
 class WorkerProcess:
-    """A worker's process, which holds nothing before :meth:`start`: it has an owner before it has something to lose.
+    """A worker's process. It holds nothing before :meth:`start`, so it has an owner before there is anything to lose.
 
     Parameters
     ----------
@@ -44,9 +44,9 @@ class WorkerProcess:
     Attributes
     ----------
     pid, pidfd : int
-        -1 where there is none.
+        -1 if there is no process.
     started : float
-        Monotonic time at which it was started.
+        Monotonic time of the start.
     """
 
     is_inline: ClassVar[bool] = False
@@ -78,13 +78,13 @@ class WorkerProcess:
         Parameters
         ----------
         setup : dict
-            What the first message carries beside the descriptors.
+            The content of the first message, without the descriptors.
         environment : dict
         control_fd : int
             Descriptor of the control segment.
         token : bytes
         extra_fds : dict of str to int
-            More descriptors for the worker, by the name under which it finds them.
+            More descriptors for the worker, by their names in the first message.
 
         Raises
         ------
@@ -95,8 +95,9 @@ class WorkerProcess:
             self._spawn(theirs, setup, environment, control_fd, token, extra_fds)
         except BaseException as error:
             theirs = {}
-            traceback.clear_frames(error.__traceback__)  # they hold descriptors
-            if self._popen is not None:  # it runs, and nobody else knows of it: it must not outlive this attempt
+            traceback.clear_frames(error.__traceback__)  # the frames hold descriptors
+            # The process runs and nobody else knows of it, so it must not outlive this attempt.
+            if self._popen is not None:
                 self._popen.kill()
                 self._popen.wait()
             self.close()
@@ -105,8 +106,8 @@ class WorkerProcess:
             raise
 
     def _open(self, token: bytes) -> dict[str, int]:
-        """Open the connection, and return the worker's ends by name."""
-        # The master keeps the worker's end of the down pipe open: ringing a dead worker must not raise SIGPIPE.
+        """Open the connection. Return the worker's ends by name."""
+        # The master keeps the worker's end of the down pipe open: a doorbell for a dead worker must not raise SIGPIPE.
         self._worker_down, down_write = pipe()
         up_read, their_up = pipe()
         their_life, self._lifeline = pipe()
@@ -163,7 +164,7 @@ class WorkerProcess:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def watched(self) -> list[tuple[int, str]]:
-        """Return the descriptors that tell of it, each with what it tells."""
+        """Return the descriptors that report on the worker, each with what it reports."""
         outputs = [(output.fd, "output") for output in self._outputs if output.fd >= 0]
         return [(self.channel.read_fd, "up"), (self.pidfd, "death"), *outputs]
 
@@ -177,9 +178,9 @@ class WorkerProcess:
         segments: Sequence[Segment],
         note: Callable[[], None],
     ) -> int:
-        """Send a message with its body; segments in arenas have no descriptor of their own."""
+        """Send a message with its body. Segments in arenas have no descriptor of their own."""
         data = pickle.dumps(body, protocol=5)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its death is found in the wait
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the wait will find the death
             self.channel.send_body(sequence, data, [each.fd for each in segments if each.arena is None])
         self.channel.ring(kind, HAS_BODY | flags, sequence, value)
         note()
@@ -189,11 +190,11 @@ class WorkerProcess:
         self.signal(signal.SIGINT)
 
     def forward_output(self, fd: int) -> bool:
-        """Pass on what the worker printed; return False where ``fd`` is at its end."""
+        """Pass on what the worker printed. Return False if ``fd`` is at its end."""
         return all(output.forward() for output in self._outputs if output.fd == fd)
 
     def note_backlog(self) -> None:
-        """Remember that what the worker has written so far is of earlier operations."""
+        """Note that what the worker printed so far belongs to earlier operations."""
         for output in self._outputs:
             output.note_backlog()
 
@@ -202,14 +203,14 @@ class WorkerProcess:
         return self._outputs[1].since(began) if self._outputs else []
 
     def signal(self, number: int) -> None:
-        """Send a signal to this very process, never to a stranger that got its pid."""
-        pidfd = self.pidfd  # held, so that another thread cannot give the number away meanwhile
+        """Send a signal to this very process, never to a stranger that got the same pid."""
+        pidfd = self.pidfd  # a reference, so that no other thread can close the number and have it reused
         if pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, number)
 
     def stacks(self, timeout_s: float) -> str:
-        """Return the Python stacks of the worker's threads, innermost frame first, or why there are none."""
+        """Return the Python stacks of the worker's threads, innermost frame first, or the reason why there are none."""
         try:
             with open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
                 state = file.read().rsplit(")", 1)[1].split()[0]
@@ -234,44 +235,46 @@ class WorkerProcess:
         return text.decode("utf-8", "replace") or "it does not answer (it may still be starting)"
 
     def kill(self) -> None:
-        """End the worker and what it started, at once."""
+        """Kill the worker and the processes that it started."""
         self.signal(signal.SIGKILL)
         self._kill_group()
 
     def _kill_group(self) -> None:
-        """Kill the worker's process group, if the group id is certainly still its own: while it is not reaped."""
+        """Kill the worker's process group while the group's number is surely its own: before the worker is reaped."""
         pidfd, popen = self.pidfd, self._popen
         if pidfd < 0 or popen is None or popen.returncode is not None:
             return
         try:
-            os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises where it was reaped
+            os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises if the worker was reaped
             os.killpg(self.pid, signal.SIGKILL)
         except (ChildProcessError, ProcessLookupError, PermissionError):
             return
 
     def reap(self, timeout_s: float = 5.0) -> str:
-        """Wait for the end of the process, release everything, and return how it ended (as ``"exit 3"``)."""
+        """Wait for the end of the process, release everything, and return how it ended (for instance ``"exit 3"``)."""
         popen = self._popen
         if popen is None:
             return self.exit_text
         deadline = time.monotonic() + timeout_s
         is_known = self._wait_exited(self.pidfd, deadline)
-        self._kill_group()  # while the worker is a zombie: once it is reaped, its group's number may be a stranger's
+        # While the worker is a zombie: after it is reaped, the number of its group may belong to a stranger.
+        self._kill_group()
         for output in self._outputs:
-            # The group is dead, so the end of the stream is near; only a child in another session can hold it open.
+            # The group is dead, so the stream will end soon. Only a child in another session can hold it open.
             while output.forward() and time.monotonic() < deadline - timeout_s + 0.3:
                 time.sleep(0.002)
         code: int | None = None
         try:
             code = popen.wait(timeout=max(deadline - time.monotonic(), 0.1)) if is_known else popen.poll()
         except subprocess.TimeoutExpired:
-            popen.returncode = -signal.SIGKILL  # in the kernel's hands (uninterruptible); nothing more can be done
+            # the kernel holds it (uninterruptible sleep), and nothing more can be done
+            popen.returncode = -signal.SIGKILL
         self.exit_text = _exit_text(code, is_known)
         self.close()
         return self.exit_text
 
     def _wait_exited(self, pidfd: int, deadline: float) -> bool:
-        """Wait until the process has ended; return False where somebody else took its exit code."""
+        """Wait until the process has ended. Return False if someone else took its exit code."""
         while True:
             try:
                 if os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
@@ -283,12 +286,12 @@ class WorkerProcess:
             time.sleep(0.001)
 
     def disown(self) -> None:
-        """In a forked child: the process is not ours to wait for."""
+        """In a forked child: forget the process, which belongs to the parent."""
         if self._popen is not None:
             self._popen.returncode = 0
 
     def close(self) -> None:
-        """Close every descriptor; closing the lifeline ends the process if it still runs. Safe to repeat."""
+        """Close every descriptor. Closing the lifeline ends the process if it still runs. It may be called again."""
         _running.discard(self)
         self._lifeline = self._worker_down = self.pidfd = self._stacks = NONE
         if self._pulse is not None:

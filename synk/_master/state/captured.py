@@ -1,4 +1,4 @@
-"""What a function captures: that it can be sent, which variables are in it, and what to say when it changes often."""
+"""What a function captures: whether it can be sent, which variables are in it, and advice if it changes often."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from synk._master.code.capture import place_of
-from synk._master.code.culprits import culprit_in
+from synk._master.code.culprits import culprit_in, place_of
 from synk._master.code.handles import HandlePickler
 from synk._master.state.resident import ResidentObject
 from synk._master.state.variable import Variable
@@ -16,19 +15,19 @@ from synk._pure.interrupts import safe_point
 from synk.errors import SerializationError
 
 LARGE_CHANGE_NBYTES = 1 << 20
-"""From this size on it is told of an object that is sent again and again."""
+"""From this size on, the user is told about an object that is sent again and again."""
 
 
 class Changes:
-    """How often in a row large objects of a function had to be sent again."""
+    """Counts how often in a row large objects of a function had to be sent again."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._rows: dict[Any, tuple[int, int]] = {}  # how often, and in which call the last time
+        self._rows: dict[Any, tuple[int, int]] = {}  # how often, and the last call
         self._has_told = False
 
     def note(self, fn: Any, sent: Sequence[tuple[Any, int]], call: int) -> None:
-        """Take in what was sent before a call; tell, once, of a large object that it is better passed."""
+        """Note what was sent before a call. Tell the user once about a large object that should be an argument."""
         for obj, nbytes in sent:
             if nbytes < LARGE_CHANGE_NBYTES:
                 continue
@@ -61,7 +60,7 @@ class Referred(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """What a function refers to: on the workers, and models of torch that are copied to them."""
+    """What a function refers to: things on the workers, and torch models that are copied there."""
 
     referred: Referred
     modules: tuple[Any, ...]
@@ -69,7 +68,7 @@ class Captured(NamedTuple):
 
 
 def captured_in(value: Any) -> Captured:
-    """Return what ``value`` refers to; raise what its pickling raises."""
+    """Return what ``value`` refers to. Raises whatever pickling it raises."""
     pickler = HandlePickler(_Nowhere(), buffer_callback=lambda buffer: None)
     safe_point(pickler.dump, value)
     parts = {id(part) for module in pickler.modules for part in list(module.modules())[1:]}
@@ -86,9 +85,9 @@ def check_captured(name: str, options: dict[str, Any]) -> Captured:
     Raises
     ------
     SerializationError
-        If it cannot be sent.
+        If the function cannot be sent.
     TypeError
-        If it would train: each worker would step in a copy of its own, and no model would learn.
+        If it would train: each worker would change a copy of its own, and no model would learn.
     """
     try:
         captured = captured_in(options)
@@ -116,7 +115,7 @@ def check_optimizers(name: str, optimizers: Sequence[Any]) -> None:
 
 
 def find_culprit(fn: Any) -> str:
-    """Return a sentence that names the first part of what a function refers to that cannot be pickled."""
+    """Return a sentence that names the first part of a function that cannot be pickled."""
     target = getattr(fn, "func", fn)
     owner = {"self": target.__self__} if hasattr(target, "__func__") else {}
     target = getattr(target, "__func__", target)
@@ -134,7 +133,7 @@ def find_culprit(fn: Any) -> str:
 
 
 def referred_in(handles: Sequence[Any]) -> Referred:
-    """Return what the handles that a function captured stand for."""
+    """Return the variables and resident objects behind the handles that a function captured."""
     return Referred(
         {handle._referent for handle in handles if isinstance(handle._referent, Variable)},
         {handle._referent for handle in handles if isinstance(handle._referent, ResidentObject)},

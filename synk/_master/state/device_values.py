@@ -1,8 +1,8 @@
-"""Values of shared variables that lie on devices, as the master deals with them: read, moved, restored after a death.
+"""Values of shared variables that lie on devices, as the master handles them: read, move, restore after a death.
 
-On CPU workers every value lies in shared memory, and nothing here has anything to do. A value that a function assigned
-on a device is *stale* in shared memory until it is read. It is lost with its worker; a replica comes back from the
-others if they all hold the same, a shard or a value of its own cannot.
+On CPU workers every value lies in shared memory, and this file does nothing. A value that a function assigned on a
+device is *stale* in shared memory until it is read. It is lost with its worker. A replica can be restored from the
+other ranks if they all hold the same value; a shard, or a value that differs between ranks, cannot.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DeviceValues:
     group : Group
     variables : Variables
     numbers : iterator of int
-        Of calls and of collectives.
+        Numbers for calls and collectives.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class DeviceValues:
         self._numbers = numbers
 
     def refresh(self, variable: Variable, deadline: float | None, ranks: Sequence[int] | range | None = None) -> None:
-        """Have values that lie on devices copied into shared memory, where what follows reads them."""
+        """Copy values from devices into shared memory, for the code that reads them next."""
         wanted = range(self._workers.world_size) if ranks is None else ranks
         stale = [rank for rank in wanted if variable.is_stale[rank]]
         if not stale:
@@ -61,14 +61,14 @@ class DeviceValues:
             variable.is_stale[rank] = False
 
     def collective(self, variable: Variable, deadline: float | None, kind: str, shapes: Shapes, op: str = "") -> bool:
-        """Do a collective by NCCL, if the values lie on the devices; return whether that was so.
+        """Run a collective by NCCL if the values lie on the devices. Return whether it did.
 
         Parameters
         ----------
         kind : str
             As in ``DeviceCollective``.
         shapes : Shapes
-            Of the result on every rank.
+            The shapes of the result on every rank.
         """
         if not any(variable.is_stale) or not self._group.is_usable(self._workers):
             return False
@@ -94,7 +94,7 @@ class DeviceValues:
         return True
 
     def restore(self, ranks: Sequence[int], deadline: float | None) -> None:
-        """Give ``ranks``, which were started anew, the values of their variables as far as they can be had."""
+        """Give ``ranks``, which have new workers, the values of their variables if these can be restored."""
         for variable in self._variables.living():
             gone = [rank for rank in ranks if variable.is_stale[rank]]
             if not gone:
@@ -123,12 +123,12 @@ class DeviceValues:
 
 
 def check_not_lost(variables: Iterable[Variable], ranks: Iterable[int] | None, verb: str) -> None:
-    """Raise where a value is needed (of ``ranks``, or of any) that was lost with its worker.
+    """Raise if a value that is needed (on ``ranks``, or on any) was lost with its worker.
 
     Raises
     ------
     WorkerDied
-        Naming the variables and ranks.
+        With the names of the variables and the ranks.
     """
     lost = {
         variable.name: sorted(variable.lost if ranks is None else variable.lost.intersection(ranks))

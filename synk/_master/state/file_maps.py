@@ -1,7 +1,7 @@
 """Arguments that lie in memory-mapped files: workers map the same file, and the master copies nothing.
 
-An array has such a place if its memory is a shared mapping of a file that can still be opened by its name, which
-``/proc/self/maps`` tells. All others are copied like any array.
+This works if the array's memory is a shared mapping of a file that can still be opened by its name; ``/proc/self/maps``
+tells. All other arrays are copied.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from synk._wire.memory import Segment
 from synk.errors import SharedMemoryError
 
 _MAPPED_NBYTES = 1 << 22
-"""Arrays from this size on are mapped. A new place takes a message, which costs about as much as that copy."""
+"""Arrays of at least this size are mapped. Copying that much costs as much as the message for a new place."""
 
 
 class FileMap(NamedTuple):
-    """A file that workers map, and where its first byte would lie in the master's own mapping of it."""
+    """A file that workers map, and the address at which its first byte would lie in the master's own mapping."""
 
     segment: Segment
     base: int
 
 
 class FileMaps:
-    """The memory-mapped files of one runtime, each known as long as the mapping lives that was passed.
+    """The memory-mapped files of one runtime. A file is known as long as the user's mapping of it lives.
 
     Parameters
     ----------
     released : deque
-        Where an :class:`Ended` comes for each mapping that is gone, at any time and in any thread.
+        Receives an :class:`Ended` for each mapping that is gone, at any time and in any thread.
     new_ids : iterator of int
-        For segments.
+        Numbers for segments.
     """
 
     def __init__(self, released: deque[Any], new_ids: Iterator[int]) -> None:
         self._released = released
         self._new_ids = new_ids
-        self._by_mapping: dict[int, Ended] = {}  # by id
+        self._by_mapping: dict[int, Ended] = {}  # by ``id()`` of the mapping
 
     def __len__(self) -> int:
         return len(self._by_mapping)
 
     def place_of(self, array: np.ndarray, what: str) -> tuple[Segment, int] | None:
-        """Return the file in which workers find an array, and at which byte; None where it must be copied.
+        """Return the file in which workers find an array, and the byte where it starts; None if it must be copied.
 
         Raises
         ------
         ValueError
-            If the file has become too short. To copy the array would end this process by SIGBUS.
+            If the file has become too short. Copying the array would end this process by SIGBUS.
         """
         flags, dtype = array.flags, array.dtype
         if array.nbytes < _MAPPED_NBYTES or not (flags.c_contiguous and flags.aligned and dtype.isnative):
@@ -87,14 +87,14 @@ class FileMaps:
         return known
 
     def forget(self, ended: Ended) -> Segment | None:
-        """Let go of what a mapping needed that has ended; return the segment that nobody needs now, if there is one."""
+        """Forget a mapping that has ended. Return the segment that is no longer needed, if there is one."""
         file, ended.held = ended.held, None
-        if self._by_mapping.get(ended.key) is ended:  # else another mapping has its id by now
+        if self._by_mapping.get(ended.key) is ended:  # otherwise another mapping has the same id by now
             del self._by_mapping[ended.key]
         return None if file is None else file.segment
 
     def close(self) -> None:
-        """Let go of all files: the runtime is closed."""
+        """Close all files: the runtime is closed."""
         for ended in self._by_mapping.values():
             if ended.held is not None:
                 ended.held.segment.close()
@@ -102,7 +102,7 @@ class FileMaps:
 
 
 def _owner_of(array: np.ndarray) -> np.memmap | None:
-    """Return the array that holds the mapping of a file in which ``array`` lies."""
+    """Return the array that holds the file mapping in which ``array`` lies."""
     owner: Any = array
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
@@ -110,16 +110,16 @@ def _owner_of(array: np.ndarray) -> np.memmap | None:
 
 
 def _open(owner: np.memmap, new_ids: Iterator[int]) -> FileMap | None:
-    """Open the file of a mapping for reading; None where it is another file by now, or the mapping has a copy of it."""
+    """Open the file of a mapping for reading. None if it is another file by now, or the mapping is private."""
     try:
-        # A name may belong to a pipe by now, which would not open before somebody writes to it.
+        # The name may belong to a pipe by now, and opening it would wait for a writer.
         fd = above_streams(os.open(str(owner.filename), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
     except OSError:
         return None
     status = os.fstat(fd)
     segment = None
     if stat.S_ISREG(status.st_mode) and status.st_size:
-        with contextlib.suppress(SharedMemoryError):  # no addresses are left
+        with contextlib.suppress(SharedMemoryError):  # no address space is left
             segment = Segment(fd, status.st_size, is_writable=False, segment_id=next(new_ids))
     if segment is None:
         os.close(fd)
@@ -127,7 +127,7 @@ def _open(owner: np.memmap, new_ids: Iterator[int]) -> FileMap | None:
     segment.is_file = True
     start = _address(owner)
     theirs, ours = _mappings_at([start, _address(segment.buffer)])
-    # The kernel's own names of the files: those of fstat differ from them on some file systems.
+    # The kernel's own names of the files are compared: on some file systems fstat reports others.
     if theirs is None or ours is None or theirs.file != ours.file or not theirs.is_shared:
         segment.close()
         return None
@@ -152,7 +152,7 @@ def _mappings_at(addresses: list[int]) -> list[_Mapping | None]:
                 for position, address in enumerate(addresses):
                     if low <= address < high:
                         found[position] = _Mapping(low, int(offset, 16), (device, inode), permissions.endswith(b"s"))
-    except OSError:  # hidden: every array is copied
+    except OSError:  # /proc is hidden: every array is copied
         pass
     return found
 

@@ -1,4 +1,4 @@
-"""The functions that are on the workers of one runtime: sent once, with what has changed of what they name since."""
+"""The functions that were sent to the workers of one runtime: once, and later what has changed of what they capture."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from synk._wire.messages import Kind, LoadOrder, ParcelOrder, Reload, Status
 from synk.errors import SerializationError, StartupError, SynkError
 
 _ON_RESTART = 0
-"""In the place of a function's id."""
+"""Takes the place of a function's id."""
 
 
 _NUM_MAPPED = 8
 
 
 class Mapped:
-    """The functions that were mapped last, so that they are sent once. Holds them, and what they capture."""
+    """The functions that were mapped last, so that each is sent only once. Holds them and what they capture."""
 
     def __init__(self) -> None:
         self._known: deque[tuple[Any, bool, Any]] = deque(maxlen=_NUM_MAPPED)
 
     def get(self, fn: Any, make: Callable[[], Any], *, is_spread: bool = False) -> Any:
-        """Return what was made for a function, or have it made; for any thread.
+        """Return what was made for a function, or make it. Any thread may call it.
 
-        ``is_spread``: it gets several items at a time.
+        ``is_spread``: whether the function is called with several items as separate arguments.
         """
         for known, was_spread, made in list(self._known):
-            # A method is another object each time that it is asked for; equal ones are of the same object.
+            # A method is a new object each time it is read. Equal ones belong to the same object.
             is_same = known is fn or (type(fn) is types.MethodType is type(known) and known == fn)
             if is_same and was_spread == is_spread:
                 return made
@@ -64,19 +64,19 @@ class Functions:
     lanes : Lanes
     memory : Memory
     on_restart : (callable, dict) or None
-        What replacements run before their first call, and its options as a function.
+        A function that replacement workers run before their first call, and its options.
 
     Attributes
     ----------
     book : Book
         All parcels, in the order in which they are loaded.
     bound : WeakSet of Callee
-        Those that are on the workers.
+        The functions that are on the workers.
     ids : iterator of int
-        For functions that are sent for the first time.
+        Numbers for functions that are sent for the first time.
     mapped : Mapped
     dropped : Dropped, of (int, PlanCache)
-        Functions, by id, that no longer exist, with their plans; filled by finalizers.
+        Functions that no longer exist, by id, with their plans. Filled by finalizers.
     """
 
     def __init__(
@@ -93,14 +93,15 @@ class Functions:
         self.mapped = Mapped()
         self.book = Book(self)
 
-    # -- what the book asks for ---------------------------------------------------------------------------------------
+    # -- what the book needs
+    # ----------------------------------------------------------------------------------------------
 
     @property
     def is_inline(self) -> bool:
         return self._workers.is_inline
 
     def new_id(self) -> int:
-        """Return the id of a segment that is about to be made."""
+        """Return the number of the next segment."""
         return next(self._memory.ids)
 
     def new_segment(self, nbytes: int, segment_id: int) -> Segment:
@@ -111,7 +112,8 @@ class Functions:
         """Have the workers forget a parcel, and globals: (address of the namespace, name)."""
         for worker in self._workers.by_rank:
             worker.known.held["parcel"].pop(parcel.number, None)
-        self._workers.log.drop("parcel", parcel.number, unbound)  # also where a load that was broken off has reached it
+        # also on ranks that it reached although the load was broken off
+        self._workers.log.drop("parcel", parcel.number, unbound)
         if parcel.segment is not None:
             self._memory.forget(parcel.segment, is_kept=True)
 
@@ -135,14 +137,14 @@ class Functions:
         deadline: float | None,
         check: Callable[[int], None] = lambda function_id: None,
     ) -> list[tuple[Any, int]]:
-        """Send all workers functions, and what has changed of what they captured.
+        """Send functions to all workers, and what has changed of what they captured.
 
         Parameters
         ----------
         functions : sequence of (id, function, options, is_thorough, capture)
             See :meth:`Book.update`.
         check : callable
-            Raises where what a function captures must not be sent.
+            Raises if what a function captures must not be sent.
 
         Returns
         -------
@@ -152,7 +154,7 @@ class Functions:
         Raises
         ------
         SerializationError
-            If it cannot be pickled, or cannot be loaded; no rank counts as having it then.
+            If a function cannot be pickled, or not be loaded. No rank then counts as having it.
         """
         book = self.book
         sent: list[tuple[Any, int]] = []
@@ -176,8 +178,8 @@ class Functions:
         return sent
 
     def ensure_loaded(self, deadline: float | None) -> None:
-        """Send each worker the functions that it misses: all of them after it was started again."""
-        self.book.roll_back()  # an operation that was broken off may not have come to it
+        """Send each worker the functions that it lacks. A replacement lacks all of them."""
+        self.book.roll_back()  # an operation that was broken off may not have done this
         restarts = self._workers.counters["restarts"]
         if restarts != self._num_loaded_restarts:
             self._load_missing("functions", deadline)
@@ -185,7 +187,7 @@ class Functions:
             self._num_loaded_restarts = restarts
 
     def prepare_restarted(self, deadline: float | None) -> None:
-        """Run ``on_restart`` on the workers that were started in the place of others."""
+        """Run ``on_restart`` on the replacement workers."""
         waiting = [worker for worker in self._workers.by_rank if not worker.is_prepared]
         if waiting and self._on_restart is not None:
             fn, options = self._on_restart
@@ -223,7 +225,7 @@ class Functions:
     def _order(
         self, orders: dict[int, LoadOrder], names: str, deadline: float | None, segments: Sequence[Segment] = ()
     ) -> tuple[list[Any], bool]:
-        """Have workers load, and note what those have that say so; return failures, and if one was interrupted."""
+        """Have workers load, and note what they loaded. Return the failures, and whether one was interrupted."""
         if not orders:
             return [], False
         self._lanes.first.connect(self._workers.processes)
@@ -245,7 +247,7 @@ class Functions:
             function.is_stale = True
 
     def close(self) -> None:
-        """Let go of everything; the runtime is closed."""
+        """Release everything: the runtime is closed."""
         self.mapped.clear()
         self.dropped.clear()  # their plans hold views of the staging segment
         for function in list(self.bound):

@@ -1,6 +1,6 @@
-"""Items as they travel to the workers: pickles, and copies in shared memory of the large arrays in them.
+"""Items in the form in which they travel to the workers: pickles, and copies of their large arrays in shared memory.
 
-An array that is in many items crosses once: its copy is remembered as long as the array lives, and used again where
+An array that many items hold crosses only once. Its copy is remembered as long as the array lives, and used again if
 the array still holds what was copied.
 """
 
@@ -25,29 +25,29 @@ from synk._wire.memory import Segment
 from synk.errors import SharedMemoryError
 
 LARGE_NBYTES = 1 << 20
-"""Arrays from this size on travel through shared memory."""
+"""Arrays of at least this size travel through shared memory."""
 
 _BLOCK_NBYTES = 1 << 20
 
 
 class ArrayCopy:
-    """The copy of one array. Held by the array, and by the items that refer to it until they have been answered."""
+    """The copy of one array. The array holds it, and so do items that refer to it until they are answered."""
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
 
 
 class Ended(weakref.ref[Any]):
-    """Tells that an object has ended, by C code: in a finalizer of Python's Ctrl-C would be lost.
+    """Reports that an object has ended. It runs in C: an exception by Ctrl-C in a Python finalizer would be lost.
 
     Attributes
     ----------
     owner : ArrayCopies or FileMaps
-        Who is to forget it.
+        The table that must forget the object.
     held : ArrayCopy, Segment, FileMap or None
-        What is not needed then: the copy of an array, the segment of a copy, the file of a mapping.
+        What is no longer needed then: the copy of an array, the segment of a copy, the file of a mapping.
     key : int
-        Under which it is known.
+        The object's key in that table.
     """
 
     __slots__ = ("held", "key", "owner")
@@ -57,20 +57,20 @@ class Ended(weakref.ref[Any]):
 
 
 class ArrayCopies:
-    """The copies of one runtime.
+    """The array copies of one runtime.
 
     Parameters
     ----------
     released : deque
-        Where an :class:`Ended` comes for each array and each copy that is gone, at any time and in any thread.
+        Receives an :class:`Ended` for each array and each copy that is gone, at any time and in any thread.
     new_ids : iterator of int
-        For segments.
+        Numbers for segments.
     """
 
     def __init__(self, released: deque[Any], new_ids: Iterator[int]) -> None:
         self._released = released
         self._new_ids = new_ids
-        self._by_array: dict[int, Ended] = {}  # by id
+        self._by_array: dict[int, Ended] = {}  # by ``id()``
         self._by_segment: dict[int, Ended] = {}
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class ArrayCopies:
         copy: ArrayCopy | None = known.held if known is not None and known() is array else None
         if copy is not None and _holds(copy.segment, source):
             return copy
-        with deferred():  # the segment has no owner before
+        with deferred():  # until it is noted below, the segment has no owner
             segment = Segment.create(source.nbytes, segment_id=next(self._new_ids))
             copy = ArrayCopy(segment)
             self._by_segment[segment.id] = self._watched(copy, segment, segment.id)
@@ -102,17 +102,17 @@ class ArrayCopies:
         return ended
 
     def forget(self, ended: Ended) -> Segment | None:
-        """Let go of what an object needed that has ended; return the segment that nobody needs now, if there is one."""
+        """Forget an object that has ended. Return the segment that is no longer needed, if there is one."""
         held, ended.held = ended.held, None
         if isinstance(held, Segment):
             self._by_segment.pop(ended.key, None)
             return held
-        if self._by_array.get(ended.key) is ended:  # else another array has its id by now
+        if self._by_array.get(ended.key) is ended:  # otherwise another array has the same id by now
             del self._by_array[ended.key]
         return None
 
     def close(self) -> None:
-        """Let go of all memory: the runtime is closed."""
+        """Release all memory: the runtime is closed."""
         for ended in self._by_segment.values():
             ended.held.close()
         self._by_segment.clear()
@@ -138,7 +138,7 @@ class ItemPickler:
         TypeError
             If it holds a shared variable or a resident object.
         Exception
-            What the pickling raises.
+            Whatever pickling it raises.
         """
         if type(item) in PLAIN_TYPES:
             return pickle.dumps(item, protocol=5), []
@@ -163,7 +163,7 @@ class _Pickler(HandlePickler):
         if type(obj) in (np.ndarray, np.memmap) and obj.nbytes >= LARGE_NBYTES and not obj.dtype.hasobject:
             is_transposed = not obj.flags.c_contiguous
             if obj.flags.c_contiguous or obj.flags.f_contiguous:
-                with contextlib.suppress(SharedMemoryError):  # the pickle may find room
+                with contextlib.suppress(SharedMemoryError):  # the pickle may still find room
                     copy = self._copies.copy_of(obj)
                     self.used.append(copy)
                     shape = obj.shape[::-1] if is_transposed else obj.shape
@@ -178,7 +178,7 @@ def _bytes_of(array: np.ndarray) -> np.ndarray:
 
 
 def _holds(segment: Segment, source: np.ndarray) -> bool:
-    """Whether a segment begins with these bytes; in blocks that stay in the cache."""
+    """Whether a segment begins with these bytes. Compares blocks that stay in the cache."""
     if segment.nbytes < source.nbytes:
         return False
     held = segment.buffer[: source.nbytes]

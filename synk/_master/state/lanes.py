@@ -1,7 +1,7 @@
-"""What a call under way has to itself in shared memory: its numbers, its staged arguments, the slots of its outputs.
+"""What a call in flight has to itself in shared memory: its numbers, its staged arguments, the slots of its outputs.
 
-Whatever happens alone uses lane 0. Calls that are submitted take turns in all of them, so that the arguments of one can
-be written and its outputs wait while another runs.
+An operation that runs alone uses lane 0. Submitted calls take turns in all lanes, so the arguments of one can be
+written, and the outputs of another can wait, while a third runs.
 """
 
 from __future__ import annotations
@@ -14,41 +14,42 @@ from synk._master.processes.processes import Processes
 from synk._pure.ranges import round_up
 from synk._wire.control import NUM_LANES
 from synk._wire.memory import PAGE_NBYTES, Segment
+from synk.communicators._layout import required_nbytes
 from synk.communicators._outbox import tail_nbytes
-from synk.communicators._shm import required_nbytes, reset, set_abort
+from synk.communicators._rendezvous import reset, set_abort
 
 _SLOT_NBYTES = 1 << 19
-_COLLECTIVE_SLOT_NBYTES = 1 << 22
+_COLLECTIVE_RANK_NBYTES = 1 << 22
 
 
 class Lane:
-    """One lane, in the master. Plans refer to it, and the interpreter's exit to them: it must not hold the runtime.
+    """One lane, in the master. It must not hold the runtime: plans refer to it, and the interpreter's exit to plans.
 
     Parameters
     ----------
     index : int
         Smaller than ``NUM_LANES``.
     processes : Processes
-        Of its workers.
+        The workers.
     ids : iterator of int
-        For its segments.
+        Numbers for its segments.
 
     Attributes
     ----------
     down, up : ndarray of int64, shape (world_size, BLOCK_LENGTH)
-        Its numbers; see ``synk._wire.control``.
+        The lane's numbers; see ``synk._wire.control``.
     up_words : list of memoryview
-        The rows of ``up``: a word is read through them in a third of NumPy's time.
+        The rows of ``up``. Reading a word through them takes a third of NumPy's time.
     slots : Segment
         The slots in which ranks publish outputs, ``slot_nbytes`` bytes each.
     staging : Segment or None
         Where the master copies plain arrays, pickles and indices.
     collective : Segment or None
-        Through which functions communicate.
+        The segment for ``synk.comm``.
     first_down : memoryview
-        The numbers for the first rank, with those that are for all.
+        The numbers for the first rank, and those that are for all ranks.
     written : ndarray or None
-        The bounds that stand in ``down``; None where that is not known.
+        The bounds that ``down`` holds; None if that is not known.
 
     Raises
     ------
@@ -70,16 +71,18 @@ class Lane:
         self.up_words = [memoryview(row) for row in self.up]
 
     def replace_staging(self, nbytes: int) -> Segment | None:
-        """Take a larger staging segment, and return the old one."""
+        """Replace the staging segment by a larger one. Return the old one."""
+        # Workers may still map the old segment. They forget it with the next message.
         old, self.staging = self.staging, Segment.create(max(int(nbytes * 1.25), 1 << 16), segment_id=next(self._ids))
         self.staging.is_staging = True
         return old
 
     def replace_slots(self, slot_nbytes: int, published: Sequence[int]) -> Segment:
-        """Take larger slots, with what ``published`` ranks wrote carried over, and return the old ones."""
+        """Replace the slots by larger ones, with the outputs of the ranks in ``published``. Return the old slots."""
         world_size = len(self.up)
         slot_nbytes = round_up(max(slot_nbytes, int(self.slot_nbytes * 1.25)), PAGE_NBYTES)
         larger = Segment.create(world_size * slot_nbytes, is_worker_writable=True, segment_id=next(self._ids))
+        # These ranks have answered and wait for the next message, so they do not write to their slots during the copy.
         for rank in published:
             start = rank * self.slot_nbytes
             slot = self.slots.buffer[start : start + self.slot_nbytes]
@@ -88,9 +91,9 @@ class Lane:
         return old
 
     def connect(self, processes: Processes) -> None:
-        """Make the segment through which functions communicate, where there is none yet."""
+        """Make the segment for ``synk.comm`` if there is none yet."""
         if self.collective is None:
-            nbytes = required_nbytes(processes.world_size, _COLLECTIVE_SLOT_NBYTES)
+            nbytes = required_nbytes(processes.world_size, _COLLECTIVE_RANK_NBYTES)
             self.collective = Segment.create(
                 nbytes,
                 is_worker_writable=True,
@@ -101,37 +104,39 @@ class Lane:
             processes.log.tell("lane", self.index)
 
     def abort_collectives(self, processes: Processes) -> None:
-        """Have ranks that wait for one another give up."""
+        """Make ranks that wait for each other give up."""
         if self.collective is not None:
+            # Only the master writes the abort word. The eventfds wake the ranks that are asleep in a collective.
             set_abort(self.collective, processes.eventfds)
 
     def reset_collectives(self, processes: Processes) -> None:
-        """Make functions' collectives usable again; all ranks are idle."""
+        """Make collectives of functions usable again. All ranks must be idle."""
         if self.collective is not None:
             reset(self.collective, processes.world_size, processes.eventfds)
 
     def close(self) -> None:
-        """Release the memory; safe to repeat."""
+        """Release the memory. It may be called again."""
         for segment in (self.slots, self.staging, self.collective):
             if segment is not None:
                 segment.close()
         self.down = self.up = np.empty((0, 0), np.int64)
+        # These views would keep the control segment mapped.
         self.first_down, self.up_words = memoryview(b""), []
 
 
 class Lanes(list[Lane]):
-    """The lanes of a runtime, each made when it is first used.
+    """The lanes of a runtime. Each is made when it is first used.
 
     Attributes
     ----------
     first : Lane
-        For whatever happens alone.
+        For operations that run alone.
     """
 
     first: Lane
 
     def message_problems(self) -> list[str]:
-        """Return what messages between functions lack, as far as it is known: when one has communicated."""
+        """Return what messages between functions cannot do here. Known only once a function has communicated."""
         if all(lane.collective is None or lane.collective.tail_nbytes for lane in self):
             return []
         limit = "a limit on addresses or on the size of files, or Linux before 5.14"
@@ -145,7 +150,7 @@ class Lanes(list[Lane]):
         processes.log.tell("lane", 0)
 
     def told(self, rank: int, index: int) -> tuple[tuple[int, int, int], list[Segment]] | None:
-        """Return what ranks must know of a lane, with its memory; nothing of one that could not be made."""
+        """Return what ranks must know of a lane, with its memory; None for a lane that could not be made."""
         if index >= len(self):
             return None
         slots, collective, slot_nbytes = self[index].slots, self[index].collective, self[index].slot_nbytes
@@ -154,7 +159,7 @@ class Lanes(list[Lane]):
         return (slots.id, slot_nbytes, collective.id), [slots, collective]
 
     def after(self, lane: Lane) -> Lane:
-        """Return the lane whose turn follows that of ``lane``."""
+        """Return the lane whose turn comes after ``lane``."""
         index = (lane.index + 1) % NUM_LANES
         if index == len(self):
             new = Lane(index, self._processes, self._ids)

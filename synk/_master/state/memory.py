@@ -17,26 +17,26 @@ from synk.errors import SharedMemoryError
 
 
 class Memory:
-    """Segments that belong to a runtime, until the workers have been told to forget them.
+    """The segments of a runtime, until the workers have been told to forget them.
 
     Parameters
     ----------
     processes : Processes
-        Who maps them.
+        The workers, which map the segments.
 
     Attributes
     ----------
     released : Dropped, of Segment or Ended
-        Filled by finalizers, at any time and in any thread; emptied when an operation begins.
+        Filled by finalizers, at any time and in any thread. Emptied when an operation begins.
     ids : iterator of int
-        For all segments that workers are told of.
+        Numbers for all segments that workers learn of.
     arenas : Arenas
-        In which small values lie.
+        For small values.
     results : ResultPool
     copies : ArrayCopies
-        Of large arrays in items of maps.
+        For large arrays in items of maps.
     files : FileMaps
-        In which arrays lie that were passed as arguments.
+        For arguments that lie in mapped files.
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -53,14 +53,16 @@ class Memory:
         return bool(self.released or orphans.ended)
 
     def free_dropped(self) -> None:
-        """Free what finalizers dropped. Nothing runs that could read it."""
+        """Free what finalizers dropped. Nothing may be running that could read it."""
         if orphans.ended:
             orphans.close_all()
         while self.released:
+            # Finalizers may append meanwhile, in any thread. Each popleft is one step of the interpreter.
             self._free(self.released.popleft())
 
     def free_copies(self) -> None:
-        """Free copies of arrays that no item needs any more, though workers are at other items."""
+        """Free copies of arrays that no item needs any more, even while workers run other items."""
+        # Only as many as there are now, because those that must wait are appended again.
         for _ in range(len(self.released)):
             dropped = self.released.popleft()
             if isinstance(dropped, Ended):
@@ -72,14 +74,16 @@ class Memory:
         if not isinstance(dropped, Ended):
             self.forget(dropped)
         elif (segment := dropped.owner.forget(dropped)) is not None:
-            self.forget(segment, is_kept=True)  # a function may have kept the array, and a file is the user's
+            self.forget(segment, is_kept=True)  # a function may have kept the array; and a file is the user's
 
     def forget(self, segment: Segment, *, is_kept: bool = False) -> None:
-        """Free a segment here; workers forget it with their next message.
+        """Free a segment here. Workers forget it with their next message.
 
-        Its memory is given back at once; or, where workers may have kept arrays on it, with the last of these.
+        Its memory is given back at once or, if workers may have kept arrays on it (``is_kept``), with the last of these
+        arrays.
         """
         self._processes.log.drop_held("segment", segment.id)
+        # Workers map the segment until they forget it. A discarded one reads as zeros there, so no call may need it.
         segment.close() if is_kept else segment.discard()
         self.arenas.sweep()
 
@@ -91,10 +95,10 @@ class Memory:
         return lease
 
     def lease_known(self, nbytes: int, ranks: Collection[int]) -> Lease | None:
-        """Lease a buffer for large results that all of ``ranks`` hold already; None where there is none."""
+        """Lease a buffer for large results that all of ``ranks`` already hold; None if there is none."""
         try:
             lease = self.lease_result(nbytes)
-        except SharedMemoryError:  # a call that needs it says so
+        except SharedMemoryError:  # a call that needs the memory will raise it
             return None
         by_rank = self._processes.by_rank
         if all(lease.segment.id in by_rank[rank].known.held["segment"] for rank in ranks):
@@ -103,7 +107,7 @@ class Memory:
         return None
 
     def close(self) -> None:
-        """Let go of all but what the user's arrays lie in."""
+        """Release all memory except what the user's arrays lie in."""
         while self.released:
             dropped = self.released.popleft()
             if isinstance(dropped, Segment):

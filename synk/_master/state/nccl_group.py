@@ -1,7 +1,7 @@
-"""NCCL between the workers, in the master: when a group is joined, and whether a call may use it.
+"""NCCL between the workers, seen from the master: when they join a group, and whether a call may use it.
 
-Joining takes a second or more and needs all ranks, so it is done before the first call, and again after a death. Where
-it cannot be done the runtime goes on without: large outputs are then reduced through shared memory, as on the CPU.
+Joining takes a second or more and needs all ranks, so it is done before the first call, and again after a death. If it
+fails, the runtime goes on without NCCL: large outputs are then reduced through shared memory, as on the CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Group:
     Parameters
     ----------
     is_wanted : bool
-        Whether NCCL can join the ranks at all: several, on devices of their own.
+        Whether NCCL can join the ranks at all: there are several, each on its own device.
 
     Attributes
     ----------
@@ -43,7 +43,7 @@ class Group:
         self.library = ""
 
     def prepare(self, workers: Workers) -> bool:
-        """Join the group if it is wanted and not there; return whether it is there.
+        """Join the group if it is wanted and not joined. Return whether it is joined now.
 
         Raises
         ------
@@ -54,7 +54,7 @@ class Group:
         if self.is_usable(workers):
             return True
         self._is_joined = False
-        # Also after a join that was broken off: no rank may wait in it any longer.
+        # A join may have been broken off, and no rank may go on waiting in it.
         self.break_up(workers)
         self._number += 1
         self._num_restarts = workers.counters["restarts"]
@@ -62,7 +62,7 @@ class Group:
         return self._is_joined
 
     def break_up(self, workers: Workers) -> None:
-        """Have all ranks leave the group: one of them cannot go on with it."""
+        """Make all ranks leave the group, because one of them cannot go on with it."""
         if self._is_wanted:
             self._is_joined = False
             workers.processes.down[:, Down.BROKEN] = self._number
@@ -77,12 +77,12 @@ class Group:
             self._is_joined = True
 
     def _order(self, workers: Workers, ranks: range | list[int], unique_id: bytes | None) -> dict[str, Any] | None:
-        """Send the order; return the lowest rank's answer, or None and give up where one could not follow."""
+        """Send the order. Return the lowest rank's answer, or None and give up if a rank could not follow it."""
         contents = dict.fromkeys(ranks, JoinOrder(self._number, unique_id))
         replies = workers.ask(Kind.GROUP, list(ranks), 0, contents, [], None, "join NCCL", "the start of NCCL")
         for reply in replies.values():
             if reply.status != Status.DONE:
-                failure = pickle.loads(reply.body) if reply.body else None  # None: it was interrupted
+                failure = pickle.loads(reply.body) if reply.body else None  # None: the rank was interrupted
                 self.problem = failure.message if failure is not None else "the start was interrupted"
                 self.break_up(workers)
                 self._is_wanted = failure is None
@@ -92,7 +92,7 @@ class Group:
         return dict(pickle.loads(replies[ranks[0]].body))
 
     def is_usable(self, workers: Workers) -> bool:
-        """Whether all ranks are in the group, and none has given it up or was started anew since."""
+        """Whether all ranks are in the group, and no rank has since given it up or been replaced."""
         return (
             self._is_joined
             and self._num_restarts == workers.counters["restarts"]
@@ -100,11 +100,11 @@ class Group:
         )
 
     def announce(self, workers: Workers, lane: Lane, num_ranks: int) -> bool:
-        """Return whether a call in ``lane`` reduces its large outputs by NCCL, as it does if all ranks run it.
+        """Return whether a call in ``lane`` reduces its large outputs by NCCL. It does if all ranks run it.
 
-        The workers are told before the call is sent.
+        The workers read this before the call, which is sent afterwards.
         """
         is_in_use = num_ranks == workers.world_size and self.is_usable(workers)
-        if self._number:  # also when the group was given up: the word of an earlier call must not stay
+        if self._number:  # also after the group was given up, since the number of an earlier call must not stay
             lane.down[:, Down.GROUP] = self._number if is_in_use else 0
         return is_in_use

@@ -1,104 +1,170 @@
-"""Where the time and the bytes of calls go, function by function."""
+"""The table of all calls that ``synk.profile()`` returns: how the ledger is shown."""
 
 from __future__ import annotations
 
 import html
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+from synk._master.state.ledger import RankTotal, Record, TransferTotal
 from synk._pure.show import table
 
-_FEW = 4
-"""So many calls of a function are new in any case, one or two in each lane."""
+_SHOWN_NBYTES = 1 << 16
+"""A transfer of at least this size, in all calls together, is shown in the table."""
 
-
-@dataclass
-class Record:
-    """What the calls of one function have cost so far.
-
-    Attributes
-    ----------
-    num_calls : int
-    wall_ns : int
-        From the user's call to its result.
-    function_ns : int
-        In the user's function, on the slowest rank of each call.
-    staged_nbytes, pickled_nbytes : int
-        Plain arrays and objects copied into shared memory by the master.
-    output_nbytes : int
-        Outputs published by all ranks.
-    num_new : int
-        Calls that were bound anew, because they did not fit the one before: this costs the master ten times as much.
-    why_new : str
-        Why those like the last of these are new each time, too; empty where nothing is in the way.
-    """
-
-    num_calls: int = 0
-    wall_ns: int = 0
-    function_ns: int = 0
-    staged_nbytes: int = 0
-    pickled_nbytes: int = 0
-    output_nbytes: int = 0
-    num_new: int = 0
-    why_new: str = ""
-
-    @property
-    def note(self) -> str:
-        """Why most of the calls were bound anew; an empty text where they were not."""
-        if self.num_new <= max(_FEW, self.num_calls // 2):
-            return ""
-        why = self.why_new or "what was passed, or what the workers had to be told, was different each time"
-        return f"{self.num_new} of {self.num_calls} calls were bound anew: {why}"
+_NUM_SHOWN = 8
 
 
 class Profile:
-    """The records of a runtime by function name; prints as a table, the most expensive function first.
+    """The records of a runtime. It prints as a table, the most expensive function first.
 
-    ``share`` is the part of a call that is spent in the user's function; what remains is distribution, transfer,
-    reduction and waiting. ``in`` are the bytes that the master copied per call (``Data`` and shared variables cost
-    none), ``out`` the bytes of outputs of all ranks per call. A line below the table says why most calls of a function
-    were bound anew, if they were: no message would be needed for calls that are like the one before.
+    ``share`` is the part of the calls' time in which the rank that worked longest was computing. The rest is
+    distribution, copies, reduction and waiting. ``wait`` is the part in which that rank waited in ``synk.comm``. ``in``
+    are the bytes that the master copied per call (``Data`` and shared variables cost none), ``out`` the bytes of
+    outputs of all ranks per call. Below the table come the phases of training steps by rank, the largest transfers, and
+    a line for each function with something to point out.
+
+    Attributes
+    ----------
+    records : dict of str to Record
+        By the name of the function. Functions with the same name are distinguished by where they were written.
+    transfers : list of TransferTotal
+    ranks : list of RankTotal
 
     Examples
     --------
+    >>> import numpy as np
+    >>> from synk._master.state.ledger import Transfer
+    >>> record = Record("loss")
+    >>> words = np.zeros((2, 16), int)  # what each rank has written: first the time in the function
+    >>> words[:, 0] = 1_000_000, 900_000
+    >>> record.add((Transfer("x", "staged", 1000, 10),), [0, 1], [60, 40], words, 2_000_000)
     >>> profile = Profile()
-    >>> profile.records["loss"] = Record(2, 4_000_000, 3_000_000, 2000, 0, 16)
+    >>> profile.known["loss"] = record
     >>> print(profile)
-    function     calls   total s   ms/call   share   in B/call  out B/call
-    loss             2     0.004     2.000     75%        1000           8
+    function     calls   total s   ms/call   share    wait   in B/call  out B/call
+    loss             1     0.002     2.000     50%      0%        1000           0
+    >>> [(each.rank, each.in_nbytes) for each in profile.ranks]
+    [(0, 600), (1, 400)]
     """
 
     def __init__(self) -> None:
-        self.records: dict[str, Record] = {}
+        self.known: dict[Any, Record] = {}
 
-    def record(self, name: str) -> Record:
-        """Return the record of function ``name``, a new one at its first call."""
-        found = self.records.get(name)
+    def record(self, key: Any, name: str, place: str) -> Record:
+        """Return the record of the function with this ``key``. Its first call makes one."""
+        found = self.known.get(key)
         if found is None:
-            found = self.records[name] = Record()
+            found = self.known[key] = Record(name, place)
         return found
 
+    def leave_out(self, name: str) -> None:
+        """Forget a function that is not the user's."""
+        self.known = {key: each for key, each in self.known.items() if each.name != name}
+
+    def reset(self) -> None:
+        """Forget what was counted so far."""
+        for record in list(self.known.values()):
+            record.reset()
+
+    @property
+    def records(self) -> dict[str, Record]:
+        counted = [each for each in list(self.known.values()) if each.num_calls]
+        names = [each.name for each in counted]
+        found: dict[str, Record] = {}
+        for each in counted:
+            title = each.name if names.count(each.name) == 1 or not each.place else f"{each.name} ({each.place})"
+            while title in found:
+                title += "'"
+            found[title] = each
+        return found
+
+    @property
+    def transfers(self) -> list[TransferTotal]:
+        return [total for title, record in self.records.items() for total in record.totals(title)]
+
+    @property
+    def ranks(self) -> list[RankTotal]:
+        return [total for title, record in self.records.items() for total in record.rank_totals(title)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain numbers and texts, for JSON."""
+        return {
+            "functions": [
+                {
+                    "function": title,
+                    "calls": record.num_calls,
+                    "wall_s": record.wall_ns / 1e9,
+                    "function_s": record.function_ns / 1e9,
+                    "wait_s": record.wait_ns / 1e9,
+                    "staged_s": record.staged_ns / 1e9,
+                    "verdict": record.verdict(),
+                }
+                for title, record in self.records.items()
+            ],
+            "transfers": [each._asdict() for each in self.transfers],
+            "ranks": [each._asdict() for each in self.ranks],
+        }
+
+    # -- display
+    # ----------------------------------------------------------------------------------------------------------
+
     def _repr_html_(self) -> str:
-        heads = ("function", "calls", "total s", "ms/call", "share", "in B/call", "out B/call")
-        rows = [[part.strip() for part in line.rsplit(None, 6)] for line in self._lines()[1:]]
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
-        return table("profile", [heads, *rows], has_heads=True) + notes
+        heads, rows = self._functions()
+        text = table("profile", [heads, *rows], has_heads=True)
+        for title, (heads, rows) in {"training steps": self._phases(), "largest transfers": self._largest()}.items():
+            if rows:
+                text += table(title, [heads, *rows], has_heads=True)
+        return text + "".join(f"<p>{html.escape(line)}</p>" for line in self._verdicts())
 
     def __repr__(self) -> str:
-        return "\n".join([*self._lines(), *self._notes()])
+        heads, rows = self._functions()
+        lines = _columns(heads, rows, (8, 10, 10, 8, 8, 12, 12))
+        for (heads, rows), widths in ((self._phases(), (6, *[13] * 6)), (self._largest(), (20, 10, 8, 12, 10, 11))):
+            if rows:
+                lines += ["", *_columns(heads, rows, widths)]
+        return "\n".join([*lines, *self._verdicts()])
 
-    def _notes(self) -> list[str]:
-        return [f"{name}: {record.note}" for name, record in self.records.items() if record.note]
+    def _functions(self) -> tuple[list[str], list[list[str]]]:
+        rows = []
+        for title, record in sorted(self.records.items(), key=lambda item: -item[1].wall_ns):
+            count, wall_ns = max(record.num_calls, 1), max(record.wall_ns, 1)
+            nbytes_in = record.nbytes_of("staged", "pickled", "items")
+            rows.append([
+                title, str(record.num_calls), f"{wall_ns / 1e9:.3f}", f"{wall_ns / count / 1e6:.3f}",
+                f"{record.function_ns / wall_ns:.0%}", f"{record.wait_ns / wall_ns:.0%}",
+                str(nbytes_in // count), str(record.output_nbytes // count),
+            ])  # fmt: skip
+        return ["function", "calls", "total s", "ms/call", "share", "wait", "in B/call", "out B/call"], rows
 
-    def _lines(self) -> list[str]:
-        width = max([8, *(len(name) for name in self.records)]) + 2
-        titles = f"{'calls':>8}{'total s':>10}{'ms/call':>10}{'share':>8}{'in B/call':>12}{'out B/call':>12}"
-        lines = [f"{'function':<{width}}{titles}"]
-        for name, record in sorted(self.records.items(), key=lambda item: -item[1].wall_ns):
-            count = max(record.num_calls, 1)
-            nbytes_in = record.staged_nbytes + record.pickled_nbytes
-            lines.append(
-                f"{name:<{width}}{record.num_calls:>8}{record.wall_ns / 1e9:>10.3f}"
-                f"{record.wall_ns / count / 1e6:>10.3f}{record.function_ns / max(record.wall_ns, 1):>8.0%}"
-                f"{nbytes_in // count:>12}{record.output_nbytes // count:>12}"
-            )
-        return lines
+    def _phases(self) -> tuple[list[str], list[list[str]]]:
+        found = [each for each in self.ranks if each.phases]
+        names = ("forward", "backward", "reduce", "optimizer", "copy")
+        rows = [
+            [each.function, str(each.rank), *(f"{each.phases[name]:.3f}" for name in names), f"{each.wait_s:.3f}"]
+            for each in found
+        ]
+        return ["training step", "rank", *(f"{name} s" for name in names), "wait s"], rows
+
+    def _largest(self) -> tuple[list[str], list[list[str]]]:
+        found = [each for each in self.transfers if each.nbytes >= _SHOWN_NBYTES and each.direction != "none"]
+        found.sort(key=lambda each: -each.nbytes)
+        rows = [
+            [
+                each.function, each.argument, each.kind, str(each.calls), f"{each.nbytes / 1e6:.2f}",
+                f"{each.seconds:.3f}" if each.seconds else "", str(each.num_unchanged or ""),
+            ]
+            for each in found[:_NUM_SHOWN]
+        ]  # fmt: skip
+        return ["function", "argument", "kind", "calls", "MB", "copy s", "unchanged"], rows
+
+    def _verdicts(self) -> list[str]:
+        told = {title: record.verdict() or record.note for title, record in self.records.items()}
+        return [f"{title}: {verdict}" for title, verdict in told.items() if verdict]
+
+
+def _columns(heads: Sequence[str], rows: Iterable[Sequence[str]], widths: Sequence[int]) -> list[str]:
+    """Return lines of text, with the first column left-aligned and the others right-aligned."""
+    rows = [heads, *rows]
+    first = max(8, *(len(row[0]) for row in rows)) + 2
+    return [f"{row[0]:<{first}}" + "".join(f"{cell:>{width}}" for cell, width in zip(row[1:], widths)) for row in rows]

@@ -1,20 +1,22 @@
-"""Resident objects in the master: which state they are in on which rank, and how all ranks come into the same one.
+"""Resident objects in the master: which state each rank has, and how all ranks get the same one.
 
-Ranks run the same calls, so their objects stay alike by themselves and a call that goes well costs nothing here. Only
-where ranks may differ (a call failed, a worker died, a rank had no rows) are they asked how far they are; those that
-lag behind get the state of the one that is furthest. That is done at the beginning of the next operation, when the
-dead have been started again.
+Ranks run the same calls, so their objects stay alike by themselves, and a call that succeeds costs nothing here. Ranks
+may differ after a failed call, a death, or a call in which a rank had no rows. Then the next operation, once it has
+replaced the dead, asks all ranks for their state. Ranks that lag behind get the state of the one that is furthest.
 """
 
 from __future__ import annotations
 
 import io
 import itertools
+import operator
 import pickle
 import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
+
+import cloudpickle
 
 from synk._master.code.handles import HandlePickler
 from synk._master.processes.log import Dropped
@@ -27,10 +29,10 @@ from synk._wire.residents import NEVER, Adopt, Dump, Report, Restore, methods_of
 from synk.errors import ClosedError, SerializationError, WorkerDied, add_note
 
 ASK_S = 5.0
-"""How long idle workers may take to say, after a call has failed, how far their objects are."""
+"""How long idle workers may take to report, after a failed call, which state their objects have."""
 
-State = tuple[int, bool, bytes]
-"""Version, whether it is torn, and the mark that tells gradients apart; see ``synk._worker.held.residents``."""
+State = tuple[float, bool, bytes]
+"""The version, whether it is torn, and the mark that tells gradients apart; see ``synk._worker.held.residents``."""
 
 
 class ResidentObject:
@@ -40,12 +42,15 @@ class ResidentObject:
     ----------
     id : int
     name : str
-    version : int
-        Number of the last call that changed it and ended well, or came to its end on some rank.
+    version : float
+        The number of the last call that changed it and succeeded, at least on some rank; between two numbers if a call
+        ended between two of its repetitions.
     first_version : int
-        What ``version`` was when the object was set.
+        The ``version`` with which the object was set.
     lost : str
-        Why no rank has its state any more; empty: one has.
+        Why no rank has its state any more; empty if some rank does.
+    has_dump : bool
+        Whether its state is what a ``dump`` returns, and no pickle of the whole.
     """
 
     def __init__(self, residents: Residents, value: Any, name: str | None, dump: Any, load: Any) -> None:
@@ -53,14 +58,17 @@ class ResidentObject:
         self.id = next(residents.ids)
         self.name = name or type(value).__name__
         self._dump, self._load = dump, load
-        self.version = self.first_version = 0
+        self.version: float = 0
+        self.first_version = 0
         self.lost = ""
         self.backup: bytes | None = None  # its state, while all workers are replaced
+        self.has_dump = False
         self.pickle = self._pickled(value)
         residents.add(self)
 
     def _pickled(self, value: Any) -> bytes:
         dump, load = (self._dump, self._load) if self._load is not None else methods_of(value)
+        self.has_dump = load is not None
         file = io.BytesIO()
         try:
             safe_point(HandlePickler(file).dump, (value, dump, load))
@@ -71,15 +79,20 @@ class ResidentObject:
             ) from error
         return file.getvalue()
 
+    def whole(self, deadline: float | None) -> dict[str, Any]:
+        """Return rank 0's whole object, with its own ``dump`` and ``load``, as one pickle."""
+        value = self.residents.copy_of(self, 0, deadline)
+        return {"object": safe_point(cloudpickle.dumps, (value, self._dump, self._load), protocol=5), "state": None}
+
     def replace(self, value: Any, version: int) -> None:
-        """Have all ranks make ``value`` their object; they are told before anything else."""
+        """Give every rank ``value`` as its object. The ranks learn of it before anything else."""
         data = self._pickled(value)
         self.pickle, self.lost = data, ""
         self.version = self.first_version = version
         self.residents.note_unsettled()
 
     def check(self, verb: str) -> None:
-        """Raise where there is no state to work with.
+        """Raise if the state is lost.
 
         Raises
         ------
@@ -87,6 +100,19 @@ class ResidentObject:
         """
         if self.lost:
             raise WorkerDied(f"cannot {verb}: {self.lost} Give it a new one with its set(...).", phase="idle")
+
+    def check_has_dump(self, verb: str) -> None:
+        """Raise if the state is a pickle, which would run code when it is loaded.
+
+        Raises
+        ------
+        TypeError
+        """
+        if not self.has_dump:
+            raise TypeError(
+                f"cannot {verb}: got an object without dump and load, expected one with them, because the pickle of an "
+                "object runs code when it is loaded. Make it by synk.resident(obj, dump=..., load=...)."
+            )
 
     def __del__(self) -> None:
         residents = getattr(self, "residents", None)
@@ -102,7 +128,7 @@ class Residents:
     is_unsettled : bool
         Whether ranks may differ.
     dropped : Dropped, of int
-        Numbers of objects that no longer exist; filled by finalizers.
+        Numbers of objects that no longer exist. Filled by finalizers.
     """
 
     def __init__(self, workers: Workers) -> None:
@@ -125,20 +151,22 @@ class Residents:
         return sorted(living, key=lambda resident: resident.id)
 
     def note_unsettled(self) -> None:
-        """Ranks may differ: no call may begin before they are asked."""
+        """Note that ranks may differ: no call may begin before they were asked."""
         self.is_unsettled = True
         self._workers.log.note()
 
     def note_changed(self, residents: Sequence[ResidentObject], number: int, ranks: Sequence[int]) -> None:
-        """Call ``number`` has changed objects and ended well on ``ranks``."""
+        """Note that call ``number`` changed objects and succeeded on ``ranks``."""
         for resident in residents:
             resident.version = number
         if len(ranks) < self._workers.world_size:
             self.note_unsettled()
 
     def note_failed(self, residents: Sequence[ResidentObject], error: BaseException) -> None:
-        """A call that changes objects has ended with ``error``: tell on it what has become of them, as far as known."""
+        """Note that a call that changes objects raised ``error``, and add to it what has become of them."""
         self.note_unsettled()
+        BaseException.__setattr__(error, "step_counted", None)  # unknown, until the ranks have said what became of it
+        BaseException.__setattr__(error, "_is_put_back", False)
         workers = self._workers
         living = [each.rank for each in workers.by_rank if each.is_ready and not each.is_dead]
         if workers.processes.is_closed or workers.requests or not living:
@@ -151,16 +179,24 @@ class Residents:
         whole = [
             max((version for version, is_torn, _ in states if not is_torn), default=NEVER) for states in zip(*reports)
         ]
-        if all(version > resident.version for version, resident in zip(whole, residents)):
+        versions = [resident.version for resident in residents]
+        furthest = living[max(range(len(living)), key=lambda k: reports[k][0][0])]
+        if any(version % 1 and version > before for version, before in zip(whole, versions)):
+            counted, note = (
+                False,
+                f"{names} came through a part of the repetitions of the call; all ranks get what rank {furthest} has.",
+            )
+        elif all(map(operator.gt, whole, versions)):
             counted, note = True, f"{names} came through the call before it ended: do not repeat it."
-        elif all(version == resident.version for version, resident in zip(whole, residents)):
+        elif whole == versions:
             counted, note = False, f"{names} is as it was before the call."
         else:
             counted, note = (
                 False,
-                (f"{names} may hold a part of what the call was to change; all ranks get what rank {living[0]} has."),
+                (f"{names} may hold a part of what the call was to change; all ranks get what rank {furthest} has."),
             )
         BaseException.__setattr__(error, "step_counted", counted)
+        BaseException.__setattr__(error, "_is_put_back", whole == versions)
         add_note(error, note)
 
     # -- one state for all --------------------------------------------------------------------------------------------
@@ -168,7 +204,7 @@ class Residents:
     def settle(self, deadline: float | None) -> None:
         """Bring the objects of all ranks into one state: that of the rank that is furthest.
 
-        All workers live. An object that no rank has come as far with as its calls did is lost from then on.
+        All workers must be alive. An object is lost if no rank has come as far with it as its calls did.
         """
         living = self._all()
         ranks = range(self._workers.world_size)
@@ -191,8 +227,9 @@ class Residents:
         whole = [version for version, is_torn, _ in states if not is_torn]
         best = max(whole, default=NEVER)
         if best < resident.version:
-            # No rank came through the last call that changed it. One that was at it, and lives, has what there is.
-            torn = [k for k, (version, is_torn, _) in enumerate(states) if is_torn and version == resident.version]
+            # No rank came through the last call that changed it. A living rank that was in the call has the only state
+            # there is.
+            torn = [k for k, (version, is_torn, _) in enumerate(states) if is_torn and version >= resident.version]
             if not torn and resident.backup is not None:
                 restore = Restore(resident.id, resident.backup, resident.version)
                 what = f"bring resident object {resident.name!r} back"
@@ -205,14 +242,15 @@ class Residents:
                     "ended."
                 )
                 return
-            source, best = torn[0], resident.version
+            source = max(torn, key=lambda k: states[k][0])  # the lowest of those that are furthest
+            best = states[source][0]
         else:
             source = [state[:2] for state in states].index((best, False))
         others = [k for k, state in enumerate(states) if state != (best, False, states[source][2]) and k != source]
         if states[source][1]:
-            others.append(source)  # it is whole as soon as it has taken its own state back
+            others.append(source)  # it counts as whole once it has loaded its own state
         if others:
-            state = self._fetch(resident, source, deadline)
+            state = self.fetch(resident, source, deadline)
             restore = Restore(resident.id, state, best)
             what = f"bring resident object {resident.name!r} into the state of rank {source}"
             self._order(dict.fromkeys(others, restore), what, deadline)
@@ -222,17 +260,18 @@ class Residents:
         """Keep the state of all objects in the master: all workers are about to be replaced."""
         for resident in self._all():
             if not resident.lost and resident.version != resident.first_version:
-                resident.backup = self._fetch(resident, 0, deadline)
+                resident.backup = self.fetch(resident, 0, deadline)
 
     def _reports(
         self, residents: Sequence[ResidentObject], ranks: Sequence[int], deadline: float | None
     ) -> list[list[State]]:
-        """Return how far objects are, by rank and object."""
-        order = Report(tuple(resident.id for resident in residents))
+        """Return the states of objects, by rank and object."""
+        order = Report(tuple((resident.id, resident.version) for resident in residents))
         replies = self._order(dict.fromkeys(ranks, order), "ask for resident objects", deadline)
         return [pickle.loads(replies[rank].body)["states"] for rank in ranks]
 
-    def _fetch(self, resident: ResidentObject, rank: int, deadline: float | None, *, is_whole: bool = False) -> bytes:
+    def fetch(self, resident: ResidentObject, rank: int, deadline: float | None, *, is_whole: bool = False) -> bytes:
+        """Return the pickled state of a rank's object, or the whole object."""
         what = f"read resident object {resident.name!r}"
         replies = self._order({rank: Dump(resident.id, is_whole)}, what, deadline)
         data: bytes = pickle.loads(replies[rank].body)["state"]
@@ -240,11 +279,11 @@ class Residents:
 
     def copy_of(self, resident: ResidentObject, rank: int, deadline: float | None) -> Any:
         """Return a copy of a rank's object."""
-        return self._loaded(resident, self._fetch(resident, rank, deadline, is_whole=True), rank)
+        return self._loaded(resident, self.fetch(resident, rank, deadline, is_whole=True), rank)
 
     def state_of(self, resident: ResidentObject, rank: int, deadline: float | None) -> Any:
-        """Return what the object's ``dump`` says on a rank."""
-        return self._loaded(resident, self._fetch(resident, rank, deadline), rank)
+        """Return what the object's ``dump`` returns on a rank."""
+        return self._loaded(resident, self.fetch(resident, rank, deadline), rank)
 
     def _loaded(self, resident: ResidentObject, data: bytes, rank: int) -> Any:
         try:
@@ -255,12 +294,15 @@ class Residents:
             ) from error
 
     def restore(self, resident: ResidentObject, state: bytes, version: int, deadline: float | None) -> None:
-        """Bring the object of every rank into a state, which counts as that after call ``version``."""
+        """Bring every rank's object into a state that counts as the one after call ``version``.
+
+        If the object's state was lost, ``state`` must be a whole one.
+        """
         order = Restore(resident.id, state, version)
-        self.note_unsettled()  # until all have it
+        self.note_unsettled()  # until all ranks have it
         ranks = range(self._workers.world_size)
         self._order(dict.fromkeys(ranks, order), f"set resident object {resident.name!r}", deadline)
-        resident.version, self.is_unsettled = version, False
+        resident.version, self.is_unsettled, resident.lost = version, False, ""
 
     def _order(self, orders: dict[int, Any], what: str, deadline: float | None) -> dict[int, Reply]:
         if not orders:
@@ -276,7 +318,7 @@ class Residents:
 
 
 def check_owner(resident: ResidentObject, residents: Residents, what: str) -> None:
-    """Raise where ``resident`` belongs to another runtime."""
+    """Raise if ``resident`` belongs to another runtime."""
     if resident.residents is not residents:
         if resident.residents.is_closed:
             raise ClosedError(

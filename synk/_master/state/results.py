@@ -1,4 +1,4 @@
-"""Large results: views on shared buffers that are used again once nobody holds them."""
+"""Large results: views on shared buffers that are used again when the last view is gone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_IDLE = 4
 
 _logger = logging.getLogger("synk")
 _pools: weakref.WeakValueDictionary[int, ResultPool] = weakref.WeakValueDictionary()
-"""All that are open, by id."""
+"""All open pools, by id."""
 
 _outlived: weakref.WeakValueDictionary[int, MappedFile] = weakref.WeakValueDictionary()
 """The memory of results whose pool was closed, by id."""
@@ -25,11 +25,11 @@ _outlived: weakref.WeakValueDictionary[int, MappedFile] = weakref.WeakValueDicti
 
 @dataclass(eq=False)
 class _Record:
-    """What a pool remembers of a buffer that it has leased: nothing that keeps the result alive."""
+    """What a pool remembers of a buffer that it leased. It does not keep the result alive."""
 
     reference: weakref.ref[np.ndarray]
     segment: Segment
-    delivered_at: int | None = None  # forks.count when it became the user's; None: workers may still write into it
+    delivered_at: int | None = None  # forks.count when the user got it; None: workers may still write into it
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class Lease:
     ----------
     segment : Segment
     root : ndarray of uint8, shape (segment.nbytes,)
-        Every view of the result must come from it.
+        The base of every view of the result.
     """
 
     segment: Segment
@@ -48,7 +48,7 @@ class Lease:
     _record: _Record
 
     def deliver(self) -> np.ndarray:
-        """Return the root, when all workers have written their parts: the user may hold views of it from now on."""
+        """Return the root once all workers have written their parts. From now on the user may hold views of it."""
         self._record.delivered_at = forks.count
         return self.root
 
@@ -56,24 +56,24 @@ class Lease:
 class ResultPool:
     """Buffers that workers write results into.
 
-    A buffer is leased as a fresh root array; all views of a result keep their root alive, and its end, seen by a weak
-    reference, brings the buffer back. So a result is never overwritten while somebody holds it, and a loop that drops
-    its results touches the same pages again and again.
+    A buffer is leased with a new root array. All views of a result keep its root alive, and a weak reference to the
+    root brings the buffer back when it ends. So a result is never overwritten while a view of it exists, and a loop
+    that drops its results uses the same pages again and again.
 
-    The child of a fork holds the results that were alive, too, and nobody sees when it lets go of them: their buffers
-    are made private before the fork, and do not come back.
+    The child of a fork also holds the results that are alive at the fork, and the parent cannot see when the child
+    drops them. So their buffers are made private before the fork, and never come back.
 
     Parameters
     ----------
     ids : iterator of int
-        For new buffers: those of the runtime's segments.
+        Numbers for new buffers, unique among the runtime's segments.
     """
 
     def __init__(self, ids: Iterator[int]) -> None:
         self._ids = ids
-        self._leases: dict[int, _Record] = {}  # by the id of the reference
-        # Filled by the references, in any thread and at any time, and in C: a callback in Python could be interrupted,
-        # and what it raises would be lost.
+        self._leases: dict[int, _Record] = {}  # by ``id()`` of the reference
+        # The references append themselves, in any thread and at any time. This happens in C: a callback in Python could
+        # be interrupted, and its exception would be lost.
         self._ended: deque[weakref.ref[np.ndarray]] = deque()
         self._idle: list[Segment] = []
         self._retired: deque[Segment] = deque()
@@ -86,12 +86,12 @@ class ResultPool:
         -------
         lease : Lease
         dropped : list of Segment
-            Buffers given up; the caller tells the workers.
+            Buffers that were given up. The caller tells the workers.
 
         Raises
         ------
         SharedMemoryError
-            If a new buffer cannot be had.
+            If there is no memory for a new buffer.
         """
         while self._ended:
             ended = self._leases.pop(id(self._ended.popleft()), None)
@@ -113,30 +113,31 @@ class ResultPool:
         return Lease(segment, root, record), dropped
 
     def _take_back(self, record: _Record) -> None:
+        # A result that the user held at a fork may still be read by the child, so its memory must not be written again.
         is_forked = record.delivered_at not in (None, forks.count)
         (self._retired if is_forked else self._idle).append(record.segment)
 
     def give_back(self, lease: Lease) -> None:
-        """Take a buffer back whose call has failed: a traceback may keep the root. Safe to repeat."""
+        """Take back the buffer of a failed call, whose root a traceback may keep alive. It may be called again."""
         for key, record in list(self._leases.items()):
             if record.reference() is lease.root:
                 del self._leases[key]
                 self._take_back(record)
 
     def prepare_fork(self) -> list[MappedFile]:
-        """Return the memory of the results that the child will hold; ``forks.count`` counts the fork already."""
+        """Return the memory of the results that the child will hold. ``forks.count`` must already include the fork."""
         mappings = []
         for record in list(self._leases.values()):
             mapping = record.segment.mapping
             if record.reference() is not None:
                 if record.delivered_at is not None and mapping is not None:
                     mappings.append(mapping)
-            elif record.delivered_at == forks.count - 1:  # it has ended, and no child has seen it
+            elif record.delivered_at == forks.count - 1:  # the result has ended before the fork, so no child can see it
                 record.delivered_at = forks.count
         return mappings
 
     def close(self) -> None:
-        """Drop everything; leased buffers live on in the views that the user holds."""
+        """Drop everything. Leased buffers live on in the user's views."""
         for record in self._leases.values():
             mapping = record.segment.release()
             if mapping is not None:
@@ -150,11 +151,11 @@ class ResultPool:
 
 
 def before_fork() -> None:
-    """Keep what the parent and the child will write into living results from one another; copies nothing.
+    """Before a fork, separate the parent's and the child's view of every living result. Nothing is copied.
 
-    Workers are done with them, so each result's own pages can be mapped again in their place, now privately.
+    Workers have finished with these results, so each one's own pages can be mapped again in their place, now privately.
     """
-    forks.count += 1  # first: whatever breaks this off, no buffer is used again that a child may hold
+    forks.count += 1  # First: if anything breaks this off, no buffer is reused that a child may hold.
     mappings = [mapping for reference in _outlived.valuerefs() if (mapping := reference()) is not None]
     for reference in _pools.valuerefs():
         pool = reference()

@@ -1,7 +1,7 @@
-"""Shared variables as the master holds them: two buffers per rank in shared memory, of which one is the value.
+"""Shared variables as the master holds them: two buffers for each rank in shared memory, one of which is the value.
 
-A call is a transaction on them: what it assigns goes to the second buffers, and one store makes these the values.
-In one file because one variable and all of them change together: a buffer is safe only by what the others hold.
+A call is a transaction: it assigns to the second buffers, and one store makes these the values. In one file because one
+variable and all of them change together: whether a buffer may be written depends on what the others hold.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from synk.errors import ClosedError
 
 
 class Variable:
-    """A shared variable as the master holds it: two buffers for each rank, of which one is the value.
+    """A shared variable as the master holds it: two buffers for each rank, one of which is the value.
 
     Parameters
     ----------
     variables : Variables
-        All of the runtime.
+        All variables of the runtime.
     value : array-like, or nesting of arrays
     sharded : bool
     name : str or None
@@ -49,18 +49,17 @@ class Variable:
     Attributes
     ----------
     buffers : list of (Segment or None, Segment or None)
-        Of each rank.
+        The buffers of each rank.
     shapes : list of (Shapes, Shapes)
-        Of the leaves in either buffer of each rank.
+        The shapes of the leaves in either buffer of each rank.
     front : list of int
-        Which buffer holds the value of each rank; it takes the next one in the other.
-        Rises with each change from the master's side.
+        For each rank, which buffer holds the value. The next value goes to the other one.
     content : list of int
-        Of each rank: how often the master has written its value.
+        For each rank, how often the master has written its value.
     is_stale : list of bool
-        Of each rank: whether a newer value lies on its device.
+        For each rank, whether a newer value lies on its device.
     lost : set of int
-        Ranks whose value went with their worker.
+        Ranks whose value was lost with their worker.
     """
 
     __slots__ = (
@@ -83,11 +82,10 @@ class Variable:
         self.buffers: list[list[Segment | None]] = [[None, None] for _ in range(world_size)]
         self.shapes: list[list[Shapes]] = [[shapes, shapes] for _ in range(world_size)]
         self.front = [0] * world_size
-        # Of each rank: how often the master has written the value, and whether a newer one lies on the rank's device.
         self.content = [0] * world_size
         self.is_stale = [False] * world_size
         self.lost: set[int] = set()
-        self._spares: list[Segment] = []  # of whichever rank: the common one may come to lie with another rank
+        self._spares: list[Segment] = []  # buffers of any rank: the common buffer may end up with another rank
         self._has_common = False
         parts = self.split(arrays) if self.is_sharded else [arrays]
         for rank, part in enumerate(parts):
@@ -120,7 +118,7 @@ class Variable:
         return [[array[low:high] for array in arrays] for low, high in shard_bounds(length, len(self.front))]
 
     def leaves(self, rank: int) -> list[np.ndarray]:
-        """Views of the value of ``rank``."""
+        """Return views of the value of ``rank``."""
         return self._views(rank, self.front[rank])
 
     def _views(self, rank: int, index: int) -> list[np.ndarray]:
@@ -131,11 +129,11 @@ class Variable:
         return [segment.view(at, shape, dtype) for at, shape, dtype in zip(offsets, shapes, self.dtypes)]
 
     def reserve(self, rank: int, shapes: Shapes) -> Segment:
-        """Give the second buffer of ``rank`` room for ``shapes``."""
+        """Make room for ``shapes`` in the second buffer of ``rank``."""
         return self._reserve(rank, 1 - self.front[rank], shapes)
 
     def reserve_front(self, rank: int) -> Segment:
-        """Give the first buffer of ``rank`` room for the value on its device."""
+        """Make room in the first buffer of ``rank`` for the value on its device."""
         return self._reserve(rank, self.front[rank], self.shapes[rank][self.front[rank]])
 
     def _reserve(self, rank: int, index: int, shapes: Shapes) -> Segment:
@@ -146,25 +144,25 @@ class Variable:
         larger = self.buffers[rank][index] = self.variables.memory.arenas.create(nbytes, is_worker_writable=True)
         self._note_change()
         if segment is not None:
-            self.variables.memory.released.append(segment)  # an operation is under way
+            self.variables.memory.released.append(segment)  # freed later: an operation is running
         return larger
 
     def back(self, rank: int, shapes: Shapes) -> list[np.ndarray]:
-        """Return views of the second buffer of ``rank``, for a value of ``shapes``; ``flip`` makes it the value."""
+        """Return views of the second buffer of ``rank`` for a value of ``shapes``. ``flip`` makes it the value."""
         self.reserve(rank, shapes)
         self.shapes[rank][1 - self.front[rank]] = shapes
         return self._views(rank, 1 - self.front[rank])
 
     def assigned_leaves(self, rank: int) -> list[np.ndarray]:
-        """Views of what a call has assigned on ``rank`` and what does not hold yet."""
+        """Return views of what a call assigned on ``rank`` and has not committed yet."""
         return self._views(rank, 1 - self.front[rank])
 
     def note_back(self, rank: int, shapes: Shapes) -> None:
-        """A call has stored a value of ``shapes`` in the second buffer of ``rank``, or is about to."""
+        """Note that a call has stored a value of ``shapes`` in the second buffer of ``rank``, or is about to."""
         self.shapes[rank][1 - self.front[rank]] = shapes
 
     def copy_back(self, source: int, ranks: Sequence[int]) -> None:
-        """Copy the second buffer of ``source`` to those of ``ranks``."""
+        """Copy the second buffer of ``source`` to the second buffers of ``ranks``."""
         shapes = self.shapes[source][1 - self.front[source]]
         values = self._views(source, 1 - self.front[source])
         for rank in ranks:
@@ -173,8 +171,9 @@ class Variable:
         self._note_change()
 
     def flip(self, ranks: Sequence[int] | range) -> None:
-        """Make the second buffers of ``ranks`` the values, from the master's side: workers are told."""
+        """Make the second buffers of ``ranks`` the values. The workers are told."""
         self._note_change()
+        # A single assignment: an interrupt leaves the values of all ranks old, or all new.
         self.front = [1 - front if rank in ranks else front for rank, front in enumerate(self.front)]
         for rank in ranks:
             self.note_written(rank)
@@ -183,7 +182,7 @@ class Variable:
     def unite(self, *, is_new: bool) -> None:
         """Make one buffer of rank 0 the value of every rank: its second one if ``is_new``, else its first.
 
-        Equal values lie in memory once. Nobody writes into a first buffer, so nobody notices.
+        Equal values then lie in memory once. That is safe because nobody ever writes into a first buffer.
         """
         self._note_change()
         if is_new:
@@ -193,6 +192,7 @@ class Variable:
         for rank in range(1, len(self.front)):
             back = 1 - self.front[rank]
             own = self.buffers[rank][back]
+            # The buffer changes first and front last, so an interrupt in between leaves this rank its old value.
             self.buffers[rank][back] = self.buffers[0][index]
             if own is not None:
                 self._spares.append(own)
@@ -203,9 +203,9 @@ class Variable:
         self.separate()
 
     def separate(self) -> None:
-        """See that no rank's second buffer, into which it writes, is another rank's buffer; after each change of them.
+        """Give ranks new second buffers where theirs is another rank's buffer. Called after each change of the buffers.
 
-        Safe to repeat where an interrupt broke it off.
+        A rank writes into its second buffer, so it must not share it. It may be called again after an interrupt.
         """
         if not self._has_common:
             return
@@ -220,7 +220,7 @@ class Variable:
             taken.add(id(pair[back]))
 
     def note_written(self, rank: int) -> None:
-        """The value of ``rank`` is now what lies in shared memory: a copy on its device is out of date."""
+        """Note that the value of ``rank`` is now the one in shared memory. A copy on its device is out of date."""
         self.content[rank] += 1
         self.is_stale[rank] = False
         self.lost.discard(rank)
@@ -246,7 +246,7 @@ class Variable:
         )
 
     def segments(self, rank: int) -> list[Segment]:
-        """What the worker of ``rank`` works on."""
+        """Return the buffers that the worker of ``rank`` uses."""
         return [segment for segment in self.buffers[rank] if segment is not None]
 
     def _all_segments(self) -> list[Segment]:
@@ -270,7 +270,7 @@ class Variable:
         ]
 
     def build(self, leaves: Sequence[Any]) -> Any:
-        """Return the nesting of this variable with ``leaves`` in place."""
+        """Return the nesting of this variable, filled with ``leaves``."""
         return unflatten(self.structure, list(leaves))
 
     @property
@@ -280,7 +280,7 @@ class Variable:
 
     @property
     def lengths(self) -> list[int]:
-        """Rows on each rank.
+        """How many rows each rank has.
 
         Raises
         ------
@@ -292,7 +292,7 @@ class Variable:
         return [pairs[front][0][0] for pairs, front in zip(self.shapes, self.front)]
 
     def close(self) -> None:
-        """Drop the memory; the runtime is closing."""
+        """Drop the memory: the runtime is closing."""
         for segment in self._all_segments():
             segment.close()
         self.buffers, self._spares = [], []
@@ -306,7 +306,7 @@ class Variable:
 
 
 class Variables:
-    """All variables of a runtime, and what changes them together.
+    """All variables of a runtime, and the changes that affect several of them.
 
     Parameters
     ----------
@@ -316,11 +316,11 @@ class Variables:
     Attributes
     ----------
     ids : iterator of int
-        For new variables.
+        Numbers for new variables.
     dropped : Dropped, of int
-        Ids of those that no longer exist; filled by finalizers.
+        Numbers of variables that no longer exist. Filled by finalizers.
     to_flip : list
-        What a commit under way, or one that an interrupt has broken off, has still to take note of.
+        The changes of a commit that are not recorded yet, because it is running or an interrupt broke it off.
     """
 
     def __init__(self, processes: Processes, memory: Memory) -> None:
@@ -330,7 +330,7 @@ class Variables:
         self.ids = itertools.count(1)
         self.dropped = Dropped(processes.log)
         self._processes = processes
-        self._has_devices = processes.placement.backend != "numpy"
+        self._has_devices = processes.placement.assignment.has_devices
         self._living: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
         self.to_flip: list[tuple[Variable, int, int, bool]] = []
         self._flip_call = -1
@@ -343,15 +343,15 @@ class Variables:
         self.note_change(variable.id)
 
     def living(self) -> list[Variable]:
-        """Return all variables; the copy is one step of the interpreter, during which no thread adds another."""
+        """Return all variables. The copy is one step of the interpreter, so no thread can add one meanwhile."""
         return [variable for ref in self._living.valuerefs() if (variable := ref()) is not None]
 
     def note_change(self, variable_id: int) -> None:
-        """A variable is new or has changed from the master's side: the workers learn of it with the next message."""
+        """Note that a variable is new, or that the master changed it. Workers learn of it with the next message."""
         self._processes.log.tell("variable", variable_id)
 
     def told(self, rank: int, variable_id: int) -> tuple[Declaration, list[Segment]] | None:
-        """Return what a rank must know of a variable, and the memory that it works on."""
+        """Return what a rank must know of a variable, and the memory that it uses."""
         variable = self._living.get(variable_id)
         return None if variable is None else (variable.declaration(rank), variable.segments(rank))
 
@@ -361,10 +361,10 @@ class Variables:
             self._processes.log.drop("variable", self.dropped.popleft())
 
     def commit(self, ranks: Sequence[int], layouts: Sequence[Layout], number: int) -> None:
-        """Make the assignments of call ``number`` hold, on all of its ranks at once.
+        """Commit the assignments of call ``number``, on all of its ranks at once.
 
-        One store into shared memory decides: before it the call has changed nothing, after it everything. What follows
-        is bookkeeping that an interrupt can put off.
+        One store into shared memory decides: before it the call has changed nothing, after it everything. The rest is
+        bookkeeping that an interrupt can postpone.
         """
         flips = []
         for rank, layout in zip(ranks, layouts):
@@ -377,17 +377,19 @@ class Variables:
         for variable_id, _ in layouts[0].assigned if absent else ():
             variable = self._living[variable_id]
             if not variable.is_sharded:
-                # Ranks without rows did not run: they get the value of the lowest rank that did, or replicas would
-                # drift.
+                # Ranks without rows did not run. They get the value of the lowest rank that did; otherwise replicas
+                # would drift apart.
                 variable.copy_back(ranks[0], absent)
                 flips += [(variable, rank, 1 - variable.front[rank], True) for rank in absent]
+        # The order matters: an interrupt before the store leaves to_flip without effect, and one after it leaves the
+        # rest to finish_commit. The ranks are idle and read the word only after their next doorbell.
         self._flip_call = number
         self.to_flip = flips
         self._processes.down[list(ranks), Down.COMMITTED] = number
         self.finish_commit()
 
     def finish_commit(self) -> None:
-        """Take note of a commit that an interrupt has broken off behind its store."""
+        """Record a commit that an interrupt may have broken off after its store."""
         flips = self.to_flip
         if not flips:
             return
@@ -411,7 +413,7 @@ class Variables:
 
 
 def check_owner(variable: Variable, variables: Variables, what: str) -> None:
-    """Raise where ``variable`` belongs to another runtime."""
+    """Raise if ``variable`` belongs to another runtime."""
     if variable.variables is not variables:
         if variable.variables.is_closed:
             raise ClosedError(

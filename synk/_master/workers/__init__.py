@@ -1,4 +1,4 @@
-"""Messages to the workers: sending, waiting for replies, deaths, starting again.
+"""Messages to the workers: sending, waiting for replies, deaths, replacements.
 
-``workers`` is what the rest of the master speaks to.
+The rest of the master talks to ``workers``.
 """

@@ -1,8 +1,8 @@
-"""Messages and replies that are a doorbell and nothing else: a call that all ranks know, and its end as before.
+"""Messages and replies that are doorbells without a body: a call that all ranks know, answered as before.
 
-From the first doorbell on such a message is a request like others: an interrupt at any line finds it among those in
-flight. What is heard here is only what is, byte for byte, expected; everything else (errors, deaths, prints, new
-outputs, time limits) is left to the ordinary wait, which knows about it.
+From its first doorbell on, such a message is a request like any other, so an interrupt at any line finds it in flight.
+Only replies that are byte for byte as expected are handled here. Everything else (errors, deaths, prints, new outputs,
+time limits) is left to the ordinary wait.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from synk._wire.channel import Patience
 from synk._wire.messages import ASSEMBLED, DONE, DOORBELL, IS_ALONE, LANE_SHIFT, Kind, Status
 
 _WAIT_MS = 100
-"""The longest wait here; the ordinary one, which goes on then, knows deadlines and reports calls that seem stuck."""
+"""The longest wait here. The ordinary wait takes over after it: that one knows deadlines and reports stuck calls."""
 
 _DONE = int(Status.DONE)
 
 
 class Doorbells:
-    """How some ranks are rung and heard, as long as the state of the log is the same.
+    """Rings some ranks and hears their replies, as long as the state of the log is the same.
 
-    No descriptor is held: a channel closes its own, whoever refers to it.
+    It holds no descriptor open: a channel closes its own, whoever refers to it.
 
     Parameters
     ----------
     poll : select.poll
-        What tells of whatever happens to the workers.
+        Reports everything that happens to the workers.
     channels : dict of int to Channel
         By rank.
     requests : Requests
@@ -61,54 +61,53 @@ class Doorbells:
         self._counters = counters
 
     def are_silent(self) -> bool:
-        """Whether nothing is reported but replies to calls in flight."""
-        # Asked at each call: no generator.
+        """Whether nothing is reported except replies to calls in flight."""
+        # This runs at each call, so it uses no generator.
         for fd, _ in self._poll.poll(0):  # noqa: SIM110
             if fd not in self._by_fd or not self._requests:
                 return False
         return True
 
     def ring(self, request: Request, kind: Kind, value: int, lane: int) -> None:
-        """Send a message that is a doorbell."""
-        requests, counters = self._requests, self._counters
+        """Send a message that is a doorbell without a body."""
+        requests = self._requests
         sequence = request.sequence = requests.sequence = requests.sequence % 0xFFFF + 1
         flags = lane << LANE_SHIFT | (0 if requests else IS_ALONE)
-        requests[sequence] = request  # first: wherever the ringing is broken off, all count as having it
+        # First the request, then the doorbells: if the ringing is broken off, all ranks count as having the message.
+        requests[sequence] = request
         try:
             for channel in self._channels:
                 channel.ring(kind, flags, sequence, value)
         except BaseException as error:
             self._recovery.settle_after(error)
             raise
-        counters["messages_down"] += len(self._channels)
-        counters["bytes_down"] += 8 * len(self._channels)
+        self._counters["messages_down"] += len(self._channels)
 
     def hear(self, request: Request, *, is_assembled: bool) -> bool:
-        """Wait for the replies to ``request``; return whether all ranks have answered as expected.
+        """Wait for the replies to ``request``. Return whether all ranks answered as expected.
 
-        Expected is that the function has returned what looks as before, and that large outputs are in place, where
-        ``is_assembled``. If anything else has come, the ordinary wait goes on.
+        The expected reply says that the function returned outputs of the known layout and, if ``is_assembled``, that
+        the large ones are in place. If anything else comes, the ordinary wait must go on.
         """
         answer = ASSEMBLED if is_assembled else DONE
-        pending, deadline, counters = request.pending, request.deadline, self._counters
+        pending, deadline, by_fd = request.pending, request.deadline, self._by_fd
         expected = DOORBELL.pack(_DONE, answer.flags, request.sequence, 0)
         timeout_ms = _WAIT_MS if deadline is None else min(poll_ms(deadline - request.began), _WAIT_MS)
+        num_heard = 0
         try:
             while pending:
                 events = waiting(self._patience.wait, self._poll, timeout_ms)
                 if not events:
                     return False
                 for fd, _ in events:
-                    if fd not in self._by_fd:  # a printed line, a death, the end of the runtime
+                    if fd not in by_fd:  # printed text, a death, the end of the runtime
                         return False
-                for fd, _ in events:
-                    rank, channel = self._by_fd[fd]
+                    rank, channel = by_fd[fd]
                     doorbell = os.read(channel.read_fd, 8)
                     if doorbell == expected:
                         request.replies[rank] = answer
                         pending.discard(rank)
-                        counters["messages_up"] += 1
-                        counters["bytes_up"] += 8
+                        num_heard += 1
                     elif not self._requests.take_doorbell(rank, doorbell):
                         return False
                 if deadline is not None:
@@ -116,4 +115,7 @@ class Doorbells:
         except BaseException as error:
             self._recovery.settle_after(error)
             raise
-        return list(request.replies.values()).count(answer) == len(self._channels)
+        finally:
+            self._counters["messages_up"] += num_heard
+        # Others may have come while another call was waited for.
+        return num_heard == len(by_fd) or list(request.replies.values()).count(answer) == len(by_fd)

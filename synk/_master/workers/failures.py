@@ -1,4 +1,4 @@
-"""What an exception that came from a worker becomes in the master."""
+"""Turns an exception that came from a worker into one that the master raises."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from synk.errors import RemoteError, add_note
 def rebuild(failures: list[Failure], world_size: int, name: str, item: str = "") -> Exception:
     """Return the exception to raise for the failures of a call, lowest rank first.
 
-    A user's exception is raised as its own type with a ``RemoteError`` as cause; what is not fit for that becomes the
-    ``RemoteError``. Ranks that failed only because of another one are counted, not raised. ``item`` says which item
-    of a map it was, for the texts.
+    A user's exception is raised as its own type, with a ``RemoteError`` as its cause. If it cannot travel, the
+    ``RemoteError`` itself is raised. Ranks that failed only because another one did are counted in the notes. ``item``
+    names an item of a map in the texts.
     """
     failures = sorted(failures, key=lambda failure: (failure.is_collateral, failure.rank))
     first = failures[0]
     where = f"rank {first.rank} of {world_size} ({first.device})"
-    frames = frames_of(first.traceback_text)
+    frames = frames_of(first.traceback_text, first.type_name, first.message)
     what = f"{name!r} for {item}" if item else repr(name)
     others = [failure for failure in failures[1:] if not failure.is_collateral]
     alike = [each.rank for each in others if (each.type_name, each.message) == (first.type_name, first.message)]
@@ -38,14 +38,15 @@ def rebuild(failures: list[Failure], world_size: int, name: str, item: str = "")
             if isinstance(loaded, Exception):
                 also = f", and likewise on {len(alike)} more" if alike else ""
                 cause = _remote(first, f"on {where} in {what}{also}:\n{frames}")
-                BaseException.__setattr__(loaded, "__cause__", cause)  # not by assignment: the class may be frozen
+                # not by assignment, since the class may be frozen
+                BaseException.__setattr__(loaded, "__cause__", cause)
                 for note in [*notes, *_import_hint(loaded)]:
                     add_note(loaded, note)
-                getattr(loaded, "__notes__", None)  # whoever prints it asks for them
+                getattr(loaded, "__notes__", None)  # code that prints the exception will ask for the notes
                 return loaded
         except HandlerRaised:
             raise
-        except BaseException:  # code of the user's class runs here: whatever it does, a RemoteError remains
+        except BaseException:  # The user's class runs code here. Whatever it raises, the RemoteError is left.
             pass
     error = _remote(first, f"{where} raised {first.type_name} in {what}: {first.message}\n{frames}")
     if first.unfit:
@@ -56,11 +57,12 @@ def rebuild(failures: list[Failure], world_size: int, name: str, item: str = "")
 
 
 def _import_hint(error: Exception) -> list[str]:
-    """Return what to do about a module that a worker has not found, where this process finds it."""
+    """Return what to do about a module that a worker did not find although this process finds it."""
     name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     try:
         spec = importlib.util.find_spec(name) if name else None
-    except (ImportError, ValueError, AttributeError):  # something of that name is no module that can be found
+    # the name belongs to something that cannot be searched for a module
+    except (ImportError, ValueError, AttributeError):
         return []
     if spec is None or name != error.name:  # type: ignore[attr-defined]
         return []
@@ -81,7 +83,7 @@ def _remote(failure: Failure, text: str) -> RemoteError:
 
 
 def raise_failures(replies: Mapping[int, Reply], world_size: int, name: str) -> None:
-    """Raise the error of the lowest failing rank that replied, if any."""
+    """Raise the error of the lowest rank whose reply is a failure, if there is one."""
     failures = []
     interrupted = []
     for rank in sorted(replies):

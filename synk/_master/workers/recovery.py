@@ -1,11 +1,12 @@
-"""What goes wrong: deaths, time limits, interrupts; and how the workers come to a known state again.
+"""What happens after deaths, time limits and interrupts, until the workers are in a known state again.
 
-After trouble these happen, in this order, and wherever a signal handler breaks them off the next operation begins anew:
+The steps have this order. If a signal handler breaks them off, the next operation starts again at the first:
 
-1. *bury*: what belonged to the dead is released, and they owe nothing any more;
-2. *interrupt*: the living that still owe a reply are made idle, or killed where they do not answer in time, and buried;
-3. all requests that were not answered by all are lost; whoever waits for one gets an error;
-4. *restart*, when the next operation begins: others are started in the place of the dead.
+1. *bury*: everything that belonged to dead workers is released, and they owe no reply any more;
+2. *interrupt*: living workers that still owe a reply are made idle. Those that do not answer in time are killed and
+   buried;
+3. every request that some rank did not answer is lost, and the calls that wait for one raise an error;
+4. *restart*, at the beginning of the next operation: dead workers are replaced.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ GRACE_S = 2.0
 """How long a worker may take to answer an interrupt before it is killed."""
 
 NCCL_GRACE_S = 5.0
-"""Likewise with NCCL: aborting it can take seconds, and a process that is killed loses its device's values."""
+"""The same time with NCCL: aborting NCCL can take seconds, and killing a process loses the values on its device."""
 
 RESTART_WINDOW_S = 60.0
 
 
 class Recovery:
-    """What has gone wrong with the workers of one runtime, and what is done about it.
+    """Knows what has gone wrong with the workers of one runtime, and brings them back to a known state.
 
     Parameters
     ----------
@@ -45,18 +46,18 @@ class Recovery:
     max_restarts : int
     counters : dict of str to int
     on_trouble : callable
-        Called before workers are interrupted: those that wait for one another must give up.
+        Called before workers are interrupted, so that ranks that wait for each other give up.
     on_idle : callable
         Called when workers were made idle after a failure, before anything else is sent.
 
     Attributes
     ----------
     restarted : list of int
-        Ranks that were started anew; whoever has seen to them takes them out.
+        Ranks with a new process. Code that has dealt with one removes it from the list.
     unreported : dict of int to str
-        By rank, how workers ended of whose death no call has told.
+        By rank, how workers ended whose death no call has reported.
     cause : BaseException or None
-        The fault that closed the runtime.
+        The error that closed the runtime.
     grace_s : float
         How long a worker may take to answer an interrupt before it is killed.
     """
@@ -72,7 +73,7 @@ class Recovery:
         on_idle: Callable[[], None],
     ) -> None:
         self.max_restarts = max_restarts
-        self.grace_s = NCCL_GRACE_S if processes.placement.can_use_nccl else GRACE_S
+        self.grace_s = NCCL_GRACE_S if processes.placement.assignment.can_use_nccl else GRACE_S
         self.cause: BaseException | None = None
         self.restarted: list[int] = []
         self.unreported: dict[int, str] = {}
@@ -83,21 +84,21 @@ class Recovery:
         self._on_idle = on_idle
         self._reports = DeathReports(processes)
         self._restarts: deque[float] = deque()
-        self._last_death: WorkerDied | None = None  # of the workers that are dead now
-        self._news: list[str] = []  # of workers that were started again, to tell the user when they are up
-        self._kill_at = 0.0  # when workers that are to be idle and do not answer are killed
+        self._last_death: WorkerDied | None = None  # the death of the workers that are dead now
+        self._news: list[str] = []  # deaths to tell the user about when the replacements are up
+        self._kill_at = 0.0  # when workers that were interrupted and do not answer are killed
 
     @property
     def has_restarted(self) -> bool:
-        """Whether workers were started in the place of others within the last minute or so."""
+        """Whether a worker was replaced recently, within ``RESTART_WINDOW_S``."""
         return bool(self._restarts)
 
     # -- deaths -------------------------------------------------------------------------------------------------------
 
     def on_deaths(self, dead: list[int]) -> None:
-        """Take late replies of dead ranks; raise WorkerDied if one of them still owed a reply."""
+        """Take the last replies of dead ranks. Raise WorkerDied if one of them still owed a reply."""
         processes, requests = self._processes, self._requests
-        for rank in dead:  # before the burial closes the pipe: who answered and then died has answered
+        for rank in dead:  # Before the burial closes the pipe: a worker that answered and then died has answered.
             requests.take_late_replies(rank)
         owed = [request for request in requests.values() if not request.pending.isdisjoint(dead)]
         owing = [rank for rank in dead if any(rank in request.pending for request in owed)]
@@ -107,32 +108,32 @@ class Recovery:
                 self.unreported[rank] = f"ended with {how} while idle"
         if not owing:
             return
-        request = owed[0]  # the oldest: what they were at
+        request = owed[0]  # the oldest one is what they were working on
         fallen = set(owing)
-        if request.phase != "start":  # a worker that is still coming up cannot be interrupted; the teardown ends it
+        if request.phase != "start":  # A worker that is still starting cannot be interrupted. The teardown ends it.
             survivors = requests.debtors() - fallen
             self.end_calls(survivors)
             fallen |= {rank for rank in survivors if processes.by_rank[rank].is_dead}
         error = self.died(sorted(fallen), request.phase, request.what, request.began)
-        self._last_death = copy.copy(error)  # without the traceback that will hold the caller's frames
+        self._last_death = copy.copy(error)  # without the traceback, which will hold the caller's frames
         raise error
 
     def died(self, ranks: Iterable[int], phase: str, what: str, began: float) -> WorkerDied:
-        """Return the error that tells of the deaths of ``ranks``; nobody else has to."""
+        """Return the error that reports the deaths of ``ranks``. No other error needs to report them."""
         ranks = list(ranks)
         for rank in ranks:
             self.unreported.pop(rank, None)
         return self._reports.died(ranks, phase, what, began)
 
     def bury_idle(self, ranks: Iterable[int]) -> None:
-        """Bury workers that have died while nobody waited for them."""
+        """Bury workers that died while nothing was in flight."""
         for rank in ranks:
             self.unreported[rank] = f"ended with {self._processes.bury(self._processes.by_rank[rank])} while idle"
 
     # -- time limits --------------------------------------------------------------------------------------------------
 
     def on_timeout(self, request: Request) -> None:
-        """End all requests because of one whose time is over.
+        """End all requests because the time of one is over.
 
         Raises
         ------
@@ -153,21 +154,21 @@ class Recovery:
     # -- making idle --------------------------------------------------------------------------------------------------
 
     def settle_after(self, error: BaseException) -> None:
-        """Make the workers that still owe a reply idle, after an error in the middle of a message."""
+        """After an error in the middle of a message, make the workers that still owe a reply idle."""
         if self._requests.debtors() and not self._processes.is_closed:
             self._settle(is_interrupted=isinstance(raised_by_handler(error), KeyboardInterrupt))
 
     def settle(self) -> None:
-        """Settle what a signal handler has broken off: every rank idle, or dead, and nothing in flight."""
+        """Settle what a signal handler broke off: every rank is idle or dead, and nothing is in flight."""
         if self._requests:
             self._settle(is_interrupted=False)
             self._requests.clear()
 
     def _settle(self, *, is_interrupted: bool) -> None:
-        """After an exception in the middle of a message: every rank idle again, or dead. All requests are lost.
+        """Make every rank idle or dead again, after an exception in the middle of a message. All requests are lost.
 
-        A Ctrl-C meanwhile ends the wait for workers that do not answer: they are killed. The second one, which the
-        first is where ``is_interrupted`` (a Ctrl-C has brought us here), closes the runtime.
+        A Ctrl-C during this ends the wait for workers that do not answer: they are killed. A second Ctrl-C closes the
+        runtime; if ``is_interrupted``, a Ctrl-C has led here and counts as the first.
         """
         num_interrupts = int(is_interrupted)
 
@@ -183,25 +184,28 @@ class Recovery:
                 self.fail(ClosedError("the runtime was closed by a second Ctrl-C while it ended a call."))
 
     def end_calls(self, ranks: Iterable[int]) -> None:
-        """End all requests, which only ``ranks`` still work on; those that were answered by all stay.
+        """End all requests. Only ``ranks`` still work on them. Requests that all ranks answered stay.
 
-        They get SIGINT, then a ping whose answer proves them idle, then, when ``_kill_at`` has come, SIGKILL.
+        The ranks get SIGINT, then a ping whose answer proves that they are idle, and at ``_kill_at`` SIGKILL.
         """
         self._kill_at = time.monotonic() + self.grace_s
         ranks = [rank for rank in ranks if not self._processes.by_rank[rank].is_dead]
         if ranks:
             self._interrupt(ranks)
-        self._requests.give_up()  # last: until then the interrupt knows which messages it is meant for
+        self._requests.give_up()  # Last, because until then the interrupt must know which messages it is meant for.
 
     def _interrupt(self, ranks: list[int]) -> None:
-        """Make ``ranks``, which are alive, idle; those that do not answer in time are dead and buried afterwards."""
+        """Make ``ranks``, which are alive, idle. Ranks that do not answer in time are killed and buried."""
         processes, requests = self._processes, self._requests
         interrupted = interrupt_word(next(iter(requests)), requests.sequence)
         processes.log.note()
-        self._on_trouble()  # first: a rank that waits for another in a collective would not come back to its pipe
+        self._on_trouble()  # First, because a rank that waits for another in a collective would not return to its pipe.
         for rank in ranks:
-            processes.down[rank, Down.INTERRUPT] = interrupted  # before the signal, which looks what it is meant for
+            # Before the signal: the worker's handler reads this to see which messages are meant.
+            processes.down[rank, Down.INTERRUPT] = interrupted
             processes.by_rank[rank].process.interrupt()
+        # The pipe keeps the order of messages. So whatever a rank had in its pipe is answered, or given up, before the
+        # ping.
         ping = requests.next_sequence()
         for rank in ranks:
             processes.by_rank[rank].process.channel.ring(Kind.PING, 0, ping, 0)
@@ -210,7 +214,7 @@ class Recovery:
         while silent and (remaining := self._kill_at - time.monotonic()) > 0:
             events = processes.wait(poll_ms(min(remaining, max(repeat_at - time.monotonic(), 0.0))))
             for rank in events.doorbells:
-                message = requests.read(processes.by_rank[rank])  # what is no pong answers a message that is lost
+                message = requests.read(processes.by_rank[rank])  # any other reply answers a message that is lost
                 if message is not None and message[0] == ping:
                     silent.discard(rank)
             for rank in events.deaths:
@@ -219,7 +223,8 @@ class Recovery:
             if events.is_woken:
                 processes.poll_set.drain_wake()
             if time.monotonic() >= repeat_at:
-                # The user's code may have swallowed the first; a rank that is to finish its step hears the second.
+                # The user's code may have swallowed the first signal. A second one reaches a rank that is to finish its
+                # step.
                 repeat_at = math.inf
                 for rank in silent:
                     processes.by_rank[rank].process.interrupt()
@@ -228,12 +233,12 @@ class Recovery:
             processes.bury(processes.by_rank[rank])
         for rank in ranks:
             processes.down[rank, Down.INTERRUPT] = -1
-        self._on_idle()  # last: nobody waits in a collective any more, so its words may be set back
+        self._on_idle()  # Last: now that no rank waits in a collective, its words may be reset.
 
     # -- starting again -----------------------------------------------------------------------------------------------
 
     def restart_dead(self) -> None:
-        """Start dead ranks again; they get functions with the next load, segments and plans with the next call.
+        """Replace dead workers. They get functions with the next load, and segments and plans with the next call.
 
         Raises
         ------
@@ -273,7 +278,7 @@ class Recovery:
             self.restarted.append(worker.rank)
 
     def replace_all(self) -> None:
-        """End all workers, which are idle, and start others in their place; they are still to come up."""
+        """End all workers, which must be idle, and start others in their place. The new ones are not up yet."""
         self.say_goodbye()
         for worker in self._processes.by_rank:
             if not worker.is_dead:
@@ -283,7 +288,7 @@ class Recovery:
         self._start_again(self._processes.by_rank)
 
     def tell_news(self) -> None:
-        """Warn the user of workers that died while nothing ran: what functions kept there is gone."""
+        """Warn the user about workers that died while nothing ran: what functions kept there is gone."""
         if self._news:
             news, self._news = self._news, []
             warnings.warn(
@@ -295,12 +300,12 @@ class Recovery:
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Close at once, because of ``error``."""
+        """Close the runtime at once because of ``error``."""
         self.cause = self.cause or error
         self._processes.tear_down()
 
     def say_goodbye(self) -> None:
-        """Ask idle workers to end; the teardown kills whoever does not."""
+        """Ask idle workers to end. The teardown kills those that do not."""
         processes, requests = self._processes, self._requests
         if processes.is_closed or requests.debtors():
             return
@@ -314,7 +319,7 @@ class Recovery:
         while waiting and (remaining := deadline - time.monotonic()) > 0:
             events = processes.wait(poll_ms(remaining))
             for rank in events.doorbells:
-                requests.read(processes.by_rank[rank])  # the bye; the death follows
+                requests.read(processes.by_rank[rank])  # the answer to the request; the death follows
             for rank in events.deaths:
                 processes.bury(processes.by_rank[rank])
                 waiting.discard(rank)

@@ -1,6 +1,6 @@
-"""The messages in flight: who owes a reply to which, and what came.
+"""The messages in flight: which ranks owe a reply to which message, and what came.
 
-A request goes to any ranks, one of them or all; several may be in flight, and their replies come in any order.
+A request goes to any number of ranks. Several may be in flight, and their replies come in any order.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from synk._wire.messages import ASSEMBLED, DONE, HAS_BODY, IS_ASSEMBLED, IS_UNRE
 from synk.errors import CallTimeout
 
 HELLO = 0
-"""The sequence number of a worker's first word; messages count from 1."""
+"""The sequence number of a worker's hello. Messages count from 1."""
 
 
 class Request:
-    """A message on its way: sent to some ranks, of which not all may have answered.
+    """A message in flight: it was sent to some ranks, and not all of them may have answered.
 
     Attributes
     ----------
@@ -28,17 +28,17 @@ class Request:
     replies : dict of int to Reply
         By rank.
     deadline : float or None
-        Monotonic time by which all must have answered.
+        Monotonic time by which all ranks must have answered.
     phase, what : str
         For errors.
     is_lost : bool
-        Whether it was given up: no reply will come any more.
+        Whether it was given up, so that no more replies will come.
     is_cut : bool
-        Whether all have answered, but the workers remember nothing of it any more.
+        Whether all ranks answered, but the workers no longer remember the message.
     error : CallTimeout or None
-        What ended it, where it was the cause itself.
+        The error that ended it, if its own time limit did.
     began : float
-        Monotonic time at which the operation began that it belongs to.
+        Monotonic time at which its operation began.
     """
 
     is_lost = is_cut = False
@@ -55,7 +55,7 @@ class Request:
 
 
 class AnyOf(Request):
-    """Several requests, of which it is enough that one has been answered. For a wait; it is in no list."""
+    """Waits until any one of several requests is answered. It is not registered."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         first = requests[0]
@@ -64,18 +64,18 @@ class AnyOf(Request):
 
     @property
     def pending(self) -> set[int]:
-        """The ranks that owe an answer; none where one of the requests has all of its own."""
+        """The ranks that owe an answer; empty as soon as one of the requests is answered."""
         if any(not request.pending for request in self._requests):
             return set()
         return set().union(*(request.pending for request in self._requests))
 
     @pending.setter
     def pending(self, ranks: set[int]) -> None:
-        """Say nothing: the requests know."""
+        """Do nothing: the requests themselves know."""
 
 
 class Requests(dict[int, Request]):
-    """The requests of a runtime in flight, or answered and not yet collected, by sequence number, oldest first.
+    """The requests of a runtime that are in flight, or answered but not collected, by sequence number, oldest first.
 
     Attributes
     ----------
@@ -98,13 +98,14 @@ class Requests(dict[int, Request]):
         return {rank for request in self.values() for rank in request.pending}
 
     def most_urgent(self, request: Request) -> Request:
-        """Return the request whose time limit comes first; ``request`` if none has one."""
+        """Return the request with the earliest deadline, or ``request`` if none has one."""
         limited = [each for each in self.values() if each.pending and each.deadline is not None]
         return min(limited, key=lambda each: each.deadline or 0.0, default=request)
 
     def give_up(self) -> None:
-        """Lose those that were not answered by all. The others stay, but the workers forget what they knew of them."""
-        for request in list(self.values()):  # all are marked before one goes: an interrupt may come between two lines
+        """Lose every request that some rank did not answer. The others stay, but the workers forget them."""
+        # Mark all of them before the first is removed: an interrupt may come between two lines.
+        for request in list(self.values()):
             request.is_lost, request.is_cut = bool(request.pending), not request.pending
         for sequence in [sequence for sequence, request in self.items() if request.is_lost]:
             self.pop(sequence, None)
@@ -112,12 +113,12 @@ class Requests(dict[int, Request]):
     # -- replies ------------------------------------------------------------------------------------------------------
 
     def take_replies(self, ranks: Iterable[int]) -> None:
-        """Read one reply of each of ``ranks``, which have answered."""
+        """Read one reply from each of ``ranks``, which have answered."""
         for rank in ranks:
             self.note(rank, self.read(self._processes.by_rank[rank]))
 
     def take_late_replies(self, rank: int) -> None:
-        """Read all replies that a rank, which is dead, has left in its pipe."""
+        """Read all replies that a dead rank left in its pipe."""
         worker = self._processes.by_rank[rank]
         os.set_blocking(worker.process.channel.read_fd, False)
         with contextlib.suppress(BlockingIOError):
@@ -125,18 +126,18 @@ class Requests(dict[int, Request]):
                 pass
 
     def take_doorbell(self, rank: int, doorbell: bytes) -> bool:
-        """Note the reply of a rank, of which the doorbell was read; return whether that is all there is to it."""
+        """Note the reply in a doorbell that was already read. Return whether it succeeded and needs nothing else."""
         message = self._understood(self._processes.by_rank[rank], Channel.understood(doorbell))
         return self.note(rank, message) and message is not None and message[1].status == Status.DONE
 
     def note(self, rank: int, message: tuple[int, Reply] | None) -> bool:
-        """Note a reply at the request that it answers; return False where there is none."""
+        """Note a reply in the request that it answers. Return False if there is no reply."""
         if message is None:
             return False
         sequence, reply = message
         known = self._processes.by_rank[rank].known
         known.note_answered(sequence, is_received=not reply.flags & IS_UNRECEIVED)
-        request = self.get(sequence)  # None: the answer to a message that was given up
+        request = self.get(sequence)  # None: the reply belongs to a message that was given up
         if sequence == HELLO:
             self._processes.by_rank[rank].hello = reply
         if request is not None and rank in request.pending:
@@ -145,19 +146,18 @@ class Requests(dict[int, Request]):
         return True
 
     def read(self, worker: WorkerState) -> tuple[int, Reply] | None:
-        """Read one doorbell and its body; return the number of the message that it answers, and the reply."""
+        """Read one doorbell and its body. Return the number of the message that it answers, and the reply."""
         return self._understood(worker, worker.process.channel.answer())
 
     def _understood(self, worker: WorkerState, message: tuple[int, int, int, int] | None) -> tuple[int, Reply] | None:
-        """Return what a doorbell stands for, with its body."""
+        """Return the reply that a doorbell announces, with its body."""
         process = worker.process
-        if message is None:  # its end of the pipe is closed. The death is told by its pidfd, perhaps a moment later
+        if message is None:  # The rank closed its end of the pipe. Its pidfd reports the death, perhaps a moment later.
             self._processes.poll_set.unwatch(process.channel.read_fd)
             return None
         status, flags, sequence, _ = message
         counters = self._counters
         counters["messages_up"] += 1
-        counters["bytes_up"] += 8
         if status == Status.DONE and not flags & HAS_BODY:
             return sequence, ASSEMBLED if flags & IS_ASSEMBLED else DONE
         body = b""
@@ -167,7 +167,7 @@ class Requests(dict[int, Request]):
                 for fd in fds:
                     os.close(fd)
             except (ProtocolError, EOFError, ConnectionResetError):
-                process.kill()  # what it sends is not what our worker sends
+                process.kill()  # this cannot come from a worker of ours
                 return None
             counters["bytes_up"] += len(body)
         return sequence, Reply(Status(status), flags, body)

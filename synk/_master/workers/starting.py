@@ -1,4 +1,4 @@
-"""How workers come up: each says hello once its process is ready, or is killed and replaced."""
+"""How workers start: each says hello when its process is ready. One that does not is killed and replaced."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ START_TIMEOUT_S = 120.0
 
 
 class Starting:
-    """Waits for the workers of one runtime that are coming up.
+    """Waits for the workers of one runtime that are starting.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ class Starting:
     requests : Requests
     recovery : Recovery
     wait : callable
-        ``wait(request)`` waits until all ranks have answered.
+        ``wait(request)`` returns when all ranks have answered.
     """
 
     def __init__(
@@ -42,22 +42,24 @@ class Starting:
         self._requests = requests
         self._recovery = recovery
         self._wait = wait
-        self._once_stuck: set[int] = set()  # ranks whose process was started because another had not come up
+        self._once_stuck: set[int] = set()  # ranks whose process replaces one that got stuck while it started
 
     def await_ready(self, deadline: float | None = None) -> None:
-        """Wait until every started worker has said hello; one that is stuck as it starts is killed and started again.
+        """Wait until every started worker has said hello. A worker that gets stuck while it starts is killed and
+        replaced.
 
         Raises
         ------
         StartupError
-            Naming the ranks that did not, with the end of their stderr. The runtime is closed then.
+            If workers did not come up. It names the ranks and shows the end of their stderr. The runtime is closed
+            then.
         WorkerDied
-            If one died that was started in the place of another.
+            If a replacement died.
         CallTimeout
-            If they had not at ``deadline``; they go on starting.
+            If workers are not up at ``deadline``. They go on starting.
         """
         while waiting := [worker for worker in self._processes.by_rank if not worker.is_ready]:
-            # From the start of the process on: calls that give up sooner must not put it off.
+            # The time counts from the start of the process, so that calls with shorter limits cannot postpone it.
             silent = [worker.process.started for worker in waiting if worker.hello is None]
             limit = min(silent, default=math.inf) + START_TIMEOUT_S
             try:
@@ -72,7 +74,8 @@ class Starting:
         try:
             silent = {worker.rank for worker in waiting if worker.hello is None}
             self._requests[HELLO] = hello = Request(HELLO, silent, deadline, "start", "")
-            try:  # and nobody is interrupted: a worker that is coming up has no handler yet, the signal would end it
+            # Nobody is interrupted: a worker that is still starting has no signal handler, and the signal would end it.
+            try:
                 self._wait(hello)
             finally:
                 self._requests.pop(HELLO, None)
@@ -81,7 +84,7 @@ class Starting:
                 self._greet(worker, worker.hello)
         except (WorkerDied, ProtocolError, SerializationError) as error:
             if isinstance(error, WorkerDied) and self._recovery.has_restarted:
-                raise  # a replacement: one more death, and the next operation starts another
+                raise  # a replacement died: that is one more death, and the next operation starts another
             died = getattr(error, "ranks", ()) or tuple(sorted(ranks))
             self._fail(died, f"did not come up. {error}", error)
         except StartupError as error:
@@ -95,11 +98,11 @@ class Starting:
         raise failure from error
 
     def _replace_stuck(self) -> None:
-        """Kill the workers whose time to start is over, and start others; a second one that is stuck is the last."""
+        """Kill and replace workers whose time to start is over. If a replacement gets stuck too, the runtime fails."""
         latest = time.monotonic() - START_TIMEOUT_S
         stuck = [worker for worker in self._processes.by_rank if not worker.is_ready and worker.hello is None]
         stuck = [worker for worker in stuck if worker.process.started <= latest]
-        for worker in stuck:  # none of them owes a reply to anything but its hello
+        for worker in stuck:  # they owe no reply except their hello
             worker.process.kill()
             self._processes.bury(worker)
             self._recovery.unreported[worker.rank] = f"was not up {START_TIMEOUT_S:g} s after its start, was killed,"
@@ -122,5 +125,5 @@ class Starting:
 
 
 def own_versions() -> dict[str, str]:
-    """Versions that master and workers must share."""
+    """Return the versions that the master and the workers must share."""
     return {"python": platform.python_version(), "numpy": np.__version__, "synk": __version__}

@@ -1,4 +1,4 @@
-"""The wait for replies: what has happened is taken in, and ends the wait where it is trouble."""
+"""The wait for replies: takes in what has happened, and ends with an error if something went wrong."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Waiting:
     Attributes
     ----------
     is_closing, is_exiting : bool
-        Whether the runtime is being closed, by another thread or because the program ends: a wait ends at once.
+        Whether another thread is closing the runtime, or the program is ending: a wait then ends at once.
     is_interrupted : bool
-        Whether the operation under way is to end, likewise; an operation that begins takes it back.
+        Whether another thread wants the current operation to end. The next operation resets it.
     num_interrupts : int
-        How many waits were ended so.
+        How many waits were ended by it.
     """
 
     def __init__(self, processes: Processes, requests: Requests, recovery: Recovery, poll_set: PollSet) -> None:
@@ -45,7 +45,7 @@ class Waiting:
         self.num_interrupts = 0
 
     def until(self, request: Request, until: float | None = None) -> bool:
-        """Wait until no rank owes ``request`` a reply, or until ``until``; return whether it is so.
+        """Wait until no rank owes ``request`` a reply, at most until ``until``. Return whether all replies came.
 
         A death, or the time limit of any request, ends the wait with an error.
         """
@@ -61,7 +61,7 @@ class Waiting:
                 next_event = min(next_event, until)
             timeout_ms = None if next_event == math.inf else poll_ms(next_event - now)
             if self.take_events(timeout_ms):
-                continue  # what came in time but was not looked at before the deadline still counts
+                continue  # what came in time but was not read before the deadline still counts
             if urgent.deadline is not None and now >= urgent.deadline:
                 self._recovery.on_timeout(urgent)
             if until is not None and now >= until:
@@ -70,11 +70,11 @@ class Waiting:
 
     def _report(self, request: Request) -> None:
         what = request.what or request.phase
-        ranks = [] if request.replies else request.pending  # where some have ended, the others wait or are slow
+        ranks = [] if request.replies else request.pending  # if some ranks have ended, the others wait or are slow
         report("%s has run for more than %g s:%s", what, self._stuck_after_s, at_work(self._processes, ranks))
 
     def take_events(self, timeout_ms: int | None) -> bool:
-        """Handle what happens within a time limit; return whether replies came.
+        """Handle what happens within a time limit. Return whether replies came.
 
         Replies are taken before deaths: a worker that answered and then died has answered.
         """
@@ -87,29 +87,30 @@ class Waiting:
         return bool(events.doorbells)
 
     def wake(self) -> None:
-        """Have a wait in another thread end with ``ClosedError``: the runtime is closing."""
+        """Make a wait in another thread raise ``ClosedError``: the runtime is closing."""
         self.is_closing = True
         self._processes.log.note()
         self._poll_set.wake()
 
     def interrupt(self) -> None:
-        """Have a wait in another thread end with ``CallCancelled``, or the next one of the operation under way."""
-        self.is_interrupted = True  # first: whoever is woken looks at it
+        """Make a wait in another thread raise ``CallCancelled``, or the next wait of its operation."""
+        self.is_interrupted = True  # First, because the woken thread looks at it.
         self._poll_set.wake()
 
     def on_wake(self) -> None:
-        """End the operation under way where another thread wants that."""
+        """End the current operation if another thread asked for that."""
         self._poll_set.drain_wake()
         if self.is_exiting:
-            raise SystemExit  # ends a daemon thread without a word: the program is over
+            raise SystemExit  # ends a daemon thread silently: the program is over
         if self.is_closing:
             raise ClosedError("the call was ended: the runtime is being closed by another thread.")
         if self.is_interrupted:
-            self.is_interrupted = False  # one wait for each: the operation may go on to settle what it has begun
+            # once for each interrupt: the operation may wait again to settle what it has begun
+            self.is_interrupted = False
             self.num_interrupts += 1
             raise interrupted()
 
 
 def interrupted() -> CallCancelled:
-    """Return what a call raises that was interrupted."""
+    """Return the error of a call that was interrupted."""
     return CallCancelled("the call was ended by Runtime.interrupt(). Call it again.")

@@ -1,7 +1,7 @@
-"""The workers of one runtime: a message to some or all of them, the wait for their replies, and their start.
+"""The workers of one runtime: sends messages to some or all of them, waits for their replies, and starts them.
 
-Knows nothing of functions, plans and arrays; what a message brings beside its content it asks of ``pack``. What goes
-wrong is seen here, in the wait, and handled by ``recovery``.
+This file knows nothing of functions, plans and arrays. ``Known.pack`` adds to a message what its rank has yet to learn.
+The wait notices what goes wrong, and ``recovery`` handles it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Workers:
     ----------
     placement : Placement
     process_type : callable
-        ``process_type(rank)`` makes what plays a rank, not started: a process, or something in this one.
+        ``process_type(rank)`` makes what plays a rank, not started yet: a process, or an object in this one.
     seed : int
-        Of random numbers.
+        The seed of random numbers.
     max_restarts : int
     counters : dict of str to int
     token : bytes
@@ -49,17 +49,17 @@ class Workers:
     Attributes
     ----------
     processes, requests, recovery, waiting, starting
-        Its parts: who the workers are, what they were sent, what is done when something goes wrong, the wait for their
-        replies, and how they come up.
+        The parts: who the workers are, what they were sent, what happens after trouble, the wait for replies, and the
+        start.
     by_rank : list of WorkerState
     log : Log
-        What all workers have to know; what a message brings beside its content.
+        What all workers must know. Messages carry its new entries.
     sources : dict of str to callable
-        Who says what ranks are told of the things in the log.
+        For each kind of thing in the log, the function that says what ranks are told about it.
     began : float
-        When the operation under way began.
+        When the current operation began.
     settings : Reader
-        Those of the program, which go along with messages.
+        Reads the program's settings, which travel with messages.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Workers:
     # -- between messages ---------------------------------------------------------------------------------------------
 
     def prepare(self, deadline: float | None = None) -> None:
-        """Bring the workers to a known state: settle what an interrupt left, note deaths, start the dead again.
+        """Bring the workers to a known state: settle what an interrupt left, note deaths, replace the dead.
 
         Raises
         ------
@@ -106,24 +106,24 @@ class Workers:
         StartupError
         """
         processes, recovery = self.processes, self.recovery
-        recovery.settle()  # before deaths are looked for: it is they who would not answer
+        recovery.settle()  # Before the search for deaths: the dead are those that would not answer.
         events = processes.wait(0)
         for rank, _ in events.printed:
             self.by_rank[rank].process.note_backlog()
         recovery.bury_idle(events.deaths)
         if events.is_woken:
             self.waiting.on_wake()
-        if processes.has_dead:  # those, and others of whose death a call before has told
+        if processes.has_dead:  # these, and workers whose death an earlier call reported
             recovery.restart_dead()
         for worker in self.by_rank:
             if not worker.is_ready:
                 self.starting.await_ready(deadline)
                 break
-        recovery.tell_news()  # now that they are up: the warning may be turned into an error, which ends the operation
+        recovery.tell_news()  # after the start: the warning may be turned into an error, which ends the operation
         self.began = time.monotonic()
 
     def replace(self, deadline: float | None) -> None:
-        """End all workers, which are idle, and start others in their place."""
+        """End all workers, which must be idle, and start others in their place."""
         self.recovery.replace_all()
         self.starting.await_ready(deadline)
 
@@ -146,7 +146,7 @@ class Workers:
         Raises
         ------
         WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
-            The workers that are alive then are idle again, and all requests are lost.
+            After any of these the living workers are idle, and all requests are lost.
         """
         return self.wait(self.send(kind, ranks, value, contents, segments, deadline, phase, what, lane))
 
@@ -163,32 +163,32 @@ class Workers:
         lane: int = 0,
         request: Request | None = None,
     ) -> Request:
-        """Send one message to each of ``ranks``, which may be a single one; :meth:`wait` returns the replies.
+        """Send one message to each of ``ranks``. :meth:`wait` returns the replies.
 
-        Several requests may be in flight, to the same ranks or to others, and be waited for in any order.
+        Several requests may be in flight, to the same ranks or to others, and they may be awaited in any order.
 
         Parameters
         ----------
         contents : dict
-            Body of the message for the ranks that need one.
+            The body of the message, for ranks that need one.
         segments : iterable of Segment
-            What the message refers to; ranks that do not hold one yet get it with the message.
+            What the message refers to. A rank that lacks one gets it with the message.
         deadline : float or None
             Monotonic time at which the wait ends with ``CallTimeout``.
         phase, what : str
             For errors.
         lane : int
-            That of the call which the message belongs to.
+            The lane of the call that the message belongs to.
         request : Request, optional
-            What stands for the message; a new one by default.
+            The request to use for the message. By default a new one is made.
 
         Raises
         ------
         WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
-            As :meth:`ask`.
+            As for :meth:`ask`.
         """
         fallen = [rank for rank in ranks if self.by_rank[rank].is_dead]
-        if fallen:  # it answered an earlier message of this operation and died then
+        if fallen:  # it answered an earlier message of this operation and then died
             raise self.recovery.died(fallen, phase, what, self.began)
         messages = self._fitting(ranks, contents, list(segments), deadline, phase, what)
         return self._send_all(kind, value, messages, lane, request or Request(0, ranks, deadline, phase, what))
@@ -202,9 +202,9 @@ class Workers:
         phase: str,
         what: str,
     ) -> dict[int, Packed]:
-        """Pack the messages; descriptors for which one has no room go ahead, in messages of their own."""
+        """Pack the messages. Descriptors that do not fit into one are sent ahead, in messages of their own."""
         messages = self._packed(ranks, contents, segments)
-        # No rank gets the message before all have room for its descriptors: what it answers would be taken for nothing.
+        # No rank gets the message before all ranks have room for its descriptors: an early answer would be discarded.
         while any(len(each.segments) > MAX_FDS for each in messages.values()):
             own = {
                 rank: [segment for segment in each.segments if segment.arena is None] for rank, each in messages.items()
@@ -223,8 +223,8 @@ class Workers:
         return messages
 
     def _packed(self, ranks: Sequence[int], contents: dict[int, Any], segments: Sequence[Segment]) -> dict[int, Packed]:
-        if not self.is_inline:  # which has those of this thread
-            values = self.settings.read()  # which may look for other names
+        if not self.is_inline:  # an inline rank shares the settings of this thread
+            values = self.settings.read()  # reading may find new names
             self.log.set_settings(self.settings.names, values)
         self.log.fold()
         return {rank: self.by_rank[rank].known.pack(contents.get(rank), segments, self.sources) for rank in ranks}
@@ -234,9 +234,10 @@ class Workers:
         requests = self.requests
         sequence = request.sequence = requests.next_sequence()
         flags = lane << LANE_SHIFT | (0 if requests else IS_ALONE)
-        if kind in (Kind.CALL, Kind.ITEMS) and requests:  # it was submitted, and joins others
+        if kind in (Kind.CALL, Kind.ITEMS) and requests:  # a submitted call or a chunk joins others in flight
             self.began = time.monotonic()
-        # Noted before the first rank has it: wherever the sending is broken off, all of them count as having it.
+        # Register the request before the first rank gets the message. If the sending is broken off, all ranks count as
+        # having it.
         request.began = self.began
         requests[sequence] = request
         try:
@@ -250,7 +251,6 @@ class Workers:
     def _send_one(self, worker: WorkerState, kind: Kind, flags: int, sequence: int, value: int, packed: Packed) -> None:
         counters, (body, segments, read) = self.counters, packed
         counters["messages_down"] += 1
-        counters["bytes_down"] += 8
         if body is None:
             worker.process.channel.ring(kind, flags, sequence, value)
             return
@@ -259,17 +259,16 @@ class Workers:
         )
 
     def prefetch(self, ranks: Sequence[int], plan_id: int, lane: int) -> None:
-        """Have ranks bring the inputs of a call to their devices, which follows when those under way have ended."""
+        """Have ranks bring the inputs of a call to their devices. The call follows when those in flight have ended."""
         for rank in ranks:
             if plan_id in self.by_rank[rank].known.held["plan"]:
                 self.counters["messages_down"] += 1
-                self.counters["bytes_down"] += 8
                 self.by_rank[rank].process.channel.ring(Kind.PREFETCH, lane << LANE_SHIFT, 0, plan_id)
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
     def doorbells(self, ranks: Sequence[int]) -> Doorbells:
-        """Return how ranks are rung and heard while the state of the log is the same."""
+        """Return how to ring and hear some ranks while the state of the log stays the same."""
         channels = {rank: self.by_rank[rank].process.channel for rank in ranks}
         return Doorbells(self.poll_set.poll, channels, self.requests, self.patience, self.recovery, self.counters)
 
@@ -279,31 +278,33 @@ class Workers:
         Raises
         ------
         WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
-            As :meth:`ask`; ``CallTimeout`` also for another request, whose ``error`` it is then.
+            As for :meth:`ask`. ``CallTimeout`` may also come from another request, which then keeps it as its
+            ``error``.
         """
         if request.pending:
             self.wait_until(request, None)
-        # No rank owes it anything: if an interrupt comes from here on, the next operation clears it away.
+        # No rank owes it a reply. If an interrupt comes from here on, the next operation removes it.
         self.requests.pop(request.sequence, None)
         return request.replies
 
     def wait_any(self, requests: Sequence[Request], until: float | None = None) -> None:
-        """Wait until no rank owes one of ``requests`` a reply, at most until the monotonic time given.
+        """Wait until one of ``requests`` is answered by all its ranks, at most until the monotonic time ``until``.
 
         Raises
         ------
         WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
-            As :meth:`wait`.
+            As for :meth:`wait`.
         """
         self.wait_until(requests[0] if len(requests) == 1 else AnyOf(requests), until)
 
     def wait_until(self, request: Request, until: float | None) -> bool:
-        """Wait until no rank owes ``request`` a reply, at most until the monotonic time given; return whether it is so.
+        """Wait until no rank owes ``request`` a reply, at most until the monotonic time ``until``. Return whether all
+        came.
 
         Raises
         ------
         WorkerDied, CallTimeout, ClosedError, KeyboardInterrupt
-            As :meth:`wait`.
+            As for :meth:`wait`.
         """
         try:
             return self.waiting.until(request, until)
@@ -312,7 +313,7 @@ class Workers:
             raise
 
     def pump(self) -> None:
-        """Take in, without waiting, what workers have answered; a death or a time limit ends all requests.
+        """Take in the workers' answers without waiting. A death or a time limit ends all requests.
 
         Raises
         ------

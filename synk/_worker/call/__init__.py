@@ -1,4 +1,4 @@
 """One call on a worker: its inputs, the function, its outputs.
 
-``execute`` is the path of it.
+``execute`` is its path.
 """

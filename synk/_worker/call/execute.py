@@ -1,25 +1,29 @@
 """One call on one rank: its inputs -> the user's function, slice by slice -> the accumulated result.
 
-Knows plans, no processes and no channels.
+This file knows plans, but neither processes nor channels.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from synk._pure.shards import shard_bounds
 from synk._wire.control import Down, Up, control_blocks
 from synk._wire.memory import Segment
+from synk._wire.messages import Plan
 from synk._worker.call.inputs import Inputs
 from synk._worker.call.outputs import Outputs
 from synk._worker.call.slices import run_slices
-from synk._worker.held.pages import give_back
+from synk._worker.held.pages import give_back, is_written
 from synk._worker.held.plans import PreparedPlan
+from synk._worker.held.residents import Changing
+from synk._worker.held.rows import Rows
 from synk._worker.held.variables import VariableStore
-from synk.backends import Backend
+from synk.backends import Backend, DeviceBackend
 from synk.communicators._shm import ShmCommunicator
 
 
@@ -30,111 +34,189 @@ class Executor:
     ----------
     inputs : Inputs
     outputs : Outputs
-        Of the last call of the lane, kept until they are published and assembled.
+        The outputs of the lane's last call, kept until they are published and assembled.
+    function_ns, ended : int
+        How long the user's function took in the last call, and when it returned by the monotonic clock.
+    to_come : float
+        What share of the repetitions of the call under way comes after the one that runs now.
     """
 
     def __init__(self, rank: int, backend: Backend, down: np.ndarray) -> None:
-        self.rank = rank
-        self.backend = backend
+        self._backend = backend
         self._down = down
+        self._own_down = memoryview(down[rank])
+        self._own_rows = self._own_down[Down.PARTICIPATES : Down.LOCAL_STEP + 1]  # the numbers by which rows are chosen
         inputs = self.inputs = Inputs(rank, backend, down)
         self.outputs = Outputs(rank, backend, down, meanwhile=lambda: inputs.look_ahead(False))
+        self.function_ns = self.ended = 0
+        self.to_come = 0.0
 
     def run(self, prepared: PreparedPlan, variables: VariableStore) -> Any:
         """Call the user's function on this rank's rows and return its result, accumulated over the slices."""
-        ahead = self.inputs.take_ahead(prepared)
-        self.outputs.forget()
-        plan, function = prepared.plan, prepared.function
-        numbers = self._down[self.rank].tolist()
-        low, high = numbers[Down.LOW], numbers[Down.HIGH]
-        arrays = None if ahead is None else self.inputs.join(ahead)
-        is_sliced = plan.num_slices > 1 and not plan.is_rowless
-        variables.begin(function, is_sliced, self._down)
-        objects = self.inputs.load_objects(prepared, variables)
+        if self.outputs.held_plan is not None:
+            self.outputs.forget()
+        if variables.plan is not prepared:
+            variables.begin(prepared.function, prepared.is_sliced, self._down, prepared)
+        numbers = self._own_rows.tobytes()
+        if numbers != prepared.numbers:  # other rows than in the plan's last call
+            prepared.choose(numbers, self._own_down)
+        rows, function = prepared.rows, prepared.function
+        assert rows is not None
+        if prepared.is_plain:
+            bases, arguments = prepared.bases, []
+            for position, part in rows.views.items():
+                arguments.append(bases[position][part])  # a new view, because the function may change its shape
+            began = time.monotonic_ns()
+            result = function.fn(*arguments)
+            self.ended = time.monotonic_ns()
+            self.function_ns = self.ended - began
+        elif prepared.plan.num_repeats == 1:
+            result = self._run(prepared, rows, variables)
+        else:
+            result = self._repeat(prepared, rows, variables)
+        if variables.given:
+            variables.check_given()
+        return result
+
+    def _repeat(self, prepared: PreparedPlan, rows: Rows, variables: VariableStore) -> Any:
+        """Run a call as often as its plan says and return the last result: as if so many calls followed each other."""
+        num_repeats = prepared.plan.num_repeats
+        try:
+            for to_come in range(num_repeats - 1, 0, -1):
+                self.to_come = to_come / num_repeats
+                self._run(prepared, rows, variables)
+                self._take_back(prepared.spans)
+                variables.keep_assigned()
+        finally:
+            self.to_come = 0.0
+        return self._run(prepared, rows, variables)
+
+    def _run(self, prepared: PreparedPlan, rows: Rows, variables: VariableStore) -> Any:
+        """Run a call that needs more than views of arrays."""
+        ahead = self.inputs.take_ahead(prepared) if self._backend.is_device else None
+        objects = () if prepared.pickle_view is None else self.inputs.load_objects(prepared, variables)
         if prepared.whole:
             variables.show(prepared.whole)
-        if is_sliced:
-            bounds = [(low + a, low + b) for a, b in shard_bounds(high - low, plan.num_slices) if b > a]
-            result = run_slices(
-                function,
-                self.backend,
-                bounds or [(low, high)],
-                lambda start, stop: self._call(prepared, numbers, start, stop, objects, variables),
-                lambda start, stop: self.take_back(prepared, start, stop),
-            )
+        if prepared.is_sliced:
+            bounds = slices_of(rows.high - rows.low, prepared.plan)
+            slices = [prepared.cut(self._own_down, rows.low + a, rows.low + b) for a, b in bounds if b > a]
+            result = self._run_slices(prepared, slices or [rows], objects, variables)
         else:
-            result = self._call(prepared, numbers, low, high, objects, variables, arrays)
-        if function.updates:
+            result = self._call(prepared, rows, objects, variables, ahead)
+        if prepared.function.updates:
             variables.finish_updates()
-        variables.check_given()
-        variables.whole = {}  # what still refers to it now is the function
+        variables.whole = {}  # from here on only the function may refer to it
         return result
+
+    def _run_slices(
+        self, prepared: PreparedPlan, parts: Sequence[Rows], objects: Sequence[Any], variables: VariableStore
+    ) -> Any:
+        function, fn = prepared.function, prepared.function.fn
+
+        def call(part: Rows) -> Any:
+            return self._call(prepared, part, objects, variables)
+
+        def combined(call: Callable[[Rows], Any]) -> Any:
+            return run_slices(
+                function, self._backend, parts, call, lambda part: self._take_back(prepared.loans.spans(part))
+            )
+
+        return fn.in_slices(parts, call, combined) if isinstance(fn, Changing) else combined(call)
 
     def _call(
         self,
         prepared: PreparedPlan,
-        numbers: list[int],
-        low: int,
-        high: int,
+        rows: Rows,
         objects: Sequence[Any],
         variables: VariableStore,
-        arrays: list[Any] | None = None,
+        ahead: dict[int, Any] | None = None,
     ) -> Any:
+        """Call the function on some rows."""
         function = prepared.function
-        args, kwargs = self.inputs.arguments(prepared, numbers, low, high, objects, variables, arrays)
+        args, kwargs = self.inputs.arguments(prepared, rows, objects, variables, ahead)
+        began = time.monotonic_ns()
         result = function.fn(*args, **kwargs)
-        return variables.take_updates(function, result, high - low) if function.updates else result
+        self.ended = time.monotonic_ns()
+        self.function_ns += self.ended - began
+        return variables.take_updates(function, result, rows.high - rows.low) if function.updates else result
 
     def run_part(
         self, prepared: PreparedPlan, variables: VariableStore, low: int, high: int, take: Callable[[Any], Any]
     ) -> Any:
-        """Call the function on some of this rank's rows, on trial after the call; return what ``take`` makes of it."""
-        numbers = self._down[self.rank].tolist()
-        first = numbers[Down.LOW]
+        """Call the function on some of this rank's rows, on trial after its call. Return what ``take`` makes of it."""
+        rows = prepared.cut(self._own_down, low, high)
         variables.begin(prepared.function, False, self._down)
         shards = [item.segment_id for item in prepared.plan.inputs if item.kind == "shard"]
-        variables.show_rows(numbers[Down.HIGH] - first, low - first, high - first, shards)
+        num_rows = self._own_down[Down.HIGH] - rows.first
+        variables.show_rows(num_rows, low - rows.first, high - rows.first, shards)
         objects = self.inputs.load_objects(prepared, variables)
         try:
-            return take(self._call(prepared, numbers, low, high, objects, variables))
+            return take(self._call(prepared, rows, objects, variables))
         finally:
-            self.take_back(prepared, low, high)
+            self._take_back(prepared.loans.spans(rows))
+
+    def note_times(self, own_up: memoryview, received: int) -> None:
+        """Write when this rank received the call, began and ended its function, and had its outputs in place."""
+        own_up[Up.RECEIVED_NS] = received
+        # With slices: as if they followed each other. What the function waited for other ranks is not in function_ns.
+        own_up[Up.BEGAN_NS] = self.ended - self.function_ns - own_up[Up.WAIT_NS]
+        own_up[Up.ENDED_NS] = self.ended
+        own_up[Up.PUBLISHED_NS] = time.monotonic_ns()
+        if self._backend.is_device:
+            copied = cast(DeviceBackend, self._backend).take_copied()
+            own_up[Up.H2D_NBYTES], own_up[Up.D2H_NBYTES] = copied
 
     def forget(self) -> None:
-        """Drop the outputs of the last call, and inputs that were brought ahead."""
+        """Drop the outputs of the last call, and inputs that were brought ahead of the next one."""
         self.outputs.forget()
         self.inputs.forget()
 
-    # -- what the function keeps of its inputs, and writes into them --------------------------------------------------
+    # -- inputs that the function keeps or writes into ----------------------------------------------------------------
 
-    def take_back(self, prepared: PreparedPlan, low: int, high: int) -> None:
-        """Drop what the function has written into its inputs, if they are tensors, when it got these rows."""
-        for address, nbytes in prepared.loans.written(self.inputs.lent_rows(prepared, low, high)):
-            self.outputs.let_go()
-            give_back(address, nbytes)
+    def _take_back(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Drop what the function has written into its inputs, if they are tensors."""
+        for address, nbytes in spans:
+            if is_written(address, nbytes):
+                self.outputs.let_go()
+                give_back(address, nbytes)
 
     def settle_inputs(self, prepared: PreparedPlan) -> bool:
-        """When a function has returned, see to what it keeps of its inputs and has written into them.
+        """After a function has returned, deal with inputs that it has kept or written into.
 
-        Return whether it keeps plain arrays. They have their own memory now, and the segment must be mapped anew.
+        Return whether it has kept plain arrays. If so, they have pages of their own now, and the caller must map the
+        segment again.
         """
-        low, high = self._down[self.rank, Down.LOW : Down.HIGH + 1].tolist()
         loans = prepared.loans
         if loans.is_kept():
             self.outputs.let_go()
             if loans.is_kept():
-                self.backend.forget_segment(loans.staging)
-                loans.make_own(self.inputs.lent_rows(prepared, low, high))
+                low, high = self._own_down[Down.LOW], self._own_down[Down.HIGH]
+                self._backend.forget_segment(loans.staging)
+                loans.make_own(prepared.cut(self._own_down, low, high))
                 return True
-        self.take_back(prepared, low, high)
+        self._take_back(prepared.spans)
         return False
+
+
+def slices_of(num_rows: int, plan: Plan) -> list[tuple[int, int]]:
+    """Return the rows of each slice: as many slices as were asked for, or one for each block."""
+    if not plan.block_rows:
+        return shard_bounds(num_rows, plan.num_slices)
+    return [(start, min(start + plan.block_rows, num_rows)) for start in range(0, num_rows, plan.block_rows)]
 
 
 _CALL = int(Down.CALL)
 
 
 class WorkerLane:
-    """What a call has to itself on its rank; see ``synk._master.state.lanes``."""
+    """What a call has to itself on its rank; see ``synk._master.state.lanes``.
+
+    Attributes
+    ----------
+    left, sleeps : memoryview of int64
+        The words by which a rank goes through a call without communicating; see ``Rendezvous.skip_words``. While there
+        is no communicator, nobody reads ``left``, and ``sleeps`` is empty.
+    """
 
     def __init__(self, index: int, rank: int, world_size: int, control: Segment, backend: Backend) -> None:
         self.index = index
@@ -145,17 +227,25 @@ class WorkerLane:
         self.published = memoryview(self.up.T[Up.PUBLISHED])
         self.collective: Segment | None = None
         self.communicator: ShmCommunicator | None = None
+        self.has_waited = False
+        self.left, self.sleeps = (memoryview(np.zeros(count, np.int64).data) for count in (world_size, 0))
         self.called: PreparedPlan | None = None  # the plan of the last call
-        self._ranks: tuple[int, tuple[int, ...]] = -1, ()  # and the number of the call
+        self._ranks: tuple[int, tuple[int, ...]] = -1, ()  # a cache: the number of a call, and its ranks
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that run the call under way, ascending."""
+        """The ranks that run the current call, ascending."""
         call = self.first_down[_CALL]
         if self._ranks[0] != call:
             self._ranks = call, tuple(self.rows())
         return self._ranks[1]
 
+    def note_waits(self, waited_ns: int) -> None:
+        """Write how long this rank has waited for others in the call, and do not count that as work of the function."""
+        self.has_waited = waited_ns > 0
+        self.own_up[Up.WAIT_NS] = waited_ns = min(waited_ns, self.executor.function_ns)
+        self.executor.function_ns -= waited_ns
+
     def rows(self) -> dict[int, int]:
-        """Return how many rows each rank has that runs the call under way."""
+        """Return the number of rows of each rank that runs the current call."""
         return {rank: row[Down.ROWS] for rank, row in enumerate(self.down.tolist()) if row[Down.PARTICIPATES]}

@@ -1,4 +1,4 @@
-"""The inputs of a call on its rank: its rows as arrays of the backend, which may be brought ahead of the call."""
+"""The inputs of a call on its rank: its rows as arrays of the backend, which may be brought before the call begins."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from synk._pure.nested import build
 from synk._pure.tensors import as_dtype
 from synk._pure.trees import flatten, unflatten
 from synk._wire.control import Down
-from synk._wire.messages import Input
-from synk._worker.held.loans import RowsOf
 from synk._worker.held.plans import PreparedPlan
 from synk._worker.held.residents import resident_argument
+from synk._worker.held.rows import Rows
 from synk._worker.held.variables import VariableStore
 from synk.backends import Backend, DeviceBackend
 from synk.errors import SerializationError
 
 
 class Ahead(NamedTuple):
-    """The inputs of a call that were brought before it began; see ``DeviceBackend.beside``."""
+    """The arrays of a call, by position, that were brought before it began; see ``DeviceBackend.beside``."""
 
     prepared: PreparedPlan
     call: int
-    arrays: list[Any]
+    arrays: dict[int, Any]
     event: Any
 
 
@@ -34,15 +33,15 @@ class Inputs:
     """Brings the inputs of the calls of one lane."""
 
     def __init__(self, rank: int, backend: Backend, down: np.ndarray) -> None:
-        self._rank = rank
         self._backend = backend
         self._down = down
+        self._own_down = memoryview(down[rank])
         self._ahead: Ahead | None = None
-        self.num_ahead = 0  # of the call under way, those that were brought before it began
-        self.look_ahead: Callable[[bool], None] = do_nothing  # whether a call waits whose inputs can be brought
+        self.num_ahead = 0  # how many arrays of the current call were brought before it began
+        self.look_ahead: Callable[[bool], None] = do_nothing  # brings the inputs of a call that waits, if there is one
 
     def load_objects(self, prepared: PreparedPlan, variables: VariableStore) -> Sequence[Any]:
-        """Unpickle the broadcast objects of the call: the user's classes are built here."""
+        """Unpickle the broadcast objects of the call. This runs code of the user's classes."""
         if prepared.pickle_view is None:
             return ()
         try:
@@ -63,115 +62,80 @@ class Inputs:
     def arguments(
         self,
         prepared: PreparedPlan,
-        numbers: list[int],
-        low: int,
-        high: int,
+        rows: Rows,
         objects: Sequence[Any],
         variables: VariableStore,
-        arrays: list[Any] | None = None,
+        ahead: dict[int, Any] | None = None,
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Return what the function gets for the rows ``low`` to ``high`` of the selection.
+        """Return what the function gets for some rows.
 
         Parameters
         ----------
-        numbers : list of int
-            This rank's, of the call under way; see ``synk._wire.control.Down``.
         objects : sequence
-            As :meth:`load_objects` returned them.
-        arrays : list of (array or None), optional
-            The inputs that were brought ahead.
+            What :meth:`load_objects` returned.
+        ahead : dict of int to array, optional
+            The arrays, by position, if they were brought ahead.
         """
-        function = prepared.function
-        values: list[Any] = []
-        for item, base, ahead in zip(prepared.plan.inputs, prepared.bases, arrays or prepared.nothing):
-            if ahead is not None:
-                value = ahead
-            elif item.kind == "rows":
-                value = self._rows(prepared, item, base, numbers, low, high)
-            elif item.kind == "whole":
-                value = self._backend.from_host(base[...])  # a view: the function may change the shape of what it gets
-            elif item.kind == "object":
-                value = objects[item.offset]
-            elif item.kind == "closed over":
-                continue
+        if prepared.takes_views:
+            return [prepared.bases[position][part] for position, part in rows.views.items()], {}
+        values = self._bring(prepared, rows) if ahead is None else ahead
+        to_framework = prepared.function.to_framework
+        if to_framework is not None:
+            for position, array in values.items():
+                dtype = prepared.plan.inputs[position].tensor_dtype
+                values[position] = as_dtype(to_framework(array), dtype) if dtype else to_framework(array)
+        for position, item in prepared.others:
+            if item.kind == "object":
+                values[position] = objects[item.offset]
             elif item.kind == "resident":
-                value = resident_argument(item.segment_id, is_trial=prepared.plan.is_trial)
+                values[position] = resident_argument(item.segment_id, is_trial=prepared.plan.is_trial)
             else:
-                value = variables.argument(item, prepared.local_indices, low, high, numbers[Down.LOW])
-            if function.to_framework is not None and item.kind in ("rows", "whole"):
-                value = function.to_framework(value)
-                if item.tensor_dtype:
-                    value = as_dtype(value, item.tensor_dtype)
-            values.append(value)
+                values[position] = variables.argument(item, prepared.local_indices, rows)
+        arguments = list(map(values.__getitem__, range(len(values))))
         if prepared.nests:
-            values = nested(values, prepared.nests)
-        args = [value for value, keyword in zip(values, prepared.keywords) if not keyword]
-        return args, {keyword: value for value, keyword in zip(values, prepared.keywords) if keyword}
+            arguments = nested(arguments, prepared.nests)
+        first = len(arguments) - len(prepared.keywords)
+        return arguments[:first], dict(zip(prepared.keywords, arguments[first:]))
 
-    def _rows(
-        self, prepared: PreparedPlan, item: Input, base: np.ndarray, numbers: list[int], low: int, high: int
-    ) -> Any:
-        """Return the rows ``low`` to ``high`` of the selection, as a view where they are a range."""
-        indices = prepared.indices_for(item)
-        if indices is not None:
-            return self._backend.take_rows(base, indices[low:high])
-        return self._backend.from_host(base[row_range(item, numbers, low, high)])
-
-    def lent_rows(self, prepared: PreparedPlan, low: int, high: int) -> RowsOf:
-        """Return what tells which rows of an input the function got when it was called for ``low`` to ``high``."""
-        numbers = self._down[self._rank].tolist()
-
-        def rows(item: Input, base: np.ndarray) -> np.ndarray | None:
-            if self._backend.is_device or prepared.indices_for(item) is not None:
-                return None
-            return base[row_range(item, numbers, low, high)]
-
-        return rows
+    def _bring(self, prepared: PreparedPlan, rows: Rows) -> dict[int, Any]:
+        """Return the scattered and the broadcast arrays as arrays of the backend, by position."""
+        bases, backend = prepared.bases, self._backend
+        arrays: dict[int, Any] = {}
+        for position, part in rows.views.items():
+            view = bases[position][part]
+            arrays[position] = backend.from_host(view) if backend.is_device else view
+        for position, indices in rows.picked.items():
+            arrays[position] = backend.take_rows(bases[position], indices)
+        return arrays
 
     # -- brought ahead ------------------------------------------------------------------------------------------------
 
     def prefetch(self, prepared: PreparedPlan, *, is_hurried: bool) -> None:
-        """Begin to bring the inputs of the call that comes next in this lane; ``run`` finds them.
+        """Begin to bring the inputs of the next call in this lane. The call finds them by :meth:`take_ahead`.
 
-        ``is_hurried``: only where it does not hold up the host, because the call before has not begun its work yet.
+        ``is_hurried``: only do it without blocking the host, because the current call has not queued its work yet.
         """
         if self._ahead is not None or prepared.plan.num_slices > 1:
             return
         backend = cast(DeviceBackend, self._backend)
-        numbers = self._down[self._rank].tolist()
-        low, high = numbers[Down.LOW], numbers[Down.HIGH]
+        own_down = self._own_down
         if is_hurried:
-            is_range = prepared.indices is None and prepared.order is None and numbers[Down.STEP] == 1
+            is_range = prepared.indices is None and prepared.order is None and own_down[Down.STEP] == 1
             if not is_range or not all(base is None or backend.is_pinned(base) for base in prepared.bases):
                 return
         try:
             with backend.beside() as event:
-                arrays = self._bring(prepared, numbers, low, high)
-        except MemoryError:  # no room for the inputs of two calls: this one brings its own when it runs
+                arrays = self._bring(prepared, prepared.cut(own_down, own_down[Down.LOW], own_down[Down.HIGH]))
+        except MemoryError:  # no room for the inputs of two calls: the next one brings its own when it runs
             return
         self._ahead = Ahead(prepared, int(self._down[0, Down.CALL]), arrays, event)
 
-    def _bring(self, prepared: PreparedPlan, numbers: list[int], low: int, high: int) -> list[Any]:
-        """Return the scattered and the broadcast arrays of a call by the position of the input; None for the others."""
-        return [
-            self._rows(prepared, item, base, numbers, low, high)
-            if item.kind == "rows"
-            else self._backend.from_host(base)
-            if item.kind == "whole"
-            else None
-            for item, base in zip(prepared.plan.inputs, prepared.bases)
-        ]
-
-    def take_ahead(self, prepared: PreparedPlan) -> Ahead | None:
-        """Return what was brought ahead, where it is for the call that begins now; forget it in any case."""
+    def take_ahead(self, prepared: PreparedPlan) -> dict[int, Any] | None:
+        """Return the arrays that were brought ahead, if they are for the call that begins now. Forget them anyway."""
         ahead = self._ahead
         self.forget()
-        if ahead is not None and ahead.prepared is prepared and ahead.call == self._down[0, Down.CALL]:
-            return ahead
-        return None
-
-    def join(self, ahead: Ahead) -> list[Any]:
-        """Return the inputs that were brought ahead, for use in the call that begins now."""
+        if ahead is None or ahead.prepared is not prepared or ahead.call != self._down[0, Down.CALL]:
+            return None
         cast(DeviceBackend, self._backend).join(ahead.event)
         self.num_ahead = len(ahead.arrays)
         self.look_ahead(True)
@@ -183,17 +147,8 @@ class Inputs:
         self.num_ahead = 0
 
 
-def row_range(item: Input, numbers: Sequence[int], low: int, high: int) -> slice:
-    """Return where the rows ``low`` to ``high`` of the selection lie in an input, when they are a range."""
-    start, step = (0, 1) if item.is_minibatch else (numbers[Down.START], numbers[Down.STEP])
-    first, stop = start + low * step, start + high * step
-    if high <= low:
-        return slice(0, 0)
-    return slice(first, stop if stop >= 0 else None, step)  # below 0: a negative step that ends on row 0
-
-
 def in_framework(value: Any, convert: Callable[[Any], Any], xp: Any) -> Any:
-    """Return a broadcast object with the arrays in its nesting of tuples, lists and dicts as those of the framework."""
+    """Return a broadcast object in which arrays, nested in tuples, lists and dicts, are the framework's."""
     if not isinstance(value, (tuple, list, dict)):
         return value
     leaves, structure = flatten(value)

@@ -1,4 +1,4 @@
-"""The large outputs of a call on its rank: chunks for the others to reduce, and this rank's part of the result."""
+"""The large outputs of a call on its rank: chunks for other ranks to reduce, and this rank's part of the result."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from synk.backends import Backend
 
 
 def own(backend: Backend, holder: Any, position: int) -> Any:
-    """Return the array at ``holder[position]`` as one that nobody else can change."""
+    """Return the array at ``holder[position]``, or a copy if anybody else could change it."""
     if backend.is_device or not is_only_reference(holder, position):
         return backend.own_copy(holder[position])
     return holder[position]
 
 
 def is_only_reference(holder: Any, position: int) -> bool:
-    """Whether nobody but ``holder[position]``, an array of NumPy, refers to its memory."""
+    """Whether ``holder[position]``, a NumPy array, is the only reference to its memory."""
     return _references(holder, position) in _ONLY_REFERENCES
 
 
 def _references(holder: Any, position: int) -> tuple[bool, bool, int, int]:
-    """Return whose the memory of an array is, whether it is a view, and how often it and what it views are used."""
+    """Return whether NumPy owns an array's memory, whether it is no view, and the references to it and to its base."""
     array = holder[position]
     owner = array if array.base is None else array.base
     is_own = type(owner) is np.ndarray and owner.flags.owndata and not weakref.getweakrefcount(owner)
     return is_own, array is owner, sys.getrefcount(array), sys.getrefcount(owner)
 
 
-# Counted, for it depends on the interpreter what its own variables add.
+# Measured, because interpreters differ in the references that their own variables add.
 _ONLY_REFERENCES = (_references([np.empty(1)], 0), _references([np.empty(1)[:]], 0))
 
 
 class LargeOutputs:
-    """The large outputs of one call, as far as they are needed at their assembly.
+    """The large outputs of one call, kept until they are assembled.
 
     Attributes
     ----------
     collectives : Collectives or None
-        Between all ranks, where these have joined a group.
+        The collectives between all ranks, if the ranks have joined an NCCL group.
     """
 
     def __init__(self, backend: Backend, slots: Slots) -> None:
@@ -62,11 +62,11 @@ class LargeOutputs:
         self._parts = {}
 
     def publish(self, position: int, array: Any, view: np.ndarray, op: Op) -> None:
-        """Copy what other ranks reduce of an output to the slot, and keep what this rank does with it itself."""
+        """Copy the chunks that other ranks reduce to the slot, and keep what this rank writes to the result itself."""
         self._parts[position] = self._publish_chunks(array, view) if isinstance(op, Reduction) else array
 
     def _publish_chunks(self, array: Any, view: np.ndarray) -> Any:
-        """Copy the chunks that other ranks reduce; return the elements that this rank reduces itself."""
+        """Copy the chunks that other ranks reduce to the slot. Return the elements that this rank reduces itself."""
         participants = self._slots.participants
         if view is NO_VIEW and len(participants) > 1:  # the devices reduce it
             array = self._backend.as_array(array, "a large output")
@@ -81,12 +81,12 @@ class LargeOutputs:
         return flat[own_start:own_stop]
 
     def detach(self) -> None:
-        """Copy what still belongs to the user's code, which runs next."""
+        """Copy the parts whose memory belongs to the user's code, which runs next."""
         for position in self._parts:
             self._parts[position] = own(self._backend, self._parts, position)
 
     def assemble(self, prepared: PreparedPlan, moves: Sequence[Move], result: Segment) -> None:
-        """Bring this rank's part of the large outputs into the result segment."""
+        """Write this rank's part of the large outputs to the result segment."""
         assert prepared.layout is not None
         leaves = prepared.layout.leaves
         rows = self._slots.rows()
@@ -100,7 +100,7 @@ class LargeOutputs:
                 self._reduce(move, leaf, offsets[move.leaf], rows, result)
 
     def _reduce(self, move: Move, leaf: Leaf, offset: int, rows: list[int], result: Segment) -> None:
-        """Reduce this rank's chunk of an output from the slots of all ranks, whose parts of it lie at ``offset``."""
+        """Reduce this rank's chunk of an output, which lies at ``offset`` in the slots of all other ranks."""
         slots, start = self._slots, move.start
         count = move.stop - start
         out = result.view(move.offset + start * leaf.dtype.itemsize, (count,), leaf.dtype)
@@ -121,7 +121,7 @@ class LargeOutputs:
     def _reduce_on_devices(
         self, moves: Sequence[Move], leaves: Sequence[Leaf], rows: list[int], result: Segment
     ) -> None:
-        """Reduce large outputs by NCCL, all in one launch, and bring this rank's block of each to the result."""
+        """Reduce large outputs with NCCL, in one launch, and write this rank's block of each to the result."""
         if not moves:
             return
         assert self.collectives is not None

@@ -1,4 +1,4 @@
-"""The outputs of a call on its rank: into its slot, and assembled where they are large; kept until then."""
+"""The outputs of a call on its rank: published in its slot, assembled if they are large, and kept until then."""
 
 from __future__ import annotations
 
@@ -31,19 +31,18 @@ class Outputs:
     rank : int
     backend : Backend
     down : ndarray
-        The numbers that the master writes for the lane.
+        The control block that the master writes for the lane.
     meanwhile : callable
-        Called while the device may still be at work on the outputs.
+        Called while the device may still be computing the outputs.
 
     Attributes
     ----------
     slots : Slots
     large : LargeOutputs
     held_plan : PreparedPlan or None
-        That of the call, as long as anything of it is held.
+        The plan of the last call, as long as any of its outputs are held.
     is_waiting : bool
         Whether outputs are still to be assembled.
-    nbytes : int
     """
 
     def __init__(self, rank: int, backend: Backend, down: np.ndarray, meanwhile: Callable[[], None]) -> None:
@@ -53,36 +52,37 @@ class Outputs:
         self.large = LargeOutputs(backend, self.slots)
         self.held_plan: PreparedPlan | None = None
         self.is_waiting = False
-        self.nbytes = 0
         self._values: list[Any] = []
         self._is_published = False
-        self._lost: BaseException | None = None  # why the outputs are there no more
+        self._lost: BaseException | None = None  # why the outputs no longer exist
         self._result: Any = None
 
-    def publish(self, prepared: PreparedPlan, result: Any, variables: VariableStore) -> tuple[Status, Any]:
-        """Bring the outputs into the rank's slot, and new values of variables into their second buffers; return the
-        status and the reply's body (None: nothing new).
+    def repeat(self, prepared: PreparedPlan, result: Any, variables: VariableStore) -> bool:
+        """Publish a result that looks like that of the plan's last call, to the same places. Else return False."""
+        slots, layout = prepared.slots, prepared.layout
+        if slots is None or layout is None or not slots.fill(result):
+            return False
+        return not (variables.assigned or layout.assigned) or variables.store_as_before(layout.assigned)
 
-        The body is ``(layout or None, objects)``: the layout where it differs from that of the plan's last call, and
-        the outputs that are no arrays.
+    def publish(self, prepared: PreparedPlan, result: Any, variables: VariableStore) -> tuple[Status, Any]:
+        """Write the outputs to the rank's slot, and new values of variables to their second buffers.
+
+        Return the status and the body of the reply. The body is None if there is nothing new, else
+        ``(layout or None, objects)``: the layout if it differs from that of the plan's last call, and the outputs that
+        are not arrays.
         """
-        slots = prepared.slots
-        is_assigning = variables.assigned or (prepared.layout is not None and prepared.layout.assigned)
-        if slots is not None and not is_assigning and slots.fill(result):
-            self.nbytes = slots.nbytes
-            return Status.DONE, None
-        function = prepared.function
+        function, layout = prepared.function, prepared.layout
         subset = prepared.plan.output_subset
         if function.lists is not None:
             result = take_lists(result, function.lists)
         values, structure = flatten(result)
-        if prepared.layout is None or structure != prepared.structure:
+        if layout is None or structure != prepared.structure:
             skeleton = skeleton_of(structure, len(values))
             prepared.ops = match_ops(function.ops, skeleton, len(values), repr(function.name))
             prepared.structure = structure
-            prepared.layout = None
+            layout = prepared.layout = None
         else:
-            skeleton = prepared.layout.skeleton
+            skeleton = layout.skeleton
         outputs: list[Any] = []
         leaves: list[Leaf] = []
         objects: list[Any] = []
@@ -102,11 +102,9 @@ class Outputs:
                 leaves.append(Leaf(tuple(array.shape), array.dtype, function.is_tensor(value), partial_of))
             else:
                 outputs.append(None)
-                # Of objects only tables are reduced, and these have rows.
+                # Tables are the only objects that can be reduced, and they have rows.
                 leaves.append(Leaf((num_rows(array.value),) if isinstance(op, Reduction) else (), None))
                 objects.append(array.value if isinstance(array, Object) else array)
-        layout = prepared.layout
-        self.nbytes = sum(leaf.nbytes for leaf in leaves)
         assigned = variables.assignments() if variables.assigned else ()
         is_new = layout is None or layout.leaves != tuple(leaves) or layout.assigned != assigned
         if is_new:
@@ -125,14 +123,14 @@ class Outputs:
         return status, (layout if is_new else None, objects) if is_new or objects else None
 
     def _slots_of(self, prepared: PreparedPlan, result: Any, values: Sequence[Any]) -> OutputSlots | None:
-        """Return where the outputs of the next call go if they look like these, where it can be told so easily."""
+        """Return where the next call's outputs go if they look like these. None unless a quick check can tell."""
         function = prepared.function
         is_plain = all(is_plain_output(value) or _is_converted(value, function) for value in values)
         is_small = all(
             view is not NO_VIEW and view.nbytes < LARGE_NBYTES and (view.dtype.kind != "V" or foreign_name(view.dtype))
             for view in prepared.slot_views
         )
-        if not (is_plain and is_small) or self._backend.name != "numpy":
+        if not (is_plain and is_small) or self._backend.is_device:
             return None
         return OutputSlots(result, values, prepared.slot_views, prepared.structure, function)
 
@@ -163,8 +161,8 @@ class Outputs:
         return status
 
     def assemble(self, moves: Sequence[Move], result: Segment) -> None:
-        """Bring this rank's part of the large outputs into the result segment."""
-        if not self.is_waiting:  # its outputs are small, only those of others are large
+        """Write this rank's part of the large outputs to the result segment."""
+        if not self.is_waiting:  # only other ranks have large outputs
             return
         if self._lost is not None:
             raise self._lost
@@ -173,24 +171,24 @@ class Outputs:
         self._backend.synchronize()
         self.is_waiting = False
 
-    # -- held no longer than needed -----------------------------------------------------------------------------------
+    # -- no longer than needed ----------------------------------------------------------------------------------------
 
     def let_go(self) -> None:
-        """Hold the outputs of the last call no longer, or as copies: they may be views of its inputs."""
+        """Drop the outputs of the last call, which may be views of its inputs. Keep copies if they are still needed."""
         if self.is_waiting or not self._is_published:
             self.detach()
         else:
             self.forget()
 
     def detach(self) -> None:
-        """Copy what is kept of the outputs of the last call and still belongs to the user's code, which runs next.
+        """Copy outputs of the last call whose memory still belongs to the user's code, which runs next.
 
-        A function may return a buffer that it fills again in the next call, or state that it changes in place. In a
-        repeated call nothing is kept as long: its outputs are published and assembled before it ends.
+        A function may return a buffer that it fills again in the next call, or state that it changes in place. A
+        repeated call keeps nothing that long: its outputs are published and assembled before it ends.
         """
         if self.held_plan is None or self._lost is not None:
             return
-        self._result = None  # or its arrays would seem to be in use
+        self._result = None  # its references would make the arrays seem to be in use
         if self._is_published:
             self._values = [None] * len(self._values)
         else:
@@ -200,7 +198,7 @@ class Outputs:
             for position, array in enumerate(self._values):
                 if array is not None:
                     self._values[position] = own(self._backend, self._values, position)
-        except Exception as error:  # no room: whoever asks for them is told
+        except Exception as error:  # no memory: the message that asks for the outputs raises this
             self._lost = error
             self._values = []
             self.large.forget()

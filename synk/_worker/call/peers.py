@@ -1,4 +1,4 @@
-"""The other ranks of a call, as this one reaches them without the master: how far each is, and collectives."""
+"""What ranks do together without the master: telling each other how far they are, and collectives."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from synk._wire.memory import Fence, Segment
 from synk._wire.messages import JoinOrder
 from synk._worker.call.execute import WorkerLane
 from synk._worker.comm.collectives import Collectives
+from synk._worker.comm.user_arrays import StagedArrays, UserArrays
 from synk._worker.held.plans import LoadedFunction
-from synk.backends import Backend, DeviceBackend
+from synk.backends import Backend, NcclBackend
+from synk.backends._numpy import NumpyBackend
 from synk.communicators._shm import Aborted, ShmCommunicator
 from synk.communicators._short_path import ShortPath
 from synk.errors import CollectiveMismatch
@@ -24,32 +26,34 @@ from synk.errors import CollectiveMismatch
 if TYPE_CHECKING:
     from synk._worker.comm.nccl_group import WorkerGroup
 
-# The longest wait for another rank that is spent awake: longer ones gained nothing more.
+_CALL, _RESULT = int(Down.CALL), int(Down.RESULT)  # members of an enumeration are slow to look up
+
+# How long a rank waits awake for another one at most. Longer times gained nothing more.
 _AWAKE_S = 200e-6
 
 
 class Peers:
-    """The other ranks.
+    """The other ranks, as this one sees them.
 
     Parameters
     ----------
     rank, world_size : int
     backend : Backend
     down, up : ndarray
-        The numbers of lane 0.
+        The control blocks of lane 0.
     eventfds : sequence of int
-        One per rank, to wake one another in collectives inside functions.
+        One for each rank, by which ranks wake each other in collectives inside functions.
 
     Attributes
     ----------
     patience_s : float
         How long this rank waits for the others' outputs before it replies without them.
     group : WorkerGroup or None
-        That of NCCL.
+        The NCCL group.
     is_communicating : bool
-        Whether the call under way has used ``synk.comm``.
+        Whether the current call has used ``synk.comm``.
     short_path : ShortPath or None
-        Through which messages of plain arrays go, as soon as the call under way communicates.
+        The quick way for messages of plain arrays, once the current call communicates.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Peers:
         self._rank = rank
         self._world_size = world_size
         self._backend = backend
+        self._on_host = NumpyBackend(backend.device)
         self._down, self._up = down, up
         self._eventfds = eventfds
         self._fence = Fence()
@@ -65,22 +70,22 @@ class Peers:
         self.group: WorkerGroup | None = None
         self.is_communicating = False
         self.short_path: ShortPath | None = None
-        self._collectives: Collectives | None = None  # of the call under way
+        self._collectives: Collectives | None = None  # of the current call
 
     def close(self) -> None:
         if self.group is not None:
             self.group.leave()
 
-    # -- how far each is ----------------------------------------------------------------------------------------------
+    # -- how far each rank is -----------------------------------------------------------------------------------------
 
     def meet(self, lane: WorkerLane) -> bool:
-        """Tell the others that this rank's outputs are in its slot and look as before; return whether all say so.
+        """Tell the others that this rank's outputs are in its slot and look as before. Return whether all say so.
 
-        Waits awake and not for long: a rank that was too early is asked again by the master when all have replied.
+        This waits awake and not for long. If it was too short, the master asks again once all ranks have replied.
         """
         call = lane.first_down[Down.CALL]
         published = lane.published
-        self._fence()  # the outputs come before the word that tells of them
+        self._fence()  # the outputs must be visible before the word that announces them
         published[self._rank] = call
         ranks = lane.executor.outputs.slots.participants
         end = time.monotonic() + self.patience_s
@@ -92,44 +97,57 @@ class Peers:
         return True
 
     def complete(self, lane: WorkerLane) -> None:
-        """Bring what the function has started by ``synk.comm`` to its end, now that it has returned."""
+        """Finish what the function has started with ``synk.comm``, now that it has returned."""
         if self.is_communicating:
             assert lane.communicator is not None
             lane.communicator.complete()
-            self.give_up_started(lane)  # the function has got over an error
+            self.give_up_started(lane)  # some may be left if the function caught an error
             if self._collectives is not None:
                 self._collectives.join_communication()
 
     def give_up_started(self, lane: WorkerLane) -> None:
-        """Before this rank leaves with collectives that it has started: others may have given them to NCCL already."""
+        """Give the NCCL group up if this rank leaves with collectives in flight, which others may have launched."""
         has_started = self.is_communicating and lane.communicator is not None and lane.communicator.has_started
         if has_started and self.group is not None and lane.executor.outputs.slots.has_group:
             self.group.give_up()
 
     def leave_call(self, lane: WorkerLane) -> None:
-        """Let nobody wait for this rank any longer."""
-        call = lane.first_down[Down.CALL]
-        if lane.published[self._rank] != call:
-            lane.published[self._rank] = -call
-        if lane.communicator is not None:
-            if self.is_communicating:
-                self.is_communicating = False
-                self.short_path = self._collectives = None
-                lane.communicator.end()
-            else:
-                lane.communicator.skip(call)
+        """Say that this rank has left the call, so that no rank waits for it. :meth:`wake` follows after the reply."""
+        rank, call = self._rank, lane.first_down[_CALL]
+        if lane.first_down[_RESULT] and lane.published[rank] != call:
+            lane.published[rank] = -call
+        if self.is_communicating:
+            assert lane.communicator is not None
+            self.is_communicating = False
+            self.short_path = self._collectives = None
+            lane.communicator.end()
+            lane.note_waits(lane.communicator.patience.waited_ns)
+            lane.communicator.patience.waited_ns = 0
+        elif lane.has_waited:  # in an earlier call
+            lane.note_waits(0)
+        lane.left[rank] = call
+
+    def wake(self, lane: WorkerLane) -> None:
+        """Wake ranks that sleep in a collective in which this rank did not take part.
+
+        This happens after the reply, so that the master does not wait for it. A rank that falls asleep just now and is
+        missed looks again by itself.
+        """
+        assert lane.communicator is not None
+        lane.communicator.wake_sleepers()
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
     def connect(self, lane: WorkerLane, segment: Segment) -> None:
         """Have the functions of a lane communicate through a segment from now on."""
-        # A rank that waits awake would keep its core from the very one that it waits for, where there are fewer cores.
+        # With fewer cores than ranks, a rank that waits awake would keep its core from the very rank it waits for.
         patience_s = min(self.patience_s, _AWAKE_S) if self._world_size <= num_cores() else 0.0
         lane.collective = segment
         lane.communicator = ShmCommunicator(segment, self._rank, self._world_size, self._eventfds, patience_s)
+        lane.left, lane.sleeps = lane.communicator.skip_words()
 
     def collectives(self, lane: WorkerLane, function: LoadedFunction) -> Collectives:
-        """Return the collectives of the call under way; the first use in a call joins its group."""
+        """Return the collectives of the current call. The first use in a call joins it."""
         if self._collectives is not None:
             return self._collectives
         communicator = lane.communicator
@@ -138,19 +156,20 @@ class Peers:
         communicator.begin(ranks, lane.first_down[Down.CALL])
         self.is_communicating = True
         framework = (function.to_framework, function.from_framework)
+        if slots.has_group and self.group is not None and self.group.communicator is not None:
+            self._collectives = self.group.collectives_in(communicator, framework)
+            return self._collectives
         if self._backend.is_device:
-            from synk._worker.comm.nccl_group import device_collectives
-
-            group = self.group if slots.has_group else None
-            self._collectives = device_collectives(self._backend, communicator, group, framework)
+            arrays: UserArrays = StagedArrays(self._backend, framework)
         else:
-            self._collectives = Collectives(communicator, self._backend, len(ranks), framework, host=communicator)
+            arrays = UserArrays(self._backend, framework, communicator.results)
             self.short_path = communicator.short_path if framework == (None, None) else None
+        self._collectives = Collectives(communicator, self._on_host, len(ranks), arrays, host=communicator)
         return self._collectives
 
     def join(self, order: JoinOrder, lanes: Sequence[WorkerLane]) -> dict[str, Any]:
         """Make the id of a group of NCCL, or join one, and have all lanes reduce by it."""
-        backend = cast(DeviceBackend, self._backend)
+        backend = cast(NcclBackend, self._backend)
         if self.group is None:
             from synk._worker.comm.nccl_group import WorkerGroup  # CPU workers need none of it
 
@@ -164,12 +183,12 @@ class Peers:
         return {"library": library}
 
     def check_group(self, lane: WorkerLane) -> None:
-        """Raise where the group broke in a call that has used it."""
+        """Raise if the group broke in a call that used it."""
         if self.group is not None and lane.executor.outputs.slots.has_group:
             self.group.check()
 
     def is_collateral(self, error: BaseException) -> bool:
-        """Whether this rank failed only because another one did."""
+        """Whether an error means that this rank failed only because another one did."""
         if isinstance(error, (Aborted, CollectiveMismatch)):
             return True
         return self.group is not None and self.group.is_lost_peer(error)

@@ -1,4 +1,4 @@
-"""A call in several slices on one rank: the function runs once for each, and its outputs are accumulated."""
+"""A call in several slices on one rank: the function runs once for each slice, and its outputs are accumulated."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from synk._pure.tables import is_table
 from synk._pure.trees import flatten, output_name, skeleton_of, unflatten
 from synk._worker.call.values import Object, Partial, array_or_object, as_object, as_returned, snapshot, take_lists
 from synk._worker.held.plans import LoadedFunction
+from synk._worker.held.rows import Rows
 from synk.backends import Backend
 
 
 def run_slices(
     function: LoadedFunction,
     backend: Backend,
-    bounds: Sequence[tuple[int, int]],
-    call: Callable[[int, int], Any],
-    take_back: Callable[[int, int], None],
+    slices: Sequence[Rows],
+    call: Callable[[Rows], Any],
+    take_back: Callable[[Rows], None],
 ) -> Any:
     """Return the result of ``function`` over all slices of this rank's rows.
 
     Parameters
     ----------
-    bounds : sequence of (int, int)
-        The first row of each slice, and the one behind its last.
+    slices : sequence of Rows
     call : callable
-        Runs the function on the rows from the one to the other.
+        Runs the function on a slice.
     take_back : callable
-        Drops what the function has written into its inputs when it got these rows.
+        Drops what the function wrote into its inputs when it got a slice.
     """
     accumulators: list[Accumulator] = []
     structure: Any = None
@@ -39,8 +39,8 @@ def run_slices(
     names: list[str] = []
     were_tensors: list[bool] = []
     are_tables: list[bool] = []
-    for start, stop in bounds:
-        result = call(start, stop)
+    for part in slices:
+        result = call(part)
         if function.lists is not None:
             result = take_lists(result, function.lists)
         values, got_structure = flatten(result)
@@ -71,13 +71,13 @@ def run_slices(
             if isinstance(ops[position], Folded):
                 value = as_returned(as_object(backend, value), were_tensors[position])
             is_one = isinstance(value, Object) and (ops[position].concatenates or are_tables[position])
-            accumulator.add(value.value if is_one else value, stop - start)
-        if function.to_framework is not None:  # the next slice sees the inputs as they were
-            take_back(start, stop)
-    rows = [stop - start for start, stop in bounds]
+            accumulator.add(value.value if is_one else value, part.high - part.low)
+        if function.to_framework is not None:  # the next slice must see the inputs as they were
+            take_back(part)
+    rows = [part.high - part.low for part in slices]
     totals = [
         Object(Slices(accumulator.result(), rows))
-        if is_kept  # the master combines those of all ranks at once
+        if is_kept  # the master combines the tables of all ranks at once
         else _total(function, backend, accumulator, rows, was_tensor)
         for accumulator, was_tensor, is_kept in zip(accumulators, were_tensors, are_tables)
     ]
@@ -102,5 +102,5 @@ def _total(
 
 
 def _joins(value: Any, op: Op) -> bool:
-    """Whether a value is a table that is combined with those of other slices."""
+    """Whether a value is a table, under an op that combines it with those of other slices."""
     return is_table(value) and op.is_of_arrays

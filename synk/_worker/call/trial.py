@@ -1,8 +1,8 @@
 """A call on trial, on its rank: a copy of the function runs, so that nothing is left of the run but its outputs.
 
-Shared variables keep their values because the master does not commit such a call. The rest is done here: what the
-function captured is copied, the process's generators of random numbers are put back, and what it prints and logs is
-dropped. What it does outside of the process, and to modules that it imports, nobody can undo.
+Shared variables keep their values, because the master does not commit such a call. The rest happens here: what the
+function captured is copied, the process's random generators are restored, and what the function prints and logs is
+dropped. What it does outside of the process, and to modules that it imports, cannot be undone.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class Trial:
     Attributes
     ----------
     function : LoadedFunction
-        The copy that is to be run.
+        The copy to run.
     traits : Traits
-        What the run did; known after ``running``.
+        What the run did. Valid after ``running``.
     compiles : bool
         Whether the function uses a library that compiles for each shape.
 
     Raises
     ------
     SerializationError
-        If what the function captured cannot be copied: its own objects must not be touched.
+        If what the function captured cannot be copied. The originals must not be touched.
     """
 
     def __init__(self, function: LoadedFunction, *, is_apart: bool, max_nbytes: float = math.inf) -> None:
@@ -64,7 +64,7 @@ class Trial:
         try:
             pickled = _Pickle(function.fn, max_nbytes)
             self.compiles, self._data = pickled.compiles, pickled.data
-            # Cloudpickle loads a class into the one that is here: it holds copies until the trial is over.
+            # Cloudpickle loads a class into the existing one, so that one holds copies until the trial is over.
             self._classes = [(cls, dict(vars(cls))) for cls in pickled.classes]
             self.renew()
         except Exception as error:
@@ -75,7 +75,7 @@ class Trial:
             ) from error
 
     def renew(self) -> None:
-        """Make a new copy of the function, as the first one was."""
+        """Make a new copy of the function, in the state of the first one."""
         self.function.fn = cloudpickle.loads(self._data)
 
     @contextlib.contextmanager
@@ -93,7 +93,7 @@ class Trial:
             drawn = _states()
             if any(_bytes(state) != _bytes(drawn[name]) for name, state in states.items()):
                 self.traits |= Traits.DRAWS
-            with contextlib.suppress(Exception):  # what it captured in the run need not be fit for pickling
+            with contextlib.suppress(Exception):  # what it captured during the run may not be picklable
                 if generators != [_Pickle(generator).data for generator in before.generators]:
                     self.traits |= Traits.DRAWS
                 elif before.data != _Pickle(fn).data:
@@ -101,7 +101,7 @@ class Trial:
         finally:
             logging.disable(level)
             self._restore_classes()
-            self.function.fn = _nothing  # the copy is freed, whatever keeps the plan
+            self.function.fn = _nothing  # frees the copy, even if the plan is kept
             restore_generators(states)
             cell.worker.rng.bit_generator.state = states["synk.comm"]
 
@@ -116,7 +116,7 @@ class Trial:
 
 
 def _states() -> dict[str, Any]:
-    """Return the states of the process's own generators of random numbers, by module."""
+    """Return the states of the process's own random generators, by module."""
     return generator_states() | {"synk.comm": cell.worker.rng.bit_generator.state}
 
 
@@ -148,7 +148,7 @@ class _File(io.BytesIO):
 
 
 class _Pickle(Pickler):
-    """An object pickled, with the generators of random numbers that it holds and the classes that travel with it."""
+    """A pickle of an object, with the random generators that it holds and the classes that travel with it."""
 
     def __init__(self, value: Any, max_nbytes: float = math.inf) -> None:
         file = _File(max_nbytes)
@@ -166,7 +166,7 @@ class _Pickle(Pickler):
         named = [obj, *map(obj.__globals__.get, obj.__code__.co_names)] if isinstance(obj, FunctionType) else [obj]
         self.compiles = self.compiles or not _COMPILERS.isdisjoint(map(_library_of, named))
         if isinstance(obj, ModuleType) and sys.modules.get(obj.__name__) is obj:
-            return importlib.import_module, (obj.__name__,)  # cloudpickle knows no subclasses, as lazy ones are
+            return importlib.import_module, (obj.__name__,)  # cloudpickle misses subclasses, such as lazy modules
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and isinstance(reduced, tuple):
             self.classes.append(obj)

@@ -1,4 +1,4 @@
-"""What a function has returned, leaf by leaf: an array of the backend, or an object that travels in a pickle."""
+"""What a function returned, leaf by leaf: an array of the backend, or an object that travels in a pickle."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _IMMUTABLE_TYPES = (int, float, complex, str, bytes, type(None))
 
 
 class Object:
-    """An output that is one object, whatever it holds: an array of objects, a table, values over slices."""
+    """An output that counts as one object: an array of objects, a table, the values of all slices."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 class Partial:
-    """A reduced output of several slices, which is finished when it is combined with those of the other ranks.
+    """A partial result: a reduced output of several slices, to be finished together with those of the other ranks.
 
     Attributes
     ----------
     value : array, or tensor
-        In the dtype in which values are combined; of an average the sum, weighted by rows.
+        The value in the dtype in which values are combined. For an average, the sum weighted by rows.
     dtype
-        Of the finished value.
+        The dtype of the finished value.
     """
 
     def __init__(self, value: Any, dtype: Any) -> None:
@@ -44,7 +44,7 @@ class Partial:
 def take_lists(result: Any, outputs: Any) -> Any:
     """Return a result in which each list under an op that concatenates is one output: the objects of the rank's rows.
 
-    A list is rows, as among the arguments, and a tuple is structure; so is a list that has a list of ops.
+    As among the arguments, a list counts as rows and a tuple as structure. A list that has a list of ops is structure.
     """
     is_op = isinstance(outputs, Op)
     if is_op and outputs.concatenates and type(result) is list:
@@ -63,7 +63,7 @@ def take_lists(result: Any, outputs: Any) -> Any:
 
 
 def array_or_object(backend: Backend, value: Any, op: Op, name: str, function: LoadedFunction) -> Any:
-    """Return an output as an array of the backend where it is one, checked against its op."""
+    """Check an output against its op. Return it as an array of the backend, or as an object."""
     if isinstance(value, Object):
         return value
     if is_table(value):
@@ -75,7 +75,7 @@ def array_or_object(backend: Backend, value: Any, op: Op, name: str, function: L
     is_number = isinstance(value, (int, float, complex)) and not isinstance(value, np.generic)
     if is_number and not op.is_of_arrays:
         op.check(np.asarray(value).dtype, what)
-        return value  # a Python number stays one, of whatever class
+        return value  # a Python number stays what it is, whatever its class
     array = backend.as_output(value)
     if array is None:
         if not op.is_of_arrays:
@@ -95,12 +95,12 @@ def array_or_object(backend: Backend, value: Any, op: Op, name: str, function: L
 
 
 def snapshot(backend: Backend, value: Any, name: str, function: LoadedFunction) -> Any:
-    """Return an object as it is now: the function may change it in the next slice. Arrays are copied elsewhere."""
+    """Return a copy of an object, because the function may change it in the next slice. Arrays are copied elsewhere."""
     if backend.is_array(value) or isinstance(value, (np.generic, *_IMMUTABLE_TYPES)):
         return value
     from synk._worker.held.pickling import dumps
 
-    try:  # it will be pickled in any case
+    try:  # by pickling, because it will be pickled anyway
         if isinstance(value, Object):
             return Object(pickle.loads(dumps(value.value)))
         return pickle.loads(dumps(value))
@@ -112,7 +112,7 @@ def snapshot(backend: Backend, value: Any, name: str, function: LoadedFunction) 
 
 
 def as_object(backend: Backend, value: Any) -> Any:
-    """Return a value as it can travel in a pickle: the master must not touch a device."""
+    """Return a value in host memory, so that the master can load it without touching a device."""
     if isinstance(value, Object):
         return value.value
     if not backend.is_array(value):
@@ -122,7 +122,7 @@ def as_object(backend: Backend, value: Any) -> Any:
 
 
 def as_returned(value: Any, was_tensor: bool) -> Any:
-    """Return a value of the host as the function returned it, where it was a tensor: nobody else refers to this one."""
+    """Return a host value as a tensor if the function returned one. The tensor shares its memory with nothing else."""
     return tensor_of(np.array(value)) if was_tensor and isinstance(value, (np.ndarray, np.generic)) else value
 
 

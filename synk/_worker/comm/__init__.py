@@ -1,4 +1,4 @@
-"""What ranks say to each other inside a function: collectives, messages, requests.
+"""How ranks talk to each other inside a function: collectives, messages, requests.
 
 ``comm`` is ``synk.comm``.
 """

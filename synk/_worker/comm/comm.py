@@ -1,7 +1,7 @@
-"""``comm``: collectives inside a function, between the ranks that run it.
+"""``synk.comm``: collectives and messages inside a function, between the ranks that run it.
 
-A function refers to ``synk.comm`` as to any module; it means something only on a worker, during a call. In one file
-because all of it is one object.
+A function refers to ``synk.comm`` as to any module. It works only on a worker, during a call. In one file because all
+of it is one object.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import numpy as np
 
 from synk._pure.ops import REDUCE_OPS
 from synk._wire.cell import cell
-from synk._wire.control import Down
 from synk._worker.comm.collectives import Collectives
 from synk._worker.comm.requests import Request
 from synk.communicators._schedule import Steps
+from synk.communicators._short_collectives import LONGER, ShortCollectives
+from synk.communicators._short_path import ShortPath
 from synk.errors import ReentrancyError
 
 
@@ -39,6 +40,16 @@ def _collectives() -> Collectives:
     return collectives
 
 
+def _short() -> ShortCollectives | None:
+    """Return the short path for collectives of plain arrays, or None if the current call has none."""
+    worker = cell.worker
+    if worker is None or worker.peers.short_path is None:
+        _collectives()  # joins the call's group, or raises if the function may not communicate
+        worker = _worker()
+    path: ShortPath | None = worker.peers.short_path
+    return None if path is None else path.collectives
+
+
 def _run(steps: Steps) -> Any:
     return _collectives().host.run(steps)
 
@@ -55,21 +66,22 @@ def _start(steps: Steps) -> Request:
 
 
 def _called() -> Any:
-    """Return the worker, which is in a call."""
+    """Return the worker. Raise if it is not in a call that all ranks run together."""
     worker = _worker()
     worker.check_called()
     return worker
 
 
 class Comm:
-    """The communication of one rank during one call; the only instance is ``synk.comm``.
+    """The communication of one rank during one call. The only instance is ``synk.comm``.
 
-    Arrays are of the backend's own library (NumPy on CPU workers); results are new arrays. All ranks that run the
-    function must call the same collectives in the same order. Messages (``send``, ``recv`` and their like) are between
-    two ranks. One thread at a time may use it, whichever it is.
+    Arrays are of the backend's own library (NumPy on CPU workers). Results are new arrays, or go to ``out=``: a
+    contiguous array of the result's shape and dtype. All ranks that run the function must call the same collectives in
+    the same order. Messages (``send``, ``recv`` and their non-blocking forms) are between two ranks. Any thread may use
+    it, but only one at a time.
 
-    Ranks are counted within the call: ranks without rows do not take part in it, and one alone runs a serial call.
-    ``rank``, ``peer`` and ``root`` are from 0 to ``world_size - 1``, so the same function works on any number of rows.
+    Ranks are counted within the call: a rank without rows does not take part, and a serial call has one rank. ``rank``,
+    ``peer`` and ``root`` are from 0 to ``world_size - 1``, so the same function works on any number of rows.
 
     Nothing here is differentiated: a torch tensor that requires grad is refused with a TypeError, because the result
     would be a constant to autograd. :mod:`synk.torch` has the same collectives and messages for autograd.
@@ -77,15 +89,17 @@ class Comm:
     Attributes
     ----------
     rank : int
-        This worker's place among those of the call; in an item of ``map``, in the runtime.
+        This worker's position among the ranks of the call. In an item of ``map``, its position in the runtime.
     world_size : int
-        How many ranks run this call; in an item of ``map``, how many the runtime has. In the program,
-        ``synk.current().world_size`` is that of the runtime.
+        How many ranks run this call. In an item of ``map``, how many the runtime has. Outside functions use
+        ``synk.current().world_size``, which is the runtime's.
     ranks : tuple of int
-        The numbers in the runtime of those that run this call; ``ranks[rank]`` is this worker's own, which errors name.
+        The runtime's numbers of the ranks that run this call. ``ranks[rank]`` is this worker's own, which errors name.
     rows, total_rows : int
-        Rows of this rank, and of all ranks, in this call.
+        Rows of this rank, and of all ranks, in this call; in a slice of a training step, ``rows`` are those of the
+        slice.
     device : str
+        The worker's device, such as ``"cuda:0"`` or ``"cpu:0"``.
     """
 
     @property
@@ -106,9 +120,9 @@ class Comm:
     def rng(self) -> np.random.Generator:
         """This rank's own generator of random numbers, which goes on from call to call.
 
-        That of the runtime's rank k is seeded by ``numpy.random.SeedSequence(seed).spawn(n)[k]``, with the ``seed`` of
-        :func:`synk.fork` and its n workers. So ranks draw independently of one another, and a program draws the same
-        numbers again on as many workers. A worker in the place of one that died goes on with numbers of its own.
+        Rank k of the runtime has a generator seeded by ``numpy.random.SeedSequence(seed).spawn(n)[k]``, with the
+        ``seed`` of :func:`synk.fork` and its n workers. So ranks draw independently of one another, and a program draws
+        the same numbers again if it has as many workers. The replacement of a worker that died draws other numbers.
 
         Examples
         --------
@@ -130,47 +144,47 @@ class Comm:
 
     @property
     def rows(self) -> int:
-        worker = _called()
-        return int(worker.lane.down[worker.rank, Down.ROWS])
+        num_rows: int = _called().num_rows
+        return num_rows
 
     @property
     def total_rows(self) -> int:
         return sum(_called().lane.rows().values())
 
     def all_reduce(self, array: Any, op: str = "avg", *, weight: float | None = None, out: Any = None) -> Any:
-        """Reduce ``array`` of all ranks; every rank gets the result.
+        """Reduce ``array`` of all ranks. Every rank gets the result.
 
         Parameters
         ----------
         array : array
-            Of the same shape and dtype on all ranks.
+            It must have the same shape and dtype on all ranks.
         op : {"avg", "sum", "prod", "min", "max"}
         weight : float, optional
-            This rank's share in an average; the shares of all ranks sum to 1. Its share of the rows where not given.
+            This rank's share in an average. The shares of all ranks must sum to 1. Default: its share of the rows.
         out : array, optional
-            Where the result goes: contiguous, of the shape and dtype of ``array``, and perhaps ``array`` itself.
+            Where the result goes: contiguous, with the shape and dtype of ``array``. It may be ``array`` itself.
 
         Returns
         -------
         array
-            ``out`` where given, else new, of the same shape and dtype.
+            ``out`` if given, else a new array of the same shape and dtype.
 
         Raises
         ------
         CollectiveMismatch
-            If the ranks' requests differ, or one has left the function.
+            If the ranks' requests differ, or a rank has left the function.
         TypeError, ValueError
             For an op that the dtype does not have, and for a torch tensor that requires grad.
         """
-        return _run(self._all_reduce(array, op, weight, out))
+        return self._reduced("all_reduce", array, op, -1, weight, out)
 
     def iall_reduce(self, array: Any, op: str = "avg", *, weight: float | None = None, out: Any = None) -> Request:
-        """Start an ``all_reduce`` and return at once; ``wait()`` of the request returns the result.
+        """Start an ``all_reduce`` and return at once. ``wait()`` of the request returns the result.
 
-        Non-blocking collectives are started in the same order on all ranks, and may be mixed with those that wait and
-        with messages. The array must stay as it is until the result is there. On CPU workers nothing goes on by
-        itself: it does in ``wait`` and ``test`` of any request, and while any other call of ``synk.comm`` waits.
-        Between GPUs, by NCCL, what has ``out=`` goes on beside the function, on a stream of its own.
+        All ranks must start the same collectives in the same order. They may be mixed with blocking ones and with
+        messages. The array must not change until the result is there. On CPU workers a collective makes no progress by
+        itself, only in ``wait`` and ``test`` of any request, and while any other call of ``synk.comm`` waits. With
+        NCCL, a collective with ``out=`` runs beside the function, on a stream of its own.
 
         Returns
         -------
@@ -183,72 +197,102 @@ class Comm:
         _check_constant(array, "all_reduce")
         return _collectives().all_reduce(array, op, self._weight(op, weight), out, is_started)
 
-    def reduce(self, array: Any, op: str = "avg", root: int = 0, *, weight: float | None = None) -> Any:
-        """Reduce ``array`` of all ranks to rank ``root``; others get None."""
+    def reduce(
+        self, array: Any, op: str = "avg", root: int = 0, *, weight: float | None = None, out: Any = None
+    ) -> Any:
+        """Reduce ``array`` of all ranks to rank ``root``. The others get None, and their ``out`` is not touched."""
+        return self._reduced("reduce", array, op, root, weight, out)
+
+    def _reduced(self, kind: str, array: Any, op: str, root: int, weight: float | None, out: Any) -> Any:
+        short = _short()
+        if short is not None:
+            share = self._share(short) if weight is None and op == "avg" else weight
+            result = short.reduce(kind, array, op, root, share, out)
+            if result is not LONGER:
+                return result
         self._check_op(op)
-        _check_constant(array, "reduce")
-        return _run(_collectives().reduce(array, op, root, self._weight(op, weight)))
+        _check_constant(array, kind)
+        collectives, share = _collectives(), self._weight(op, weight)
+        if kind == "reduce":
+            return _run(collectives.reduce(array, op, root, share, out))
+        return _run(getattr(collectives, kind)(array, op, share, out))
 
-    def broadcast(self, array: Any, root: int = 0) -> Any:
-        """Return ``array`` of rank ``root``; the others' arrays say its shape and dtype."""
+    def _share(self, short: ShortCollectives) -> float | None:
+        if short.share is None:
+            short.share = self._weight("avg", None)
+        return short.share
+
+    def broadcast(self, array: Any, root: int = 0, *, out: Any = None) -> Any:
+        """Return ``array`` of rank ``root``. The arrays of the others must have its shape and dtype.
+
+        With ``out=array`` the others' arrays are filled, and nothing is copied on ``root``.
+        """
+        short = _short()
+        if short is not None and (result := short.copy("broadcast", array, root, out)) is not LONGER:
+            return result
         _check_constant(array, "broadcast")
-        return _run(_collectives().broadcast(array, root))
+        return _run(_collectives().broadcast(array, root, out))
 
-    def ibroadcast(self, array: Any, root: int = 0) -> Request:
-        """Start a ``broadcast``, as :meth:`iall_reduce` an ``all_reduce``."""
+    def ibroadcast(self, array: Any, root: int = 0, *, out: Any = None) -> Request:
+        """Start a ``broadcast`` and return at once; see :meth:`iall_reduce`."""
         _check_constant(array, "broadcast")
-        return _start(_collectives().broadcast(array, root))
+        return _start(_collectives().broadcast(array, root, out))
 
-    def all_gather(self, array: Any, axis: int | None = None) -> Any:
+    def all_gather(self, array: Any, axis: int | None = None, *, out: Any = None) -> Any:
         """Return the arrays of all ranks, on every rank.
 
         Parameters
         ----------
         array : array
-            Of one shape and dtype on all ranks; along ``axis`` of any length.
+            It must have the same shape and dtype on all ranks. Only its length along ``axis`` may differ.
         axis : int, optional
-            Join the arrays along it, in the order of the ranks. By default they are stacked.
+            Join the arrays along this axis, in rank order. By default they are stacked.
+        out : array, optional
+            Where the result goes: contiguous, of the result's shape and dtype.
 
         Returns
         -------
         array
-            Shape ``(len(ranks), *shape)``, or that of the arrays joined.
+            The arrays stacked, with shape ``(len(ranks), *shape)``, or joined along ``axis``.
         """
+        short, kind = _short(), "all_gather" if axis is None else "all_gather along an axis"
+        if short is not None and not axis and (result := short.copy(kind, array, -1, out)) is not LONGER:
+            return result
         _check_constant(array, "all_gather")
         if axis is not None:
-            return _collectives().messages.all_gather(array, axis)
-        return _run(_collectives().all_gather(array))
+            return _collectives().rows.all_gather(array, axis, out)
+        return _run(_collectives().all_gather(array, out))
 
-    def iall_gather(self, array: Any) -> Request:
-        """Start an ``all_gather``, as :meth:`iall_reduce` an ``all_reduce``."""
+    def iall_gather(self, array: Any, *, out: Any = None) -> Request:
+        """Start an ``all_gather`` that stacks, and return at once; see :meth:`iall_reduce`."""
         _check_constant(array, "all_gather")
-        return _start(_collectives().all_gather(array))
+        return _start(_collectives().all_gather(array, out))
 
-    def reduce_scatter(self, array: Any, op: str = "sum", *, weight: float | None = None) -> Any:
-        """Reduce ``array``, shape ``(len(ranks) * n, *rest)``, and return the rank's own block of n rows."""
-        return _run(self._reduce_scatter(array, op, weight))
+    def reduce_scatter(self, array: Any, op: str = "sum", *, weight: float | None = None, out: Any = None) -> Any:
+        """Reduce ``array``, shape ``(len(ranks) * n, *rest)``, and return this rank's block of n rows."""
+        return self._reduced("reduce_scatter", array, op, -1, weight, out)
 
-    def ireduce_scatter(self, array: Any, op: str = "sum", *, weight: float | None = None) -> Request:
-        """Start a ``reduce_scatter``, as :meth:`iall_reduce` an ``all_reduce``."""
-        return _start(self._reduce_scatter(array, op, weight))
+    def ireduce_scatter(self, array: Any, op: str = "sum", *, weight: float | None = None, out: Any = None) -> Request:
+        """Start a ``reduce_scatter`` and return at once; see :meth:`iall_reduce`."""
+        return _start(self._reduce_scatter(array, op, weight, out))
 
-    def _reduce_scatter(self, array: Any, op: str, weight: float | None) -> Steps:
+    def _reduce_scatter(self, array: Any, op: str, weight: float | None, out: Any) -> Steps:
         self._check_op(op)
         _check_constant(array, "reduce_scatter")
-        return _collectives().reduce_scatter(array, op, self._weight(op, weight))
+        return _collectives().reduce_scatter(array, op, self._weight(op, weight), out)
 
     def send(self, array: Any, peer: int, tag: int = 0) -> None:
-        """Send ``array`` to rank ``peer``, which may be this one; when this returns it may be changed.
+        """Send ``array`` to rank ``peer``, which may be this one. The array may be changed once this returns.
 
-        A small message is sent at once; a larger one waits until the receiver takes it in, which it does whenever it
-        waits for a message itself. A message that is never received is an error at the end of the call.
+        A small message is sent at once. A larger one waits until the receiver takes it in, which it does whenever it
+        waits in ``synk.comm``. A message that is never received is an error at the end of the call.
 
         Parameters
         ----------
         array : array
         peer : int
         tag : int
-            From 0 on. Messages with one sender, receiver and tag are received in the order in which they were sent.
+            0 or more. Messages with the same sender, receiver and tag arrive in the order in which they were sent.
         """
         worker = cell.worker
         if worker is not None and (path := worker.peers.short_path) is not None and path.send_now(array, peer, tag):
@@ -259,34 +303,34 @@ class Comm:
     def isend(self, array: Any, peer: int, tag: int = 0) -> Request:
         """Send ``array`` to rank ``peer`` without waiting for it.
 
-        When this returns the array may be changed. ``wait()`` of the request returns None at once.
+        The array may be changed once this returns. ``wait()`` of the request returns None at once.
         """
         _check_constant(array, "isend")
         return _collectives().messages.isend(array, peer, tag)
 
     def recv(self, peer: int, tag: int = 0, *, like: Any = None, out: Any = None) -> Any:
-        """Return what rank ``peer`` sent: the oldest message of this tag that was not received.
+        """Return the oldest message of this tag from rank ``peer`` that was not received yet.
 
         Parameters
         ----------
         peer, tag : int
         like : array, optional
-            Of the dtype and number of elements of the message; the result has its shape. By default the result has the
-            message's own shape and dtype.
+            An array with the dtype and number of elements of the message. The result gets its shape. By default the
+            result has the message's own shape and dtype.
         out : array, optional
-            Where the message goes: contiguous, of its dtype and number of elements.
+            Where the message goes: contiguous, with the message's dtype and number of elements.
 
         Returns
         -------
         array
-            ``out`` where given, else new.
+            ``out`` if given, else a new array.
 
         Raises
         ------
         TypeError, ValueError
-            If ``peer`` is no rank of the call, as an array is none that is to be filled: pass it as ``out=``.
+            If ``peer`` is not a rank of the call. An array to be filled goes to ``out=``.
         CollectiveMismatch
-            If the message differs from ``like`` or ``out``, or cannot come.
+            If the message does not fit ``like`` or ``out``, or cannot come.
 
         Examples
         --------
@@ -300,67 +344,85 @@ class Comm:
         (array([2., 3., 0., 1.]), array([0.]), array([0., 1., 2., 3.]))
         """
         worker = cell.worker
-        if out is None and worker is not None and (path := worker.peers.short_path) is not None:
-            array = path.recv_now(peer, tag, like)
+        if worker is not None and (path := worker.peers.short_path) is not None:
+            array = path.recv_now(peer, tag, like, out)
             if array is not None:
                 return array
         _check_constant(like, "recv")
         return _collectives().messages.recv(peer, tag, like, out)
 
     def irecv(self, peer: int, tag: int = 0, *, like: Any = None, out: Any = None) -> Request:
-        """Ask for a message, and return at once; ``wait()`` of the request returns what :meth:`recv` does.
+        """Ask for a message and return at once. ``wait()`` of the request returns what :meth:`recv` would.
 
-        The k-th that asks for a sender and tag gets the k-th message, whatever the order in which they are waited for.
+        The k-th request for a sender and tag gets the k-th message, no matter in which order you wait for them.
         """
         _check_constant(like, "irecv")
         return _collectives().messages.irecv(peer, tag, like, out)
 
-    def gather(self, array: Any, root: int = 0, *, sizes: Sequence[int] | None = None) -> Any:
-        """Join the rows of all ranks, in their order, on rank ``root``; others get None.
+    def gather(self, array: Any, root: int = 0, *, sizes: Sequence[int] | None = None, out: Any = None) -> Any:
+        """Join the rows of all ranks, in rank order, on rank ``root``. The others get None.
 
         Parameters
         ----------
         array : array, shape (rows, *rest)
-            With as many rows as the rank has.
+            This rank's rows, any number of them.
         root : int
         sizes : sequence of int, optional
-            How many rows each rank is expected to bring; more or less is an error.
+            How many rows each rank is expected to bring. Another number is an error.
+        out : array, optional
+            Where the result goes on rank ``root``: contiguous, of the result's shape and dtype. Not touched elsewhere.
         """
+        short = _short() if sizes is None else None
+        if short is not None and (result := short.copy("gather", array, root, out)) is not LONGER:
+            return result
         _check_constant(array, "gather")
-        return _collectives().messages.gather(array, root, sizes)
+        return _collectives().rows.gather(array, root, sizes, out)
 
-    def scatter(self, array: Any, root: int = 0, *, sizes: Sequence[int] | None = None) -> Any:
+    def scatter(self, array: Any, root: int = 0, *, sizes: Sequence[int] | None = None, out: Any = None) -> Any:
         """Return this rank's block of the rows of rank ``root``.
 
         Parameters
         ----------
         array : array, shape (rows, *rest)
-            On rank ``root``; on the others it does not matter, and may be None.
+            The rows of rank ``root``. Ignored on the others, where it may be None.
         root : int
         sizes : sequence of int, optional
-            The number of rows for each rank of the call, on rank ``root``; blocks of equal length by default.
+            The number of rows for each rank of the call, given on rank ``root``. Default: blocks of equal length.
+        out : array, optional
+            Where this rank's block goes: contiguous, of the block's shape and dtype.
         """
+        short = _short() if sizes is None else None
+        if short is not None and (result := short.copy("scatter", array, root, out)) is not LONGER:
+            return result
         _check_constant(array, "scatter")
-        return _collectives().messages.scatter(array, root, sizes)
+        return _collectives().rows.scatter(array, root, sizes, out)
 
-    def all_to_all(self, array: Any, *, sizes: Sequence[int] | None = None) -> Any:
-        """Send a block of rows to each rank, and return the blocks that came from each, joined in their order.
+    def all_to_all(self, array: Any, *, sizes: Sequence[int] | None = None, out: Any = None) -> Any:
+        """Send a block of rows to each rank, and return the blocks that came, joined in rank order.
 
         Parameters
         ----------
         array : array, shape (rows, *rest)
         sizes : sequence of int, optional
-            The number of rows for each rank of the call; blocks of equal length by default. May differ between ranks.
+            The number of rows for each rank of the call. Ranks may give different sizes. Default: blocks of equal
+            length.
+        out : array, optional
+            Where the result goes: contiguous, of the result's shape and dtype.
         """
+        short = _short() if sizes is None else None
+        if short is not None and (result := short.copy("all_to_all", array, -1, out)) is not LONGER:
+            return result
         _check_constant(array, "all_to_all")
-        return _collectives().messages.all_to_all(array, sizes)
+        return _collectives().rows.all_to_all(array, sizes, out)
 
     def barrier(self) -> None:
         """Return when all ranks of the call have called it."""
-        _run(_collectives().barrier())
+        short = _short()
+        if short is None or short.barrier() is LONGER:
+            _run(_collectives().barrier())
 
     def ibarrier(self) -> Request:
-        """Start a ``barrier``: the request is done when all ranks have started it."""
+        """Start a ``barrier``. The request is done once all ranks have started it."""
         return _start(_collectives().barrier())
 
     def wait_all(self, requests: Iterable[Request]) -> list[Any]:
@@ -368,10 +430,11 @@ class Comm:
         return [request.wait() for request in requests]
 
     def shielded(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which no interrupt of the call (Ctrl-C, a timeout, a worker that died) is heard.
+        """Return a context that holds back interrupts of the call (Ctrl-C, a timeout, the death of a worker).
 
-        For a short step that must not be left half done, as that of an optimizer; what it holds back is raised at its
-        end. A worker that does not answer an interrupt for two seconds is killed, so no collective may be in it.
+        It is meant for a short step that must not be left half done, such as an optimizer's. An interrupt that comes
+        meanwhile is raised at the end of the context. A worker that does not answer an interrupt for two seconds is
+        killed, so there must be no collective in the context.
         """
         context: contextlib.AbstractContextManager[None] = _worker().uninterrupted()
         return context
@@ -394,10 +457,10 @@ class Comm:
 
 
 def _check_constant(array: Any, verb: str) -> None:
-    """Refuse a tensor through which autograd would follow a value: it cannot follow it to the other ranks."""
+    """Refuse a tensor that autograd tracks, because autograd cannot track it to the other ranks."""
     if type(array) is np.ndarray:
         return
-    torch = sys.modules.get("torch")  # where it was never imported there is no tensor
+    torch = sys.modules.get("torch")  # if torch was never imported, there are no tensors
     if torch is not None and isinstance(array, torch.Tensor) and array.requires_grad:
         raise TypeError(
             f"cannot {verb} a torch tensor: got one that requires grad, expected one without, because synk.comm never "

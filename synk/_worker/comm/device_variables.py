@@ -1,9 +1,9 @@
 """Shared variables on a device: replicas and shards as device arrays, which reach the host only when the master asks.
 
-The buffers in shared memory, which are everything on a CPU worker, are the way in and out here. What the master writes
-there is brought to the device at the next use (the master counts such changes: ``Declaration.content``); what functions
-assign stays on the device until a ``Fetch``. The transaction is the same: the new value goes to a second set of arrays,
-which takes the first one's place when the master has committed the call.
+On a CPU worker the buffers in shared memory hold the value. Here they are only the way in and out. What the master
+writes there goes to the device at the next use (the master counts such changes in ``Declaration.content``). What
+functions assign stays on the device until a ``Fetch``. The transaction is the same: the new value goes to a second set
+of arrays, which takes the place of the first one when the master has committed the call.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ class DeviceReplica(Replica):
         return self._store.backend.xp.asarray(array, dtype=dtype, order="C")
 
     def store(self, pending: Sequence[Any]) -> bool:
-        """Copy an assigned value to the second arrays; return False if it must be shown too and has no room there."""
+        """Copy an assigned value to the second arrays, and to shared memory if absent ranks need it there.
+
+        Return False if the buffer there has no room for it.
+        """
         if self._is_shown() and not super().store(pending):
             return False
         self.store_on_device(pending)
@@ -66,7 +69,7 @@ class DeviceReplica(Replica):
             target[...] = source
 
     def collective(self, kind: str, op: str, collectives: Collectives) -> list[Any]:
-        """Do this rank's part of a collective and return the result."""
+        """Do this rank's part of a collective over the variable, and return the new arrays."""
         with collectives.guard():
             if kind == "broadcast":
                 return collectives.broadcast_all(self._broadcast_leaves(), 0)
@@ -76,14 +79,14 @@ class DeviceReplica(Replica):
             return [stack.reshape(-1, *stack.shape[2:]) for stack in collectives.gather_all(leaves)]
 
     def _broadcast_leaves(self) -> list[Any]:
-        """Return rank 0's value, and elsewhere arrays for it: the own value may be lost."""
+        """Return the value on rank 0, and empty arrays for it elsewhere, where the value may be lost."""
         if self._store.rank == 0:
             return [self._keep(leaf, leaf.dtype) for leaf in self.leaves()]
         empty = self._store.backend.xp.empty
         return [empty(shape, dtype=dtype) for shape, dtype in zip(self._shapes[self._front], self._known.dtypes)]
 
     def _is_shown(self) -> bool:
-        """Whether ranks that do not take part in the call follow this one: the lowest that does."""
+        """Whether ranks that are absent from the call take their value from this one: the lowest that takes part."""
         participates = self._store.call_down[:, Down.PARTICIPATES]
         if self._known.is_sharded or participates.all():
             return False

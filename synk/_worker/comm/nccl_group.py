@@ -1,9 +1,9 @@
-"""NCCL between the workers, on a worker: joining, giving up, and the watch over a group that may be stuck.
+"""NCCL on a worker: joining a group, giving it up, and the thread that watches a group that may be stuck.
 
-The master decides when a group is joined and numbers it. Whoever gives a group up writes its number into shared
-memory: the master for all when a worker died, a rank for itself when it failed. Every rank watches both, in a thread of
-its own, because its main thread may be waiting in the driver for a peer that will never come: aborting the
-communicator frees it.
+The master decides when a group is joined, and numbers it. A process that gives a group up writes its number into shared
+memory: the master for all ranks when a worker died, a rank for itself when it failed. Every rank watches both words in
+a thread of its own, because its main thread may be waiting in the driver for a peer that will never come. Aborting the
+communicator frees the main thread.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 
 from synk._wire.control import Down, Up
 from synk._worker.comm.collectives import Collectives
-from synk.backends import DeviceBackend
+from synk._worker.comm.user_arrays import UserArrays
+from synk.backends import NcclBackend
 from synk.communicators._shm import ShmCommunicator
-from synk.communicators._staging import StagingCommunicator
 from synk.cuda._nccl import DeviceHooks, NcclCommunicator
 from synk.cuda._nccl_bindings import Binding, load_binding
 from synk.cuda._nccl_library import REMOTE_ERROR, NcclError
@@ -28,21 +28,22 @@ _WATCH_INTERVAL_S = 0.05
 
 
 class WorkerGroup:
-    """This rank's end of the NCCL group, where there is one.
+    """This rank's membership in an NCCL group.
 
     Parameters
     ----------
     rank, world_size : int
     down, up : ndarray
         The control blocks of all ranks.
-    backend : DeviceBackend
+    backend : NcclBackend
 
     Attributes
     ----------
     communicator : NcclCommunicator or None
+        None while the rank is in no group.
     """
 
-    def __init__(self, rank: int, world_size: int, down: np.ndarray, up: np.ndarray, backend: DeviceBackend) -> None:
+    def __init__(self, rank: int, world_size: int, down: np.ndarray, up: np.ndarray, backend: NcclBackend) -> None:
         self.rank = rank
         self.world_size = world_size
         self.communicator: NcclCommunicator | None = None
@@ -63,7 +64,7 @@ class WorkerGroup:
         return self._load().new_unique_id()
 
     def join(self, number: int, unique_id: bytes) -> str:
-        """Join group ``number``, after leaving the one before; return one line about NCCL.
+        """Leave the last group and join group ``number``. Return one line about NCCL.
 
         Raises
         ------
@@ -93,12 +94,12 @@ class WorkerGroup:
         return bool(self._down[self.rank, Down.BROKEN] >= number or (self._up[:, Up.BROKEN] >= number).any())
 
     def give_up(self) -> None:
-        """Tell all ranks, and the master before its next message, that this group is of no use any more."""
+        """Tell all ranks, and the master before its next message, that this group is unusable."""
         self._up[self.rank, Up.BROKEN] = self._number
 
     @contextlib.contextmanager
     def giving_up_on_failure(self) -> Iterator[None]:
-        """In the body ranks wait for one another: if it fails here, the others must not wait for this one."""
+        """Give the group up if the body fails, in which ranks wait for each other: nobody may wait for this one."""
         try:
             yield
         except BaseException:
@@ -106,7 +107,7 @@ class WorkerGroup:
             raise
 
     def check(self) -> None:
-        """Raise where the group broke, so that what came out of its collectives is not used.
+        """Raise if the group broke, so that results of its collectives are not used.
 
         Raises
         ------
@@ -119,7 +120,7 @@ class WorkerGroup:
 
     @staticmethod
     def is_lost_peer(error: BaseException) -> bool:
-        """Whether a rank failed only because another one did."""
+        """Whether an error means that a rank failed only because another one did."""
         return isinstance(error, NcclError) and error.code == REMOTE_ERROR
 
     def _watch(self, communicator: NcclCommunicator, end: threading.Event) -> None:
@@ -130,30 +131,30 @@ class WorkerGroup:
                 return
 
     def collectives(self) -> Collectives:
-        """Return the collectives between all ranks, for what the master has seen to be alike on them."""
+        """Return the collectives between all ranks, for requests that the master has seen to be equal on all."""
         assert self.communicator is not None
-        comm = self.communicator
-        return Collectives(comm, self._backend, self.world_size, guard=self.giving_up_on_failure)
+        arrays = UserArrays(self._backend)
+        return Collectives(self.communicator, self._backend, self.world_size, arrays, guard=self.giving_up_on_failure)
+
+    def collectives_in(self, host: ShmCommunicator, framework: tuple[Any, Any]) -> Collectives:
+        """Return the collectives of a function, between the ranks that ``host`` is in a call with.
+
+        They go by NCCL once the ranks have agreed through ``host``; messages go through host memory.
+        """
+        assert self.communicator is not None
+        return Collectives(
+            self.communicator,
+            self._backend,
+            len(host.ranks),
+            UserArrays(self._backend, framework),
+            agree=host.agree_steps,
+            guard=self.giving_up_on_failure,
+            host=host,
+        )
 
     def leave(self) -> None:
-        """Free the communicator; safe to repeat."""
+        """Free the communicator. Safe to repeat."""
         self._watch_end.set()
         communicator, self.communicator = self.communicator, None
         if communicator is not None:
             communicator.close()
-
-
-def device_collectives(
-    backend: Any, host: ShmCommunicator, group: WorkerGroup | None, framework: tuple[Any, Any]
-) -> Collectives:
-    """Return the collectives inside a function, between the ranks that ``host`` is in a call with.
-
-    With a group they go by NCCL, once the ranks have agreed through ``host``; messages, and everything where there is
-    no group, go through host memory.
-    """
-    staging = StagingCommunicator(host, backend.copy, lambda stream: backend.synchronize())
-    size = len(host.ranks)
-    if group is None or group.communicator is None:
-        return Collectives(staging, backend, size, framework, host=host)
-    comm, guard = group.communicator, group.giving_up_on_failure
-    return Collectives(comm, backend, size, framework, agree=host.agree_steps, guard=guard, host=host)

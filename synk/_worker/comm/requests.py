@@ -1,4 +1,4 @@
-"""What a function has started by ``synk.comm`` and waits for later."""
+"""Requests: collectives and messages that a function starts and waits for later."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from synk.errors import CollectiveMismatch
 
 
 class Request:
-    """A collective or message that was started, as ``synk.comm.iall_reduce`` returns it.
+    """A collective or message in flight, as ``synk.comm.iall_reduce`` returns it.
 
-    It belongs to the call that has started it: when the function returns, all that it has started is brought to its
-    end, and from then on the request has no meaning.
+    It belongs to the call that started it. When the function returns, synk finishes everything that the function has
+    started, and from then on the request cannot be used.
 
     Examples
     --------
@@ -36,27 +36,27 @@ class Request:
         self._value: Any = None
 
     def wait(self) -> Any:
-        """Wait until it is done, and return its result; None for a send, an ibarrier.
+        """Wait until it is done, and return its result: None for ``isend`` and ``ibarrier``.
 
-        May be called again: it returns the same.
+        You may call it again; it returns the same result.
 
         Raises
         ------
         CollectiveMismatch
-            If it cannot be done: the ranks' requests differ, a rank has left the function, or all wait for each other;
-            and where the call that has started it is over.
+            If it cannot be done, because the ranks' requests differ, a rank has left the function, or all ranks wait
+            for each other. Also if the call that started it is over.
         """
         self._check_call("wait for")
         if self._finish is not None:
             self._value = self._finish()
-            self._finish = None  # with the arrays that it holds
+            self._finish = None  # frees the arrays that it holds
         return self._value
 
     def test(self) -> bool:
-        """Go on with what was started as far as the other ranks have come; return whether this is done.
+        """Return whether it is done, without waiting.
 
-        Never waits. On CPU workers nothing goes on by itself: only in ``test``, ``wait``, and while other calls of
-        ``synk.comm`` wait.
+        On CPU workers this also advances everything in flight, as far as the other ranks are ready. Nothing makes
+        progress by itself there, only in ``test`` and ``wait``, and while other calls of ``synk.comm`` wait.
         """
         self._check_call("test")
         return self._finish is None or self._test()

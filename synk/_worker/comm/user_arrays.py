@@ -1,4 +1,4 @@
-"""Between the arrays of a function and those that are communicated: frameworks, devices, layouts."""
+"""Between the arrays of a function and those that a communicator reads and writes: frameworks, devices, layouts."""
 
 from __future__ import annotations
 
@@ -7,23 +7,31 @@ from typing import Any
 import numpy as np
 
 from synk.backends import Backend
+from synk.communicators._buffers import check_out
+from synk.communicators._results import ResultMemory
 
 
 class UserArrays:
-    """How the arrays of the function under way are taken and given.
+    """How the arrays of the function under way are taken and given, where a communicator reaches those of the backend.
 
     Parameters
     ----------
     backend : Backend
     framework : tuple
         ``(to_framework, from_framework)`` of the function, or None for each.
+    results : ResultMemory, optional
+        Where results of NumPy are to lie.
     """
 
-    def __init__(self, backend: Backend, framework: tuple[Any, Any]) -> None:
+    def __init__(
+        self, backend: Backend, framework: tuple[Any, Any] = (None, None), results: ResultMemory | None = None
+    ) -> None:
         self._backend = backend
+        self.empty = backend.xp.empty if results is None else results.empty
+        self.host_empty = np.empty if results is None else results.empty
         self._to_framework, self._from_framework = framework
 
-    def take(self, array: Any) -> Any:
+    def own(self, array: Any) -> Any:
         """Return a contiguous array of the backend."""
         if type(array) is np.ndarray and self._backend.xp is np and _is_plain(array):
             return array
@@ -32,48 +40,89 @@ class UserArrays:
         xp = self._backend.xp
         return xp.asarray(self._backend.as_array(array, "the array of a collective"), order="C")  # 0-d stays 0-d
 
-    def give(self, array: Any) -> Any:
+    def shown(self, array: Any) -> Any:
         """Return an array of the backend as the function knows it."""
         return array if self._to_framework is None else self._to_framework(array)
 
-    def place(self, out: Any, like: Any) -> Any:
-        """Return the memory of ``out``, into which an array like another one is to go."""
-        if out is like and out.flags.writeable:  # what ``take`` has found to be as it must
-            return out
-        place = out if self._from_framework is None else self._from_framework(out)
-        if not self._backend.is_array(place) or place.shape != like.shape or place.dtype != like.dtype:
-            got = f"{getattr(place, 'dtype', type(place).__name__)} of shape {getattr(place, 'shape', ())}"
-            raise ValueError(f"cannot write to out: got {got}, expected {like.dtype} of shape {like.shape}.")
-        if not place.flags.c_contiguous or not getattr(place.flags, "writeable", True):
-            raise ValueError("cannot write to out: got an array that is read-only or not contiguous.")
-        return place
+    def checked(self, out: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return the memory of ``out``, into which an array of this shape and dtype is to go."""
+        place = self._memory(out)
+        return check_out(place, shape, dtype, type(place) if self._backend.is_array(place) else ())
+
+    # What a communicator gets of an array, what a function gets of what came, and where it goes: the same arrays.
+    take, give, place = own, shown, checked
+
+    def filled(self, place: Any, out: Any) -> Any:
+        """Return ``out``, now that what was to go there is in the memory that ``place`` returned."""
+        return out
+
+    def _memory(self, out: Any) -> Any:
+        return out if self._from_framework is None else self._from_framework(out)
+
+    def apart(self, array: Any, out: Any, *, is_in_place: bool = False) -> Any:
+        """Return an array, or a copy of it where ``out``, which is written before all of it was read, overlaps it.
+
+        ``is_in_place``: ``out`` may be that very array.
+        """
+        if out is None or not isinstance(array, np.ndarray):
+            return array
+        place = self._memory(out)
+        if not isinstance(place, np.ndarray) or not np.may_share_memory(array, place):
+            return array
+        return array if is_in_place and place.ctypes.data == array.ctypes.data else array.copy()
 
     def to_host(self, array: Any) -> np.ndarray:
         """Return an array of the function in host memory, contiguous."""
-        return self._backend.host_copy(self.take(array))
+        return self._backend.host_copy(self.own(array))
 
     def from_host(self, array: np.ndarray) -> Any:
         """Return an array of host memory as the function knows it."""
-        return self.give(self._backend.from_host(array))
+        return self.shown(self._backend.from_host(array))
 
     def host_target(self, like: Any, out: Any) -> np.ndarray | None:
         """Return the host array for what comes: the memory of ``out``, one like another array, or any (None)."""
+        if like is None and out is None:
+            return None
+        array = self.own(out if like is None else like)
+        return self.host_place(out, array.shape, array.dtype)
+
+    def host_place(self, out: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """Return the host array into which something is to go: the memory of ``out``, where that is there."""
         if out is not None:
-            like = self.place(out, self.take(out if like is None else like))
-            if isinstance(like, np.ndarray):
-                return like
-        elif like is not None:
-            like = self.take(like)
-        return None if like is None else np.empty(like.shape, like.dtype)
+            place = self.checked(out, shape, dtype)
+            if isinstance(place, np.ndarray):
+                return place
+            return np.empty(shape, dtype)
+        return self.host_empty(shape, dtype)
 
     def received(self, array: np.ndarray, out: Any) -> Any:
-        """Return what has come into the array of ``host_target``."""
+        """Return what has come into the array of ``host_place``."""
         if out is None:
             return self.from_host(array)
-        place = out if self._from_framework is None else self._from_framework(out)
+        place = self._memory(out)
         if not isinstance(place, np.ndarray):
             place[...] = self._backend.from_host(array)
         return out
+
+
+class StagedArrays(UserArrays):
+    """The same where the communicator reaches host memory only: arrays go there and come back as copies."""
+
+    def __init__(self, backend: Backend, framework: tuple[Any, Any] = (None, None)) -> None:
+        super().__init__(backend, framework)
+        self.empty = np.empty
+
+    def take(self, array: Any) -> Any:
+        return self.to_host(array)
+
+    def give(self, array: Any) -> Any:
+        return self.from_host(array)
+
+    def place(self, out: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+        return self.host_place(out, shape, dtype)
+
+    def filled(self, place: Any, out: Any) -> Any:
+        return self.received(place, out)
 
 
 def _is_plain(array: np.ndarray) -> bool:

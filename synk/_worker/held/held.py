@@ -23,10 +23,8 @@ class Held:
     ----------
     segments, functions, plans : dict
         By number.
-    quiet : dict
-        By plan, those whose next call can be quiet.
     kept_data : set of (int, int, int)
-        ``Data`` of which functions keep tensors; see ``Loans.kept_data``.
+        The ``Data`` whose tensors functions have kept; see ``Loans.kept_data``.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -35,41 +33,39 @@ class Held:
         self.segments: dict[int, Segment] = {}
         self.functions: dict[int, LoadedFunction] = {}
         self.plans: dict[int, PreparedPlan] = {}
-        self.quiet: dict[int, Any] = {}
         self.kept_data: set[tuple[int, int, int]] = set()
 
     # -- segments -----------------------------------------------------------------------------------------------------
 
     def map_segment(self, fd: int, segment_id: int, nbytes: int, is_writable: bool, is_staging: bool) -> Segment:
-        """Return a segment that has arrived; what is only read is mapped so that nobody else sees what is written.
+        """Return a segment that has arrived. If it is only read, its mapping is private: nobody sees what is written.
 
-        Devices read such memory past the page tables of this process, so it is mapped as it is there.
+        A device reads memory past the page tables of this process, so its worker maps the segment as it is.
         """
         is_private = not (is_writable or self._backend.is_device)
         segment = Segment(fd, nbytes, is_writable=is_writable, segment_id=segment_id, is_private=is_private)
         segment.is_staging = is_staging
-        if not is_staging:  # which may have to be mapped again
+        if not is_staging:  # only a staging segment may have to be mapped again
             segment.close_fd()
         return segment
 
     def add_segment(self, segment: Segment) -> None:
         """Take in a segment that has arrived."""
         self.segments[segment.id] = segment
-        # Arrays are copied from and to the parts of an arena, which come and go; a file has pages of the system's own.
+        # The backend does not register these: the parts of an arena come and go, and a file's pages are the system's.
         if not (segment.is_arena or segment.is_file):
             self._backend.note_segment(segment)
 
     def take_in(self, body: Body) -> None:
         """Take in the segments that a body names, after dropping what the master has dropped."""
-        self.quiet.clear()
         self._drop(body.dropped)
-        for segment_id, arena_id, offset, nbytes in body.parts:  # after those that may have lain in their places
+        for segment_id, arena_id, offset, nbytes in body.parts:  # dropped parts may have lain in the same places
             arena = self.segments.get(arena_id)  # None: the message that brought it could not be taken in
             if arena is not None and segment_id not in self.segments:
                 self.add_segment(arena.part(segment_id, offset, nbytes))
 
     def _drop(self, dropped: Mapping[str, Mapping[int, Any]]) -> None:
-        """Forget what the master has dropped, as far as it is here."""
+        """Forget what the master has dropped. Some of it may never have arrived here."""
         for plan_id in dropped.get("plan", ()):
             self.plans.pop(plan_id, None)
         for function_id in dropped.get("function", ()):
@@ -87,7 +83,7 @@ class Held:
                     segment.close()
 
     def _own_memory(self, segment_id: int, offset: int, nbytes: int) -> np.ndarray:
-        """Return bytes of a segment as an array, as they are there now; what is written to it is this process's own."""
+        """Return bytes of a segment, as they are now, in an array that only this process sees when it writes to it."""
         segment = self.segments[segment_id]
         if not segment.is_private:
             return segment.buffer[offset : offset + nbytes].copy()
@@ -96,16 +92,17 @@ class Held:
     # -- functions and plans ------------------------------------------------------------------------------------------
 
     def load(self, order: LoadOrder) -> None:
-        """Take in functions, and what they refer to."""
+        """Take in functions and what they refer to."""
         self._received.load(order, self._load_function)
 
     def _load_function(self, function_id: int, options: dict[str, Any]) -> None:
         self.functions[function_id] = LoadedFunction(**options, backend=self._backend)
 
     def prepare(self, plan: Plan) -> None:
-        """Take in the plan of a call, for this one and those that repeat it."""
+        """Take in the plan of a call, for this call and its repetitions."""
         try:
-            self.plans[plan.plan_id] = PreparedPlan(plan, self.functions[plan.function_id], self.segments)
+            function, is_device = self.functions[plan.function_id], self._backend.is_device
+            self.plans[plan.plan_id] = PreparedPlan(plan, function, self.segments, is_device=is_device)
         except KeyError as error:
             raise SharedMemoryError(
                 f"cannot find shared segment {error}: it came with an earlier call, which this process could not "
@@ -113,23 +110,22 @@ class Held:
             ) from error
 
     def forget_slots(self) -> None:
-        """Drop the views of output slots that are replaced, which would keep their memory."""
+        """Drop the views of output slots that are being replaced: they would keep the memory mapped."""
         for prepared in self.plans.values():
             prepared.slot_views, prepared.slot_key, prepared.slots = [], None, None
 
     # -- what functions keep ------------------------------------------------------------------------------------------
 
     def map_again(self, segment: Segment) -> None:
-        """Use a new mapping of a segment in the calls to come: a function keeps the old one."""
+        """Use a new mapping of a segment from the next call on, because a function keeps views of the old one."""
         segment.map_again()
         self._backend.note_segment(segment)
         for prepared in self.plans.values():
             if segment.id in prepared.segment_ids:
                 prepared.map(self.segments)
-        self.quiet.clear()  # they have views of the old mapping
 
     def renew_data(self, prepared: PreparedPlan) -> None:
-        """Before a call: drop what functions have written into ``Data`` by way of tensors that they have kept."""
+        """Before a call, drop what functions wrote into ``Data`` through tensors that they had kept."""
         for segment_id, address, nbytes in self.kept_data:
             if segment_id in prepared.segment_ids and is_written(address, nbytes):
                 give_back(address, nbytes)

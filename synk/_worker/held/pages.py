@@ -1,7 +1,7 @@
-"""Pages of memory that this process maps for itself: which of them it has written, and what becomes of its copies.
+"""Pages of private mappings: which of them this process has written, and what becomes of its copies.
 
-A private mapping of a file shows what the file holds, and goes on to show what others write there, but for the pages
-that this process has written: those are copies of its own from then on, which hide the file.
+A private mapping of a file shows what the file holds, including what others write to it later. A page to which this
+process writes becomes a copy of its own, which hides the file from then on.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _ENTRY_NBYTES = 8
 _FLAGS_AT = 7 if sys.byteorder == "little" else 0
 _MAX_ENTRIES = 1 << 17
 _MAP_FIXED = 0x10
-# The uppermost byte of an entry of pagemap: 0x80 in memory, 0x40 swapped out, 0x20 a page of the file. What is in
-# memory or swapped out and no page of the file is a copy of this process's own.
+# The highest byte of an entry in pagemap: 0x80 in memory, 0x40 swapped out, 0x20 a page of the file. A page that is in
+# memory or swapped out, and is no page of the file, is this process's own copy.
 _NOT_WRITTEN = bytes(value for value in range(256) if not value & 0xC0 or value & 0x20)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -44,21 +44,21 @@ def _check(is_done: bool, what: str) -> None:
 
 
 def let_write(address: int, nbytes: int) -> None:
-    """Have whoever writes to a private mapping, past NumPy's flags, get copies of the pages instead of SIGSEGV."""
+    """Make a private mapping writable. A write past NumPy's flags then copies the page instead of raising SIGSEGV."""
     start, length = _whole_pages(address, nbytes)
     done = _libc.mprotect(start, length, mmap.PROT_READ | mmap.PROT_WRITE) == 0
     _check(done, f"let a function write to its {nbytes} bytes of inputs")
 
 
 def map_privately(address: int, nbytes: int, fd: int) -> None:
-    """Put a private mapping of a file in the place of a shared one."""
+    """Replace a shared mapping of a file by a private one, at the same address."""
     kind = mmap.MAP_PRIVATE | _MAP_FIXED
     done = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, kind, fd, 0) == address
     _check(done, f"keep inputs of {nbytes} bytes")
 
 
 def make_own(address: int, nbytes: int) -> None:
-    """Turn the pages of a private mapping into copies of this process's own, with the values that they have now."""
+    """Turn the pages of a private mapping into this process's own copies, with the values that they have now."""
     start, length = _whole_pages(address, nbytes)
     let_write(start, length)
     memory = np.ctypeslib.as_array((ctypes.c_ubyte * length).from_address(start))
@@ -66,7 +66,7 @@ def make_own(address: int, nbytes: int) -> None:
 
 
 def joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ``(address, nbytes)`` of the same memory, those that share a page together."""
+    """Return the spans in whole pages, ``(address, nbytes)``, with those that share a page joined."""
     runs: list[tuple[int, int]] = []
     for start, length in sorted(_whole_pages(*span) for span in spans):
         if runs and start < sum(runs[-1]):
@@ -78,7 +78,7 @@ def joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def is_written(address: int, nbytes: int) -> bool:
-    """Whether this process has copies of its own of some of the pages; where the kernel does not tell, True."""
+    """Whether this process has its own copies of any of the pages. True also if the kernel does not say."""
     start, length = _whole_pages(address, nbytes)
     first, count = start // _PAGE, length // _PAGE
     try:
@@ -98,13 +98,13 @@ def is_written(address: int, nbytes: int) -> bool:
 
 
 def give_back(address: int, nbytes: int) -> None:
-    """Drop this process's copies of the pages of a private mapping: they show the file again."""
+    """Drop this process's copies of pages of a private mapping, so that they show the file again."""
     start, length = _whole_pages(address, nbytes)
     _check(_libc.madvise(start, length, mmap.MADV_DONTNEED) == 0, "take back what a function wrote to its inputs")
 
 
 class _Bytes:
-    """Memory for NumPy, which may be written to; keeps alive what it lies in."""
+    """Writable memory for NumPy. It keeps the array alive in which it lies."""
 
     def __init__(self, owner: np.ndarray) -> None:
         self._owner = owner
@@ -113,7 +113,7 @@ class _Bytes:
 
 
 def own_bytes(memory: np.ndarray) -> np.ndarray:
-    """Return whole pages of a private mapping as an array that may be written to, with what the file holds now."""
+    """Return whole pages of a private mapping as a writable array, with what the file holds now."""
     address, nbytes = memory.ctypes.data, memory.nbytes
     give_back(address, nbytes)
     let_write(address, nbytes)

@@ -1,9 +1,9 @@
-"""A function and a plan of calls as a rank holds them: views of shared memory, ready to be cut into rows."""
+"""Functions and plans as a rank holds them: views of shared memory, ready to be cut into rows."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,14 @@ import numpy as np
 from synk._pure.ops import Op
 from synk._pure.output_ops import each_op, ops_of
 from synk._pure.tensors import is_tensor
-from synk._pure.trees import flatten
+from synk._pure.trees import DictStructure, flatten
+from synk._wire.control import Down
 from synk._wire.memory import Segment
 from synk._wire.messages import IN_SEGMENTS, Input, Layout, Move, Plan
+from synk._wire.spans import in_range
 from synk._worker.held.loans import Loans
 from synk._worker.held.residents import Changing, Reading
+from synk._worker.held.rows import Rows
 from synk.backends import Backend
 from synk.errors import SerializationError
 
@@ -34,46 +37,62 @@ class LoadedFunction:
         framework: str | None,
         updates: Any,
         changes: Any,
+        is_repeated: bool,
         modules: Any,
         backend: Backend,
     ) -> None:
-        self.fn = Changing(fn, changes) if changes else Reading(fn, modules, name) if modules else fn
+        fn = in_range(fn, name)
+        if changes:
+            fn = Changing(fn, changes, is_repeated)
+        self.fn = Reading(fn, modules, name) if modules and not changes else fn
         self.name = name
         self.ops = ops_of(outputs, repr(name))
-        # Also on trial, where no op combines anything.
+        # By these ops a list counts as rows. They matter also in a call on trial, where no op combines anything.
         self.lists = self.ops if any(op.concatenates for op in each_op(self.ops)) else None
-        self.updates = updates
+        self.updates = [update if isinstance(update, tuple) else (update, "avg") for update in updates]
         self.to_framework: Callable[[Any], Any] | None = None
         self.from_framework: Callable[[Any], Any] | None = None
+        framework = framework or backend.framework
         self.is_tensor: Callable[[Any], bool] = is_tensor if framework == "torch" else _is_nothing
         if framework is not None:
             self.to_framework, self.from_framework = backend.converters(framework)
 
 
 class OutputSlots:
-    """Where the outputs go, as long as they look like those of the call before.
+    """Where the outputs go as long as they have the form of the last call's.
 
-    Only where all are small arrays, tensors or numbers, which is what most functions return.
+    It exists only if all outputs are small arrays, tensors or numbers, which is what most functions return.
     """
 
     def __init__(
         self, result: Any, values: Sequence[Any], views: Sequence[np.ndarray], structure: Any, function: LoadedFunction
     ) -> None:
         self._kind = type(result)
-        # None: a value, or a tuple of them.
-        self._structure = None if structure == "leaf" or structure == (tuple, len(values)) else structure
+        # None for a single value, a tuple of values, or a dict of values: then the slots are in the order of the dict.
+        is_flat = structure == "leaf" or structure == (tuple, len(values)) or type(structure) is DictStructure
+        self._structure = None if is_flat else structure
+        self._keys: tuple[str, ...] = ()
+        if type(structure) is DictStructure:
+            self._keys = structure.order
+            values, views = [[each[k] for k in structure.places] for each in (values, views)]
         self._slots = [
             (type(value), None if is_plain_output(value) else function.from_framework, view.dtype, view.shape, view)
             for value, view in zip(values, views)
         ]
-        self.nbytes = sum(view.nbytes for view in views)
 
     def fill(self, result: Any) -> bool:
-        """Write ``result`` into the slots; return False where it looks different, nothing having been told."""
+        """Write ``result`` into the slots. Return False if its form differs.
+
+        The slots may be torn then: partly overwritten. Nobody reads them, because the master has not been told.
+        """
         if type(result) is not self._kind:
             return False
-        values: Sequence[Any] = result if self._kind is tuple else (result,)
-        if self._structure is not None:
+        values: Collection[Any] = result if self._kind is tuple else (result,)
+        if self._keys:
+            if tuple(result) != self._keys:
+                return False
+            values = result.values()
+        elif self._structure is not None:
             values, structure = flatten(result)
             if structure != self._structure:
                 return False
@@ -91,17 +110,37 @@ class OutputSlots:
 
 
 def is_plain_output(value: Any) -> bool:
-    """Whether an output is an array or a number as NumPy has them, whose dtype does not depend on its value."""
+    """Whether an output is a NumPy array or a number whose dtype does not depend on its value."""
     return type(value) is np.ndarray or type(value) in FIXED_TYPES or isinstance(value, np.generic)
 
 
 class PreparedPlan:
-    """A plan with its segments mapped: full-length array views, ready to be cut into rows."""
+    """A plan as compiled on its rank: everything that stays the same from one call to the next.
 
-    def __init__(self, plan: Plan, function: LoadedFunction, segments: dict[int, Segment]) -> None:
+    It has many attributes, because a call finds everything in this one place. Three things fix them: the plan and its
+    segments (views of whole arrays, and how the function takes its arguments), the numbers of a call (its rows; see
+    :meth:`choose`), and what the function returned last (its layout, and the slots where it went).
+    """
+
+    def __init__(self, plan: Plan, function: LoadedFunction, segments: dict[int, Segment], *, is_device: bool) -> None:
         self.plan = plan
         self.function = function
-        self.nothing = (None,) * len(plan.inputs)  # for inputs of which none was brought ahead
+        self.is_sliced = (plan.num_slices > 1 or plan.block_rows > 0) and not plan.is_rowless
+        self.nests: Sequence[tuple[int, int, Any]] = _load_nests(plan.nests, function.name)
+        inner = {first + k for first, num_leaves, _ in self.nests for k in range(1, num_leaves)}
+        arguments = [(k, item) for k, item in enumerate(plan.inputs) if item.kind != "closed over"]
+        # The names of the arguments that the function gets by keyword, which come last.
+        self.keywords = [item.name for k, item in arguments if k not in inner and item.name]
+        self.others = [(k, item) for k, item in arguments if item.kind not in ("rows", "whole")]
+        # Whether the function gets views of arrays, by position and nothing else.
+        self.takes_views = not (
+            is_device or function.to_framework or self.nests or self.keywords
+            or self.others or plan.indices_place or plan.order_place
+        )  # fmt: skip
+        # Whether it is called once, and nothing else is to be done.
+        is_whole = len(arguments) == len(plan.inputs)
+        is_once = not self.is_sliced and plan.num_repeats == 1
+        self.is_plain = self.takes_views and is_whole and is_once and not function.updates
         self.map(segments)
         self.segment_ids = {item.segment_id for item in plan.inputs if item.kind in IN_SEGMENTS}
         places = (plan.pickle_place, plan.indices_place, plan.local_indices_place, plan.order_place, *plan.buffers)
@@ -113,19 +152,13 @@ class PreparedPlan:
         self.slot_key: Any = None
         self.slots: OutputSlots | None = None
         self.moves: Sequence[Move] = ()  # this rank's part of the large outputs
-        self.nests: Sequence[tuple[int, int, Any]] = _load_nests(plan.nests, function.name)
-        inner = {first + k for first, num_leaves, _ in self.nests for k in range(1, num_leaves)}
-        # Under which name the function gets each argument; empty for by position.
-        self.keywords = [
-            item.name for k, item in enumerate(plan.inputs) if k not in inner and item.kind != "closed over"
-        ]
 
     def map(self, segments: dict[int, Segment]) -> None:
-        """Make the views of shared memory; again where a segment was mapped anew."""
+        """Make the views of shared memory. Also called again after a segment was mapped anew."""
         plan = self.plan
         self.loans = Loans(plan, segments, is_writable=self.function.to_framework is not None)
         self.bases: list[Any] = self.loans.arrays
-        self.whole: dict[int, list[Any]] = {}  # all rows of sharded variables, by variable, for a serial call
+        self.whole: dict[int, list[Any]] = {}  # for a serial call: by variable, all rows of sharded variables
         for item, base in zip(plan.inputs, self.bases):
             if item.kind == "closed over":
                 self.whole.setdefault(int(item.name), []).append(base)
@@ -135,9 +168,24 @@ class PreparedPlan:
         self.pickle_view: memoryview | None = None
         if plan.pickle_place is not None:
             self.pickle_view = self._bytes_view(plan.pickle_place, segments)
+        self.numbers = b""
+        self.rows: Rows | None = None
+        self.spans: Sequence[tuple[int, int]] = ()  # the memory that the function can write into
+
+    def choose(self, numbers: bytes, own_down: Sequence[int]) -> None:
+        """Choose this rank's rows by the numbers of a call, which come as bytes and as the rank's control block."""
+        self.numbers = b""  # an interrupt may come between any two lines: no old rows may pass for these
+        self.rows = self.cut(own_down, own_down[Down.LOW], own_down[Down.HIGH])
+        if self.function.to_framework is not None:
+            self.spans = self.loans.spans(self.rows)
+        self.numbers = numbers
+
+    def cut(self, own_down: Sequence[int], low: int, high: int) -> Rows:
+        """Return the rows ``low`` to ``high`` of the selection."""
+        return Rows(self.plan.inputs, self.indices_for, own_down, low, high)
 
     def indices_for(self, item: Input) -> np.ndarray | None:
-        """Return which rows of a scattered array the ranks get; None where they are a range."""
+        """Return which rows of a scattered array the ranks get, or None if the rows are a range."""
         return self.order if item.is_minibatch else self.indices
 
     @staticmethod
@@ -158,7 +206,7 @@ def _is_nothing(value: Any) -> bool:
 
 
 def _load_nests(data: bytes, name: str) -> Sequence[tuple[int, int, Any]]:
-    """Unpickle the structure of nested arguments: the user's classes are built here."""
+    """Unpickle the structure of nested arguments. This runs code of the user's classes."""
     try:
         return pickle.loads(data) if data else ()
     except KeyboardInterrupt:

@@ -1,6 +1,6 @@
-"""What a worker has received with its functions: the objects that later messages refer to, and modules edited since.
+"""What a worker has received with its functions: parcels, whose objects later parcels refer to, and edited modules.
 
-The counterpart of ``synk._master.code``.
+This is the counterpart of ``synk._master.code``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger("synk")
 
 
 class _Unpickler(pickle.Unpickler):
-    """Loads one parcel; addresses stand for objects of others, and for large arrays in shared memory."""
+    """Loads one parcel. Addresses in it stand for objects of other parcels, and for large arrays in shared memory."""
 
     def __init__(
         self, data: bytes, objects: dict[int, Sequence[Any]], memory: Callable[[int, int, int], np.ndarray]
@@ -45,13 +45,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Received:
-    """The parcels of one rank: by number, the objects in each.
+    """The parcels of one rank, by number, with the objects of each.
 
     Parameters
     ----------
     memory : callable
-        ``memory(segment, offset, nbytes)`` returns bytes of shared memory as an array, in which what this process
-        writes is its own.
+        ``memory(segment, offset, nbytes)`` returns bytes of shared memory as an array. What this process writes to it
+        is seen by no other.
     """
 
     def __init__(self, memory: Callable[[int, int, int], np.ndarray]) -> None:
@@ -61,7 +61,11 @@ class Received:
         self._superseded: dict[tuple[str, str], weakref.WeakSet[Any]] = {}
 
     def load(self, order: LoadOrder, load_function: Callable[[int, dict[str, Any]], None]) -> None:
-        """Take in parcels; each of them in full or, where it raises, not at all."""
+        """Bring edited modules up to date, then load the parcels in their order.
+
+        A parcel that is not optional and cannot be loaded raises, and ends the load. The master then counts none of
+        these parcels as loaded on this rank, and has it drop them.
+        """
         if order.sys_path is not None:
             sys.path[:] = order.sys_path
         for reload in order.reloads:
@@ -72,7 +76,7 @@ class Received:
             except Exception as error:
                 if not parcel.is_optional:
                     raise
-                self._objects[parcel.number] = ()  # the module keeps what its own import has made
+                self._objects[parcel.number] = ()  # the module keeps what its own import made
                 _log.warning(
                     "a worker keeps what its own import of a module has made: what the program has there could not be "
                     "loaded (%s: %s). Pass it as an argument.",
@@ -104,10 +108,10 @@ class Received:
                 change(kind, target, key, value[0])
 
     def _own(self, kind: str, target: Any, key: Any, value: Any) -> Any:
-        """Return what a module has made itself, with its contents in the program; None where it cannot be used.
+        """Give the object that a module's import made the contents of the program's object, and return it.
 
-        Whoever else in this process holds the module's own object goes on to share it. Once: two names of one object
-        here may be those of two objects there.
+        Everything in this process that holds the module's own object goes on to share it. None if that object cannot
+        take the contents, or has taken some before: two names of one object here may name two objects in the program.
         """
         own = (target if kind == "item" else getattr(target, "__dict__", {})).get(key)
         if id(own) in self._taken or not _take_over(own, value):
@@ -116,7 +120,7 @@ class Received:
         return own
 
     def drop(self, number: int, unbound: Sequence[tuple[tuple[int, int], Any]]) -> None:
-        """Let go of a parcel's objects, and of the globals that it brought."""
+        """Release a parcel's objects, and unbind the globals that it brought."""
         self._objects.pop(number, None)
         for (parcel, index), name in unbound:
             if parcel in self._objects:
@@ -124,7 +128,7 @@ class Received:
 
 
 def change(kind: str, target: Any, key: Any, value: Any) -> None:
-    """Make a unit of an object what it is in the program, past properties and frozen classes."""
+    """Apply a change to an object of this rank. Runs no properties and works on frozen classes."""
     if kind in ("item", "attribute", "cell"):
         _bind(kind, target, key, value)
     elif kind == "order":
@@ -134,14 +138,14 @@ def change(kind: str, target: Any, key: Any, value: Any) -> None:
     elif kind == "element":
         if key < len(target):
             target[key] = value
-        else:  # the rank has shortened its own: the program's value is not lost
+        else:  # the rank has shortened its own list: do not lose the program's value
             target.append(value)
     elif kind == "elements":
         _fill(target, value)
     elif kind == "contents":
         _write(target, value)
     elif kind == "reload":
-        if _address(value) != _address(target):  # else it lies there, and is what the program has by now
+        if _address(value) != _address(target):  # else the array lies in that memory and shows the new bytes already
             _write(target, value)
     elif kind == "state":
         _restore(target, value)
@@ -178,7 +182,7 @@ def _bind(kind: str, target: Any, key: Any, value: Any) -> None:
 
 
 def _base_of(table: dict[Any, Any]) -> type[dict[Any, Any]]:
-    """Return the class by which a dict is changed past the user's own methods."""
+    """Return the class by whose methods a dict is changed, past the methods of a user's subclass."""
     return collections.OrderedDict if isinstance(table, collections.OrderedDict) else dict
 
 
@@ -192,14 +196,14 @@ def _set_attribute(target: Any, key: str, value: Any) -> None:
 
 
 def _remove_others(table: dict[str, Any], names: Sequence[str]) -> None:
-    """Remove what a module's import has made here and the program has removed."""
+    """Remove names that a module's import bound here and that the program has removed."""
     for name in [name for name in table if name not in names and not name.startswith("__")]:
-        if not isinstance(table[name], types.ModuleType):  # a submodule that only this process has imported
+        if not isinstance(table[name], types.ModuleType):  # keep submodules that only this process has imported
             del table[name]
 
 
 def _take_over(own: Any, value: Any) -> bool:
-    """Give what a module has made itself the contents that it has in the program; return whether that was possible."""
+    """Give the object ``own`` the contents of ``value``. Return whether that was possible."""
     cls = type(own)
     if cls is not type(value) or own is value or isinstance(own, (types.FunctionType, type)):
         return False
@@ -223,6 +227,8 @@ def _take_over(own: Any, value: Any) -> bool:
 def _fill(target: Any, value: Any) -> None:
     """Give a container the elements of another."""
     if isinstance(target, np.ndarray):
+        if target.shape != value.shape:
+            target.shape = value.shape
         target[...] = value
     elif isinstance(target, (list, bytearray)):
         target[:] = value
@@ -232,7 +238,7 @@ def _fill(target: Any, value: Any) -> None:
 
 
 def _write(target: Any, value: Any) -> None:
-    """Give an array or a tensor other bytes: those of ``value``, or those of the memory in which it was made."""
+    """Give an array or a tensor the contents of ``value``, even if it is read-only."""
     if not isinstance(target, np.ndarray):
         import torch
 
@@ -261,7 +267,7 @@ def _recipe(obj: Any) -> tuple[Any, ...]:
 
 
 def _restore(target: Any, state: Any) -> None:
-    """Give an object a state, as unpickling would."""
+    """Give an object a state, as unpickling does."""
     setstate = getattr(target, "__setstate__", None)
     if setstate is not None:
         setstate(state)
@@ -274,15 +280,15 @@ def _restore(target: Any, state: Any) -> None:
         object.__setattr__(target, key, value)
 
 
-# -- modules of the user's --------------------------------------------------------------------------------------------
+# -- the user's modules -----------------------------------------------------------------------------------------------
 
 
 def renew_module(reload: Reload, superseded: dict[tuple[str, str], weakref.WeakSet[Any]]) -> None:
     """Bring a module that the master has reloaded up to date, if this process has imported it.
 
-    Statements of the module that are as before are not run again: enums, registries and classes that were not edited
-    stay the same objects, and what was made of them goes on to be theirs. ``superseded`` keeps the earlier versions of
-    classes that were, by module and name.
+    Statements that have not changed are not run again: enums, registries and classes that were not edited stay the same
+    objects, and their instances stay theirs. ``superseded`` keeps earlier versions of edited classes, by module and
+    name.
     """
     module = sys.modules.get(reload.module)
     if module is None:
@@ -311,10 +317,10 @@ def _is_future(node: ast.stmt) -> bool:
 
 
 def _update_function(old: Any, new: Any) -> Any:
-    """Give a function, which others may hold, the code of its successor, and return the one to use."""
+    """Give a function, which other objects may hold, the code of its successor. Return the function to use."""
     try:
         old.__code__ = new.__code__
-    except ValueError:  # another number of closure variables
+    except ValueError:  # the number of closure variables has changed
         return new
     old.__defaults__, old.__kwdefaults__ = new.__defaults__, new.__kwdefaults__
     old.__dict__.update(new.__dict__)
@@ -322,12 +328,12 @@ def _update_function(old: Any, new: Any) -> Any:
 
 
 def _update_class(old: type, new: type) -> None:
-    """Make the instances of a class those of its successor; whoever holds the class itself gets its methods."""
+    """Give a class the attributes of its successor, and make its instances instances of the successor."""
     for key, value in list(vars(new).items()):
         if key not in ("__dict__", "__weakref__", "__doc__"):
-            with contextlib.suppress(AttributeError, TypeError):  # an enum's members, say
+            with contextlib.suppress(AttributeError, TypeError):  # some cannot be set, for instance an enum's members
                 setattr(old, key, value)
     for each in gc.get_referrers(old):
         if type(each) is old:
-            with contextlib.suppress(TypeError):  # another layout
+            with contextlib.suppress(TypeError):  # the successor has another memory layout
                 object.__setattr__(each, "__class__", new)

@@ -1,13 +1,14 @@
-"""The resident objects of one rank: kept between calls, and brought into the state of another rank where they must be.
+"""The resident objects of one rank: kept between calls, and brought into the state of another rank when necessary.
 
-A call that changes one is a transaction only in part: nobody can undo what it did to the user's object. So the object
-counts as torn from the first line of such a call to its last, and tells the number of the last call that it came
-through; from both the master sees which rank is furthest. Objects that know how (``__synk_keep__``: those of
-``synk.torch.replicate``) put back what a call that did not end well has changed, as far as they can.
+A call that changes one is only in part a transaction: what it did to the user's object cannot be undone in general. So
+the object counts as torn from the first line of such a call to its last, and has the number of the last call that
+completed. From both the master sees which rank has got furthest. Objects that can (``__synk_keep__``: those of
+``synk.torch.replicate``) undo the changes of a call that failed, as far as possible.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import pickle
@@ -16,59 +17,72 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from synk._wire.cell import cell
-from synk._wire.control import Down
+from synk._wire.control import PHASES, Down
 from synk._wire.residents import Adopt, Dump, Report, Restore
 from synk._worker.held.pickling import dumps
 from synk.errors import SerializationError
 
 
 class RankResident:
-    """One object of one rank; what a ``Resident`` is inside a function.
+    """A resident object on one rank: what a ``Resident`` is inside a function.
 
     Attributes
     ----------
     name : str
     value : object
         This rank's own.
-    version : int
-        Number of the last call that has changed it and came to its end.
+    version : float
+        Number of the last call that has changed it and came to its end; less than that by the share of its repetitions
+        that are still to come.
     is_torn : bool
-        Whether a call that changes it has begun and did not come to its end.
+        Whether a call that changes it has begun and not completed.
     mark : bytes
-        Of an object that was put back: ranks on which it differs are to have the same state again.
+        Set when the object has undone a call's changes. Ranks whose marks differ are given one state again.
     """
 
-    def __init__(self, name: str, made: tuple[Any, Any, Any], version: int) -> None:
+    def __init__(self, name: str, made: tuple[Any, Any, Any], version: float) -> None:
         self.name = name
         self.value, self._dump, self._load = made
         self.version = version
         self.is_torn = False
         self.mark = b""
         self._put_back: Callable[[], bytes | None] | None = None
+        self._is_kept = False  # whether a copy of its state goes back
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_put_back": None}  # a copy, on trial, goes back to nothing
+        return {**self.__dict__, "_put_back": None}  # only copies for calls on trial are pickled; they undo nothing
 
-    def begin(self) -> None:
-        """A call that changes it begins."""
+    def begin(self, *, is_repeated: bool) -> None:
+        """A call that changes it begins; ``is_repeated``: which will be repeated if it runs out of memory."""
         keep = getattr(type(self.value), "__synk_keep__", None)
         self.mark, self._put_back = b"", None if keep is None else keep(self.value)
+        self._is_kept = is_repeated and keep is None
+        if self._is_kept:
+            self._put_back = functools.partial(self._go_back, self.state(), self.version)
         self.is_torn = True
 
-    def report(self) -> tuple[int, bool, bytes]:
-        """Return how far it is, when calls are over: what one has left that did not end well is put back first."""
+    def _go_back(self, state: bytes, version: float) -> bytes:
+        self.restore(state, version)
+        return b""
+
+    def report(self, counted: float) -> tuple[float, bool, bytes]:
+        """Return how far it is, when calls are over: what one has left that did not end well is put back first.
+
+        ``counted`` is the last call that has ended well on all ranks, as far as the master knows.
+        """
         put_back, self._put_back = self._put_back, None
-        if self.is_torn and put_back is not None and (mark := put_back()) is not None:
+        is_half = self.is_torn or (self._is_kept and self.version > counted)
+        if is_half and put_back is not None and (mark := put_back()) is not None:
             self.is_torn, self.mark = False, mark
         return self.version, self.is_torn, self.mark
 
     def state(self) -> bytes:
-        """Return what another rank needs to bring its object into the state of this one."""
+        """Return a pickle by which another rank can bring its object into this one's state."""
         return dumps(self.value if self._dump is None else self._dump(self.value))
 
-    def restore(self, state: bytes, version: int) -> None:
+    def restore(self, state: bytes, version: float) -> None:
         """Take over the state of another rank."""
-        self.is_torn = True  # until it is whole
+        self.is_torn = True  # until the state is complete
         loaded = pickle.loads(state)
         if self._load is None:
             self.value = loaded
@@ -87,7 +101,7 @@ class Residents:
         return self._objects[resident_id]
 
     def forget(self, resident_ids: Iterable[int]) -> None:
-        """Drop objects; functions that still refer to one keep it."""
+        """Drop objects. A function that still refers to one keeps it alive."""
         for resident_id in resident_ids:
             self._objects.pop(resident_id, None)
 
@@ -102,9 +116,9 @@ class Residents:
             else:  # functions refer to it
                 old.__init__(order.name, made, order.version)  # type: ignore[misc]
         elif isinstance(order, Report):
-            known = [self._objects[resident_id] for resident_id in order.resident_ids]
+            known = [(self._objects[resident_id], counted) for resident_id, counted in order.counted]
             with cell.worker.uninterrupted():
-                return {"states": [resident.report() for resident in known]}
+                return {"states": [resident.report(counted) for resident, counted in known]}
         elif isinstance(order, Dump):
             resident = self._objects[order.resident_id]
             return {"state": dumps(resident.value) if order.is_whole else resident.state()}
@@ -114,7 +128,7 @@ class Residents:
 
 
 def resident_argument(resident_id: int, *, is_trial: bool) -> Any:
-    """Return this rank's object as a function gets it that it is passed to: itself, and a copy on trial.
+    """Return this rank's object as the argument of a function: the object itself, or a copy in a call on trial.
 
     Raises
     ------
@@ -134,33 +148,60 @@ def resident_argument(resident_id: int, *, is_trial: bool) -> Any:
 
 
 class Changing:
-    """A function, at whose end ``residents`` have come through one more call that changes them."""
+    """A function, at whose end ``residents`` have come through one more call that changes them.
 
-    def __init__(self, fn: Callable[..., Any], residents: Sequence[RankResident]) -> None:
+    ``is_repeated``: a call that runs out of memory is repeated in slices.
+    """
+
+    def __init__(self, fn: Callable[..., Any], residents: Sequence[RankResident], is_repeated: bool) -> None:
         self._fn = fn
         self._residents = residents
+        self._is_repeated = is_repeated
+        self._is_running = False  # in slices
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_running:
+            return self._fn(*args, **kwargs)
+        return self._change(self._fn, *args, **kwargs)
+
+    def in_slices(
+        self, parts: Sequence[Any], call: Callable[[Any], Any], combined: Callable[[Callable[[Any], Any]], Any]
+    ) -> Any:
+        """Return ``combined(call)``, all parts as one call; an object may know how it is changed in slices."""
+        run = combined
         for resident in self._residents:
-            resident.begin()
-        worker = cell.worker
+            own = getattr(type(resident.value), "__synk_slices__", None)
+            if own is not None:
+                run = functools.partial(own, resident.value, parts, combined=combined)
+        self._is_running = True
         try:
-            result = self._fn(*args, **kwargs)
+            return self._change(run, call)
+        finally:
+            self._is_running = False
+
+    def _change(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for resident in self._residents:
+            resident.begin(is_repeated=self._is_repeated)
+        worker = cell.worker
+        for place in PHASES.values():  # only training steps write them
+            worker.lane.own_up[place] = 0
+        try:
+            result = action(*args, **kwargs)
             with worker.uninterrupted():  # all of them, or none
-                number = int(worker.lane.first_down[Down.CALL])
+                number = int(worker.lane.first_down[Down.CALL]) - worker.lane.executor.to_come
                 for resident in self._residents:
                     resident.version, resident.is_torn = number, False
             worker.hold_back(False)
         except BaseException:
-            worker.is_held, worker.num_held = False, 0  # the next call begins without
+            worker.is_held, worker.num_held = False, 0  # the next call must not begin with an interrupt held back
             raise
         return result
 
 
 class Reading:
-    """A function that captured modules of torch and may only read them.
+    """A function that captured torch modules and may only read them.
 
-    What it changed in them would be this rank's own: no other rank, and not the master, would have it.
+    A change would stay on this rank: neither the other ranks nor the master would have it.
     """
 
     def __init__(self, fn: Callable[..., Any], modules: Sequence[Any], name: str) -> None:
@@ -168,14 +209,15 @@ class Reading:
         self._modules = modules
         self._name = name
         self._has_changed = ""
-        self._tables: list[dict[str, Any]] | None = None
+        self._tables: list[dict[str, Any]] = []  # of parameters and of buffers, that are not empty
+        self._empty: list[dict[str, Any]] = []
+        self._values: list[Any] = []  # what the tables held, in order; None for a parameter or buffer without tensor
         self._tensors: list[Any] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check()
-        if not self._is_as_before():
-            self._tables = [t for m in self._modules for each in m.modules() for t in (each._parameters, each._buffers)]
-            self._tensors = list(_values(self._tables))
+        if not self._tables or not self._is_as_before():
+            self._find_tensors()
         before = _marks(self._tensors)
         result = self._fn(*args, **kwargs)
         if not self._is_as_before() or _marks(self._tensors) != before:
@@ -183,15 +225,19 @@ class Reading:
             self._check()
         return result
 
-    def _is_as_before(self) -> bool:
-        """Whether the modules have the tensors that they had. One that a function adds to a new part is not seen."""
-        if self._tables is None:
-            return False
-        now = list(_values(self._tables))
-        return len(now) == len(self._tensors) and all(map(operator.is_, now, self._tensors))
+    def _find_tensors(self) -> None:
+        tables = [t for m in self._modules for each in m.modules() for t in (each._parameters, each._buffers)]
+        self._tables, self._empty = list(filter(len, tables)), [table for table in tables if not table]
+        self._values = list(_values_of(self._tables))
+        self._tensors = [each for each in self._values if each is not None]
 
-    def _name_of_changed(self, before: Sequence[tuple[int, int]]) -> str:
-        known = dict(zip(map(id, self._tensors), before))
+    def _is_as_before(self) -> bool:
+        """Whether the modules have the tensors that they had. A tensor in a submodule added since is not seen."""
+        now = list(_values_of(self._tables))
+        return len(now) == len(self._values) and all(map(operator.is_, now, self._values)) and not any(self._empty)
+
+    def _name_of_changed(self, before: tuple[list[int], list[int]]) -> str:
+        known = dict(zip(map(id, self._tensors), zip(*before)))
         for module in self._modules:
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 if known.get(id(tensor)) != (tensor._version, tensor.data_ptr()):
@@ -208,15 +254,11 @@ class Reading:
             )
 
 
-def _values(tables: Sequence[dict[str, Any]]) -> Iterator[Any]:
-    """Return the tensors of modules, in their order."""
-    return filter(_is_there, itertools.chain.from_iterable(map(dict.values, tables)))
+def _values_of(tables: Sequence[dict[str, Any]]) -> Iterator[Any]:
+    return itertools.chain.from_iterable(map(dict.values, tables))
 
 
-def _is_there(tensor: Any) -> bool:
-    return tensor is not None
-
-
-def _marks(tensors: Sequence[Any]) -> list[tuple[int, int]]:
-    """Return what shows that a parameter or buffer was changed."""
-    return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
+def _marks(tensors: Sequence[Any]) -> tuple[list[int], list[int]]:
+    """Return versions and addresses of tensors. A change of a parameter or buffer alters one of them."""
+    torch: Any = sys.modules["torch"]
+    return list(map(operator.attrgetter("_version"), tensors)), list(map(torch.Tensor.data_ptr, tensors))

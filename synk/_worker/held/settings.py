@@ -1,6 +1,6 @@
-"""The program's settings of libraries on their rank: each is set when its library is there.
+"""The program's settings of libraries, as a rank takes them over: each is set once its library is imported.
 
-What a function sets itself stays, as in a plain program, until the program's own value is another one.
+What a function sets itself stays, as in a plain program, until the program's own value changes.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _nothing = object()
 
 
 class _NotImported(Warning):
-    """Stands for a class of a module that is not imported here: no warning of it can be there either."""
+    """Stands for a warning class from a module that is not imported here, so that nothing can raise such a warning."""
 
 
 class _Unpickler(pickle.Unpickler):
-    """Imports nothing but what cloudpickle needs.
+    """Unpickles without importing anything, except what cloudpickle needs.
 
     Attributes
     ----------
     missing : set of str
-        The modules that it would have imported.
+        The modules that it did not import.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -40,36 +40,34 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module in sys.modules or module.partition(".")[0] == "cloudpickle":
-            with contextlib.suppress(AttributeError):  # it is being imported
+            with contextlib.suppress(AttributeError):  # the module is only half imported
                 return super().find_class(module, name)
         self.missing.add(module)
         return _NotImported
 
 
 class Settings:
-    """The settings of one rank. A finder of modules, for as long as some of them wait for one to be imported."""
+    """The settings of one rank. While some of them wait for a module to be imported, this is also a module finder."""
 
     def __init__(self) -> None:
         self._data = b""
-        self._set: dict[str, Any] = {}  # by name, as they were told
-        self._awaited: set[str] = set()
+        self._set: dict[str, Any] = {}  # by name, as the program told them
+        self._awaited: set[str] = set()  # modules that are not imported yet
         self._begun: set[str] = set()  # modules that are being imported
         self._is_importing = False
 
     def told(self, name: str, default: Any) -> Any:
-        """Return a setting as the program has it, ``default`` where it has told nothing of it."""
+        """Return a setting as the program has it, or ``default`` if the program has not told it."""
         return self._set.get(name, default)
 
     def take_in(self, data: bytes) -> None:
-        """Set what differs from what the program has told before."""
+        """Apply the settings that differ from what the program told before."""
         self._data = data
         self._apply()
 
     @contextlib.contextmanager
     def importing(self) -> Iterator[None]:
-        """Have modules imported without warnings: the program has imported them before, and may since treat these as
-        errors.
-        """
+        """Show no warnings of the body's imports: the program had imported the modules before it set its filters."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._is_importing = True
@@ -100,7 +98,7 @@ class Settings:
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Return how a module is imported, and what it has settings of is set at the end of it."""
+        """Return the spec of a module that settings wait for. At the end of its import they are applied."""
         if name not in self._awaited:
             return None
         self._awaited.discard(name)

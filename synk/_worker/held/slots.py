@@ -1,4 +1,4 @@
-"""The output slots of a lane: where each rank puts the outputs of a call that others read."""
+"""The output slots of a lane: where each rank publishes the outputs of a call that others read."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from synk._wire.messages import is_in_slot, slot_offsets
 from synk._worker.held.plans import PreparedPlan
 
 NO_VIEW = np.empty(0, np.uint8)
-"""In the place of an output that lies in no slot."""
+"""Stands for an output that lies in no slot."""
 
 
 class Slots:
-    """The slots of all ranks, one of which is this rank's own.
+    """The slots of all ranks. This rank writes only its own.
 
     Attributes
     ----------
     segment : Segment or None
-        That of all slots; None before the first outputs.
+        The segment of all slots; None before the first outputs.
     nbytes : int
-        Of one slot.
+        The size of one slot.
     """
 
     def __init__(self, rank: int, down: np.ndarray) -> None:
@@ -32,17 +32,17 @@ class Slots:
 
     @property
     def participants(self) -> list[int]:
-        """The ranks that run the call under way, ascending."""
+        """The ranks that run the current call, ascending."""
         return [rank for rank, takes_part in enumerate(self._down[:, Down.PARTICIPATES].tolist()) if takes_part]
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the lowest that runs the call under way."""
+        """Whether this rank is the lowest that runs the current call."""
         return self.rank == self.participants[0]
 
     @property
     def has_group(self) -> bool:
-        """Whether the call under way reduces its large outputs by NCCL."""
+        """Whether the current call reduces its large outputs by NCCL."""
         return bool(self._down[self.rank, Down.GROUP])
 
     def rows(self) -> list[int]:
@@ -50,7 +50,7 @@ class Slots:
         return [int(self._down[rank, Down.ROWS]) for rank in self.participants]
 
     def lay_out(self, prepared: PreparedPlan) -> bool:
-        """Make the views of this rank's outputs in its slot; return False where they have no room there."""
+        """Make views for this rank's outputs in its slot. Return False if the slot has no room for them."""
         layout = prepared.layout
         assert layout is not None
         num_ranks, has_group = len(self.participants), self.has_group

@@ -1,15 +1,16 @@
-"""Shared variables on a worker: what ``w`` is inside a function, and what a call does to all of them.
+"""Shared variables on a worker: what ``w`` is inside a function, and what a call does to all variables.
 
-A call is a transaction on them. An assignment is kept aside while the function runs; when it has returned, the new
-value goes into the variable's second buffer; and the buffers change places when the master has committed the call,
-which the worker sees with its next message. So a call that fails on any rank, in any way, changes no variable on any
-rank. In one file because a variable and the store of all share one transaction.
+A call is a transaction on them. While the function runs, an assignment is kept aside. When it has returned, the new
+value goes into the variable's second buffer. When the master has committed the call, the buffers change places; the
+worker sees that with its next message. So a call that fails on any rank, in any way, changes no variable on any rank.
+In one file because a variable and the store of all variables share one transaction.
 """
 
 from __future__ import annotations
 
 import operator
 import pickle
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ from synk._wire.variables import (
     shapes_of,
     value_as_array,
 )
+from synk._worker.held.rows import Rows
 from synk.backends import Backend
 from synk.backends._frameworks import bfloat16
 
@@ -39,7 +41,7 @@ _shape_of = operator.attrgetter("shape")
 
 
 class Replica:
-    """One variable on one rank; what ``w`` is inside a function."""
+    """One variable on one rank: what ``w`` is inside a function."""
 
     # Without a dictionary a misspelt ``w.vlaue = ...`` is an error.
     __slots__ = ("_buffers", "_declaration", "_front", "_shapes", "_store", "_structure", "_views")
@@ -54,16 +56,16 @@ class Replica:
         self._buffers: list[tuple[Shapes, list[np.ndarray]] | None] = [None, None]
 
     def declare(self, declaration: Declaration) -> None:
-        """Take in what the master says: new buffers, new shapes, or all of it."""
+        """Take in the master's declaration, which may bring new buffers and new shapes."""
         self._declaration = declaration
         self._front = declaration.front
         self._shapes = list(declaration.shapes)
         self._views, self._buffers = None, [None, None]
         self._structure = None
-        del self._structure  # what it was is asked for anew: see below
+        del self._structure  # so that the next use calls __getattr__, which loads the new one
 
     def __getattr__(self, name: str) -> Any:
-        """Load how the value is nested when somebody asks: it may need modules of the user's, and a call to fail in."""
+        """Load the structure of the value at its first use: that may import the user's modules, and fail, in a call."""
         if name != "_structure":
             return object.__getattribute__(self, name)  # raises
         _, self._structure = flatten(pickle.loads(self._known.skeleton))
@@ -79,7 +81,7 @@ class Replica:
         return self._known.name
 
     def _arrays(self, index: int) -> list[np.ndarray]:
-        """Return the arrays of one buffer, as the rank writes them."""
+        """Return writable views of the arrays in one buffer."""
         known = self._buffers[index]
         if known is not None and known[0] == self._shapes[index]:
             return known[1]
@@ -94,7 +96,7 @@ class Replica:
         return arrays
 
     def leaves(self) -> list[np.ndarray]:
-        """The arrays of the value as this call sees it, read-only."""
+        """Return the arrays of the value as this call sees it, read-only."""
         current = self._store.assigned.get(self) or self._store.whole.get(self)
         if current is not None:
             return current
@@ -109,7 +111,7 @@ class Replica:
 
     @property
     def value(self) -> Any:
-        """This rank's value: a read-only array (or nesting of arrays), a view of shared memory."""
+        """This rank's value: a read-only array or a nesting of such arrays, which are views of shared memory."""
         leaves: list[Any] = list(self.leaves())
         if self._store.to_framework is not None:
             leaves = [self._store.as_framework(leaf) for leaf in leaves]
@@ -127,18 +129,17 @@ class Replica:
         self.assign(value)
 
     def assign(self, value: Any) -> None:
-        """Keep ``value`` aside as the new one."""
+        """Check ``value``, and keep it aside as the new one."""
         declaration, shapes = self._declaration, self._shapes[self._front]
         assert declaration is not None
-        if (  # as most look: there is nothing to check
+        if (  # the most frequent case, which needs no other check
             type(value) is np.ndarray
             and self._structure == "leaf"
             and not self._store.backend.is_device
             and value.dtype == declaration.dtypes[0]
             and value.shape == shapes[0]
         ):
-            self._store.forget_given(self)
-            self._store.assigned[self] = [self._keep(value, value.dtype)]
+            self._store.note_assigned(self, [self._keep(value, value.dtype)])
             return
         leaves, structure = flatten_value(value, self._structure)
         if structure != self._structure:
@@ -151,21 +152,37 @@ class Replica:
         arrays = check_value(
             self.name, leaves, declaration.dtypes, shapes, is_sharded=declaration.is_sharded, as_array=as_array
         )
-        self._store.forget_given(self)
-        self._store.assigned[self] = [self._keep(array, dtype) for array, dtype in zip(arrays, declaration.dtypes)]
+        self._store.note_assigned(self, [self._keep(array, dtype) for array, dtype in zip(arrays, declaration.dtypes)])
 
     def _keep(self, array: Any, dtype: np.dtype) -> Any:
-        """Return an assigned array as it is kept until the call ends."""
+        """Return an assigned array in the form in which it is kept until the call ends."""
         array = np.asarray(array, dtype=dtype, order="C").view()  # ascontiguousarray would add an axis to 0-d
         array.flags.writeable = False
         return array
+
+    def kept(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return assigned arrays for the next repetition of the call: copies of those that the function still holds.
+
+        Raises
+        ------
+        ValueError
+            If a shard has other rows now: the rows of the call were divided by those that it had.
+        """
+        length = self._shapes[self._front][0][:1]
+        if self._known.is_sharded and leaves[0].shape[:1] != length:
+            raise ValueError(
+                f"cannot repeat a call: it has assigned {leaves[0].shape[0]} rows to the shard of variable "
+                f"{self.name!r} on rank {self._store.rank}, expected {length[0]} as before. Call the function again "
+                "and again instead, so that rows are divided anew."
+            )
+        return [leaf if _is_last_view(leaf) else self._keep(leaf.copy(), leaf.dtype) for leaf in leaves]
 
     @property
     def variable_id(self) -> int:
         return self._known.variable_id
 
     def store(self, pending: Sequence[Any]) -> bool:
-        """Write an assigned value into the second buffer; return False if that has no room."""
+        """Write an assigned value into the second buffer. Return False if the buffer has no room."""
         back = 1 - self._front
         shapes = tuple(map(_shape_of, pending))
         known = self._buffers[back]
@@ -180,14 +197,15 @@ class Replica:
         return True
 
     def fetch(self) -> None:
-        """The value is in shared memory already."""
+        """Do nothing: the value lies in shared memory already."""
 
     def flip(self) -> None:
+        """Make the second buffer the value. The master has committed the call that wrote it."""
         self._front = 1 - self._front
         self._views = None
 
     def close(self) -> None:
-        """Let go of the shared memory, though functions may still refer to the variable."""
+        """Release the shared memory, though functions may still refer to the variable."""
         self._views = None
         self._buffers = [None, None]
 
@@ -211,22 +229,29 @@ class Replica:
         return f"<synk.Shared {self.name!r} on rank {self._store.rank}>"
 
 
-class VariableStore:
-    """All variables of one rank, and the assignments of the call under way.
+def _is_last_view(array: Any) -> bool:
+    """Whether nobody else holds the memory behind a view; on devices that is unknown."""
+    is_on_host = isinstance(array, np.ndarray)
+    return is_on_host and sys.getrefcount(array.base) == 2 and array.base.base is None  # the view's, and the argument
 
-    An interrupt can come between any two steps of a call, so what the next call looks at changes in one step each:
-    what is assigned (``assigned``), and what was stored by which call (``stored``).
+
+class VariableStore:
+    """All variables of one rank, and the assignments of the current call.
+
+    An interrupt can come between any two steps of a call. So each thing that the next call looks at changes in a single
+    step: what was assigned (``assigned``), and which call stored what (``stored``). The store has many attributes,
+    because they are the state of one transaction. ``plan`` is set only while nothing of it is left over.
 
     Parameters
     ----------
     rank : int
     segments : dict of int to Segment
-        The worker's own.
+        The segments that the worker holds.
     down : ndarray
         The control block that the master writes, of lane 0.
     backend : Backend
     replica_type : type
-        What variables are here: a :class:`Replica`, or one on a device.
+        The class of variables here: :class:`Replica`, or its subclass for devices.
     """
 
     def __init__(
@@ -237,24 +262,24 @@ class VariableStore:
         self.segments = segments
         self.backend = backend
         self._down = down
-        self.call_down = down  # of the lane of the call under way
+        self.call_down = down  # the control block of the current call's lane
         self._replicas: dict[int, Replica] = {}
         self.assigned: dict[Replica, list[Any]] = {}
-        self.whole: dict[Replica, list[Any]] = {}  # what a serial call sees of sharded variables
-        self.stored: tuple[int, list[Replica]] = (-1, [])
-        # Containers that functions were given last, with what was in them; and variables of which one was changed.
+        self.whole: dict[Replica, list[Any]] = {}  # what a serial call, or one on trial, sees of sharded variables
+        self.stored: tuple[int, list[Replica]] = (-1, [])  # a call, and what it wrote: valid if the master commits it
+        # The containers that the function got last, with what was in them, and the variables of changed containers.
         self.given: dict[Replica, tuple[Any, list[Any]]] = {}
         self._changed: set[Replica] = set()
+        self.plan: Any = None  # its next call can begin at once: nothing was assigned, given or shown since its last
         self.is_sliced = False
-        self.is_plain = False  # whether the last call was whole and without updates
-        self._is_updating = False
+        self._updates: Sequence[tuple[Replica, str]] = ()
         self._sums: list[list[Accumulator]] = []
         self._structures: list[Any] = []
         self.to_framework: Any = None
         self.from_framework: Any = None
 
     def get(self, variable_id: int) -> Replica:
-        """Return a variable, which a function may refer to before it is declared."""
+        """Return a variable. A function may refer to it before the master declares it."""
         replica = self._replicas.get(variable_id)
         if replica is None:
             replica = self._replicas[variable_id] = self._replica_type(self)
@@ -276,49 +301,55 @@ class VariableStore:
             self.backend.synchronize()
 
     def close(self) -> None:
-        """Let go of the shared memory of all variables, which functions' closures may outlive."""
+        """Release the shared memory of all variables. Closures of functions may still refer to them."""
         self.abandon()
         for replica in self._replicas.values():
             replica.close()
 
     def collective(self, variable_id: int, kind: str, op: str, collectives: Any) -> None:
-        """Do this rank's part of a collective over values on devices; it holds when the master commits it."""
+        """Do this rank's part of a collective over values on devices. It takes effect when the master commits it."""
         replica: Any = self.get(variable_id)
         with self.backend.running():
             replica.store_on_device(replica.collective(kind, op, collectives))
             self.backend.synchronize()
-        self.stored = (int(self._down[0, Down.CALL]), [replica])
+        self.plan, self.stored = None, (int(self._down[0, Down.CALL]), [replica])
 
     # -- one call -----------------------------------------------------------------------------------------------------
 
     def resolve(self) -> None:
-        """Settle the call before: its assignments hold if the master committed it, and never happened otherwise."""
+        """Settle the last call: its assignments take effect if the master committed it, else they never happened."""
         call, replicas = self.stored
-        if replicas and int(self._down[self.rank, Down.COMMITTED]) == call:
-            for replica in replicas:
-                replica.flip()
-        self.stored = (-1, [])
-        self.abandon()
+        if replicas:
+            if int(self._down[self.rank, Down.COMMITTED]) == call:
+                for replica in replicas:
+                    replica.flip()
+            self.stored = (-1, [])
+        self.plan = None
+        if self.assigned or self.given or self.whole or self._sums:
+            self.abandon()
 
-    def begin(self, function: Any, is_sliced: bool, down: np.ndarray) -> None:
-        """Prepare for a call of ``function``, whose numbers are in ``down``."""
-        self.call_down = down
-        self.is_sliced = is_sliced
-        self._updates = [update if isinstance(update, tuple) else (update, "avg") for update in function.updates]
-        self._is_updating = bool(self._updates)
-        self._sums, self._structures = [], []
+    def begin(self, function: Any, is_sliced: bool, down: np.ndarray, plan: Any = None) -> None:
+        """Prepare for a call of ``function``, whose numbers are in ``down``: one of ``plan``, or of no plan.
+
+        Whatever leaves something behind (an assignment, a value that was given or shown) forgets the plan. So while
+        ``self.plan`` is still that of the next call, nothing has to be prepared, and the caller skips this.
+        """
+        self.plan = None  # an interrupt may come between any two lines
+        if self.assigned or self.given or self.whole or self._sums:
+            self.abandon()
+        self.call_down, self.is_sliced, self._updates = down, is_sliced, function.updates
         self.to_framework, self.from_framework = function.to_framework, function.from_framework
-        self.is_plain = not (is_sliced or self._updates)
-        self.abandon()
+        self.plan = plan
 
     def show(self, whole: dict[int, list[np.ndarray]]) -> None:
-        """Have the call under way, a serial one, see all rows of sharded variables, and not just this rank's."""
+        """Let the current call, which is serial, see all rows of sharded variables instead of this rank's."""
+        self.plan = None
         self.whole = {self.get(key): [self.backend.from_host(leaf) for leaf in leaves] for key, leaves in whole.items()}
 
     def show_rows(self, num_rows: int, start: int, stop: int, besides: Sequence[int]) -> None:
-        """Have the call under way, one on trial, see these rows of sharded variables that have ``num_rows`` here.
+        """Let the current call, which is on trial, see only some rows of sharded variables.
 
-        Not of those ``besides``: they are passed to it.
+        This concerns variables with ``num_rows`` rows here, except ``besides``, which are arguments of the call.
         """
         sharded = [
             replica
@@ -333,22 +364,28 @@ class VariableStore:
         }
 
     def abandon(self) -> None:
-        """Drop what the call under way has assigned, and what it alone sees."""
+        """Drop what the current call has assigned, and what was prepared for it alone."""
+        self.plan = None
         self.assigned = {}
         self.whole = {}
         self.given, self._changed = {}, set()
+        self._sums, self._structures = [], []
 
     def note_given(self, replica: Replica, value: Any, leaves: list[Any]) -> None:
-        """A function was given the containers of ``value``, which it must not change."""
+        """Note that a function got the containers of ``value``, which it must not change."""
+        self.plan = None
         self._look_at(replica)
         self.given[replica] = (value, leaves)
 
-    def forget_given(self, replica: Replica) -> None:
-        """The variable is being assigned: whatever became of the old value does not count."""
+    def note_assigned(self, replica: Replica, leaves: list[Any]) -> None:
+        """Note that a function assigns a variable. Changes of the old value no longer matter."""
+        self.plan = None
         self.given.pop(replica, None)
         self._changed.discard(replica)
+        self.assigned[replica] = leaves
 
     def _look_at(self, replica: Replica) -> None:
+        """Note whether the function has changed the containers that it got last."""
         given, leaves = self.given.get(replica, (None, []))
         if given is not None:
             found, structure = flatten(given)
@@ -358,7 +395,7 @@ class VariableStore:
     def check_given(self) -> None:
         """Refuse a change of a container that would be lost: ``w.value["b"] = z`` without an assignment after it.
 
-        The containers are ordinary ones, for libraries know these by their exact class.
+        The containers themselves cannot refuse it: they are ordinary ones, because libraries check for exact classes.
         """
         for replica in self.given:
             self._look_at(replica)
@@ -369,8 +406,8 @@ class VariableStore:
             )
 
     def check_direct(self, replica: Replica) -> None:
-        """Refuse a direct assignment where it has no meaning."""
-        if self._is_updating:
+        """Refuse a direct assignment in a call whose result it would make ambiguous."""
+        if self._updates:
             raise ValueError(
                 f"cannot assign variable {replica.name!r} in a function with updates=: return its new value, as in "
                 "return outputs, (new_value,), and list it in updates."
@@ -382,13 +419,14 @@ class VariableStore:
             )
 
     def take_updates(self, function: Any, result: Any, num_rows: int) -> Any:
-        """Split ``(outputs, new_values)``, take in the new values of one slice, and return the outputs."""
+        """Split ``(outputs, new_values)`` of one slice, accumulate the new values, and return the outputs."""
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(
                 f"cannot update the variables of {function.name!r}: got a result of type {type(result).__name__}, "
                 f"expected "
                 "(outputs, new_values) because of updates=."
             )
+        self.plan = None
         outputs, values = result
         if len(self._updates) == 1 and not (isinstance(values, (tuple, list)) and len(values) == 1):
             values = (values,)
@@ -398,14 +436,16 @@ class VariableStore:
                 f"{len(values) if isinstance(values, (tuple, list)) else 1} new values, expected one for each of the "
                 f"{len(self._updates)} updates."
             )
+        if not self.is_sliced:
+            for (replica, _), value in zip(self._updates, values):
+                replica.assign(value)
+            return outputs
         is_first = not self._sums
         for position, ((replica, op), value) in enumerate(zip(self._updates, values)):
             leaves, structure = flatten(value)
             if is_first:
                 what = f"the update of {replica.name!r}"
-                self._sums.append(
-                    [Accumulator(REDUCTIONS[op], what, self.backend.xp, is_single=not self.is_sliced) for _ in leaves]
-                )
+                self._sums.append([Accumulator(REDUCTIONS[op], what, self.backend.xp) for _ in leaves])
                 self._structures.append(structure)
             elif structure != self._structures[position]:
                 raise ValueError(
@@ -418,30 +458,32 @@ class VariableStore:
         return outputs
 
     def from_user(self, leaf: Any) -> Any:
-        """Return what a function gives for an array of a value, as an array of the backend where it is a tensor."""
+        """Return a leaf of a new value as an array of the backend, if the function gave it as a tensor."""
         if self.from_framework is None:
             return leaf
         array = self.from_framework(leaf)
-        # What the master reads of a variable are arrays, in dtypes that NumPy computes with.
+        # The master reads variables as arrays, whose dtypes must be ones that NumPy computes with.
         return array.view(bfloat16()) if isinstance(array, np.ndarray) and array.dtype == BFLOAT16 else array
 
     def finish_updates(self) -> None:
-        """Assign the accumulated new values."""
+        """Assign the new values that were accumulated over slices."""
         from_framework, self.from_framework = self.from_framework, None  # they are host arrays by now
         for (replica, _), sums, structure in zip(self._updates, self._sums, self._structures):
             replica.assign(unflatten(structure, [accumulator.result() for accumulator in sums]))
-        self.from_framework = from_framework
         self._sums, self._structures = [], []
+        self.from_framework = from_framework
+
+    def keep_assigned(self) -> None:
+        """Between two repetitions: what is assigned becomes the value, whatever the function does to its own array."""
+        for replica, leaves in self.assigned.items():
+            self.assigned[replica] = replica.kept(leaves)
 
     def assignments(self) -> tuple[tuple[int, Shapes], ...]:
-        """What the call has assigned: variables and their new shapes."""
+        """Return what the call has assigned: variables and their new shapes."""
         return tuple((replica.variable_id, shapes_of(pending)) for replica, pending in self.assigned.items())
 
-    def write_as_before(self, expected: tuple[tuple[int, Shapes], ...]) -> bool:
-        """Write all assignments, if the call has assigned what one did whose ``assignments`` were ``expected``.
-
-        They count as stored with :meth:`note_stored`; until then the ordinary way can write them once more.
-        """
+    def store_as_before(self, expected: tuple[tuple[int, Shapes], ...]) -> bool:
+        """Write all assignments if they look as ``expected``, an earlier call's ``assignments``. Else return False."""
         if len(self.assigned) != len(expected):
             return False
         for (replica, pending), (variable_id, shapes) in zip(self.assigned.items(), expected):
@@ -452,36 +494,34 @@ class VariableStore:
                     return False
             if not replica.store(pending):
                 return False
+        self._note_stored()
         return True
 
     def store(self) -> bool:
-        """Write all assignments of the call under way into second buffers; return False if one has no room."""
+        """Write all assignments of the current call into second buffers. Return False if one has no room."""
         has_room = True
         for replica, pending in self.assigned.items():
             has_room = replica.store(pending) and has_room
         if has_room:
-            self.note_stored()
+            self._note_stored()
         return has_room
 
-    def note_stored(self) -> None:
-        """What the call has assigned is written: it holds if the master says so."""
+    def _note_stored(self) -> None:
+        """Note that the call's assignments are written. They take effect if the master commits the call."""
         self.stored = (int(self.call_down[0, Down.CALL]), list(self.assigned))
         self.abandon()
 
-    def argument(self, item: Input, local_indices: np.ndarray | None, low: int, high: int, offset: int) -> Any:
-        """Return a variable passed as an argument: whole, or the rows ``low`` to ``high`` of the call's selection.
-
-        ``offset`` is the position of the rank's first row in the selection.
-        """
+    def argument(self, item: Input, local_indices: np.ndarray | None, rows: Rows) -> Any:
+        """Return a variable that is an argument of the call: the whole value, or some of its rows."""
         replica = self._replicas[item.segment_id]
         leaves: list[Any] = list(replica.leaves())
         if item.kind == "shard":
-            numbers = self.call_down[self.rank]
+            low, high, numbers = rows.low, rows.high, self.call_down[self.rank]
             if local_indices is not None:
                 leaves = [self.backend.take(leaf, local_indices[low:high]) for leaf in leaves]
             else:
                 step = int(numbers[Down.LOCAL_STEP])
-                start = int(numbers[Down.LOCAL_START]) + (low - offset) * step
+                start = int(numbers[Down.LOCAL_START]) + (low - rows.first) * step
                 stop = start + (high - low) * step
                 leaves = [
                     leaf[start : stop if stop >= 0 else None : step] if high > low else leaf[:0] for leaf in leaves
@@ -491,5 +531,5 @@ class VariableStore:
         return unflatten(replica._structure, leaves)
 
     def as_framework(self, leaf: Any) -> Any:
-        """Return an array of a value as a tensor. On the host a copy: a tensor can be written into, a value cannot."""
+        """Return an array of a value as a tensor. On the host it is a copy, because a tensor cannot be read-only."""
         return self.to_framework(leaf.copy() if isinstance(leaf, np.ndarray) else leaf)

@@ -1,4 +1,4 @@
-"""A worker's life: the program, the loop, and what it does about each message.
+"""A worker's life: the program, the loop, and how it handles each message.
 
 ``serve`` is the loop.
 """

@@ -1,104 +1,87 @@
-"""A message on its rank: what its body brings is taken in, whoever it is for acts on it, and the reply is packed.
+"""A message on its rank: its body is taken in, the part that it is for handles it, and the reply is pickled.
 
-Never raises but what ends the process.
+The only exceptions that leave this file end the process.
 """
 
 from __future__ import annotations
 
 import pickle
+import time
 from typing import Any
 
 from synk._pure.nested import is_plain_object
 from synk._wire.cell import cell
-from synk._wire.control import Phase, Up
+from synk._wire.control import Down, Phase, Up
 from synk._wire.failures import Failure
 from synk._wire.items import ItemsDone
 from synk._wire.logs import set_levels
 from synk._wire.messages import IS_ALONE, LANE_SHIFT, Body, DeviceCollective, Fetch, JoinOrder, Kind, LoadOrder, Status
 from synk._wire.steps import run_steps
 from synk._worker.failures import pack_failure
-from synk._worker.held.plans import LoadedFunction, PreparedPlan
-from synk._worker.loop.calls import Outcome, assemble, publish_again, run_call
+from synk._worker.held.plans import LoadedFunction
+from synk._worker.loop.calls import assemble, publish_again, run_call
 from synk._worker.loop.items import run_items
 from synk._worker.rank import Interrupted, Reply, Worker
 from synk.errors import SerializationError
+
+# Members of an enumeration are slow to look up.
+_FUNCTION_NS, _PHASE, _IDLE = int(Up.FUNCTION_NS), int(Up.PHASE), int(Phase.IDLE)
+_TIMED = int(Down.TIMED)
+_CALL = int(Kind.CALL)
+_CALLS = (_CALL, int(Kind.CHECK))
+_OF_THE_CALL_BEFORE = tuple(map(int, (Kind.PUBLISH, Kind.ASSEMBLE, Kind.CHECK, Kind.SUPPLY)))
 
 
 def handle(
     worker: Worker, kind: int, flags: int, sequence: int, value: int, body: Body | None
 ) -> tuple[Status, int, bytes | None]:
-    """Act on one message; return ``(status, flags, data)`` of the reply."""
-    return _finished(worker, kind, _act(worker, kind, flags, sequence, value, body))
-
-
-def go_on(worker: Worker, plan_id: int, sequence: int, outcome: Outcome) -> tuple[Status, int, bytes | None]:
-    """Go on with a call whose function has been run, but has not done what it did the last time; as ``handle``."""
+    """Act on one message. Return ``(status, flags, data)`` of the reply."""
+    worker.sequence = sequence
+    lane = worker.lane = worker.lanes[flags >> LANE_SHIFT]
+    if lane is not worker.only_lane:
+        worker.enter_lane(kind, is_alone=bool(flags & IS_ALONE))
+    outer, cell.worker = cell.worker, worker
     try:
-        return _finished(worker, Kind.CALL, run_call(worker, plan_id, sequence, None, outcome))
+        if kind == _CALL:
+            if body is not None:
+                _bring_in(worker, kind, body)
+            elif worker.variables.stored[1]:
+                worker.variables.resolve()
+            received = time.monotonic_ns() if lane.first_down[_TIMED] else 0
+            executor = lane.executor
+            executor.function_ns = 0
+            status, reply_flags, content = worker.guarded(run_call, value, body)
+            worker.peers.leave_call(lane)
+            lane.own_up[_FUNCTION_NS] = executor.function_ns
+            worker.own_up[_PHASE] = _IDLE
+            if received:
+                executor.note_times(lane.own_up, received)
+        else:
+            _bring_in(worker, kind, body)
+            status, reply_flags, content = _act(worker, kind, value, body)
     finally:
-        cell.worker = None
-
-
-def _finished(worker: Worker, kind: int, reply: Reply) -> tuple[Status, int, bytes | None]:
-    """Return a reply as it is sent; what the function keeps of its inputs is seen to before."""
-    status, reply_flags, content = reply
-    del reply
+        cell.worker = outer
     data = None
     if content is not None:
         status, reply_flags, data = _pickle_reply(worker, status, reply_flags, content)
         del content  # it may hold the function's inputs
-    called = worker.lane.called
-    if kind in (Kind.CALL, Kind.CHECK) and called is not None and called.loans.are_open():
-        return settle_inputs(worker, called) or (status, reply_flags, data)
+    called = lane.called
+    # This must come before the reply: once the master has that, it may write the inputs of the next call.
+    if kind in _CALLS and called is not None and called.loans.are_touched(called.spans, worker.held.kept_data):
+        try:
+            worker.settle_inputs(called)
+        except Exception as error:
+            return _pickle_reply(worker, *worker.failed(error))
     return status, reply_flags, data
 
 
-def settle_inputs(worker: Worker, called: PreparedPlan) -> tuple[Status, int, bytes | None] | None:
-    """See to what a function keeps of its inputs, before the reply: when the master has it, it may write the next ones.
-
-    Return the reply where that fails.
-    """
-    try:
-        worker.settle_inputs(called)
-    except Exception as error:
-        status, flags, content = worker.failed(error)
-        return _pickle_reply(worker, status, flags, content)
-    return None
-
-
-def _act(worker: Worker, kind: int, flags: int, sequence: int, value: int, body: Body | None) -> Reply:
-    worker.sequence = sequence
-    worker.enter_lane(flags >> LANE_SHIFT, kind, is_alone=bool(flags & IS_ALONE))
-    outer, cell.worker = cell.worker, worker
-    try:
-        if kind not in (Kind.PUBLISH, Kind.ASSEMBLE, Kind.CHECK, Kind.SUPPLY):  # those belong to the call before
-            worker.variables.resolve()
-        if body is not None:
-            _take_in(worker, body)
-        return _do(worker, kind, sequence, value, body)
-    finally:
-        cell.worker = outer
-
-
-def _do(worker: Worker, kind: int, sequence: int, value: int, body: Body | None) -> Reply:
-    if kind == Kind.CALL:
-        return run_call(worker, value, sequence, body)
-    if kind == Kind.LOAD:
-        return _load(worker, body)
+def _act(worker: Worker, kind: int, value: int, body: Body | None) -> Reply:
+    """Handle a message other than a call."""
+    action = _ACTIONS.get(kind)
+    if action is not None:
+        return worker.guarded(action, value, body)
     if kind == Kind.ITEMS:
         return run_items(worker, body)
-    if kind == Kind.PUBLISH:
-        return publish_again(worker)
-    if kind == Kind.ASSEMBLE:
-        return assemble(worker, value, body)
-    if kind == Kind.CHECK:
-        return _check(worker)
-    if kind == Kind.VARIABLE:
-        return _move(worker, body)
-    if kind == Kind.RESIDENT:
-        return _act_on_resident(worker, body)
-    if kind == Kind.GROUP:
-        return _join(worker, body)
     if kind == Kind.SUPPLY:
         return Status.DONE, 0, None
     if kind == Kind.PING:
@@ -108,22 +91,26 @@ def _do(worker: Worker, kind: int, sequence: int, value: int, body: Body | None)
     return Status.BYE, 0, None
 
 
-def _take_in(worker: Worker, body: Body) -> None:
-    """Take in what a body brings, before what it asks for."""
+def _bring_in(worker: Worker, kind: int, body: Body | None) -> None:
+    """Before a message is acted on, settle the last call and take in what the body brings."""
+    if kind not in _OF_THE_CALL_BEFORE:
+        worker.variables.resolve()
+    if body is None:
+        return
     worker.held.take_in(body)
     worker.variables.forget(body.dropped.get("variable", ()))
     worker.residents.forget(body.dropped.get("resident", ()))
-    for kind, number, value in body.news:
-        if kind == "variable":
+    for what, number, value in body.news:
+        if what == "variable":
             worker.variables.declare(value)
-        elif kind == "lane":
+        elif what == "lane":
             _set_lane(worker, number, *value)
         else:
             worker.settings.take_in(value)
 
 
 def _set_lane(worker: Worker, index: int, slots_id: int, slot_nbytes: int, collective_id: int) -> None:
-    """Use the memory that a lane has now."""
+    """Use the memory that the master has given a lane now."""
     lane, segments = worker.lanes[index], worker.held.segments
     slots = lane.executor.outputs.slots
     if slots.segment is not segments[slots_id]:
@@ -133,28 +120,24 @@ def _set_lane(worker: Worker, index: int, slots_id: int, slot_nbytes: int, colle
         worker.peers.connect(lane, segments[collective_id])
 
 
-def _load(worker: Worker, body: Body | None) -> Reply:
-    """Take in functions; on a worker that was started in the place of another, run what prepares it."""
+def _load(worker: Worker, value: int, body: Body | None) -> Reply:
+    """Take in functions. On the replacement of a worker that died, also run ``on_restart`` if the order says so."""
     assert body is not None
     order: LoadOrder = body.content
-
-    def load() -> None:
-        worker.failpoint("distribute.loading")
-        worker.own_up[Up.PHASE] = Phase.LOADING
-        set_levels(order.levels)
-        with worker.settings.importing():
-            worker.held.load(order)
-        if order.prepare is not None:
-            _prepare(worker, worker.held.functions[order.prepare])
-
-    return worker.guarded(load)
+    worker.failpoint("distribute.loading")
+    worker.own_up[Up.PHASE] = Phase.LOADING
+    set_levels(order.levels)
+    with worker.settings.importing():
+        worker.held.load(order)
+    if order.prepare is not None:
+        _prepare(worker, worker.held.functions[order.prepare])
+    return Status.DONE, 0, None
 
 
 def _prepare(worker: Worker, function: LoadedFunction) -> None:
-    """Run what a worker that was started in the place of another is to run before its first call."""
+    """Run ``on_restart``, which the replacement of a worker that died runs before its first call."""
     try:
-        with worker.backend.running():
-            function.fn()
+        function.fn()
         if worker.variables.assigned:
             raise TypeError(
                 "cannot assign a shared variable in on_restart: it runs on one rank, and all ranks must hold the same. "
@@ -164,49 +147,45 @@ def _prepare(worker: Worker, function: LoadedFunction) -> None:
         worker.variables.abandon()
 
 
-def _move(worker: Worker, body: Body | None) -> Reply:
+def _move(worker: Worker, value: int, body: Body | None) -> Reply:
     """Do this rank's share of a collective over shared variables."""
     assert body is not None
-
-    def move() -> None:
-        worker.failpoint("collective.before")
-        content = body.content
-        if isinstance(content, Fetch):
-            worker.variables.fetch(content.variable_id)
-        elif isinstance(content, DeviceCollective):
-            worker.variables.collective(
-                content.variable_id, content.kind, content.op, worker.executor.outputs.large.collectives
-            )
-            assert worker.peers.group is not None
-            worker.peers.group.check()
-        else:
-            run_steps(content, worker.held.segments)
-        worker.failpoint("collective.after")
-
-    return worker.guarded(move)
+    content = body.content
+    worker.failpoint("collective.before")
+    if isinstance(content, Fetch):
+        worker.variables.fetch(content.variable_id)
+    elif isinstance(content, DeviceCollective):
+        collectives = worker.executor.outputs.large.collectives
+        worker.variables.collective(content.variable_id, content.kind, content.op, collectives)
+        assert worker.peers.group is not None
+        worker.peers.group.check()
+    else:
+        run_steps(content, worker.held.segments)
+    worker.failpoint("collective.after")
+    return Status.DONE, 0, None
 
 
-def _check(worker: Worker) -> Reply:
-    """See on trial whether the average fits the function of the last call."""
+def _check(worker: Worker, value: int, body: Body | None) -> Reply:
+    """Check on trial whether an average is right for the outputs of the last call's function."""
     from synk._worker.loop.halves import find_misfits
 
-    return worker.guarded(lambda: {"misfits": find_misfits(worker)})
+    return Status.DONE, 0, {"misfits": find_misfits(worker)}
 
 
-def _act_on_resident(worker: Worker, body: Body | None) -> Reply:
+def _act_on_resident(worker: Worker, value: int, body: Body | None) -> Reply:
     assert body is not None
-    return worker.guarded(lambda: worker.residents.act(body.content))
+    return Status.DONE, 0, worker.residents.act(body.content)
 
 
-def _join(worker: Worker, body: Body | None) -> Reply:
-    """Make the id of a group of NCCL, or join one."""
+def _join(worker: Worker, value: int, body: Body | None) -> Reply:
+    """Make the id of an NCCL group, or join one."""
     assert body is not None
     order: JoinOrder = body.content
-    return worker.guarded(lambda: worker.peers.join(order, worker.lanes))
+    return Status.DONE, 0, worker.peers.join(order, worker.lanes)
 
 
 def _pickle_reply(worker: Worker, status: Status, flags: int, content: Any) -> tuple[Status, int, bytes]:
-    """Pickle a reply's body; what of the user's cannot be pickled becomes an error reply."""
+    """Pickle a reply's body. If an object of the user's cannot be pickled, return an error reply instead."""
     if isinstance(content, (dict, Failure, ItemsDone)):
         return status, flags, pickle.dumps(content, protocol=5)
     what = "the structure of its result"
@@ -237,3 +216,15 @@ def _pickle_reply(worker: Worker, status: Status, flags: int, content: Any) -> t
         problem.__cause__ = error
         return Status.ERROR, 0, pickle.dumps(pack_failure(problem, worker.rank, worker.device), protocol=5)
     return status, flags, data
+
+
+_ACTIONS = {
+    int(Kind.LOAD): _load,
+    int(Kind.PUBLISH): publish_again,
+    int(Kind.ASSEMBLE): assemble,
+    int(Kind.CHECK): _check,
+    int(Kind.VARIABLE): _move,
+    int(Kind.RESIDENT): _act_on_resident,
+    int(Kind.GROUP): _join,
+}
+"""The actions that may run the user's code, by the kind of the message."""

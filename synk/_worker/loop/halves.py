@@ -1,9 +1,9 @@
 """The check of the halves: whether the average, which is the default op, fits what a function computes.
 
-After the call in which the function is first seen with enough rows, one rank runs a copy of it on trial: on all rows
-that it has, and on two parts of them, whose values are combined with their rows as weights, as those of ranks are.
-Nothing is sent for it and nothing is left of it but the verdict. Where the runs say nothing about the op (random
-draws, effects, communication, an exception), there is none: ``f.verify`` is for these functions.
+After the first call of a function that has enough rows, one rank runs a copy of the function on trial: on all of its
+rows, and on two parts of them. The values of the parts are combined with their rows as weights, as those of ranks are.
+Nothing is sent for the check, and only its verdict is left. There is no verdict if the runs say nothing about the op
+(random draws, side effects, communication, an exception): use ``f.verify`` for such functions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAX_S, _MAX_NBYTES = 1.0, 1 << 26
 _DISTRIBUTED = ("torch.distributed", "torch.distributed.distributed_c10d")
 _ROUNDING = Tolerance(None, None)
 _GRADIENT_RTOL = 0.02
-"""Of the norm. Gradients are sums of rounded numbers, of 16 bits perhaps; a wrong loss is further off."""
+"""Relative to the norm. Gradients are sums of rounded numbers, perhaps of 16 bits; a wrong loss is further off."""
 
 
 class Unknown(Exception):
@@ -45,17 +45,18 @@ class Unknown(Exception):
 
 
 class Halves:
-    """One comparison of a function's values of some rows with those of two parts of them.
+    """One comparison of a function's values for some rows with its values for two parts of them.
 
-    A training step also reduces gradients. The run on all rows notes the sums; the parts note what they have, and go on
-    with these sums, as all ranks of a call do.
+    A training step also reduces gradients. The run on all rows notes the sums. The runs on parts note their own
+    gradients and continue with these sums, as all ranks of a call do.
 
     Attributes
     ----------
     is_quiet : bool
-        Whether a training step is to run with its modules in ``eval()``.
+        Whether a training step runs with its modules in ``eval()``.
     is_unsure : bool
-        Whether a step has drawn random numbers, or normalised over its rows: other rows would mean other values.
+        Whether a step has drawn random numbers or normalised over its rows, so that its values depend on more than the
+        op.
     """
 
     def __init__(self, worker: Worker, prepared: PreparedPlan, until: float, *, is_quiet: bool) -> None:
@@ -74,17 +75,17 @@ class Halves:
         self.is_unsure = False
 
     def refused(self) -> ValueError:
-        """Return what is to be raised where the function communicates."""
+        """Return the exception to raise in a function that communicates. The check then has no verdict."""
         self._has_communicated = True
         return ValueError("cannot communicate on trial: the other ranks are not in the call.")
 
     def exchange(self, own: np.ndarray) -> np.ndarray:
-        """Return what numbers of this rank are, weighted by rows, on all ranks together."""
+        """Take numbers that a step averages over all ranks. Return the average, which is that of the first run."""
         self._own.append(own)
         return own if self._num_runs == 1 else self._sums[len(self._own) - 1]
 
     def misfits(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Return the position of each output that is no average, with the ops that fit; -1 stands for the gradients."""
+        """Return the position of each output that is no average, with the ops that fit. -1 stands for gradients."""
         numbers = self._worker.lane.down[self._worker.rank]
         low, high = int(numbers[Down.LOW]), int(numbers[Down.HIGH])
         num_slices = self._prepared.plan.num_slices
@@ -96,7 +97,7 @@ class Halves:
                 raise Unknown
             whole, self._sums = self._run(low, high)
             fits: dict[int, tuple[str, ...]] = dict.fromkeys(range(len(whole)), tuple(OPS))
-            for cut in (rows // 2, rows // 4):  # two, so that no ratio of the rows hides anything
+            for cut in (rows // 2, rows // 4):  # two cuts, so that no ratio of rows hides a misfit
                 weights = [cut, rows - cut]
                 (first, own), (second, others) = self._run(low, low + cut), self._run(low + cut, high)
                 if not len(first) == len(second) == len(whole) or not len(own) == len(others) == len(self._sums):
@@ -112,14 +113,14 @@ class Halves:
                 is_random = any(_is_off([1, 1], total, each, each) for total, each in zip(self._sums, own))
                 same = [is_same(*pair, _ROUNDING) for pair in zip(again, whole)] + [not is_random]  # [-1]: gradients
                 found = [(k, ops) for k, ops in found if same[k]]
-        # Each run of a step has a copy of its own, so what it changes says nothing.
+        # Each run of a step has a copy of its own, so changes of that copy mean nothing.
         doubts = Traits.DRAWS if self._is_step else Traits.DRAWS | Traits.CHANGES
         if self._has_communicated or self._trial.traits & doubts:
             raise Unknown
         return found
 
     def _run(self, low: int, high: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return the outputs for some rows, and what this rank had of the sums over all ranks."""
+        """Return the outputs for some rows, and the numbers that the run gave to ``exchange``."""
         if time.monotonic() > self._until:
             raise Unknown
         if self._is_step and self._num_runs:
@@ -143,7 +144,7 @@ class Halves:
 
 
 def _is_off(weights: list[int], total: np.ndarray, first: np.ndarray, second: np.ndarray) -> bool:
-    """Whether gradients of all rows are not the average of those of two parts, by far more than rounding."""
+    """Whether gradients of all rows differ from the average of those of two parts by far more than rounding."""
     parts = [np.asarray(part, np.float64) for part in (first, second)]
     size = max(np.linalg.norm(each) for each in (total, *parts))
     distance = np.linalg.norm(np.average(parts, axis=0, weights=weights) - total)
@@ -152,7 +153,7 @@ def _is_off(weights: list[int], total: np.ndarray, first: np.ndarray, second: np
 
 @contextlib.contextmanager
 def _no_process_groups(halves: Halves) -> Iterator[None]:
-    """Let nobody make a process group of torch; where there is one, nobody can tell who uses it."""
+    """Let the function make no torch process group. If there is one already, the check cannot tell who uses it."""
     distributed = [sys.modules[name] for name in _DISTRIBUTED if name in sys.modules]
     made = [vars(module)["init_process_group"] for module in distributed if hasattr(module, "init_process_group")]
     if made and distributed[0].is_initialized():
@@ -171,7 +172,7 @@ def _no_process_groups(halves: Halves) -> Iterator[None]:
 
 
 def find_misfits(worker: Worker) -> list[tuple[int, tuple[str, ...]]]:
-    """Return which outputs of the function of the last call are no averages; nothing where that cannot be told."""
+    """Return which outputs of the last call's function are no averages. Empty also if the check cannot tell."""
     prepared, until = worker.lane.called, time.monotonic() + _MAX_S
     assert prepared is not None
     found: list[tuple[int, tuple[str, ...]]] = []
@@ -179,11 +180,10 @@ def find_misfits(worker: Worker) -> list[tuple[int, tuple[str, ...]]]:
         for is_quiet in (False, True):
             try:
                 worker.check = Halves(worker, prepared, until, is_quiet=is_quiet)
-                with worker.backend.running():
-                    found = worker.check.misfits()
+                found = worker.check.misfits()
             except KeyboardInterrupt:
                 raise
-            except BaseException:  # what a part raises says nothing about the op
+            except BaseException:  # an exception in a run says nothing about the op
                 found = []
             if worker.check is None or not worker.check.is_unsure:
                 break

@@ -1,6 +1,6 @@
-"""Items of a map on their rank: each is loaded, the function called with it, and what it returned pickled at once.
+"""Items of a map on their rank: each is loaded, the function called with it, and its result pickled at once.
 
-At once, because a function may return one object again and again, changed in place.
+The result is pickled at once, because a function may return the same object for each item, changed in place.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 from synk._pure.nested import PLAIN_TYPES
 from synk._pure.texts import short_repr
-from synk._wire.control import Down, Phase, Up, is_interrupted
+from synk._wire.control import Phase, Up
 from synk._wire.failures import Failure
 from synk._wire.items import Items, ItemsDone
-from synk._wire.messages import Body
+from synk._wire.messages import Body, Status
 from synk._worker.held.plans import LoadedFunction
 from synk._worker.rank import Interrupted, Reply, Worker
 from synk.errors import SerializationError
@@ -23,41 +23,38 @@ _UNLOADED: Any = object()
 
 
 def run_items(worker: Worker, body: Body | None) -> Reply:
-    """Run a function on some items and return the reply, which holds the results up to the first item that fails."""
+    """Run a function on some items. Return the reply, with the results up to the first item that fails."""
     assert body is not None
     order: Items = body.content
-    worker.forget_lanes(set(worker.used_lanes))  # the calls before are over
+    worker.forget_lanes(set(worker.used_lanes))  # all earlier calls are over
     function = worker.mapped = worker.held.functions[order.function_id]
     try:
-        return worker.guarded(lambda: _run(worker, function, order))
+        return worker.guarded(_run, function, order)
     finally:
         worker.mapped = None
         worker.variables.abandon()
         worker.own_up[Up.PHASE] = Phase.IDLE
 
 
-def _run(worker: Worker, function: LoadedFunction, order: Items) -> ItemsDone:
-    if is_interrupted(worker.own_down[Down.INTERRUPT], worker.sequence):
-        raise Interrupted  # the signal came while this rank was at the items before
+def _run(worker: Worker, function: LoadedFunction, order: Items) -> Reply:
     worker.own_up[Up.PHASE] = Phase.FUNCTION
     started = time.monotonic_ns()
     values: list[bytes] = []
     failure: Failure | None = None
     failed_item = ""
-    with worker.backend.running():
-        worker.variables.begin(function, False, worker.down)
-        for data in order.pickles:
-            item = _UNLOADED
-            try:
-                item = _loaded(data, function)
-                values.append(_pickled(_result(worker, function, item), function))
-            except Interrupted:
-                raise
-            except BaseException as error:  # SystemExit and the like must not end a worker
-                failure = worker.failed(error)[2]
-                failed_item = "" if item is _UNLOADED else short_repr(item)
-                break
-    return ItemsDone(values, failure, failed_item, time.monotonic_ns() - started)
+    worker.variables.begin(function, False, worker.down)
+    for data in order.pickles:
+        item = _UNLOADED
+        try:
+            item = _loaded(data, function)
+            values.append(_pickled(_result(worker, function, item), function))
+        except Interrupted:
+            raise
+        except BaseException as error:  # not even SystemExit may end a worker
+            failure = worker.failed(error)[2]
+            failed_item = "" if item is _UNLOADED else short_repr(item)
+            break
+    return Status.DONE, 0, ItemsDone(values, failure, failed_item, time.monotonic_ns() - started)
 
 
 def _loaded(data: bytes, function: LoadedFunction) -> Any:

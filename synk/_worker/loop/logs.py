@@ -1,4 +1,4 @@
-"""What a function logs on a worker goes to the loggers of the master; no handler of the user's is made here."""
+"""Sends what a function logs on a worker to the loggers of the master. The user's handlers exist only there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PipeHandler(logging.Handler):
             data = memoryview(pack_record(record))
             while data:
                 data = data[os.write(self._fd, data) :]
-        except Exception:  # the same as any handler: the record's message could not be put together
+        except Exception:  # as in any handler: the record's message could not be formatted
             self.handleError(record)
 
 

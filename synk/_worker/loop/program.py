@@ -11,10 +11,10 @@ from synk._wire.program import is_frozen, is_worker
 
 
 def freeze_support() -> None:
-    """Let a frozen program (PyInstaller, cx_Freeze, ...) use workers; call it first thing in the main program.
+    """Let a frozen program (PyInstaller, cx_Freeze, ...) use workers. Call it first thing in the main program.
 
-    A frozen program has no interpreter to start, so each worker is a copy of the program, which becomes a worker in
-    this call and never returns from it. In the program itself, and where nothing is frozen, it returns at once.
+    A frozen program has no interpreter to start. So each worker is a copy of the program, which becomes a worker in
+    this call and never returns from it. In the program itself, and in one that is not frozen, it returns at once.
 
     Examples
     --------

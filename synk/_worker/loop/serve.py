@@ -1,6 +1,6 @@
 """A worker's process: tied to its master's life, it receives a message, has the worker act on it, and replies.
 
-It ends when the master says so, and when the master ends.
+It ends when the master says so, or when the master itself ends.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ from synk._worker import failpoints as _failpoints
 from synk._worker.failures import pack_failure
 from synk._worker.loop.dispatch import handle
 from synk._worker.loop.logs import send_records
-from synk._worker.loop.quiet import REPLIED, flush_output, prepare
 from synk._worker.rank import DeviceLost, Doorbell, Worker
 from synk.errors import SharedMemoryError
+
+# Members of an enumeration are slow to look up.
+_CALL, _PREFETCH, _CLOSE = int(Kind.CALL), int(Kind.PREFETCH), int(Kind.CLOSE)
+_BEFORE_REPLY = {_CALL: "call.before_reply", int(Kind.ITEMS): "call.before_reply", _CLOSE: "close.received"}
 
 
 class WorkerLoop:
@@ -39,7 +42,7 @@ class WorkerLoop:
         self._setup = setup
         fds = setup["fds"]
         for fd in fds.values():
-            os.set_inheritable(fd, False)  # programs that a function starts must not hold our ends
+            os.set_inheritable(fd, False)  # programs that a function starts must not keep our pipes open
         self._channel = Channel(sock, Descriptor(fds["down"]), Descriptor(fds["up"]), bytes.fromhex(setup["token"]))
         self._worker: Worker | None = None
         self._master_fd: int = NONE
@@ -49,13 +52,13 @@ class WorkerLoop:
         self._arriving.register(self._channel.read_fd, select.POLLIN)
 
     def start(self) -> None:
-        """Tie this process to the master's life, take over the signals, say hello."""
+        """Tie this process to the master's life, set up signals, and say hello."""
         setup = self._setup
         tie_to_pipe(setup["fds"]["lifeline"])
         self._pulse = tie_to_pulse(setup["fds"]["pulse"])
         self._master_fd = Descriptor(os.pidfd_open(setup["master_pid"]))
         if os.getppid() != setup["master_pid"]:
-            os._exit(1)  # the master ended before the descriptor was ours
+            os._exit(1)  # the master ended before the pidfd was open, which may name another process now
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         signal.signal(signal.SIGINT, self._on_interrupt)
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
@@ -96,60 +99,49 @@ class WorkerLoop:
             if message is None:
                 events = patience.wait(waiting)
                 if len(events) == 1 and events[0][0] != channel.read_fd:
-                    os.killpg(0, signal.SIGKILL)  # only the master's pidfd is ready: it is gone
+                    # Only the master's pidfd is ready: it is dead, and no message of it is left in the pipe.
+                    os.killpg(0, signal.SIGKILL)
                 message = channel.answer()
             if message is None:
                 os.killpg(0, signal.SIGKILL)
                 return
             kind, flags, sequence, value = message
-            if kind == Kind.PREFETCH:
+            if kind == _PREFETCH:
                 worker.prefetch(flags >> LANE_SHIFT, value)
                 continue
-            quiet = worker.held.quiet.get(value) if kind == Kind.CALL and not flags & HAS_BODY else None
-            answer = None if quiet is None else quiet.run(worker, sequence, channel)
-            if answer is REPLIED:
-                continue
-            if not self._answer(worker, message, answer):
+            body = None
+            if flags & HAS_BODY:
+                try:
+                    body = self._receive_body(sequence)
+                except SharedMemoryError as error:  # this process hit a limit: the master sends everything again
+                    self._refuse(worker, kind, flags, sequence, error)
+                    continue
+            status, reply_flags, data = handle(worker, kind, flags, sequence, value, body)
+            body = None
+            _flush_output(worker)
+            if worker.is_armed and kind in _BEFORE_REPLY:
+                worker.failpoint(_BEFORE_REPLY[kind])
+            if data is None:
+                channel.ring(status, reply_flags, sequence, 0)
+            else:
+                self._reply(status, reply_flags, sequence, data)
+            if kind == _CLOSE:
                 return
-            del answer
+            if worker.is_armed and kind == _CALL:
+                worker.failpoint("call.after_reply")
+            worker.tidy(kind, status)
 
-    def _answer(self, worker: Worker, message: Doorbell, answer: Any) -> bool:
-        """Act on a message, unless ``answer`` is there already, and reply; return False where it was the last one."""
-        kind, flags, sequence, value = message
-        try:
-            body = self._receive_body(sequence) if flags & HAS_BODY else None
-        except SharedMemoryError as error:  # a limit of this process: the master sends all of it again
-            if kind == Kind.CALL:
-                worker.lane = worker.lanes[flags >> LANE_SHIFT]
-                worker.peers.leave_call(worker.lane)
-            failure = pack_failure(error, worker.rank, worker.device)
-            self._reply(Status.ERROR, IS_UNRECEIVED, sequence, pickle.dumps(failure, protocol=5))
-            return True
-        try:
-            status, reply_flags, reply = answer or handle(worker, kind, flags, sequence, value, body)
-        except DeviceLost as error:
-            sys.stderr.write(f"{error}\n")
-            flush_output(worker)
-            os._exit(1)  # nothing of the array library may touch the device any more
-        if os.getpid() != worker.pid:  # the function has forked, and this is the child: it must not answer
-            os._exit(0)
-        if kind in (Kind.CALL, Kind.ITEMS):
-            flush_output(worker)
-            worker.failpoint("call.before_reply")
-        elif kind == Kind.CLOSE:
-            worker.failpoint("close.received")
-            flush_output(worker)
-        self._reply(status, reply_flags, sequence, reply)
-        if kind == Kind.CALL:
-            worker.failpoint("call.after_reply")
-        elif kind == Kind.CLOSE:
-            return False
-        worker.tidy(kind, status)
-        prepare(worker, kind, status, value, body)
-        return True
+    def _refuse(self, worker: Worker, kind: int, flags: int, sequence: int, error: SharedMemoryError) -> None:
+        """Reply with an error to a message that could not be received."""
+        if kind == _CALL:
+            worker.lane = worker.lanes[flags >> LANE_SHIFT]
+            worker.peers.leave_call(worker.lane)
+        failure = pack_failure(error, worker.rank, worker.device)
+        self._reply(Status.ERROR, IS_UNRECEIVED, sequence, pickle.dumps(failure, protocol=5))
+        worker.tidy(kind, Status.ERROR)
 
     def _peek(self) -> Doorbell | None:
-        """Return the next doorbell if it has arrived; it stays the next one."""
+        """Return the next doorbell if it has arrived, without consuming it."""
         if self._peeked is None and self._arriving.poll(0):
             self._peeked = self._channel.answer()
         return self._peeked
@@ -168,12 +160,12 @@ class WorkerLoop:
         arriving = iter(list(zip(body.segments, fds)))
         arrived: list[Segment] = []
         for (segment_id, nbytes, is_writable, is_staging, is_arena, is_file), fd in arriving:
-            if segment_id in held.segments:  # sent twice after an interrupt
+            if segment_id in held.segments:  # the master sends a segment twice if it was interrupted
                 os.close(fd)
                 continue
             try:
                 segment = held.map_segment(fd, segment_id, nbytes, is_writable, is_staging)
-            except SharedMemoryError:  # the master takes all of the message back
+            except SharedMemoryError:  # take in nothing: the master counts all of the message as not received
                 for _, later in arriving:
                     os.close(later)
                 os.close(fd)
@@ -190,10 +182,10 @@ class WorkerLoop:
         channel = self._channel
         if body is not None:
             flags |= HAS_BODY
-            # The body first: whoever sees the doorbell can read it without waiting.
+            # The body goes first, so that the master can read it without waiting once it sees the doorbell.
             try:
                 channel.send_body(sequence, body)
-            except SharedMemoryError as error:  # a large one needs a descriptor; what says so is small
+            except SharedMemoryError as error:  # a large body needs a descriptor, this small error does not
                 assert self._worker is not None
                 self._worker.executor.forget()
                 failure = pack_failure(error, self._worker.rank, self._worker.device)
@@ -205,7 +197,7 @@ class WorkerLoop:
 
     def _on_interrupt(self, signum: int, frame: Any) -> None:
         worker = self._worker
-        # A late signal, meant for a call that has ended, must not hit the next one.
+        # A signal that comes late, for a call that has ended, must not hit the next call.
         if worker is None or not is_interrupted(int(worker.down[worker.rank, Down.INTERRUPT]), worker.sequence):
             return
         if worker.is_interruptible:
@@ -214,13 +206,27 @@ class WorkerLoop:
             worker.num_deferred += 1
 
 
+def _flush_output(worker: Worker) -> None:
+    """Flush what was printed, so that it reaches the master.
+
+    If the function has forked this process, the copy ends here: it must neither print the text again nor reply.
+    """
+    if os.getpid() != worker.pid:
+        os._exit(0)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BaseException:  # the user's function may have closed or replaced it: that must not end the worker
+            continue
+
+
 def _prefer_for_oom() -> None:
-    """When memory runs out the kernel should take a worker, which comes back, not the user's session."""
+    """When memory runs out, let the kernel kill a worker, which can be replaced, rather than the user's session."""
     try:
         with open("/proc/self/oom_score_adj", "r+", encoding="ascii") as file:
             score = int(file.read())
             file.write(str(min(score + 300, 1000)))
-    except OSError:  # /proc is read-only in some containers: the kernel's own choice stands
+    except OSError:  # /proc is read-only in some containers: the kernel then chooses by itself
         pass
 
 
@@ -232,11 +238,11 @@ def _refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
 
 
 def main(sock: socket.socket, setup: dict[str, Any]) -> None:
-    """Run a worker; the bootstrap calls it when ``sys.path`` is set."""
+    """Run a worker. The bootstrap calls this once ``sys.path`` is set."""
     import faulthandler
 
     faulthandler.enable()
-    # Answers from C code too, whoever holds the interpreter: where() must explain a worker that is stuck.
+    # This answers even while C code holds the interpreter: where() must explain a worker that is stuck.
     faulthandler.register(signal.SIGUSR2, file=setup["fds"]["stacks"], all_threads=True)
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, io.TextIOWrapper)
@@ -245,10 +251,15 @@ def main(sock: socket.socket, setup: dict[str, Any]) -> None:
     loop.start()
     if not os.environ.get("PYTHONBREAKPOINT"):  # else the user has chosen a debugger, or none
         sys.breakpointhook = _refuse_breakpoint
-    # While only our own folders are searched, and while there are descriptors: an error report must need none.
+    # Imported now, while only our own folders are searched and descriptors are left: an error report must need none.
     import synk._worker.held.pickling  # noqa: F401
 
     sys.path[:] = setup["sys_path"]
     sys.argv[:] = setup["argv"]
-    loop.serve()
+    try:
+        loop.serve()
+    except DeviceLost as error:
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+        os._exit(1)  # nothing of the array library may touch the device any more
     loop.close()

@@ -1,0 +1,200 @@
+"""Facets that are compared together: a row for each kind of comparison, and one loop in C for each row.
+
+Rows compare only identities, lengths and the bytes of small arrays. If a row differs, its facets may still be equal:
+the update that follows compares them one by one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from synk._master.code.arrays import Contents
+from synk._master.code.facets import FUNCTION_PARTS, MISSING, Elements, Facet, base_of, slot, slots_of, table_of
+
+Check = Callable[[], bool]
+"""Returns whether a row has not changed."""
+
+_ARRAY_SIZE = 4
+"""A small array costs as much to compare as this many other objects."""
+
+_FEW = 16
+"""The addresses of more objects than this are compared as bytes."""
+
+_attribute = object.__getattribute__
+
+
+class Rows:
+    """Collects facets, and compiles them into checks."""
+
+    def __init__(self) -> None:
+        self._lookups: list[tuple[Callable[..., Any], Any, Any]] = []
+        self._forbidden: list[tuple[Any, frozenset[str]]] = []
+        self._reads: list[tuple[Any, str, Any]] = []
+        self._slots: list[tuple[Any, str, Any]] = []
+        self._unset: list[tuple[Any, str]] = []
+        self._objects: list[Any] = []
+        self._containers: list[Any] = []
+        self._keyed: list[Any] = []
+        self._empty: list[Any] = []
+        self._arrays: list[tuple[Callable[[], bytes], Any, Any, Any, Any]] = []
+
+    def add(self, facet: Any) -> None:
+        """Add a facet of any kind, except large arrays, tensors and objects with a pickling rule of their own."""
+        obj: Any = facet.obj
+        if isinstance(facet, Contents):
+            self._arrays.append((obj.tobytes, facet.told, obj, obj.dtype, obj.shape))
+        elif isinstance(facet, Elements):
+            (self._containers if len(facet.iterable) else self._empty).append(facet.iterable)
+        elif isinstance(obj, types.CellType):
+            value = facet.told.get("", MISSING)
+            if value is MISSING:
+                self.expect(contents_getter(obj), "", MISSING)
+            else:
+                self._reads.append((obj, "cell_contents", value))
+        elif isinstance(obj, dict) and facet.kind == "item":
+            self._add_table(obj)
+        elif isinstance(obj, types.FunctionType):
+            self._reads += [(obj, name, getattr(obj, name)) for name in (*FUNCTION_PARTS, "__dict__")]
+            self._add_table(obj.__dict__)
+        elif isinstance(obj, type):
+            self._add_table(vars(obj))
+            self._reads.append((obj, "__bases__", obj.__bases__))
+        elif "default_factory" in facet.told and isinstance(obj, defaultdict):
+            self._reads.append((obj, "default_factory", obj.default_factory))
+        else:
+            self._add_instance(obj)
+
+    def expect(self, get: Callable[..., Any], key: Any, value: Any) -> None:
+        """Expect ``get(key, MISSING)`` to return ``value``."""
+        self._lookups.append((get, key, value))
+
+    def forbid(self, keys: Any, names: frozenset[str]) -> None:
+        """Expect none of the names among the keys of a table."""
+        self._forbidden.append((keys, names))
+
+    def _add_instance(self, obj: Any) -> None:
+        self._objects.append(obj)
+        table = table_of(obj)
+        if table is not None:
+            self._slots.append((obj, "__dict__", table))
+            self._add_table(table)
+        slots = [(name, slot(obj, name)) for name in slots_of(type(obj))]
+        self._slots += [(obj, name, value) for name, value in slots if value is not MISSING]
+        self._unset += [(obj, name) for name, value in slots if value is MISSING]
+
+    def _add_table(self, table: Any) -> None:
+        if not len(table):
+            self._empty.append(table)
+        elif isinstance(table, dict):
+            base = base_of(table)
+            self._containers.append(base.values(table))
+            self._keyed.append(base.keys(table))
+        else:
+            self._containers.append(table.values())
+            self._keyed.append(table.keys())
+
+    def checks(self) -> list[Check]:
+        """Return the checks, the cheapest first."""
+        checks = []
+        if self._lookups or self._forbidden or self._reads or self._empty:
+            checks.append(_names_check(self._lookups, self._forbidden, self._reads, self._empty))
+        rows: tuple[tuple[Callable[[Any], Check], Sequence[Any]], ...] = (
+            (lengths_check, self._containers),
+            (_elements_check, self._containers),
+            (_elements_check, self._keyed),
+            (_types_check, self._objects),
+            (_slots_check, self._slots),
+            (_unset_check, self._unset),
+            (_arrays_check, self._arrays),
+        )
+        return checks + [make(row) for make, row in rows if row]
+
+
+def size_of(facet: Facet) -> int:
+    """Return the cost of comparing a facet, in objects."""
+    return _ARRAY_SIZE if isinstance(facet, Contents) else 1 + facet.size
+
+
+def _names_check(
+    lookups: Sequence[tuple[Callable[..., Any], Any, Any]],
+    forbidden: Sequence[tuple[Any, frozenset[str]]],
+    reads: Sequence[tuple[Any, str, Any]],
+    empty: Sequence[Any],
+) -> Check:
+    """Return one check for lookups, attributes and empty containers. Most functions need no other."""
+
+    def is_same() -> bool:
+        for get, key, value in lookups:
+            if get(key, MISSING) is not value:
+                return False
+        for keys, names in forbidden:
+            if not keys.isdisjoint(names):
+                return False
+        for holder, name, value in reads:
+            if getattr(holder, name) is not value:
+                return False
+        return not any(empty)
+
+    return is_same
+
+
+def lengths_check(containers: Sequence[Any]) -> Check:
+    lengths = list(map(len, containers))
+    return lambda: list(map(len, containers)) == lengths
+
+
+def _elements_check(containers: Sequence[Iterable[Any]]) -> Check:
+    """Return a check of the elements of containers. Their lengths must have been compared before."""
+    values = list(itertools.chain.from_iterable(containers))
+    if len(values) <= _FEW:
+        return lambda: all(map(operator.is_, itertools.chain.from_iterable(containers), values))
+    addresses = _addresses(values, len(values))
+    return lambda: _addresses(itertools.chain.from_iterable(containers), len(values)) == addresses
+
+
+def _addresses(values: Iterable[Any], count: int) -> bytes:
+    """Return the addresses of objects as bytes: the fastest way to compare many objects by identity."""
+    return np.fromiter(values, object, count).tobytes()
+
+
+def _types_check(objects: Sequence[Any]) -> Check:
+    types_before = list(map(type, objects))
+    return lambda: all(map(operator.is_, map(type, objects), types_before))
+
+
+def _slots_check(slots: Sequence[tuple[Any, str, Any]]) -> Check:
+    holders, names, values = zip(*slots)
+    return lambda: all(map(operator.is_, map(_attribute, holders, names), values))
+
+
+def _unset_check(unset: Sequence[tuple[Any, str]]) -> Check:
+    return lambda: not any(slot(holder, name) is not MISSING for holder, name in unset)
+
+
+def _arrays_check(arrays: Sequence[tuple[Callable[[], bytes], Any, Any, Any, Any]]) -> Check:
+    def is_same() -> bool:
+        for tobytes, told, array, dtype, shape in arrays:
+            if tobytes() != told or array.dtype is not dtype or array.shape != shape:
+                return False
+        return True
+
+    return is_same
+
+
+def contents_getter(cell: types.CellType) -> Callable[[str, Any], Any]:
+    """Return a lookup of what a cell holds, in the form of ``dict.get``: the default if the cell is empty."""
+
+    def get(name: str, default: Any) -> Any:
+        try:
+            return cell.cell_contents
+        except ValueError:
+            return default
+
+    return get

@@ -1,0 +1,398 @@
+"""The ledger: where the time and the bytes of calls go, by function, argument and rank.
+
+The plan of a call says what the call transfers, so a call only adds to a few numbers. They are multiplied by the bytes
+of the plan when the plan changes, or when the totals are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from synk._wire.control import PHASES, Up
+
+_FUNCTION_NS, _WAIT_NS = int(Up.FUNCTION_NS), int(Up.WAIT_NS)
+
+_IN_PHASE = {
+    "forward": "in its forward pass",
+    "backward": "in its backward pass",
+    "reduce": "in the reduction",
+    "optimizer": "in the optimizer",
+}
+"""Where a rank is slow, in words."""
+
+_DIRECTIONS = {
+    "output": "to master",
+    "data": "none",
+    "shared": "none",
+    "h2d": "to devices",
+    "d2h": "from devices",
+}
+"""Of the kinds of transfers that do not go to the workers."""
+
+_FEW = 4
+"""This many calls of a function are new in any case, one or two in each lane."""
+
+_SKEW = 1.3
+"""A rank that works this many times as long as the others is mentioned."""
+
+_SHARE = 0.3
+"""Something that takes this share of a function's time is mentioned."""
+
+_SHORT_NS = 100_000
+"""A function that takes less than this on a rank costs more to divide than that gains."""
+
+_LONG_NS = 50_000_000
+"""A function that has taken less time than this gets no verdict."""
+
+
+class Transfer(NamedTuple):
+    """What each call of a plan transfers for one argument, or for the outputs.
+
+    Attributes
+    ----------
+    argument : str
+    kind : str
+        See :class:`TransferTotal`.
+    nbytes : int
+        How much the master copies, or reads, in one call.
+    by_rank : tuple of int, or None
+        How much each rank writes; None for arguments.
+    row_nbytes : int
+        How much a rank reads of one row; 0 if each rank reads the whole.
+    """
+
+    argument: str
+    kind: str
+    nbytes: int
+    row_nbytes: int = 0
+    by_rank: tuple[int, ...] | None = None
+
+
+class TransferTotal(NamedTuple):
+    """What all calls of a function have transferred for one argument, or for its outputs.
+
+    Attributes
+    ----------
+    function : str
+    argument : str
+    kind : str
+        ``"staged"``: an array that the master copied into shared memory. ``"pickled"``: objects. ``"data"``,
+        ``"shared"``: data in shared memory or already on the ranks, so that nothing was copied. ``"captured"``: the
+        function and what it captured, when it was sent, and again for changes. ``"items"``: items of a map.
+        ``"output"``: outputs of calls, results of a map. ``"h2d"``, ``"d2h"``: what all ranks copied to their devices
+        and back, counted with the call in which they copied it, which for inputs may be the one before.
+    direction : str
+        ``"to workers"``, ``"to master"``, ``"to devices"``, ``"from devices"``, or ``"none"`` if nothing was copied.
+    calls : int
+        For ``"h2d"`` and ``"d2h"``, how many calls of single ranks.
+    nbytes : int
+        In all calls together. For ``"data"`` and ``"shared"``, what was read in place.
+    seconds : float
+        How long the master copied. Measured from 64 KB per call on, and 0 below.
+    num_unchanged : int
+        How often it had the bytes of the call before, as far as a guard has compared them.
+    """
+
+    function: str
+    argument: str
+    kind: str
+    direction: str
+    calls: int
+    nbytes: int
+    seconds: float
+    num_unchanged: int
+
+
+class RankTotal(NamedTuple):
+    """What one rank has done in all calls of a function.
+
+    Attributes
+    ----------
+    function : str
+    rank : int
+    calls : int
+    function_s, wait_s : float
+        Time in the user's function, and the part of it spent waiting in ``synk.comm``.
+    in_nbytes, out_nbytes : int
+        How much it read as arguments and wrote as outputs.
+    num_slowest : int
+        In how many calls it worked longer than all others.
+    phases : dict of str to float
+        Of a training step of ``synk.torch.replicate``: how long the rank worked in the ``"forward"`` pass and whatever
+        else the body does, the ``"backward"`` pass, the ``"reduce"`` of gradients and the ``"optimizer"``, without its
+        waits, and how long it took to ``"copy"`` its outputs to the master. Empty for other functions.
+    """
+
+    function: str
+    rank: int
+    calls: int
+    function_s: float
+    wait_s: float
+    in_nbytes: int
+    out_nbytes: int
+    num_slowest: int
+    phases: dict[str, float]
+
+
+class _Rank:
+    """The counters of one rank; those with ``_since`` count since the transfers changed."""
+
+    __slots__ = (
+        "calls", "calls_since", "in_nbytes", "num_slowest", "out_nbytes", "phases_ns", "rows_since", "wait_ns",
+        "work_ns",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.calls = self.calls_since = self.rows_since = self.work_ns = self.wait_ns = self.num_slowest = 0
+        self.in_nbytes = self.out_nbytes = 0
+        self.phases_ns: dict[str, int] = {}
+
+
+class Record:
+    """What the calls of one function have cost so far.
+
+    Attributes
+    ----------
+    name, place : str
+        The function's name, and where its code is.
+    num_calls : int
+    wall_ns : int
+        Time from the user's call to its result.
+    function_ns : int
+        Time in the user's function, on the rank that worked longest in each call, without its waits in ``synk.comm``.
+    wait_ns : int
+        How long this rank waited in ``synk.comm``.
+    staged_ns : int
+        How long the master copied arrays, in calls that copy 64 KB or more.
+    num_new : int
+        Calls that did not fit the one before and were bound again, which costs the master ten times as much.
+    why_new : str
+        Why calls like the last new one can never fit; empty if they can.
+    unchanged : dict of str to int
+        How often an argument had the bytes of the call before, as far as a guard has compared it.
+    """
+
+    def __init__(self, name: str, place: str = "") -> None:
+        self.name, self.place = name, place
+        self.unchanged: dict[str, int] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Start over."""
+        self.wall_ns = self.function_ns = self.wait_ns = self.staged_ns = self.num_new = 0
+        self.why_new = ""
+        self.ranks: dict[int, _Rank] = {}
+        self.unchanged.clear()
+        self.transfers: tuple[Transfer, ...] = ()
+        self._calls = 0  # before the transfers changed last
+        self._calls_of_plan = 0  # since then, before the ranks or their rows changed last
+        self._calls_since = 0  # since then
+        self._ranks: Sequence[int] = ()
+        self._rows: Sequence[int] = ()
+        self._counted: Sequence[tuple[int, _Rank]] = ()
+        self._totals: dict[tuple[str, str], list[int]] = {}  # by argument and kind: calls, bytes
+
+    @property
+    def num_calls(self) -> int:
+        return self._calls + self._calls_of_plan + self._calls_since
+
+    def known(self, transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+        """Return those of the last call if they are equal, as they are for the plans of several lanes."""
+        return self.transfers if transfers == self.transfers else transfers
+
+    def add(
+        self, transfers: tuple[Transfer, ...], ranks: Sequence[int], rows: Sequence[int], words: Any, wall_ns: int
+    ) -> None:
+        """Add a successful call. This is done at each call, so it only adds what differs from the one before.
+
+        ``words`` are the control words of each rank, with the times that the rank wrote.
+        """
+        if transfers is not self.transfers:
+            self._add_up()
+            self.transfers = transfers
+        if rows is not self._rows and (rows != self._rows or ranks != self._ranks):
+            self._turn_to(ranks, rows)
+        self._calls_since += 1
+        self.wall_ns += wall_ns
+        most = -1
+        for rank, counted in self._counted:
+            word = words[rank]
+            work_ns = word[_FUNCTION_NS]
+            counted.work_ns += work_ns
+            if work_ns > most:
+                most, slowest, its_word = work_ns, counted, word
+            if word[_WAIT_NS]:
+                counted.wait_ns += word[_WAIT_NS]
+        self.function_ns += most
+        self.wait_ns += its_word[_WAIT_NS]
+        slowest.num_slowest += 1
+
+    def add_timed(self, ranks: Sequence[int], words: Any, is_step: bool, is_device: bool) -> None:
+        """Add the phases of a call that was just added, if it was a training step, and copies to and from devices."""
+        for rank in ranks:
+            word, phases = words[rank], self.ranks[rank].phases_ns
+            if is_device:
+                self._add_total("to the devices", "h2d", 1, word[Up.H2D_NBYTES])
+                self._add_total("from the devices", "d2h", 1, word[Up.D2H_NBYTES])
+            if is_step and word[Up.FORWARD_NS]:
+                for name, place in PHASES.items():
+                    phases[name] = phases.get(name, 0) + word[place]
+                phases["copy"] = phases.get("copy", 0) + word[Up.PUBLISHED_NS] - word[Up.ENDED_NS]
+
+    def add_items(
+        self, rank: int, num_items: int, in_nbytes: int, out_nbytes: int, function_ns: int, wall_ns: int
+    ) -> None:
+        """Add a chunk of a map that a rank has finished."""
+        self._add_total("items", "items", num_items, in_nbytes)
+        self._add_total("results", "output", num_items, out_nbytes)
+        self._calls += num_items
+        self.wall_ns += wall_ns
+        self.function_ns += function_ns
+        counted = self.ranks.setdefault(rank, _Rank())
+        counted.calls += num_items
+        counted.work_ns += function_ns
+        counted.in_nbytes += in_nbytes
+        counted.out_nbytes += out_nbytes
+
+    def add_captured(self, nbytes: int) -> None:
+        """Note that the function, or a change in what it captured, was sent."""
+        self._add_total("code and captured objects", "captured", 1, nbytes)
+
+    def _turn_to(self, ranks: Sequence[int], rows: Sequence[int]) -> None:
+        """Count the calls so far by rank; those that come now are on other ranks, or have other rows."""
+        count = self._calls_since
+        for (_, counted), num_rows in zip(self._counted, self._rows):
+            counted.calls_since += count
+            counted.rows_since += count * num_rows
+        self._calls_of_plan += count
+        self._calls_since = 0
+        if ranks != self._ranks:
+            self._counted = [(rank, self.ranks.setdefault(rank, _Rank())) for rank in ranks]
+        self._ranks, self._rows = ranks, rows
+
+    def _add_up(self) -> None:
+        """Add what the calls have transferred since the transfers changed to the totals."""
+        self._turn_to(self._ranks, self._rows)
+        count, self._calls_of_plan = self._calls_of_plan, 0
+        self._calls += count
+        for each in self.transfers if count else ():
+            self._add_total(each.argument, each.kind, count, count * each.nbytes)
+        row_nbytes = sum(each.row_nbytes for each in self.transfers)
+        whole_nbytes = sum(each.nbytes for each in self.transfers if not each.row_nbytes and each.by_rank is None)
+        for rank, counted in self.ranks.items():
+            written = sum(each.by_rank[rank] for each in self.transfers if each.by_rank is not None)
+            counted.calls += counted.calls_since
+            counted.in_nbytes += counted.rows_since * row_nbytes + counted.calls_since * whole_nbytes
+            counted.out_nbytes += counted.calls_since * written
+            counted.calls_since = counted.rows_since = 0
+
+    def _add_total(self, argument: str, kind: str, calls: int, nbytes: int) -> None:
+        total = self._totals.setdefault((argument, kind), [0, 0])
+        total[0] += calls
+        total[1] += nbytes
+
+    # -- reports
+    # ---------------------------------------------------------------------------------------------------------
+
+    def totals(self, title: str) -> list[TransferTotal]:
+        """Return what was transferred, by argument."""
+        self._add_up()
+        staged = sum(nbytes for (_, kind), (_, nbytes) in self._totals.items() if kind == "staged")
+        found = []
+        for (argument, kind), (calls, nbytes) in self._totals.items():
+            seconds = self.staged_ns * nbytes / max(staged, 1) / 1e9 if kind == "staged" else 0.0
+            direction = _DIRECTIONS.get(kind, "to workers")
+            unchanged = self.unchanged.get(argument, 0) if kind == "staged" else 0
+            found.append(TransferTotal(title, argument, kind, direction, calls, nbytes, seconds, unchanged))
+        return found
+
+    def rank_totals(self, title: str) -> list[RankTotal]:
+        """Return what the ranks have done."""
+        self._add_up()
+        return [
+            RankTotal(
+                title, rank, each.calls, (each.work_ns + each.wait_ns) / 1e9, each.wait_ns / 1e9,
+                each.in_nbytes, each.out_nbytes, each.num_slowest,
+                {name: ns / 1e9 for name, ns in each.phases_ns.items()},
+            )
+            for rank, each in sorted(self.ranks.items())
+        ]  # fmt: skip
+
+    def nbytes_of(self, *kinds: str) -> int:
+        """Return how many bytes of these kinds were transferred."""
+        return sum(each.nbytes for each in self.totals(self.name) if each.kind in kinds)
+
+    @property
+    def staged_nbytes(self) -> int:
+        """Bytes of plain arrays that the master copied into shared memory."""
+        return self.nbytes_of("staged")
+
+    @property
+    def pickled_nbytes(self) -> int:
+        """Bytes of objects among the arguments, and of items of maps."""
+        return self.nbytes_of("pickled", "items")
+
+    @property
+    def output_nbytes(self) -> int:
+        """Bytes of outputs of all ranks."""
+        return self.nbytes_of("output")
+
+    @property
+    def note(self) -> str:
+        """Why most calls were bound again; empty if they were not."""
+        if self.num_new <= max(_FEW, self.num_calls // 2):
+            return ""
+        why = self.why_new or "what was passed, or what the workers had to be told, was different each time"
+        return f"{self.num_new} of {self.num_calls} calls were bound again: {why}"
+
+    def verdict(self) -> str:
+        """Return what costs most of the time, and what to do about it; empty if nothing stands out."""
+        if self.wall_ns < _LONG_NS:
+            return ""
+        if self.staged_ns > _SHARE * self.wall_ns:
+            largest = max((each for each in self.totals("") if each.kind == "staged"), key=lambda each: each.nbytes)
+            share = largest.seconds * 1e9 / self.wall_ns
+            return (
+                f"{share:.0%} of its time is the copy of {largest.argument}: keep it in synk.data({largest.argument})."
+            )
+        work = {rank: each.work_ns for rank, each in self.ranks.items()}
+        if len(work) > 1 and self.function_ns > _SHARE * self.wall_ns:
+            slowest = max(work, key=work.__getitem__)
+            others = _median(ns for rank, ns in work.items() if rank != slowest)
+            if work[slowest] > _SKEW * others:
+                ratio = f"{work[slowest] / others:.1f} times longer than" if others else "for"
+                where = self._slow_phase(slowest)
+                return f"rank {slowest} computes {ratio} the others{where}: {self._other_waits(slowest)}"
+        if self.note:
+            return self.note
+        is_short = self.function_ns < (1 - _SHARE) * self.wall_ns and self._per_call_ns < _SHORT_NS
+        if is_short and self.wall_ns > 10 * _LONG_NS:
+            return "its calls are shorter than what they cost to divide: give each call more rows, or more to do."
+        return ""
+
+    @property
+    def _per_call_ns(self) -> float:
+        return self.function_ns / max(self.num_calls, 1)
+
+    def _slow_phase(self, slowest: int) -> str:
+        """Say in which phase of a training step the slowest rank loses most against the others; empty otherwise."""
+        others = [each.phases_ns for rank, each in self.ranks.items() if rank != slowest]
+        lost = {
+            phase: ns - _median(each.get(phase, 0) for each in others)
+            for phase, ns in self.ranks[slowest].phases_ns.items()
+            if phase in _IN_PHASE
+        }
+        return f", {_IN_PHASE[max(lost, key=lost.__getitem__)]}" if lost else ""
+
+    def _other_waits(self, slowest: int) -> str:
+        waited = sum(each.wait_ns for rank, each in self.ranks.items() if rank != slowest)
+        if waited > self.function_ns // 10:
+            return f"they have waited for it in synk.comm for {waited / 1e9:.2f} s."
+        return "its rows take longer, or its core is shared."
+
+
+def _median(values: Iterable[float]) -> float:
+    from statistics import median  # loads decimals and fractions, for a line that few ask for
+
+    return median(values)

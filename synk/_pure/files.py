@@ -1,0 +1,122 @@
+"""Files that are written as a whole or not at all, in the background if wanted.
+
+The new contents lie beside the file, under its name and ``.part``, until they are complete and on the disk. Then they
+take the name in one step of the file system. So a program that is killed at any instruction leaves the old file or the
+new one. A lock on the part keeps two writers apart. A part that was left behind has no lock, so the next writer takes
+it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import BinaryIO, TypeVar
+
+State = TypeVar("State")
+
+Path = str | os.PathLike[str]
+
+
+class _Part:
+    """The part of a file that is being written. Made when no other writer has one."""
+
+    def __init__(self, path: Path) -> None:
+        self._target = os.path.realpath(os.fspath(path))
+        self._path = f"{self._target}.part"
+        self._descriptor = self._open()
+
+    def _open(self) -> int:
+        while True:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                if self._is_at_its_name(descriptor):
+                    return descriptor
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)  # the last holder of the lock gave it the file's name, or removed it
+
+    def _is_at_its_name(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
+        except FileNotFoundError:
+            return False
+
+    def complete(self, write: Callable[[BinaryIO], None]) -> None:
+        """Write the part and give it the file's name, or remove it if that fails."""
+        with self._removed_on_error(), os.fdopen(self._descriptor, "wb", closefd=False) as file:
+            file.truncate()
+            write(file)
+            file.flush()
+            os.fsync(self._descriptor)
+            os.rename(self._path, self._target)
+        os.close(self._descriptor)
+        folder = os.open(os.path.dirname(self._target), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)  # for the name
+        finally:
+            os.close(folder)
+
+    @contextlib.contextmanager
+    def _removed_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        if self._is_at_its_name(self._descriptor):  # otherwise it has just got the file's name
+            os.unlink(self._path)
+        os.close(self._descriptor)
+
+
+def save(
+    path: Path, take: Callable[[], State], write: Callable[[State, BinaryIO], None], *, wait: bool
+) -> Future[None] | None:
+    """Write what ``take`` returns to a file, as a whole or not at all.
+
+    If this program or another one is writing the same file, this waits first. So the last one to save is the last one
+    to be written.
+
+    Parameters
+    ----------
+    path : path
+    take : callable
+        Returns what to write: a copy that nothing changes.
+    write : callable
+        ``write(taken, file)``.
+    wait : bool
+        True: return when the file is on the disk. False: return a future as soon as ``take`` has returned. A program
+        does not end before its files are written.
+    """
+    part = _Part(path)
+    try:
+        taken = take()
+    except BaseException:
+        part.remove()
+        raise
+    if wait:
+        part.complete(lambda file: write(taken, file))
+        return None
+    saved: Future[None] = Future()
+    saved.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            part.complete(lambda file: write(taken, file))
+        except Exception as error:
+            # Log it at once, since the future may never be asked.
+            logging.getLogger("synk").error("%s was not saved: %s: %s", path, type(error).__name__, error)
+            saved.set_exception(error)
+        else:
+            saved.set_result(None)
+
+    threading.Thread(target=run, name="synk-save").start()
+    return saved

@@ -1,0 +1,43 @@
+"""A function that is run under cProfile, and returns the statistics instead of its result."""
+
+from __future__ import annotations
+
+import cProfile
+import functools
+import marshal
+import pstats
+from collections.abc import Callable
+from typing import Any
+
+
+class Profiled:
+    """Calls a function under cProfile. The statistics come as bytes, so that they are one output.
+
+    It has the parameters of the function, for :func:`inspect.signature`.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn = fn
+        functools.update_wrapper(self, fn, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> bytes:
+        profile = cProfile.Profile()
+        profile.runcall(self._fn, *args, **kwargs)
+        profile.create_stats()
+        return marshal.dumps(profile.stats)
+
+
+class _Figures:
+    """What :class:`pstats.Stats` accepts as a finished profile."""
+
+    def __init__(self, stats: dict[Any, Any]) -> None:
+        self.stats = stats
+
+    def create_stats(self) -> None:
+        """Do nothing: the statistics were made on the rank."""
+
+
+def stats_of(raw: bytes) -> pstats.Stats:
+    """Return the statistics that a rank sent."""
+    figures: Any = _Figures(marshal.loads(raw))
+    return pstats.Stats(figures)

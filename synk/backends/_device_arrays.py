@@ -1,0 +1,92 @@
+"""What the backends share whose arrays lie in a memory of their own."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+
+from synk._pure.arrays import as_plain_array
+from synk._pure.trees import flatten, unflatten
+from synk.backends._numpy import NumpyBackend
+
+
+class DeviceArrays:
+    """The arrays of a library on one device. Numbers and text that functions return stay on the host.
+
+    A backend brings ``has_dtype``, ``from_host`` and ``as_output``.
+    """
+
+    is_device = True
+    framework: str | None = None
+
+    def __init__(self, device: str, xp: Any) -> None:
+        self.device = device
+        self.xp = xp
+        self._host = NumpyBackend(device)
+        self._num_copied = [0, 0]  # bytes to the device, and back
+
+    def has_dtype(self, array: np.ndarray) -> bool:
+        """Whether the library has arrays of the dtype of a host array."""
+        raise NotImplementedError
+
+    def from_host(self, host: np.ndarray) -> Any:
+        raise NotImplementedError
+
+    def as_output(self, value: Any) -> Any:
+        return value if isinstance(value, self.xp.ndarray) else self._host.as_output(value)
+
+    def is_array(self, value: Any) -> bool:
+        return isinstance(value, (np.ndarray, self.xp.ndarray))
+
+    def own_copy(self, array: Any) -> Any:
+        return self._library_of(array).array(array)
+
+    def flat(self, array: Any) -> Any:
+        return self._library_of(array).asarray(array, order="C").reshape(-1)
+
+    def _library_of(self, array: Any) -> Any:
+        return np if isinstance(array, np.ndarray) else self.xp
+
+    def check_dtype(self, host: np.ndarray) -> None:
+        """Raise TypeError for a host array of a dtype that the library lacks."""
+        if not self.has_dtype(host):
+            raise TypeError(
+                f"cannot bring an array of dtype {host.dtype} to {self.device}: expected bools, integers, floats or "
+                "complex numbers. Pass it inside a broadcast tuple, or encode it as integers."
+            )
+
+    def from_objects(self, value: Any) -> Any:
+        """Return a broadcast object with the arrays in its tuples, lists and dicts on the device."""
+        if not isinstance(value, (tuple, list, dict, np.ndarray)):
+            return value
+        leaves, structure = flatten(value)
+        return unflatten(structure, [self._from_leaf(leaf) for leaf in leaves])
+
+    def _from_leaf(self, leaf: Any) -> Any:
+        goes_there = type(leaf) is np.ndarray and leaf.dtype.isnative and self.has_dtype(leaf)
+        return self.from_host(leaf) if goes_there else leaf
+
+    def as_array(self, value: Any, what: str) -> Any:
+        array = self.as_output(value)
+        if array is None:
+            array = as_plain_array(value, what)
+        # A copy of the user's array, because the array may be changed while the copy to the device is still running.
+        return self.from_host(np.array(array)) if isinstance(array, np.ndarray) else array
+
+    def take_copied(self) -> tuple[int, int]:
+        (to_device, back), self._num_copied = self._num_copied, [0, 0]
+        return to_device, back
+
+    def running(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def out_of_memory(self, error: BaseException, what: str, free: str = "") -> MemoryError:
+        """Return the error of a call for which the device had no room. ``free`` says how much was left."""
+        explained = MemoryError(
+            f"cannot run {what} on {self.device}: out of device memory{free} ({error}). Pass num_slices=2 or more, or "
+            "use fewer rows per call."
+        )
+        explained.__cause__ = error
+        return explained

@@ -1,0 +1,267 @@
+"""The backend ``"dpnp"``: devices of OpenCL and SYCL, through dpnp's arrays. Tried on CPUs only.
+
+dpnp queues work on the device and keeps it in order by events, which the copies here take part in: each waits for the
+work queued before it, and later work waits for it. Host memory is kept until its copy has ended. Inputs of a call that
+is known before the one ahead of it has ended are copied by a second queue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from synk._wire.memory import Segment
+from synk._wire.messages import DEVICE_DTYPES
+from synk.backends._assignment import DeviceAssignment, check_names, choose_named
+from synk.backends._device_arrays import DeviceArrays
+from synk.backends._frameworks import Converter, host_converters
+from synk.backends._listing import list_devices, version_line
+from synk.errors import UnsupportedError
+
+_DTYPES = DEVICE_DTYPES - {"bfloat16"}
+_SELECTOR = "ONEAPI_DEVICE_SELECTOR"
+
+# Each device's kind, and the text that selects it alone. A GPU is listed by each driver that knows it.
+_LIST = """
+import dpctl, json
+print(json.dumps([[device.device_type.name, device.backend.name,
+                   device.get_filter_string(include_backend=True, include_device_type=False)]
+                  for device in dpctl.get_devices()]))
+"""
+
+
+def is_usable() -> bool:
+    return importlib.util.find_spec("dpnp") is not None
+
+
+def place(num_workers: int | None, devices: Sequence[Any] | None) -> DeviceAssignment:
+    """Choose GPUs by a process that asks dpctl, or divide the CPU's cores where there are none."""
+    if not is_usable():
+        raise UnsupportedError(
+            "cannot fork with backend 'dpnp': dpnp is not installed. Run pip install \"synkhronos[dpnp]\" (2.9 GB)."
+        )
+    check_names(devices)
+    environment = os.environ | _library_variables()
+    selectors = _selectors(list_devices(_LIST, "dpctl", environment))
+    if not selectors:
+        raise UnsupportedError(
+            f"cannot fork with backend 'dpnp': dpctl finds no device. Is {_SELECTOR} set, or the driver of the device "
+            "missing? `python -m dpctl --full` says more."
+        )
+    gpus = [name for name in selectors if name != "cpu"]
+    allowed = sorted(os.sched_getaffinity(0))
+    if not gpus and devices is None:
+        chosen = ["cpu"] * (num_workers or len(allowed))
+    else:
+        chosen = choose_named(gpus or ["cpu"], num_workers, devices)
+    if missing := set(chosen) - set(selectors):
+        raise UnsupportedError(f"cannot fork with backend 'dpnp': dpctl finds no device {missing.pop()!r}.")
+    return DeviceAssignment(
+        tuple(chosen),
+        tuple(environment | {_SELECTOR: selectors[name]} for name in chosen),
+        _divided(allowed, chosen),
+        has_devices=True,
+    )
+
+
+def _selectors(listed: Sequence[Sequence[str]]) -> dict[str, str]:
+    """Return how each device is selected, by its name: ``"cpu"`` and ``"gpu:0"``, ``"gpu:1"``, ..."""
+    gpus = [(driver, selector) for kind, driver, selector in listed if kind == "gpu"]
+    drivers = {driver for driver, _ in gpus}
+    preferred = "level_zero" if "level_zero" in drivers else min(drivers, default="")
+    found = [selector for driver, selector in gpus if driver == preferred]
+    # The number of OpenCL's CPU selects nothing.
+    cpu = {"cpu": "*:cpu"} if any(kind == "cpu" for kind, _, _ in listed) else {}
+    return {f"gpu:{index}": selector for index, selector in enumerate(found)} | cpu
+
+
+def _divided(allowed: Sequence[int], devices: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the CPUs for each rank: those that compute on the CPU divide them, because OpenCL uses all that it may."""
+    on_cpu = [rank for rank, name in enumerate(devices) if name == "cpu"]
+    parts = [tuple(map(int, part)) for part in np.array_split(allowed, min(len(on_cpu), len(allowed)) or 1)]
+    own = {rank: parts[place % len(parts)] for place, rank in enumerate(on_cpu)}
+    return tuple(own.get(rank, tuple(allowed)) for rank in range(len(devices)))
+
+
+def _library_variables() -> dict[str, str]:
+    """Return what OpenCL's loader needs to find the CPU: the file that the wheel brings names a folder not there."""
+    library = os.path.join(sys.prefix, "lib", "libintelocl.so")
+    return {} if "OCL_ICD_FILENAMES" in os.environ or not os.path.exists(library) else {"OCL_ICD_FILENAMES": library}
+
+
+def open_device(device: str) -> DpnpBackend:
+    os.environ.update(_library_variables())  # of an inline rank; a worker has them
+    return DpnpBackend(device)
+
+
+def on_host(obj: Any) -> Any:
+    return obj.asnumpy() if isinstance(obj, sys.modules["dpnp"].ndarray) else obj
+
+
+def report() -> list[str]:
+    return version_line("dpnp")
+
+
+class DpnpBackend(DeviceArrays):
+    """The arrays of one worker on the device that dpnp computes on by default.
+
+    Raises
+    ------
+    ImportError
+        If dpnp is missing.
+    """
+
+    name = "dpnp"
+
+    def __init__(self, device: str) -> None:
+        import dpctl
+        import dpctl.memory
+        import dpctl.utils
+        import dpnp
+
+        super().__init__(device, dpnp)
+        self._dpctl: Any = dpctl
+        self._queue: Any = dpnp.empty(0).sycl_queue  # the one of all arrays that functions make
+        self._copy_queue: Any = dpctl.SyclQueue(self._queue.sycl_context, self._queue.sycl_device)
+        self._copied: list[Any] | None = None  # events of the copies that go beside the work
+        # Copies that may not have ended: each an event, and what it reads or writes.
+        self._in_flight: list[list[Any]] = []
+
+    @property
+    def _order(self) -> Any:
+        """dpnp's record of what is queued."""
+        return self._dpctl.utils.SequentialOrderManager[self._queue]
+
+    def note_segment(self, segment: Segment) -> None:
+        """Do nothing: SYCL copies from any memory."""
+
+    def forget_segment(self, segment: Segment) -> None:
+        """Wait for the copies that may read the segment."""
+        self._copy_queue.wait()
+        self.synchronize()
+
+    # -- to the device ------------------------------------------------------------------------------------------------
+
+    def has_dtype(self, array: np.ndarray) -> bool:
+        return array.dtype.name in _DTYPES
+
+    def from_host(self, host: np.ndarray) -> Any:
+        self.check_dtype(host)
+        try:
+            array = self.xp.empty(host.shape, dtype=host.dtype)
+        except self._dpctl.memory.USMAllocationError as error:
+            raise MemoryError(f"cannot bring {host.nbytes} bytes to {self.device}: {error}.") from error
+        self._num_copied[0] += host.nbytes
+        if host.size:
+            source = np.ascontiguousarray(host)
+            queue = self._queue if self._copied is None else self._copy_queue
+            event = self._copy(queue, array.get_array().usm_data, _bytes_of(source), [])
+            if self._copied is None:
+                self._order.add_event_pair(event, event)
+            else:
+                self._copied.append(event)
+        return array
+
+    def take_rows(self, host: np.ndarray, indices: np.ndarray) -> Any:
+        return self.from_host(host.take(indices, axis=0))
+
+    def take(self, array: Any, indices: np.ndarray) -> Any:
+        return self.xp.take(array, self.from_host(indices), axis=0)
+
+    # -- ahead of a call ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[Any]:
+        copied: list[Any] = []
+        self._copied = copied
+        try:
+            yield copied
+        finally:
+            self._copied = None
+
+    def join(self, event: Any) -> None:
+        for each in event:
+            self._order.add_event_pair(each, each)
+
+    def enter_thread(self) -> None:
+        """Do nothing: every thread queues in the same order."""
+
+    def is_pinned(self, host: np.ndarray) -> bool:
+        return bool(host.flags.c_contiguous)
+
+    # -- from the device ----------------------------------------------------------------------------------------------
+
+    def to_host(self, array: Any, out: np.ndarray) -> None:
+        if isinstance(array, np.ndarray):
+            np.copyto(out, array)
+        elif array.size:
+            self._num_copied[1] += out.nbytes
+            array = self.xp.ascontiguousarray(array)
+            memory = self._dpctl.memory.as_usm_memory(array.get_array())
+            event = self._copy(self._queue, _bytes_of(out), memory, self._order.submitted_events)
+            self._order.add_event_pair(event, event)
+
+    def _copy(self, queue: Any, destination: Any, source: Any, after: Sequence[Any]) -> Any:
+        """Copy all of ``source`` behind the events ``after``; return the event of its end."""
+        copy = [None, destination, source]
+        self._in_flight.append(copy)  # before it begins, because an interrupt may come between any two lines
+        copy[0] = queue.memcpy_async(destination, source, source.nbytes, after)
+        return copy[0]
+
+    def host_copy(self, array: Any) -> np.ndarray:
+        return array if isinstance(array, np.ndarray) else array.asnumpy()
+
+    # -- other libraries ----------------------------------------------------------------------------------------------
+
+    def torch_device(self) -> str:
+        return "cpu"
+
+    def converters(self, framework: str) -> tuple[Converter, Converter]:
+        """Return functions that convert through the host: with copies, since torch and JAX know no memory of SYCL."""
+        to_framework, from_framework = host_converters(framework)
+        return lambda array: to_framework(self.host_copy(array)), from_framework
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        self._order.wait()
+        complete = self._dpctl.event_status_type.complete
+        self._in_flight = [each for each in self._in_flight if each[0] is None or each[0].execution_status != complete]
+
+    def explain(self, error: BaseException, what: str) -> BaseException:
+        """Return the error to report. Out of device memory becomes a MemoryError that says what to do."""
+        if not isinstance(error, (self._dpctl.memory.USMAllocationError, MemoryError)):
+            return error
+        return self.out_of_memory(error, what)
+
+    def recover(self) -> bool:
+        """Wait for what an exception left on the device. Return whether the device still works."""
+        try:
+            self._copy_queue.wait()
+            self._queue.wait()
+            self.synchronize()
+        except RuntimeError:  # an error of the device stays with the process
+            return False
+        self._in_flight.clear()
+        return True
+
+    def describe(self) -> str:
+        device = self._queue.sycl_device
+        model = f"{device.backend.name} {device.name.strip()}"
+        return f"dpnp {self.xp.__version__}, {model}, {device.max_compute_units} compute units"
+
+    def close(self) -> None:
+        self._copy_queue.wait()
+        self.synchronize()
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    """Return the memory of a C-contiguous array as bytes."""
+    assert array.flags.c_contiguous
+    return array.reshape(-1).view(np.uint8)

@@ -1,0 +1,166 @@
+"""Tensors under the names that NumPy gives an array's attributes and functions: as much of them as synk needs.
+
+Functions never see these arrays: they get the tensors themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from synk._pure.dtypes import dtype_name, foreign
+from synk._pure.tensors import dtype_of, tensor_of
+
+# torch computes with these as with signed integers of the same size, or not at all.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+@functools.cache
+def numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    """Return the dtype of NumPy's that has the name of one of torch's, or stands for it."""
+    tensor = torch.empty(0, dtype=dtype)
+    name = dtype_of(tensor)
+    try:
+        return np.dtype(name)
+    except TypeError:
+        return foreign(name, tensor.element_size())
+
+
+def torch_dtype(dtype: Any) -> torch.dtype:
+    """Return the dtype of torch's for one of NumPy's.
+
+    Raises
+    ------
+    TypeError
+        If torch has none.
+    """
+    found = getattr(torch, dtype_name(np.dtype(dtype)), None)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(
+            f"cannot make a tensor of dtype {dtype}: expected bools, integers, floats or complex numbers. Pass it "
+            "inside a broadcast tuple, or encode it as integers."
+        )
+    return found
+
+
+class TorchArray:
+    """A tensor as an array."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    @property
+    def dtype(self) -> np.dtype:
+        return numpy_dtype(self.tensor.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def ndim(self) -> int:
+        return self.tensor.ndim
+
+    @property
+    def size(self) -> int:
+        return self.tensor.numel()
+
+    @property
+    def itemsize(self) -> int:
+        return self.tensor.element_size()
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.itemsize
+
+    @property
+    def flags(self) -> Any:
+        return SimpleNamespace(c_contiguous=self.tensor.is_contiguous())
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def __getitem__(self, key: Any) -> TorchArray:
+        return TorchArray(self.tensor[key])
+
+    def __setitem__(self, key: Any, value: TorchArray) -> None:
+        self.tensor[key] = value.tensor
+
+    def reshape(self, *shape: Any) -> TorchArray:
+        return TorchArray(self.tensor.reshape(*shape))
+
+    def astype(self, dtype: Any, copy: bool = True) -> TorchArray:
+        return TorchArray(self.tensor.to(torch_dtype(dtype), copy=copy))
+
+
+class Namespace:
+    """NumPy's functions for the arrays on one device."""
+
+    ndarray = TorchArray
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def empty(self, shape: Any, dtype: Any = float) -> TorchArray:
+        return TorchArray(torch.empty(shape, dtype=torch_dtype(dtype), device=self._device))
+
+    def array(self, value: Any, dtype: Any = None, order: str = "K") -> TorchArray:
+        return TorchArray(self.asarray(value, dtype).tensor.clone(memory_format=_FORMATS[order]))
+
+    def asarray(self, value: Any, dtype: Any = None, order: str = "K") -> TorchArray:
+        tensor = value.tensor if isinstance(value, TorchArray) else tensor_of(np.array(value))
+        tensor = tensor.to(self._device, None if dtype is None else torch_dtype(dtype))
+        return TorchArray(tensor.contiguous() if order == "C" else tensor)
+
+    def concatenate(self, arrays: Sequence[TorchArray]) -> TorchArray:
+        return TorchArray(torch.cat([array.tensor for array in arrays]))
+
+    def add(self, first: TorchArray, second: Any, out: Any = None, dtype: Any = None) -> TorchArray:
+        return _computed(torch.add, first, second, out, dtype)
+
+    def multiply(self, first: TorchArray, second: Any, out: Any = None, dtype: Any = None) -> TorchArray:
+        return _computed(torch.mul, first, second, out, dtype)
+
+    def divide(self, first: TorchArray, second: Any, out: Any = None, dtype: Any = None) -> TorchArray:
+        return _computed(torch.div, first, second, out, dtype)
+
+    def minimum(self, first: TorchArray, second: TorchArray, out: Any = None) -> TorchArray:
+        return _computed(torch.minimum, first, second, out, None, orders=True)
+
+    def maximum(self, first: TorchArray, second: TorchArray, out: Any = None) -> TorchArray:
+        return _computed(torch.maximum, first, second, out, None, orders=True)
+
+
+_FORMATS = {"K": torch.preserve_format, "C": torch.contiguous_format}
+
+
+def _computed(
+    function: Callable[..., torch.Tensor], first: TorchArray, second: Any, out: Any, dtype: Any, *, orders: bool = False
+) -> TorchArray:
+    """Return ``function`` of an array and an array or a number, in ``out`` if that is given.
+
+    ``orders``: whether the function compares the elements.
+    """
+    left = first.tensor if dtype is None else first.tensor.to(torch_dtype(dtype))
+    right = second.tensor if isinstance(second, TorchArray) else second.item()
+    result = function(left, right) if left.dtype not in _SIGNED else _in_signed(function, left, right, orders)
+    if out is None:
+        return TorchArray(result)
+    out.tensor.copy_(result)
+    return TorchArray(out.tensor)
+
+
+def _in_signed(
+    function: Callable[..., torch.Tensor], left: torch.Tensor, right: torch.Tensor, orders: bool
+) -> torch.Tensor:
+    """Return ``function`` of unsigned integers, computed with signed ones of the same bits or the same order."""
+    signed = _SIGNED[left.dtype]
+    flip = torch.iinfo(signed).min if orders else 0
+    return (function(left.view(signed) ^ flip, right.view(signed) ^ flip) ^ flip).view(left.dtype)

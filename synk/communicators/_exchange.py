@@ -1,0 +1,191 @@
+"""Collectives of rows, through the halves: gather, scatter and all_to_all of blocks with any lengths.
+
+At the first meeting each sender shows a *head*, which says what it brings, and the first piece of each of its streams.
+From the heads all ranks know how many pieces follow.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from synk._pure.dtypes import dtype_name
+from synk._pure.ranges import LINE_NBYTES, round_up
+from synk.communicators._buffers import DTYPE_NAMES, named_dtype
+from synk.communicators._layout import MAX_HEAD_WORDS, WORD_NBYTES
+from synk.communicators._schedule import Steps
+from synk.errors import CollectiveMismatch
+
+if TYPE_CHECKING:
+    from synk.communicators._shm_collectives import ShmCollectives
+
+Place = Callable[[tuple[int, ...], np.dtype], np.ndarray]
+"""Returns the array for a result of a shape and a dtype."""
+
+FROM_ROOT, TO_ROOT = ("scatter",), ("gather",)
+DIVIDED = ("scatter", "all_to_all")
+"""The kinds in which each rank gets a block of its own."""
+
+
+class Head(NamedTuple):
+    """What a rank says of its rows: their dtype, their shape without the first axis, and the length of each block."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    sizes: list[int]
+
+    @classmethod
+    def read(cls, words: list[int]) -> Head:
+        number, num_axes, *rest = words
+        return cls(named_dtype(DTYPE_NAMES[number]), tuple(rest[:num_axes]), rest[num_axes:])
+
+    def words(self) -> np.ndarray:
+        """Return the head as it lies in a half: the number of words, then the words."""
+        words = [DTYPE_NAMES.index(dtype_name(self.dtype)), len(self.shape), *self.shape, *self.sizes]
+        return np.array([len(words), *words], np.int64)
+
+    @property
+    def row_size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def longest(self) -> int:
+        """The size of the largest block, in bytes."""
+        return max(self.sizes) * self.row_size * self.dtype.itemsize
+
+
+class Exchange:
+    """One rank's part in an exchange.
+
+    Parameters
+    ----------
+    collectives : ShmCollectives
+    kind : {"gather", "all_gather along an axis", "scatter", "all_to_all"}
+    rows : ndarray or None
+        C-contiguous; None for a rank that sends nothing. They must not change until the exchange is over.
+    sizes : list of int or None
+        How many of the rows are for each rank. None if every receiver gets all of them.
+    root : int
+        The rank's number; -1 if the kind has no root.
+    """
+
+    def __init__(
+        self, collectives: ShmCollectives, kind: str, rows: np.ndarray | None, sizes: list[int] | None, root: int
+    ) -> None:
+        self._collectives = collectives
+        self._kind, self._root = kind, root
+        ranks, rank = collectives.ranks, collectives.rank
+        self._position = ranks.index(rank)
+        self._senders = (root,) if kind in FROM_ROOT else ranks
+        self._is_receiver = kind not in TO_ROOT or rank == root
+        self._is_divided = kind in DIVIDED
+        self._head: Head | None = None
+        self._streams: list[np.ndarray] = []  # as flat bytes: one for each rank, or one for all of them
+        if rows is not None:
+            self._head = Head(rows.dtype, rows.shape[1:], [len(rows)] if sizes is None else sizes)
+            bounds = itertools.accumulate(self._head.sizes, initial=0)
+            self._streams = [flat_bytes(rows[start:stop]) for start, stop in itertools.pairwise(bounds)]
+
+    def steps(self, place: Place) -> Steps:
+        """Take the steps. They return the rows for this rank, joined in rank order, or None if it receives nothing.
+
+        Raises
+        ------
+        CollectiveMismatch
+            If the ranks ask for different collectives, or bring rows of different shapes.
+        """
+        collectives, head = self._collectives, self._head
+        # In a scatter only the root knows dtype and shape, so the request of the others cannot have them.
+        dtype, row_size = (
+            ("", 0) if head is None or self._is_divided_by_root else (dtype_name(head.dtype), head.row_size)
+        )
+        yield from collectives.start_steps(self._kind, dtype, row_size, peer=self._root)
+        half = self._publish(0)
+        if head is not None:
+            words = head.words()
+            collectives.part(collectives.rank, half, 0, words)[:] = words
+        yield from collectives.meet_steps()
+        return (yield from self.rest_steps(half, place))
+
+    def rest_steps(self, half: int, place: Place) -> Steps:
+        """Take the steps that follow the first meeting."""
+        ranks, collectives = self._collectives.ranks, self._collectives
+        heads = {rank: self._read_head(rank, half) for rank in ranks if rank in self._senders}
+        joined, targets = self._open(heads, place) if self._is_receiver else (None, {})
+        length, longest = stream_nbytes(collectives, self._kind), max(head.longest for head in heads.values())
+        start = 0
+        while True:
+            for rank, target in targets.items():
+                there = target[start : start + length]
+                there[:] = collectives.part(rank, half, self._offset(self._index(self._position)), there)
+            start += length
+            if start >= longest:
+                return joined
+            half = self._publish(start)
+            yield from collectives.meet_steps()
+
+    @property
+    def _is_divided_by_root(self) -> bool:
+        return self._kind in FROM_ROOT
+
+    def _index(self, position: int) -> int:
+        """Return which of a sender's streams is for the rank at a position."""
+        return position if self._is_divided else 0
+
+    def _offset(self, index: int) -> int:
+        """Return the offset of a stream's piece in a half."""
+        return head_nbytes(self._collectives) + index * stream_nbytes(self._collectives, self._kind)
+
+    def _publish(self, start: int) -> int:
+        """Put the pieces that begin at ``start`` into the half for the next meeting, and return which half that is."""
+        collectives = self._collectives
+        half, length = collectives.next_half(), stream_nbytes(collectives, self._kind)
+        is_sole_receiver = self._kind in TO_ROOT and self._is_receiver
+        for index, stream in enumerate(() if is_sole_receiver else self._streams):
+            if not (self._is_divided and index == self._position):  # its own block it takes directly
+                piece = stream[start : start + length]
+                collectives.part(collectives.rank, half, self._offset(index), piece)[:] = piece
+        return half
+
+    def _read_head(self, rank: int, half: int) -> Head:
+        count = int(self._collectives.part(rank, half, 0, np.empty(1, np.int64))[0])
+        return Head.read(self._collectives.part(rank, half, 0, np.empty(1 + count, np.int64))[1:].tolist())
+
+    def _open(self, heads: dict[int, Head], place: Place) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+        """Return the result, with this rank's own rows in place, and by rank the memory for what the others send."""
+        own, index = self._collectives.rank, self._index(self._position)
+        first = heads[self._senders[0]] if self._head is None else self._head
+        for rank, head in heads.items():
+            if head.shape != first.shape:
+                raise CollectiveMismatch(
+                    f"cannot {self._kind.split()[0]} on rank {own}: got rows of shape {head.shape} from rank {rank}, "
+                    f"expected {first.shape}. Bring rows of one shape on all ranks."
+                )
+        counts = [head.sizes[index] for head in heads.values()]
+        joined = place((sum(counts), *first.shape), first.dtype)
+        bounds = itertools.pairwise(itertools.accumulate(counts, initial=0))
+        targets = {rank: flat_bytes(joined[start:stop]) for rank, (start, stop) in zip(heads, bounds)}
+        if own in targets:
+            targets.pop(own)[:] = self._streams[index]
+        return joined, targets
+
+
+def head_nbytes(collectives: ShmCollectives) -> int:
+    """Return how many bytes of a half are for the head."""
+    return round_up((1 + MAX_HEAD_WORDS + len(collectives.ranks)) * WORD_NBYTES, LINE_NBYTES)
+
+
+def stream_nbytes(collectives: ShmCollectives, kind: str) -> int:
+    """Return how many bytes of each stream are shown at one meeting."""
+    num_streams = len(collectives.ranks) if kind in DIVIDED else 1
+    room = (collectives.half_nbytes - head_nbytes(collectives)) // num_streams
+    is_rooted = kind in (*FROM_ROOT, *TO_ROOT)
+    return min(collectives.piece_nbytes(is_rooted=is_rooted), room // LINE_NBYTES * LINE_NBYTES)
+
+
+def flat_bytes(rows: np.ndarray) -> np.ndarray:
+    """View the memory of C-contiguous rows."""
+    return rows.reshape(-1).view(np.uint8)

@@ -1,0 +1,75 @@
+"""The backend ``"cupy"`` as the master knows it: which GPUs there are, and which rank gets which. Imports no CuPy."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from synk.backends._assignment import DeviceAssignment
+from synk.cuda import _nvml
+from synk.cuda._devices import (
+    choose_devices,
+    cpu_mask,
+    explain_absence,
+    ranks_per_device,
+    visible_devices,
+    worker_environment,
+)
+from synk.cuda._nccl_library import nccl_environment
+from synk.cuda._report import gpu_lines
+from synk.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from synk.cuda._cupy import CupyBackend
+
+_JAX_VARIABLE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+_SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+
+
+def has_cupy() -> bool:
+    """Whether CuPy is installed. Does not import it."""
+    return importlib.util.find_spec("cupy") is not None
+
+
+def is_usable() -> bool:
+    return has_cupy() and not explain_absence(_nvml.discover(os.environ), os.environ, has_cupy=True)
+
+
+def place(num_workers: int | None, devices: Sequence[Any] | None) -> DeviceAssignment:
+    """Choose GPUs by NVML. Imports neither CuPy nor CUDA."""
+    snapshot = _nvml.discover(os.environ)
+    problem = explain_absence(snapshot, os.environ, has_cupy=has_cupy())
+    if problem:
+        raise UnsupportedError(f"cannot fork with backend 'cupy': {problem}")
+    chosen = choose_devices(visible_devices(snapshot, os.environ), num_workers, devices)
+    sharing = ranks_per_device(chosen)
+    # By default JAX takes three quarters of the memory when it starts, from CuPy and from other ranks.
+    shared = {_JAX_VARIABLE: "false"} | nccl_environment(os.environ, ranks_per_device=sharing)
+    allowed = os.sched_getaffinity(0)
+    return DeviceAssignment(
+        tuple(str(device) for device in chosen),
+        tuple(shared | worker_environment(device) for device in chosen),
+        tuple(tuple(sorted(cpu_mask(device, allowed))) for device in chosen),
+        has_devices=True,
+        # Ranks that share a GPU take turns on it, and NCCL before 2.30.3 refuses them. So NCCL joins them only on
+        # request.
+        can_use_nccl=len(chosen) > 1 and (sharing == 1 or os.environ.get(_SHARING_VARIABLE) == "1"),
+        torch_device="cuda",
+    )
+
+
+def open_device(device: str) -> CupyBackend:
+    from synk.cuda._cupy import CupyBackend
+
+    return CupyBackend(device)
+
+
+def on_host(obj: Any) -> Any:
+    return obj.get() if isinstance(obj, sys.modules["cupy"].ndarray) else obj
+
+
+def report() -> list[str]:
+    return gpu_lines(has_cupy=has_cupy())

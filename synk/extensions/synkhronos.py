@@ -1,0 +1,128 @@
+"""Programs of Synkhronos, the ancestor of synk, with their imports changed.
+
+    import pytensor as theano
+    import pytensor.tensor as T
+    import synk.extensions.synkhronos as synk
+
+In these programs the main process was a rank: ``w.get_value()`` was the value on rank 0 and ``w.set_value(v)`` set that
+one. So after each call here PyTensor's variables have the values of rank 0, and what the program has set meanwhile goes
+to rank 0 before the next.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from pytensor.compile.sharedvalue import SharedVariable
+
+import synk
+from synk import close, data, distribute
+from synk.extensions import _pytensor_function as functions
+from synk.extensions._pytensor_function import PyTensorFunction, remote
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "close",
+    "data",
+    "distribute",
+    "fork",
+    "function",
+    "gather",
+    "get_lengths",
+    "get_shapes",
+    "get_value",
+    "reduce",
+    "scatter",
+    "set_value",
+]
+
+
+def fork(n_parallel: int | None = None, use_gpu: bool = True, **ignored: Any) -> int:
+    """Start workers and return their number. Options of the ancestor that have lost their meaning are ignored."""
+    return synk.fork(n_parallel, backend="auto" if use_gpu else "numpy").world_size
+
+
+class Function(PyTensorFunction):
+    """A function as the ancestor had it: ``batch_s=``, ``as_theano``, a list of outputs."""
+
+    def __call__(self, /, *args: Any, batch_s: Any = None, **options: Any) -> Any:
+        _show(self.variables)
+        result = super().__call__(*args, shard_batch=batch_s, **options)
+        _look(self.variables)
+        return result
+
+    def as_theano(self, /, *args: Any) -> Any:
+        """Run it in this process alone, on PyTensor's own variables."""
+        return self.serial(*map(np.asarray, args))
+
+
+def function(inputs: Sequence[Any], outputs: Any = None, bcast_inputs: Any = (), **options: Any) -> Function:
+    """Build a function of a graph; see `synk.extensions.pytensor.function`. Ops may have the ancestor's ``c_``."""
+    listed = outputs if isinstance(outputs, list) else [outputs]
+    plain = [(each[0], _op(each[1])) if isinstance(each, tuple) else each for each in listed]
+    made = functions.function(
+        inputs, plain if isinstance(outputs, list) else plain[0], bcast_inputs=bcast_inputs or (), **options
+    )
+    made.__class__ = Function
+    _look(made.variables)
+    return made  # type: ignore[return-value]
+
+
+def _op(op: Any) -> Any:
+    return op.removeprefix("c_") if isinstance(op, str) else op
+
+
+def _verb(name: str) -> Callable[..., Any]:
+    """Return a collective of the ancestor's: synk's, of PyTensor's variables."""
+    method = getattr(synk, name)
+
+    @functools.wraps(method)
+    def run(shared_vars: Any, *args: Any, nccl: bool = True, **options: Any) -> Any:
+        variables = [shared_vars] if isinstance(shared_vars, SharedVariable) else list(shared_vars)
+        _show(variables)
+        handles = list(map(remote, variables))
+        result = method(handles[0] if isinstance(shared_vars, SharedVariable) else handles, *args, **options)
+        _look(variables)
+        return result
+
+    return run
+
+
+all_gather, all_reduce, broadcast, gather = map(_verb, ("all_gather", "all_reduce", "broadcast", "gather"))
+get_lengths, get_shapes, reduce, scatter = map(_verb, ("get_lengths", "get_shapes", "reduce", "scatter"))
+
+
+def get_value(rank: int, shared_vars: Any) -> Any:
+    """Return the value of one rank."""
+    return _verb("get_value")(shared_vars, rank=rank)
+
+
+def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> None:
+    """Set the value of one rank."""
+    _verb("set_value")(shared_vars, values, rank=rank, batch=batch)
+
+
+_seen: weakref.WeakKeyDictionary[SharedVariable, Any] = weakref.WeakKeyDictionary()
+
+
+def _show(variables: Iterable[SharedVariable]) -> None:
+    """Give rank 0 what the program has set since it was last looked at."""
+    for variable in variables:
+        shared, value = remote(variable), variable.get_value(borrow=True)
+        if not shared.is_sharded and _seen.get(variable) is not value:
+            synk.set_value(shared, value, rank=0)
+
+
+def _look(variables: Iterable[SharedVariable]) -> None:
+    """Give PyTensor's variables the values of rank 0."""
+    for variable in variables:
+        shared = remote(variable)
+        if not shared.is_sharded:
+            variable.set_value(synk.get_value(shared), borrow=True)
+            _seen[variable] = variable.get_value(borrow=True)

@@ -1,0 +1,288 @@
+"""Messages that torch differentiates through, once: the gradient of what was received goes back to its sender.
+
+A message leaves no trace in torch's graph that would make one rank wait for the other. So each side has a *dummy*: a
+tensor without axes and of no value, through which the backward pass reaches the message.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from synk._wire.cell import cell
+from synk._worker.comm.comm import comm
+from synk._worker.comm.messages import Messages
+from synk._worker.comm.requests import Request
+from synk.torch._adjoints import apply, as_tensor, check_tensor, losses
+
+GRADIENT_TAGS = 1 << 20
+"""Tags of messages are smaller. The gradient of message k of a tag has ``tag + k * GRADIENT_TAGS``, k from 1 on."""
+
+# How many messages of a kind, peer and tag the call has had. So gradients find their messages, in whatever order the
+# messages are awaited and the backward passes come to them.
+_counted: weakref.WeakKeyDictionary[Messages, Counter[tuple[str, int, int]]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A message that was started by :func:`isend` or :func:`irecv`. Wait for it once, by :func:`wait`.
+
+    Attributes
+    ----------
+    dummy : tensor, shape ()
+        For :func:`join_dummies`: a tensor that depends on it depends on the message.
+    """
+
+    dummy: torch.Tensor
+    _request: Request
+    _back: tuple[int, int] | None
+    """Where the gradient of what is received goes, and its tag; None for what is sent."""
+    _out: torch.Tensor | None = None
+
+
+Joined = TypeVar("Joined", torch.Tensor, Handle)
+
+
+def isend(x: torch.Tensor, peer: int, tag: int = 0) -> Handle:
+    """Send ``x`` to rank ``peer`` without waiting for it.
+
+    The backward pass gets the gradient from the receiver if the loss depends on the handle's dummy or on the result of
+    :func:`wait`: see :func:`join_dummies`. The receiver must also receive by ``synk.torch``, and what it gets requires
+    grad if ``x`` does: see :func:`irecv`. Messages can be differentiated once.
+
+    Parameters
+    ----------
+    x : tensor
+    peer : int
+        A rank, which may be this one.
+    tag : int
+        From 0 to 2**20 - 1. Larger tags are used for gradients.
+
+    Returns
+    -------
+    Handle
+
+    Raises
+    ------
+    TypeError, ValueError
+        If ``x`` is not a tensor, ``peer`` not a rank of the call, or the tag out of range.
+    RuntimeError
+        In the second derivative.
+    """
+    check_tensor("isend", x)
+    _check_tag("isend", tag)
+    request = comm.isend(x.detach(), peer, tag)
+    return Handle(_sent(x, peer, tag), request, None)
+
+
+def irecv(peer: int, tag: int = 0, *, like: torch.Tensor | None = None, out: torch.Tensor | None = None) -> Handle:
+    """Ask for a message from rank ``peer`` and return at once. :func:`wait` returns the message.
+
+    What is received requires grad, and its gradient is sent back, so what is sent must require grad as well. For a
+    message whose sender expects no gradient, pass a ``like`` that does not require grad.
+
+    Parameters
+    ----------
+    peer, tag : int
+        As for :func:`isend`.
+    like : tensor, optional
+        With the dtype and number of elements of the message. The result has its shape, and requires grad if ``like``
+        does; the gradient of ``like`` is zeros. By default the result has the message's own shape and dtype, and
+        requires grad if that is a float dtype.
+    out : tensor, optional
+        Is filled and returned. It must have the dtype and number of elements of the message.
+
+    Returns
+    -------
+    Handle
+
+    Raises
+    ------
+    TypeError, ValueError
+        If ``peer`` is not a rank of the call, for instance a tensor to fill: pass that as ``out=``.
+    """
+    for tensor in (like, out):
+        if tensor is not None:
+            check_tensor("irecv", tensor)
+    _check_tag("irecv", tag)
+    if like is not None and out is not None and (like.shape, like.dtype) != (out.shape, out.dtype):
+        raise ValueError(
+            f"cannot write to out: got {out.dtype} of shape {tuple(out.shape)}, expected {like.dtype} of shape "
+            f"{tuple(like.shape)} as of like. Pass one of them."
+        )
+    expected = out if like is None else like
+    request = comm.irecv(peer, tag, like=None if expected is None else expected.detach())
+    anchor = torch.zeros((), requires_grad=True)  # a gradient goes back whatever the message is
+    dummy = anchor if like is None else join_dummies(like.new_zeros(()), [like])
+    return Handle(dummy, request, (peer, _gradient_tag("recv", peer, tag)), out)
+
+
+def wait(handle: Handle) -> torch.Tensor:
+    """Wait for a message, once.
+
+    Returns
+    -------
+    tensor
+        What was received: ``out`` if given, else a new tensor. For a send, the dummy of shape ().
+
+    Raises
+    ------
+    CollectiveMismatch
+        If the message cannot come, or in the backward pass its gradient: a rank has left the function, or all ranks
+        wait for each other.
+    """
+    if handle._back is None:
+        handle._request.wait()
+        return handle.dummy
+    received: torch.Tensor = _Received.apply(handle._out, handle.dummy, handle._request, *handle._back)
+    return received
+
+
+def send(x: torch.Tensor, peer: int, tag: int = 0) -> torch.Tensor:
+    """Send ``x`` to rank ``peer``, like :func:`isend`. When this returns, ``x`` may be changed.
+
+    Returns
+    -------
+    tensor, shape ()
+        The dummy.
+    """
+    check_tensor("send", x)
+    _check_tag("send", tag)
+    comm.send(x.detach(), peer, tag)
+    return _sent(x, peer, tag)
+
+
+def recv(peer: int, tag: int = 0, *, like: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return what rank ``peer`` sends, like :func:`irecv`.
+
+    Examples
+    --------
+    >>> import torch, synk
+    >>> def slope(x):
+    ...     comm, weight = synk.comm, x.sum().requires_grad_()
+    ...     dummy = synk.torch.send(weight**2, (comm.rank + 1) % comm.world_size)
+    ...     loss = weight * synk.torch.recv((comm.rank - 1) % comm.world_size)
+    ...     synk.torch.join_dummies(loss, [dummy]).backward()
+    ...     return weight.grad
+    >>> a, b = (torch.tensor(value, requires_grad=True) for value in (3.0, 5.0))
+    >>> (a * b**2 + b * a**2).backward()
+    >>> with synk.fork(2):
+    ...     synk.function(slope, outputs=None, framework="torch")(torch.tensor([3.0, 5.0])), [a.grad, b.grad]
+    ([tensor(55.), tensor(39.)], [tensor(55.), tensor(39.)])
+    """
+    return wait(irecv(peer, tag, like=like, out=out))
+
+
+def join_dummies(x: Joined, dummies: Sequence[torch.Tensor]) -> Joined:
+    """Return ``x`` so that torch sees it depend on other tensors as well. Their gradients through it are zeros.
+
+    A backward pass reaches only what the loss depends on. A message that nothing depends on, such as every send, must
+    be made a part of the loss by its dummy, and so must a collective whose result only some ranks use.
+
+    Parameters
+    ----------
+    x : tensor or Handle
+    dummies : sequence of tensor
+
+    Returns
+    -------
+    tensor or Handle
+        A view of the tensor, or another handle of the same message to use in place of the first.
+
+    Notes
+    -----
+    The idea and the name are those of mpi4torch, https://github.com/helmholtz-analytics/mpi4torch.
+    """
+    if isinstance(x, Handle):
+        return replace(x, dummy=join_dummies(x.dummy, dummies))
+    joined: torch.Tensor = _Join.apply(x, *dummies)
+    return joined
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *dummies: torch.Tensor) -> torch.Tensor:
+        ctx.kinds = [(each.shape, each.dtype, each.device) for each in dummies]  # not the tensors, which may be large
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.kinds)
+
+
+def _sent(x: torch.Tensor, peer: int, tag: int) -> torch.Tensor:
+    """Return the dummy of what was sent."""
+    return apply(_Sent, x, join_dummies(x.new_zeros(()), [x]), peer, _gradient_tag("send", peer, tag))
+
+
+class _Sent(torch.autograd.Function):
+    """What is sent, and a small tensor that depends on it -> the dummy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, trace: torch.Tensor, peer: int, back: int) -> torch.Tensor:
+        ctx.save_for_backward(trace)
+        ctx.shape, ctx.peer, ctx.back = x.shape, peer, back
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        gradient = as_tensor(comm.recv(ctx.peer, ctx.back)).reshape(ctx.shape)
+        return _Last.apply(gradient, *ctx.saved_tensors), None, None, None
+
+
+class _Received(torch.autograd.Function):
+    """A tensor to fill, and the dummy of what is received -> what was received."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: torch.Tensor | None, dummy: torch.Tensor, request: Request, peer: int, back: int
+    ) -> torch.Tensor:
+        ctx.peer, ctx.back, ctx.zero, ctx.weight = peer, back, dummy.new_zeros(()), losses.weight
+        received = as_tensor(request.wait()).detach()  # a new tensor each time
+        if out is None:
+            return received
+        ctx.mark_dirty(out)
+        return out.copy_(received)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        # In a step of ``replicate`` it arrives with the sender's weight instead of this rank's: see ``apply``.
+        gradient = gradient.detach() if ctx.weight is None else gradient.detach() * ctx.weight
+        comm.isend(gradient, ctx.peer, ctx.back)
+        return None, ctx.zero, None, None, None
+
+
+class _Last(torch.autograd.Function):
+    """A gradient that came as a message. Tells torch that it depends on what was sent."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, trace: torch.Tensor) -> torch.Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "cannot differentiate a message of synk.torch twice: got a derivative of the gradient that its receiver "
+            "sent back, expected first derivatives only. Use a collective, as synk.torch.all_to_all."
+        )
+
+
+def _check_tag(verb: str, tag: int) -> None:
+    if not isinstance(tag, (int, np.integer)) or not 0 <= tag < GRADIENT_TAGS:
+        raise ValueError(
+            f"cannot {verb} a message that is differentiated: got tag={tag!r}, expected an int from 0 to "
+            f"{GRADIENT_TAGS - 1}."
+        )
+
+
+def _gradient_tag(kind: str, peer: int, tag: int) -> int:
+    """Count a message, and return the tag of its gradient."""
+    count = _counted.setdefault(cell.worker.collectives().messages, Counter())
+    count[kind, peer, tag] += 1
+    return tag + count[kind, peer, tag] * GRADIENT_TAGS

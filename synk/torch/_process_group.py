@@ -1,0 +1,250 @@
+"""``process_group``: the ranks of a call as an initialised group of ``torch.distributed``, kept between calls.
+
+Its ranks find one another by a ``FileStore`` in memory of rank 0 that has no name, so nothing is left behind, whatever
+ends the workers. Gloo then connects them over loopback. A rank that waits in it sits in C++ code, which hears of no
+signal: a thread watches for the end of the call elsewhere, and cuts this rank's connections, with which the wait ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from synk._wire.cell import cell
+from synk._wire.control import Phase, Up
+from synk._worker.comm.comm import comm
+
+_WATCH_INTERVAL_S = 0.05
+_FOREVER = datetime.timedelta(days=365)  # time limits are the calls'
+_IFF_LOOPBACK = 8
+_LOST_PEER = ("gloo/transport/", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
+def process_group() -> dist.ProcessGroup:
+    """Return the ranks of this call as the default group of ``torch.distributed``; on the workers, inside a function.
+
+    With it ``torch.distributed`` and what is built on it work as under torchrun: ``fully_shard`` (FSDP2), ``DTensor``,
+    tensor parallelism, ``torch.distributed.checkpoint``. All ranks must call this, as they would a collective. The
+    first call makes the group; it is kept for later ones, in all functions, until a call that has used it fails or a
+    worker dies. The next call then makes a new one, and what was built on the old one must be built again. It ends
+    with the runtime.
+
+    Returns
+    -------
+    torch.distributed.ProcessGroup
+        The same object as long as the group lives. Gloo for tensors on the CPU, NCCL for those on GPUs.
+
+    Raises
+    ------
+    ValueError
+        If not all workers run this call, or the function has made a default group by itself.
+    RuntimeError
+        If the group would listen anywhere but on this machine.
+
+    Notes
+    -----
+    While it lives, each worker listens on a port of the loopback interface: see the page on security. Not yet run on
+    GPUs.
+
+    Examples
+    --------
+    >>> import torch, synk
+    >>> def total():
+    ...     group = synk.torch.process_group()
+    ...     value = torch.ones(()) * (group.rank() + 1)
+    ...     torch.distributed.all_reduce(value)
+    ...     return value
+    >>> with synk.fork(2):
+    ...     synk.function(total, per_rank=True, outputs="first", framework="torch")()
+    tensor(3.)
+    """
+    worker = cell.worker
+    if worker is None:
+        raise ValueError(
+            "cannot make a process group in the master: it has a meaning only on the workers, expected a call inside a "
+            "function. Use synk.function(fn, per_rank=True)."
+        )
+    if comm.world_size != worker.world_size:
+        raise ValueError(
+            f"cannot make a process group: got a call that {comm.world_size} of {worker.world_size} workers run, "
+            "expected all of them. Use synk.function(..., per_rank=True) without rows, or at least as many rows."
+        )
+    own: _Group | None = worker.process_group
+    number = 0 if own is None or own.is_abandoned else own.number
+    if set(comm.all_gather(np.array([number])).ravel().tolist()) != {number} or not number:
+        own = worker.process_group = _made_anew(own)
+    assert own is not None
+    own.watch()
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def _made_anew(old: _Group | None) -> _Group:
+    if old is not None:
+        old.close()
+    if dist.is_initialized():
+        raise ValueError(
+            "cannot make a process group: got one that the function has made by itself, expected none. Call "
+            "torch.distributed.destroy_process_group() first."
+        )
+    return _Group()
+
+
+class _Group:
+    """The group, on one rank.
+
+    Attributes
+    ----------
+    number : int
+        The same on all ranks; 0 stands for none.
+    is_abandoned : bool
+        Whether this rank has left it: no other one can go on with it.
+    """
+
+    def __init__(self) -> None:
+        worker = cell.worker
+        self.is_abandoned = False
+        self._is_in_call = threading.Event()
+        self._is_closed = False
+        self._descriptor = os.memfd_create("synk-store") if comm.rank == 0 else -1
+        place = np.array([os.getpid(), self._descriptor, int.from_bytes(os.urandom(4), "little") + 1])
+        pid, descriptor, self.number = comm.broadcast(place).tolist()
+        self._pids = comm.all_gather(np.array([os.getpid()])).ravel().tolist()
+        self._others = {inode for _, inode, _ in _listening(os.getpid())}
+        loopback = _loopback_name()
+        # Of groups within it, too. The last one is a port for monitoring.
+        os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback, NCCL_RAS_ENABLE="0")
+        store = dist.FileStore(f"/proc/{pid}/fd/{descriptor}", comm.world_size)
+        self._thread: threading.Thread | None = None
+        options: dict[str, Any] = {"backend": "gloo"}
+        if worker.backend.torch_device() == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+            options = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+        dist.init_process_group(store=store, rank=comm.rank, world_size=comm.world_size, timeout=_FOREVER, **options)
+        self._check_listening()
+        self._thread = threading.Thread(target=self._watch, name="synk-watch", daemon=True)
+        self._thread.start()
+
+    def watch(self) -> None:
+        """From now on to the end of the call, leave the group when the call has ended elsewhere."""
+        self._is_in_call.set()
+
+    def _watch(self) -> None:
+        worker = cell.worker
+        while not self._is_closed:
+            self._is_in_call.wait()
+            communicator = worker.lane.communicator
+            if worker.own_up[Up.PHASE] != Phase.FUNCTION:
+                self._is_in_call.clear()
+            elif communicator is not None and communicator._rendezvous.is_aborted():
+                self.abandon()
+                self._is_in_call.clear()
+            else:
+                time.sleep(_WATCH_INTERVAL_S)
+
+    def is_lost_peer(self, error: BaseException) -> bool:
+        """Whether a collective of torch failed on this rank because another rank has left it."""
+        return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER)
+
+    def abandon(self) -> None:
+        """Let nobody wait for this rank, nor this rank for anybody: cut its connections with the others."""
+        if self.is_abandoned:
+            return
+        self.is_abandoned = True
+        ports = {port for pid in self._pids for _, _, port in _listening(pid)}
+        for connection in _connections():
+            with connection, contextlib.suppress(OSError):  # the other side may have gone
+                if {connection.getsockname()[1], connection.getpeername()[1]} & ports:
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def _check_listening(self) -> None:
+        for address, inode, _ in _listening(os.getpid()):
+            if inode not in self._others and not _is_loopback(address):
+                self.close()
+                raise RuntimeError(
+                    f"cannot make a process group: got a port that listens on {address}, which other machines may "
+                    "reach, expected loopback only. Please report it, with the version of torch."
+                )
+
+    def close(self) -> None:
+        """Leave the group and free it; safe to repeat."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._is_in_call.set()  # the watch ends
+            self.abandon()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join()  # it holds the worker, which may be in the program's own process
+
+
+# -- sockets of this process ------------------------------------------------------------------------------------------
+
+
+def _loopback_name() -> str:
+    for _, name in socket.if_nameindex():
+        with open(f"/sys/class/net/{name}/flags") as file:
+            if int(file.read(), 16) & _IFF_LOOPBACK:
+                return name
+    raise RuntimeError(
+        "cannot make a process group: got no loopback interface, expected one, because torch's group needs ports. "
+        "Bring it up: ip link set lo up."
+    )
+
+
+def _socket_descriptors(pid: int) -> Iterator[tuple[int, int]]:
+    """Yield the descriptors of a process that are sockets, with their inodes; none of one that has ended."""
+    names = []
+    with contextlib.suppress(OSError):
+        names = os.listdir(f"/proc/{pid}/fd")
+    for name in names:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            kind, _, inode = os.readlink(f"/proc/{pid}/fd/{name}").partition(":[")
+            if kind == "socket":
+                yield int(name), int(inode[:-1])
+
+
+def _listening(pid: int) -> list[tuple[str, int, int]]:
+    """Return address (in hexadecimal), inode and port of each socket of a process that listens."""
+    own = {inode for _, inode in _socket_descriptors(pid)}
+    found = []
+    for family in ("tcp", "tcp6"):
+        with open(f"/proc/self/net/{family}") as file:
+            lines = [line.split() for line in file][1:]
+        for fields in lines:
+            address, _, port = fields[1].partition(":")
+            if fields[3] == "0A" and int(fields[9]) in own:
+                found.append((address, int(fields[9]), int(port, 16)))
+    return found
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether an address as /proc/net has it, words of little-endian bytes, is one of loopback."""
+    data = b"".join(bytes.fromhex(address[k : k + 8])[::-1] for k in range(0, len(address), 8))
+    if len(data) == 4 or data.startswith(bytes(10) + b"\xff\xff"):
+        return data[-4] == 127
+    return data == bytes(15) + b"\x01"
+
+
+def _connections() -> Iterator[socket.socket]:
+    """Yield the connections of this process by TCP, each as a copy that the caller closes."""
+    for descriptor, _ in list(_socket_descriptors(os.getpid())):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            copied = socket.socket(fileno=os.dup(descriptor))
+            is_tcp = copied.family in (socket.AF_INET, socket.AF_INET6) and copied.type == socket.SOCK_STREAM
+            if is_tcp and not copied.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                yield copied
+            else:
+                copied.close()

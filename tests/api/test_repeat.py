@@ -1,0 +1,331 @@
+"""``f.repeat``: many runs of a function for one message, equal to as many calls; the oracle is a loop of NumPy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.harness import pids
+
+import synk
+from synk.errors import CallTimeout, WorkerDied
+
+Reused = Callable[..., synk.Runtime]
+KINDS = [1, 2, 3, "inline"]
+X = np.arange(14.0).reshape(7, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_slices", [1, 2])
+def test_updates_hold_from_run_to_run(shared_runtimes: Any, kind: Any, num_slices: int) -> None:
+    rt = shared_runtimes[kind]
+    w, count = rt.shared(np.ones(2)), rt.shared(0.0)
+    f = rt.function(lambda x: (x * w.value, (w.value / 2 + 1, count.value + 1)), updates=[w, count], outputs="gather")
+    expected, seen = np.ones(2), None
+    for n in (1, 2, 9):
+        result = f.repeat(n, X, num_slices=num_slices)
+        for _ in range(n):
+            seen, expected = X * expected, expected / 2 + 1
+        np.testing.assert_allclose(result, seen, rtol=1e-14)
+        for rank in range(rt.world_size):
+            np.testing.assert_allclose(rt.get_value(w, rank), expected, rtol=1e-14)
+    assert int(count.value) == 12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_assignments_hold_whatever_becomes_of_the_array(shared_runtimes: Any, kind: Any) -> None:
+    """The function assigns the same buffer each time and writes into it while it reads the value."""
+    rt = shared_runtimes[kind]
+    w = rt.shared(np.arange(4.0))
+    buffer = np.empty(4)
+
+    def shift(x: np.ndarray) -> float:
+        buffer[0] = w.value[-1]
+        for k in range(1, 4):
+            buffer[k] = w.value[k - 1]
+        w.value = buffer
+        return float(w.value[0])
+
+    f = rt.function(shift, outputs="first")
+    for n in (3, 1, 6):
+        before = w.value
+        f.repeat(n, X)
+        np.testing.assert_array_equal(w.value, np.roll(before, n))
+
+
+def test_shards_change_and_keep_their_rows(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[3]
+    rows = rt.shared(X, sharded=True)
+
+    def double(mine: np.ndarray) -> float:
+        rows.value = rows.value * 2
+        return float(mine.sum())
+
+    f = rt.function(double, outputs="sum")
+    assert f.repeat(4, rows) == X.sum() * 8
+    np.testing.assert_array_equal(rows.value, X * 16)
+
+    def grow(mine: np.ndarray) -> float:
+        rows.value = np.concatenate([rows.value, rows.value])
+        return float(len(mine))
+
+    g = rt.function(grow, outputs="sum")
+    with pytest.raises(ValueError, match=r"cannot repeat a call: it has assigned 6 rows to the shard.*expected 3"):
+        g.repeat(2, rows)
+    np.testing.assert_array_equal(rows.value, X * 16)
+    assert g.repeat(1, rows) == 7
+    assert len(rows.value) == 14
+
+
+@pytest.mark.parametrize("kind", [2, "inline"])
+def test_each_run_gets_its_arguments_anew(shared_runtimes: Any, kind: Any) -> None:
+    rt = shared_runtimes[kind]
+
+    def consume(x: np.ndarray, settings: dict[str, Any]) -> int:
+        settings["seen"].append(len(x))
+        return len(settings["seen"])
+
+    assert rt.function(consume, bcast_inputs="settings", outputs="max").repeat(5, X, {"seen": []}) == 1
+
+
+def test_each_run_gets_its_tensors_anew(shared_runtimes: Any) -> None:
+    torch = pytest.importorskip("torch")
+    rt = shared_runtimes[2]
+    w = rt.shared(np.zeros(2))
+
+    def add(x: Any) -> Any:
+        total = x.sum(0)
+        x.zero_()
+        return total, w.value + total
+
+    f = rt.function(add, updates=[(w, "sum")], outputs="sum", framework="torch")
+    x = torch.arange(14.0, dtype=torch.float64).reshape(7, 2)
+    assert torch.equal(f.repeat(3, x), x.sum(0))
+    np.testing.assert_array_equal(rt.get_value(w, 0), 3 * x[:4].sum(0).numpy())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ranks_talk_in_each_run(shared_runtimes: Any, kind: Any) -> None:
+    """The dominant eigenvector by power iteration, with the matrix divided by rows."""
+    rt = shared_runtimes[kind]
+    matrix = np.diag([3.0, 2, 1, 1, 0.5]) + 0.1
+    v = rt.shared(np.ones(5))
+
+    starts = [part[0] for part in np.array_split(np.arange(5), rt.world_size)]
+
+    def iterate(rows: np.ndarray) -> float:
+        product, start = np.zeros(5), starts[synk.comm.rank]
+        product[start : start + len(rows)] = rows @ v.value
+        product = synk.comm.all_reduce(product, "sum")
+        v.value = product / np.linalg.norm(product)
+        return float(np.linalg.norm(product))
+
+    largest = rt.function(iterate, outputs="first").repeat(200, matrix)
+    values, vectors = np.linalg.eigh(matrix)
+    np.testing.assert_allclose(largest, values[-1], rtol=1e-12)
+    np.testing.assert_allclose(abs(v.value), abs(vectors[:, -1]), rtol=1e-6)
+
+
+def test_it_is_one_message(reused: Reused) -> None:
+    rt = reused(2)
+    w = rt.shared(0)
+    f = rt.function(lambda x: (x.sum(), w.value + 1), updates=[w], outputs="sum")
+    f.repeat(3, X)
+    f.repeat(3, X)
+    before = rt.counters
+    f.repeat(3, X)
+    after = rt.counters
+    assert {name: after[name] - before[name] for name in ("messages_down", "messages_up", "calls")} == {
+        "messages_down": 2,
+        "messages_up": 2,
+        "calls": 1,
+    }
+    f(X)
+    f(X)
+    assert int(w.value) == 11
+
+
+def test_ranks_without_rows_follow(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[3]
+    w, log = rt.shared(0.0), rt.resident([])
+
+    def step(x: np.ndarray) -> tuple[float, float]:
+        log.value.append(float(x.sum()))
+        return float(x.sum()), w.value + 1
+
+    rt.function(step, updates=[w], outputs="sum", changes=[log]).repeat(4, X[:1])
+    assert [float(rt.get_value(w, rank)) for rank in range(3)] == [4.0] * 3
+    assert [log.get(rank) for rank in range(3)] == [[1.0] * 4] * 3
+
+
+# -- faults
+
+
+def failing(rt: synk.Runtime, fails: Callable[[int, int], None]) -> tuple[Any, Any, Any]:
+    """Return a step over a variable and a log that calls ``fails(rank, runs so far)`` in the middle, and both."""
+    w, log = rt.shared(0.0), rt.resident([], name="log")
+
+    def step(x: np.ndarray) -> tuple[float, float]:
+        fails(synk.comm.rank, len(log.value))
+        log.value.append(len(log.value))
+        synk.comm.barrier()
+        return 0.0, w.value + 1
+
+    return rt.function(step, updates=[w], changes=[log]), w, log
+
+
+def test_an_exception_undoes_the_variables_and_leaves_the_ranks_alike(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[3]
+
+    def fails(rank: int, runs: int) -> None:
+        if rank == 1 and runs == 5:
+            raise KeyError("the fifth")
+
+    step, w, log = failing(rt, fails)
+    step.repeat(2, X)
+    with pytest.raises(KeyError, match="the fifth") as caught:
+        step.repeat(20, X)
+    assert caught.value.step_counted is False
+    assert [float(rt.get_value(w, rank)) for rank in range(3)] == [2.0] * 3
+    logs = [log.get(rank) for rank in range(3)]
+    assert logs[0] == logs[1] == logs[2]
+    assert logs[0][:5] == [0, 1, 2, 3, 4]
+    log.set([])
+    step.repeat(3, X)
+    assert [float(rt.get_value(w, rank)) for rank in range(3)] == [5.0] * 3
+    assert [log.get(rank) for rank in range(3)] == [[0, 1, 2]] * 3
+
+
+def test_all_ranks_torn_in_a_later_run_are_not_lost(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    log = rt.resident([], name="log")
+
+    def step(x: np.ndarray) -> float:
+        log.value.append(len(log.value))
+        if len(log.value) == 4:
+            raise KeyError("everywhere")
+        return 0.0
+
+    with pytest.raises(KeyError, match="everywhere"):
+        rt.function(step, changes=[log]).repeat(9, X)
+    assert [log.get(rank) for rank in range(2)] == [[0, 1, 2, 3]] * 2
+
+
+def test_a_note_says_that_some_runs_hold(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    w, log = rt.shared(np.zeros(2)), rt.resident([], name="log")
+
+    def step(x: np.ndarray) -> tuple[float, np.ndarray]:
+        log.value.append(len(log.value))
+        return 0.0, np.ones((2,) if len(log.value) < 4 else (3, 3))
+
+    with pytest.raises(ValueError, match="2 axes") as caught:
+        rt.function(step, changes=[log], updates=[w]).repeat(9, X)
+    assert caught.value.step_counted is False
+    if sys.version_info >= (3, 11):
+        assert any(
+            "'log' came through a part of the repetitions of the call" in each for each in caught.value.__notes__
+        )
+    assert [log.get(rank) for rank in range(2)] == [[0, 1, 2, 3]] * 2
+
+
+def test_a_death_in_a_later_run(reused: Reused) -> None:
+    rt = reused(2)
+
+    def fails(rank: int, runs: int) -> None:
+        if rank == 1 and runs == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    step, w, log = failing(rt, fails)
+    step(X)
+    with pytest.raises(WorkerDied):
+        step.repeat(9, X)
+    assert [float(rt.get_value(w, rank)) for rank in range(2)] == [1.0] * 2
+    assert log.get(0) == log.get(1)
+    assert log.get(0)[:3] == [0, 1, 2]
+
+
+def test_a_time_limit_ends_it(reused: Reused) -> None:
+    rt = reused(2)
+    w = rt.shared(0)
+    f = rt.function(lambda x: (x.sum(), w.value + 1), updates=[w], outputs="sum")
+    before, started = pids(rt), time.monotonic()
+    with pytest.raises(CallTimeout):
+        f.repeat(10**9, X, timeout=0.5)
+    assert time.monotonic() - started < 30
+    assert pids(rt) == before
+    assert int(w.value) == 0
+    f.repeat(2, X)
+    assert int(w.value) == 2
+
+
+@pytest.mark.parametrize("n", [0, -1, 2.0, True, "3", None, X])
+def test_what_is_no_number(shared_runtimes: Any, n: Any) -> None:
+    f = shared_runtimes[2].function(lambda x: x.sum(), outputs="sum", name="total")
+    with pytest.raises(ValueError, match=r"(?s)cannot repeat 'total': got .*expected an integer of 1 or more"):
+        f.repeat(n, X)
+
+
+# -- what wraps functions
+
+
+def test_a_wrapper_finishes_the_last_result(shared_runtimes: Any) -> None:
+    class Half(synk.FunctionWrapper):
+        def finish(self, result: Any) -> float:
+            return float(result) / 2
+
+    rt = shared_runtimes[2]
+    w = rt.shared(1.0)
+    f = rt.function(lambda x: (w.value, w.value * 2), updates=[w], outputs="first")
+    assert Half(f).repeat(5, X) == 8
+
+
+@pytest.mark.parametrize("kind", [1, 2, 3])
+def test_steps_of_replicated_objects_equal_plain_torch(shared_runtimes: Any, kind: int) -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.linspace(-1, 1, 22, dtype=torch.float64).reshape(11, 2)
+
+    def start() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1).double()
+        return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def step(model: Any, optimizer: Any, x: Any) -> Any:
+        optimizer.zero_grad()
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    plain, optimizer = start()
+    for _ in range(6):
+        expected = step(plain, optimizer, x)
+    model, optimizer = start()
+    rep = synk.torch.replicate(model, optimizer, runtime=shared_runtimes[kind])
+    loss = rep.function(step).repeat(6, x)
+    assert rep.num_steps == 6
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(model.weight, plain.weight, rtol=1e-12, atol=0)
+
+
+def test_a_train_function_takes_the_steps(shared_runtimes: Any) -> None:
+    from synk.extensions.train_function import make_train_function
+    from synk.extensions.updates import sgd
+
+    def gradient(w: np.ndarray, x: np.ndarray) -> tuple[float, np.ndarray]:
+        residual = x @ w - x.sum(1)
+        return float(residual @ residual) / len(x), 2 * x.T @ residual / len(x)
+
+    w, loss = np.zeros(2), np.nan
+    for _ in range(5):
+        loss, gradients = gradient(w, X)
+        w = w - 1e-3 * gradients
+    train = make_train_function(gradient, np.zeros(2), sgd(1e-3), runtime=shared_runtimes[3])
+    np.testing.assert_allclose(train.repeat(5, X), loss, rtol=1e-12)
+    np.testing.assert_allclose(train.params.value, w, rtol=1e-12)

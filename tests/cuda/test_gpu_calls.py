@@ -1,0 +1,357 @@
+"""Calls, collectives and variables on real GPUs: the tests of ``test_gpu_path``, and what only a GPU shows.
+
+Never run so far: written on a machine without a GPU; the same bodies run there over a stand-in for CuPy. Ranks that
+share one GPU take turns on it, so nothing here says anything about speed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.harness import script
+from test_demos import DEMOS, SMALL
+from test_gpu_path import (  # noqa: F401  (collected here, with the fixtures below)
+    LARGE,
+    scaler,
+    test_a_call_equals_numpy,
+    test_a_failed_call_changes_no_variable,
+    test_a_torch_function,
+    test_averages_are_weighted_by_rows,
+    test_collectives_inside_functions,
+    test_every_op_and_dtype_equals_numpy,
+    test_idle_ranks_follow,
+    test_other_ops_and_results,
+    test_ranks_that_disagree_are_told,
+    test_replicas_that_agree_come_back_and_others_are_lost,
+    test_shards_and_updates,
+    test_text_cannot_go_to_a_device,
+    test_the_master_imports_no_cupy,
+    test_variables_are_on_the_device_until_they_are_read,
+)
+from test_gpu_submitted import (  # noqa: F401
+    num_ahead,
+    test_inputs_are_brought_ahead_and_are_right,
+    test_torch_and_slices_and_large_outputs,
+    test_variables_on_devices_between_submitted_calls,
+)
+
+import synk
+from synk.cuda._devices import visible_devices
+from synk.cuda._nvml import discover
+
+pytestmark = pytest.mark.gpu
+
+
+class RealGpus:
+    """Runtimes whose ranks share the first GPU, or have one each."""
+
+    def __init__(self, has_nccl: bool, is_shared: bool = True) -> None:
+        self.has_nccl = has_nccl
+        self._is_shared = is_shared
+        self.opened: list[synk.Runtime] = []
+
+    def __call__(self, num_workers: int | None = 3, **options: Any) -> synk.Runtime:
+        if self._is_shared:
+            options.setdefault("devices", [0] * (num_workers or 1))
+            num_workers = None
+        self.opened.append(synk.Runtime(num_workers, backend="cupy", **options))
+        return self.opened[-1]
+
+
+def closing(made: RealGpus) -> Iterator[RealGpus]:
+    yield made
+    while made.opened:
+        made.opened.pop().close()
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Return the version of the installed NCCL package, (0,) where there is none."""
+    for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return tuple(int(part) for part in importlib.metadata.version(name).split(".")[:3])
+    return (0,)
+
+
+@pytest.fixture(
+    params=["host, one GPU", "nccl, one GPU", pytest.param("nccl, one each", marks=pytest.mark.multi_gpu)],
+)
+def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealGpus]:
+    has_nccl, is_shared = request.param.startswith("nccl"), request.param.endswith("one GPU")
+    if has_nccl and is_shared:
+        if nccl_version() < (2, 30, 3):
+            pytest.skip("ranks can share a GPU from NCCL 2.30.3 on")
+        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    elif not is_shared and len(visible_devices(discover(), os.environ)) < 3:
+        pytest.skip("needs three GPUs")
+    else:
+        monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    yield from closing(RealGpus(has_nccl, is_shared))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[RealGpus]:
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    yield from closing(RealGpus(False))
+
+
+def test_a_segment_is_registered_and_read_only_memory_too(gpu: Any) -> None:
+    """Whether the driver takes a memfd mapping, writable and read-only: copies at link speed depend on it."""
+    rt = gpu(1)
+    x = rt.data(np.ones(1 << 24))
+    f = rt.function(lambda x: x.sum(), outputs="sum")
+    assert f(x) == 1 << 24
+
+    def registered(row: Any) -> Any:
+        from synk._wire.cell import cell
+
+        segments = cell.worker.backend._segments  # type: ignore[union-attr]
+        for _ in range(3000):
+            if segments.refusal or segments.registered_nbytes >= 1 << 27:
+                break
+            threading.Event().wait(0.01)
+        return segments.registered_nbytes, segments.refusal
+
+    ((nbytes,), (refusal,)) = rt.function(registered, outputs=None)(np.ones(1))
+    assert (nbytes >= 1 << 27, refusal) == (True, "")
+    assert f(x) == 1 << 24
+
+
+def test_the_next_inputs_arrive_while_the_device_computes(gpu: Any) -> None:
+    """The event of the copy is over before the kernel that was started ahead of it."""
+    rt = gpu(1)
+
+    def work(x: Any, cycles: Any) -> Any:
+        import cupy
+
+        from synk._wire.cell import cell
+
+        worker: Any = cell.worker
+        spin = cupy.RawKernel(
+            'extern "C" __global__ void spin(long long n) { long long t = clock64(); while (clock64() - t < n); }',
+            "spin",
+        )
+        ahead = [lane.executor.inputs._ahead for lane in worker.lanes if lane.executor.inputs._ahead is not None]
+        total = x.sum()
+        spin((1,), (1,), (cycles.item(),))
+        overtaken = -1.0  # no call was waiting
+        for each in ahead:
+            limit = time.monotonic() + 5
+            while not each.event.done and time.monotonic() < limit:
+                time.sleep(0.001)
+            overtaken = float(each.event.done and not worker.backend.stream.done)
+        return total, overtaken
+
+    f = rt.function(work, bcast_inputs="cycles", outputs="sum")
+    rows = [rt.data(np.full(1 << 22, float(k))) for k in range(4)]
+    for data in rows:
+        f(data, np.int64(1))
+    time.sleep(1)  # the segments are registered meanwhile
+    for _ in range(3):
+        pending = [f.submit(rows[k % 4], np.int64(1_000_000_000)) for k in range(8)]
+        results = [call.result() for call in pending]
+    assert [total for total, _ in results] == [(k % 4) * float(1 << 22) for k in range(8)]
+    assert sum(overtaken == 1.0 for _, overtaken in results) >= 3, results
+    assert not any(overtaken == 0.0 for _, overtaken in results), results
+
+
+def test_many_submitted_calls_do_not_mix_their_inputs(gpu: Any) -> None:
+    """Device memory that is used again at once, for inputs of many sizes that are read late by long kernels."""
+    rt = gpu(2)
+
+    def work(x: Any, k: Any) -> Any:
+        for _ in range(20):
+            x = x * 1.0
+        return x.min(), x.max(), x.sum()
+
+    f = rt.function(work, bcast_inputs="k", outputs=("min", "max", "sum"))
+    rng = np.random.default_rng(0)
+    cases = [(float(k), int(rng.integers(2, 3_000_000))) for k in range(100)]
+    pending = [f.submit(np.full(length, value), np.int64(0)) for value, length in cases]
+    for (value, length), call in zip(cases, pending):
+        assert call.result() == (value, value, value * length)
+
+
+def test_out_of_device_memory_and_on(gpu: Any) -> None:
+    rt = gpu(1)
+
+    def body(x: Any) -> Any:
+        import cupy
+
+        return cupy.empty(1 << 50, "u1")
+
+    with pytest.raises(MemoryError, match=r"out of device memory, \d+ of \d+ bytes are free.*num_slices"):
+        rt.function(body)(np.ones(2))
+    assert rt.function(lambda x: x.sum(), outputs="sum")(np.ones(4)) == 4.0
+    assert rt.counters["restarts"] == 0
+
+
+def test_an_illegal_address_gets_a_new_worker(gpu: Any) -> None:
+    rt = gpu(2)
+
+    def body(x: Any) -> Any:
+        import cupy
+
+        if synk.comm.rank == 1:
+            source = 'extern "C" __global__ void stray() { *(volatile int*)8 = 1; }'
+            cupy.RawKernel(source, "stray")((1,), (1,), ())
+        return x.sum()
+
+    with pytest.raises(synk.errors.WorkerDied) as caught:
+        rt.function(body, outputs="sum")(np.ones(4))
+    assert caught.value.ranks == (1,)
+    assert rt.function(lambda x: x.sum(), outputs="sum")(np.ones(4)) == 4.0
+
+
+def test_a_death_in_a_collective_frees_the_others(gpus: RealGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "0")  # else the first launch waits for the peer on the host
+    rt = gpus(2)
+
+    def body(x: Any) -> Any:
+        from synk._wire.cell import cell
+        from synk.communicators import Buffer
+
+        if synk.comm.rank == 1:
+            time.sleep(1.0)  # the other one waits on the device by then
+            os.kill(os.getpid(), signal.SIGKILL)
+        group = cell.worker.peers.group  # type: ignore[union-attr]
+        if group is None:
+            return synk.comm.all_reduce(x.sum(), "sum")
+        buffer = Buffer(x.data.ptr, 1, "float64")
+        group.communicator.all_reduce(buffer, buffer, "sum", stream=cell.worker.backend.stream_handle)  # type: ignore[union-attr]
+        return float(x[0])  # waits in the driver, where only the watch can free it
+
+    started = time.monotonic()
+    with pytest.raises(synk.errors.WorkerDied) as caught:
+        rt.function(body)(np.ones(2))
+    assert 1 in caught.value.ranks
+    assert time.monotonic() - started < 15
+    got = rt.function(lambda x: x[:1].repeat(LARGE * 4), outputs="sum")(np.ones(2))
+    assert (got == 2.0).all()
+
+
+def test_more_than_two_to_the_31_bytes(gpu: Any) -> None:
+    rt = gpu(1)
+    count = (1 << 31) + 5
+    x = rt.data(np.ones(count, np.uint8))
+    assert rt.function(lambda x: x.sum(dtype="i8"), outputs="sum")(x) == count
+    same = rt.function(lambda x: x, outputs="gather")(x)
+    assert same.shape == (count,)
+    assert same[-1] == 1
+
+
+def test_inline_runs_on_the_gpu() -> None:
+    """In a program of its own, for CUDA keeps descriptors for the life of a process. The second one registers anew."""
+    script(
+        """
+        for _ in range(2):
+            with synk.Runtime(inline=True, backend="cupy", devices=[0]) as rt:
+                w = rt.shared(np.ones(4))
+                assert rt.function(lambda x: w.value.sum() * x.mean())(np.full(3, 2.0)) == 8.0
+                assert rt.function(lambda x: x.sum(), outputs="sum")(rt.data(np.ones(1 << 20))) == 1 << 20
+            assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
+    """,
+        timeout=120,
+    ).check("")
+
+
+def test_jax_functions(gpu: Any) -> None:
+    pytest.importorskip("jax")
+    rt = gpu(1)
+
+    def body(x: Any) -> Any:
+        import jax.numpy as jnp
+
+        return jnp.sum(x * 2)
+
+    assert rt.function(body, outputs="sum", framework="jax")(np.arange(5.0, dtype="f4")) == 20.0
+
+
+@pytest.mark.parametrize("path", DEMOS, ids=lambda path: path.stem)
+def test_demos_run_unchanged(path: Path) -> None:
+    size = ["--size", "small"] if path.name in SMALL else []
+    subprocess.run([sys.executable, str(path), *size], check=True, timeout=150, cwd=path.parents[1])
+
+
+def test_replicated_training_is_that_of_one_process(gpus: Any) -> None:
+    """The master's model stays on the host, the ranks' are on their devices."""
+    torch = pytest.importorskip("torch")
+    from test_replicate import batches, largest_difference, mlp, plain_step
+
+    def build() -> tuple[Any, Any]:
+        model = mlp()
+        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+    plain, objects = build(), build()
+    rep = synk.torch.replicate(*objects, runtime=gpus(3))
+    step = rep.function(plain_step)
+    for x, y in batches(20):
+        assert abs(float(step(x, y)) - float(plain_step(*plain, x, y).detach())) < 1e-9
+    assert largest_difference(objects, plain) < 1e-9
+    assert all(parameter.device.type == "cpu" for parameter in objects[0].parameters())
+
+
+@pytest.mark.multi_gpu
+def test_a_bucket_is_reduced_before_the_last_gradient_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By events on each device: of the end of the first sum, and of the gradient that is computed last."""
+    torch = pytest.importorskip("torch")
+    if len(visible_devices(discover(), os.environ)) < 2:
+        pytest.skip("needs two GPUs")
+    layers = [layer for _ in range(12) for layer in (torch.nn.Linear(2048, 2048), torch.nn.ReLU())]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(2048, 1))
+
+    def body(model: Any, x: Any) -> float:
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, cls = synk.comm.iall_reduce, type(synk.comm)
+        sums: list[Any] = []
+
+        def watched(comm: Any, *args: Any, **options: Any) -> Any:
+            request = start(*args, **options)
+            if not sums:
+                from synk._wire.cell import cell
+
+                backend: Any = cell.worker.backend
+                while backend._communicated is None:  # the ranks agree first; then it is queued on the device
+                    request.test()
+                first.record(torch.cuda.ExternalStream(backend._communication_stream.ptr, device=backend._ordinal))
+            sums.append(request)
+            return request
+
+        handle = model[0].weight.register_hook(lambda grad: last.record())
+        original, cls.iall_reduce = cls.iall_reduce, watched  # type: ignore[method-assign]
+        try:
+            model(x).mean().backward()
+        finally:
+            cls.iall_reduce = original  # type: ignore[method-assign]
+            handle.remove()
+        torch.cuda.synchronize()
+        assert len(sums) > 4
+        return first.elapsed_time(last)
+
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    made = RealGpus(True, is_shared=False)
+    try:
+        rep = synk.torch.replicate(model, runtime=made(2))
+        elapsed_ms = rep.function(body, outputs=None)(torch.randn(512, 2048))
+        assert min(elapsed_ms) > 0
+    finally:
+        for runtime in made.opened:
+            runtime.close()
+
+
+def test_the_demo_of_resnet_trains() -> None:
+    path = DEMOS[0].parent / "gpu" / "resnet50.py"
+    command = [sys.executable, str(path), "--batch", "32", "--steps", "5"]
+    ran = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True)
+    assert "1 GPU :" in ran.stdout

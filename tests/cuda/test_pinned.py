@@ -1,0 +1,134 @@
+"""Which pieces of shared memory are registered with the driver, when, and what happens where it refuses."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support import fake_gpus
+
+from synk._wire.memory import PAGE_NBYTES, Segment
+from synk.cuda import _pinned
+from synk.cuda._pinned import PinnedRing, PinnedSegments, address
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Yield the stand-in for ``cupy.cuda``."""
+    monkeypatch.syspath_prepend(str(fake_gpus.FAKES))
+    import cupy
+
+    yield cupy.cuda
+    assert cupy.cuda.runtime.registered() == {}
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cupy"]:
+        del sys.modules[name]  # not by monkeypatch, which would put it back
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    made = Segment.create(8 * PAGE_NBYTES)
+    yield made
+    made.close()
+
+
+def settle(pinned: PinnedSegments, nbytes: int) -> None:
+    """Wait until ``nbytes`` are registered."""
+    for _ in range(5000):
+        if pinned.registered_nbytes == nbytes:
+            return
+        threading.Event().wait(0.001)
+    raise AssertionError(f"{pinned.registered_nbytes} bytes are registered, expected {nbytes}")
+
+
+@pytest.fixture
+def pinned(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[PinnedSegments]:
+    monkeypatch.setattr(_pinned, "CHUNK_NBYTES", 2 * PAGE_NBYTES)
+    made = PinnedSegments(cuda.runtime, 0, True)
+    yield made
+    made.close()
+
+
+def test_only_the_chunks_that_are_used_are_registered(pinned: PinnedSegments, segment: Segment) -> None:
+    pinned.add(segment)
+    start = address(segment.buffer)
+    assert pinned.registered_nbytes == 0
+    assert pinned.pieces(start + 100, 50) == [(0, 50)]
+    settle(pinned, 2 * PAGE_NBYTES)
+    chunk = 2 * PAGE_NBYTES
+    assert pinned.pieces(start + chunk - 10, chunk + 20) == [(0, 10), (10, chunk), (10 + chunk, 10)]
+    settle(pinned, 3 * chunk)
+
+
+def test_memory_that_is_no_segment_is_one_piece(pinned: PinnedSegments, segment: Segment) -> None:
+    array = np.zeros(10 * PAGE_NBYTES, np.uint8)
+    assert pinned.pieces(address(array), array.nbytes) == [(0, array.nbytes)]
+    pinned.add(segment)
+    assert pinned.pieces(address(array), array.nbytes) == [(0, array.nbytes)]
+
+
+def test_a_segment_that_goes_is_unregistered(pinned: PinnedSegments, segment: Segment, cuda: Any) -> None:
+    pinned.add(segment)
+    pinned.pieces(address(segment.buffer), segment.nbytes)
+    settle(pinned, segment.nbytes)
+    pinned.forget(segment)
+    assert cuda.runtime.registered() == {}
+    pinned.forget(segment)
+    assert pinned.pieces(address(segment.buffer), 100) == [(0, 100)]
+
+
+def test_a_segment_that_lies_where_another_lay_is_registered_anew(pinned: PinnedSegments, cuda: Any) -> None:
+    """The pages that the driver knows are no longer those of the file."""
+    arena = Segment.create_arena(8 * PAGE_NBYTES, is_worker_writable=True, segment_id=1)
+    for nbytes in (PAGE_NBYTES, 2 * PAGE_NBYTES):
+        part = arena.create_part(1 + nbytes, 0, nbytes)
+        pinned.add(part)
+        assert cuda.runtime.registered() == {}
+        pinned.pieces(address(part.buffer), nbytes)
+        settle(pinned, nbytes)
+    pinned.forget(part)
+    arena.close()
+
+
+def test_a_refusal_is_said_once_and_copies_go_on(
+    pinned: PinnedSegments, segment: Segment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SYNK_FAKE_REFUSE", "1")
+    pinned.add(segment)
+    whole = (address(segment.buffer), segment.nbytes)
+    chunk = 2 * PAGE_NBYTES
+    assert pinned.pieces(*whole) == [(k * chunk, chunk) for k in range(4)]
+    for _ in range(5000):
+        if pinned.refusal:
+            break
+        threading.Event().wait(0.001)
+    pinned.close()
+    assert "801" in pinned.refusal
+    assert len(caplog.records) == 1
+    assert "copies take longer" in caplog.text
+
+
+def test_a_read_only_mapping_needs_the_devices_support(cuda: Any, segment: Segment) -> None:
+    twin = segment.shared_view()
+    assert not twin.buffer.flags.writeable
+    without = PinnedSegments(cuda.runtime, 0, False)
+    without.add(twin)
+    without.pieces(address(twin.buffer), 100)
+    without.close()
+    assert without.registered_nbytes == 0
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 7, 1000])
+def test_rows_through_the_ring(cuda: Any, monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
+    monkeypatch.setattr(_pinned, "RING_NBYTES", 100)
+    rows = np.random.default_rng(0).integers(0, 255, (num_rows, 3)).astype(np.int32)
+    out = np.zeros_like(rows)
+
+    def write(start: int, stop: int, piece: np.ndarray) -> None:
+        piece[...] = rows[start:stop]
+
+    PinnedRing(cuda).copy_rows(rows.shape, rows.dtype, address(out), cuda.Stream(non_blocking=True), write)
+    np.testing.assert_array_equal(out, rows)

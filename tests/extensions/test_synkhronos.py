@@ -1,0 +1,282 @@
+"""Programs of the ancestor with their imports changed: its demos, its documentation examples, its training functions.
+
+The oracle is PyTensor in this process: the same graph, compiled by ``pytensor.function``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+WHY = "needs PyTensor: `make pytensor` installs it"
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("PYTENSOR_FLAGS", "cxx=,linker=py,traceback__limit=0,floatX=float64")
+    theano = pytest.importorskip("pytensor", reason=WHY)
+    import pytensor.tensor as T
+
+    import synk.extensions.synkhronos as synk
+
+NUM_RANKS = (1, 2, 3)
+
+
+@pytest.fixture(params=NUM_RANKS)
+def n_gpus(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setenv("PYTENSOR_FLAGS", "cxx=,linker=py,traceback__limit=0")
+    yield synk.fork(request.param, use_gpu=False)
+    synk.close()
+
+
+def test_the_introductory_example_and_ops_and_slices(n_gpus: int) -> None:
+    """The example of the documentation, with the outputs of demo 1."""
+    rng = np.random.default_rng(1)
+    x, y = T.matrix("x"), T.matrix("y")
+    product = x.dot(y)
+    f = synk.function(
+        inputs=[x],
+        bcast_inputs=[y],
+        outputs=[T.mean(product, axis=0), (T.sum(product, axis=0), "c_sum"), (T.max(product, axis=0), "max")],
+    )
+    single = synk.function([x], outputs=T.mean(product), bcast_inputs=[y])
+    synk.distribute()
+    x_dat, y_dat = rng.standard_normal((101, 10)), rng.standard_normal((10, 5))
+    expected = f.as_theano(x_dat, y_dat)
+    plain = theano.function([x, y], [T.mean(product, axis=0), T.sum(product, axis=0), T.max(product, axis=0)])
+    inputs = f.build_inputs(x_dat, y_dat)
+    for num_slices in (1, 4):
+        found = f(*inputs, num_slices=num_slices)
+        assert isinstance(found, list)
+        for each, serial, other in zip(found, expected, plain(x_dat, y_dat), strict=True):
+            np.testing.assert_allclose(each, other, rtol=1e-12)
+            np.testing.assert_allclose(serial, other, rtol=1e-15)
+    np.testing.assert_allclose(single(*inputs), (x_dat @ y_dat).mean(), rtol=1e-10)
+    np.testing.assert_allclose(f(x=inputs[0], y=inputs[1])[1], expected[1], rtol=1e-12)
+
+
+def test_data_objects(n_gpus: int) -> None:
+    """Demo 2: shared memory that is written, grown, shrunk and cast."""
+    rng = np.random.default_rng(2)
+    small, large, larger = (rng.standard_normal(shape) for shape in ((5, 4), (2000, 10), (2100, 10)))
+    x = synk.data(small)
+    x[3] = 0
+    assert not x.data[3].any()
+    x[:] = small
+    np.testing.assert_array_equal(x[2:4], small[2:4])
+    x.set_value(large, oversize=1.1)
+    size = x.alloc_size
+    x.set_value(larger)
+    assert (len(x), x.alloc_size) == (2100, size)
+    x.set_length(2000)
+    x[:] = large
+    x.free_memory()
+    x.set_value(small)
+    assert x.alloc_size < size
+    x.set_value(small.astype("float32"), force_cast=True)
+    assert x.dtype == np.float64
+
+
+def test_shared_variables_and_collectives(n_gpus: int) -> None:
+    """Demo 3."""
+    rng = np.random.default_rng(3)
+    s_x, s_y = theano.shared(np.ones((12, 4)), name="s_x"), theano.shared(np.zeros((4, 5)), name="s_y")
+    unused = theano.shared(np.zeros(3))
+    f = synk.function(inputs=[], sliceable_shareds=[s_x], outputs=T.mean(s_x.dot(s_y), axis=0))
+    synk.distribute()
+    x_dat, y_dat = rng.standard_normal((8 * n_gpus, 4)), rng.standard_normal((4, 5))
+    synk.scatter(s_x, x_dat)
+    synk.broadcast(s_y, y_dat)
+    assert synk.get_lengths(s_x) == [8] * n_gpus
+    assert [tuple(shape) for shape in synk.get_shapes(s_x)] == [(8, 4)] * n_gpus
+    np.testing.assert_array_equal(synk.gather(s_x, nd_up=0), x_dat)
+    np.testing.assert_array_equal(synk.get_value(n_gpus - 1, s_x), x_dat[-8:])
+    np.testing.assert_array_equal(synk.gather(s_y), np.stack([y_dat] * n_gpus))
+    for num_slices in (1, 2):
+        np.testing.assert_allclose(f(num_slices=num_slices), (x_dat @ y_dat).mean(axis=0), rtol=1e-12)
+    before = np.asarray(synk.gather(s_x, nd_up=1))
+    synk.all_reduce(s_x, op="avg")
+    np.testing.assert_allclose(synk.gather(s_x, nd_up=1), np.stack([before.mean(axis=0)] * n_gpus), rtol=1e-12)
+    synk.set_value(rank=n_gpus - 1, shared_vars=s_x, values=before[-1])
+    np.testing.assert_array_equal(synk.get_value(n_gpus - 1, s_x), before[-1])
+    synk.all_gather(s_x)
+    assert synk.get_lengths(s_x) == [8 * n_gpus] * n_gpus
+    with pytest.raises(ValueError, match=r"no function made by .* uses it"):
+        synk.all_reduce(unused)
+
+
+def test_batches(n_gpus: int) -> None:
+    """Demo 4: the rows of a call, chosen before they are divided."""
+    rng = np.random.default_rng(4)
+    x, y = T.matrix("x"), T.matrix("y")
+    f = synk.function(inputs=[x], bcast_inputs=[y], outputs=T.mean(x.dot(y), axis=0))
+    x_dat, y_dat = rng.standard_normal((1000, 10)), rng.standard_normal((10, 5))
+    inputs = f.build_inputs(x_dat, y_dat)
+    for batch in (100, slice(10, 100), slice(100, 1000), rng.integers(0, 999, 100)):
+        rows = x_dat[:batch] if isinstance(batch, int) else x_dat[batch]
+        np.testing.assert_allclose(f(*inputs, batch=batch), f.as_theano(rows, y_dat), rtol=1e-10)
+
+
+def test_rows_of_each_rank(n_gpus: int) -> None:
+    """Demo 5: the rows of a call, chosen on each rank of those that it holds."""
+    rng = np.random.default_rng(5)
+    length = 200
+    s_x, s_y = theano.shared(np.empty((length, 10))), theano.shared(np.empty((10, 5)))
+    f = synk.function(inputs=[], outputs=(T.sum(s_x.dot(s_y), axis=0), "sum"), sliceable_shareds=[s_x])
+    x_dat, y_dat = rng.standard_normal((length * n_gpus, 10)), rng.standard_normal((10, 5))
+    synk.scatter(s_x, x_dat)
+    synk.broadcast(s_y, y_dat)
+    parts = np.split(x_dat, n_gpus)
+    choices: list[Any] = [slice(100, 200), rng.integers(0, length, 100)]
+    choices += [[slice(k, 100 + k) for k in range(n_gpus)], [rng.integers(0, length, 100) for _ in range(n_gpus)]]
+    for choice in choices:
+        each = choice if isinstance(choice, list) else [choice] * n_gpus
+        rows = np.concatenate([part[own] for part, own in zip(parts, each, strict=True)])
+        for num_slices in (1, 4):
+            np.testing.assert_allclose(f(batch_s=choice, num_slices=num_slices), (rows @ y_dat).sum(0), rtol=1e-9)
+
+
+def test_updates_are_each_ranks_own(n_gpus: int) -> None:
+    """The second example of the documentation: what the main process sees is rank 0."""
+    x, s = T.matrix("x"), theano.shared(np.ones(2), name="s")
+    f = synk.function([x], updates=[(s, T.sum(x * s, axis=0))])
+    x_dat = np.array([[1.0, 1], [2, 2], [3, 3], [4, 4]])
+    assert f.as_theano(x_dat) == []
+    np.testing.assert_array_equal(s.get_value(), [10, 10])
+    s.set_value(np.ones(2))
+    assert f(synk.data(x_dat)) == []
+    parts = [part.sum(axis=0) for part in np.array_split(x_dat, n_gpus)]
+    np.testing.assert_array_equal(s.get_value(), parts[0])
+    np.testing.assert_array_equal(synk.gather(s, nd_up=1), parts)
+    synk.reduce(s, op="sum")
+    np.testing.assert_array_equal(s.get_value(), [10, 10])
+    synk.broadcast(s, np.ones(2))
+    f(synk.data(x_dat))
+    synk.all_reduce(s, op="sum")
+    np.testing.assert_array_equal(synk.gather(s, nd_up=1), [[10, 10]] * n_gpus)
+
+
+# -- training functions: a gradient on each rank, one all-reduce, the same update on all
+
+
+def zeros(param: Any) -> Any:
+    return theano.shared(np.zeros_like(param.get_value()))
+
+
+def sgd(params: Any, grads: Any) -> Any:
+    return [(p, p - 0.1 * g) for p, g in zip(params, grads)]
+
+
+def momentum(params: Any, grads: Any) -> Any:
+    found = []
+    for p, new in sgd(params, grads):
+        velocity = zeros(p)
+        moved = 0.9 * velocity + new
+        found += [(velocity, moved - p), (p, moved)]
+    return found
+
+
+def nesterov(params: Any, grads: Any) -> Any:
+    found = []
+    for p, new in sgd(params, grads):
+        velocity = zeros(p)
+        moved = 0.9 * velocity + new - p
+        found += [(velocity, moved), (p, 0.9 * moved + new)]
+    return found
+
+
+def scaled(decay: float, share: float) -> Callable[..., Any]:
+    def rule(params: Any, grads: Any) -> Any:
+        found = []
+        for p, g in zip(params, grads):
+            squares = zeros(p)
+            new = decay * squares + share * g**2
+            found += [(squares, new), (p, p - 0.1 * g / T.sqrt(new + 1e-6))]
+        return found
+
+    return rule
+
+
+def adadelta(params: Any, grads: Any) -> Any:
+    found = []
+    for p, g in zip(params, grads):
+        squares, deltas = zeros(p), zeros(p)
+        new = 0.95 * squares + 0.05 * g**2
+        step = g * T.sqrt(deltas + 1e-6) / T.sqrt(new + 1e-6)
+        found += [(squares, new), (p, p - step), (deltas, 0.95 * deltas + 0.05 * step**2)]
+    return found
+
+
+def moments(is_max: bool) -> Callable[..., Any]:
+    """Adam or AdaMax. The counter is listed once for each parameter, as in the ancestor."""
+
+    def rule(params: Any, grads: Any) -> Any:
+        found, before = [], theano.shared(np.array(0.0))
+        t = before + 1
+        rate = 0.01 / (1 - 0.9**t) * (1 if is_max else T.sqrt(1 - 0.999**t))
+        for p, g in zip(params, grads):
+            first, second = zeros(p), zeros(p)
+            m = 0.9 * first + 0.1 * g
+            v = T.maximum(0.999 * second, abs(g)) if is_max else 0.999 * second + 0.001 * g**2
+            size = v if is_max else T.sqrt(v)
+            found += [(first, m), (second, v), (p, p - rate * m / (size + 1e-8)), (before, t)]
+        return found
+
+    return rule
+
+
+RULES = {
+    "sgd": sgd,
+    "momentum": momentum,
+    "nesterov": nesterov,
+    "adagrad": scaled(1.0, 1.0),
+    "rmsprop": scaled(0.9, 0.1),
+    "adadelta": adadelta,
+    "adam": moments(is_max=False),
+    "adamax": moments(is_max=True),
+}
+
+
+def make_training(build: Callable[..., Any], rule: Any) -> tuple[Any, Any, list[Any], Any]:
+    """Return the function of gradients, that of updates, the parameters, and the flat gradient."""
+    rng = np.random.default_rng(6)
+    x, y = T.matrix("x"), T.vector("y")
+    params = [theano.shared(rng.standard_normal(4), name="w"), theano.shared(np.array(0.1), name="b")]
+    loss = T.mean((T.tanh(x.dot(params[0])) + params[1] - y) ** 2)
+    grads = [T.flatten(each) for each in T.grad(loss, params)]
+    flat = theano.shared(np.zeros(5), name="flat")
+    unflat = [flat[:4], flat[4]]
+    updates = rule(params, unflat)
+    if build is theano.function:
+        updates = list(dict(updates).items())  # it refuses a variable that is listed twice
+    gradient = build([x, y], loss, updates=[(flat, T.concatenate(grads))])
+    return gradient, build([], [], updates=updates), params, flat
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_train_functions_equal_the_serial_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even rows: the ancestor's mean of the ranks' means is the mean over all rows.
+
+    All numbers of rows are powers of two, because PyTensor rounds their inverse to float32 in this graph.
+    """
+    monkeypatch.setenv("PYTENSOR_FLAGS", "cxx=,linker=py,traceback__limit=0")
+    rng = np.random.default_rng(7)
+    x_dat, y_dat = rng.standard_normal((32, 4)), rng.standard_normal(32)
+    serial, update, expected, _ = make_training(theano.function, RULES[name])
+    losses = []
+    for _ in range(5):
+        losses.append(float(serial(x_dat, y_dat)))
+        update()
+    synk.fork(2, use_gpu=False)
+    try:
+        gradient, step, params, flat = make_training(synk.function, RULES[name])
+        for k, num_slices in enumerate((1, 4, 1, 4, 1)):
+            np.testing.assert_allclose(gradient(x_dat, y_dat, num_slices=num_slices), losses[k], rtol=1e-13)
+            synk.all_reduce(flat, op="avg")
+            step()
+        for param, other in zip(params, expected, strict=True):
+            np.testing.assert_allclose(param.get_value(), other.get_value(), rtol=1e-12, atol=1e-15)
+            np.testing.assert_array_equal(*synk.gather(param, nd_up=1)[:2])
+    finally:
+        synk.close()

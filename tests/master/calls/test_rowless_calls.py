@@ -1,0 +1,200 @@
+"""Calls without a scattered argument: rows are those of sharded variables that the function closes over, or there are
+none, and then an op that would count the workers is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.harness import script
+
+import synk
+
+WHERE = (1, 2, 3, "inline")
+Y = np.arange(6.0)
+
+
+def add(a: Any, b: Any) -> Any:
+    return a + b
+
+
+# ----- no rows at all
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("op", ["sum", "prod", "gather", add], ids=["sum", "prod", "gather", "callable"])
+def test_ops_that_would_count_the_workers_are_refused(shared_runtimes: Any, where: Any, op: Any) -> None:
+    rt = shared_runtimes[where]
+    f = rt.function(
+        lambda y: {"total": y.sum(), "rows": (y, y)}, bcast_inputs="y", outputs={"total": op, "rows": "max"}
+    )
+    for call in (f, f.serial, f.submit, f.verify):
+        with pytest.raises(ValueError, match=r"cannot call '<lambda>': got op .* no rows.*'first'.*per_rank=True"):
+            call(Y)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("op", ["avg", "min", "max", "first"])
+def test_ops_whose_value_does_not_depend_on_the_workers_stay(shared_runtimes: Any, where: Any, op: str) -> None:
+    f = shared_runtimes[where].function(lambda y: y.sum(), bcast_inputs="y", outputs=op)
+    assert f(Y) == f.serial(Y) == f.submit(Y).result() == Y.sum()
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_with_per_rank_each_rank_contributes_its_own(shared_runtimes: Any, where: Any) -> None:
+    rt = shared_runtimes[where]
+    ops = ("sum", "gather", add, None)
+    f = rt.function(lambda: (1, np.array([synk.comm.rank]), 1, synk.comm.rank), outputs=ops, per_rank=True)
+    num = rt.world_size
+    for count, ranks, folded, each in (f(), f.submit().result()):
+        assert (count, ranks.tolist(), folded, each) == (num, list(range(num)), num, list(range(num)))
+
+
+def test_per_rank_is_an_option_of_every_way_to_build_a_function(reused: Callable[..., Any]) -> None:
+    rt = reused(2)
+    decorated = rt.function(outputs="sum", per_rank=True)(lambda: 1)
+    assert decorated._callee.per_rank
+    assert decorated() == 2
+    assert synk.function(lambda: 1, outputs="sum", per_rank=True)._callee.per_rank
+    assert synk.wrap(lambda: 1, outputs="sum", per_rank=True)._callee.per_rank
+    with pytest.raises(TypeError, match="cannot build 'len': got per_rank=1, expected True or False"):
+        synk.function(len, per_rank=1)
+
+
+# ----- rows of variables that the function closes over
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7])
+def test_closed_over_shards_are_rows_to_divide(shared_runtimes: Any, where: Any, rows: int) -> None:
+    rt = shared_runtimes[where]
+    value = np.random.default_rng(rows).normal(size=(rows, 3))
+    s = rt.shared(value, sharded=True)
+
+    def moments(w: np.ndarray) -> Any:
+        x = s.value * w
+        return x.mean(axis=0), x.sum(axis=0), x.min(axis=0), x, synk.comm.rows, synk.comm.all_reduce(x.mean(axis=0))
+
+    f = rt.function(moments, bcast_inputs="w", outputs=("avg", "sum", "min", "gather", "sum", "first"))
+    x = value * 2
+    expected = x.mean(axis=0), x.sum(axis=0), x.min(axis=0), x, rows, x.mean(axis=0)
+    for got in (f(2.0), f(2.0), f.serial(2.0), f.submit(2.0).result()):
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12)
+    report = f.verify(2.0)
+    assert [output.verdict for output in report.outputs] == ["equal"] * 6
+
+
+def test_the_weights_follow_the_lengths_from_call_to_call(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    s = rt.shared(np.arange(4.0), sharded=True)
+    mean = rt.function(lambda: s.value.mean())
+    halve = rt.function(lambda x: setattr(s, "value", x[: 1 + synk.comm.rank]))
+    for rows in (4, 5, 5, 1, 7):
+        s.value = np.arange(float(rows))
+        assert mean() == mean() == np.arange(float(rows)).mean()
+    halve(Y)  # the lengths change on the workers: 0 on rank 0; 3 and 4 on rank 1
+    assert rt.get_lengths(s) == [1, 2]
+    assert mean() == pytest.approx((0 + 3 + 4) / 3, rel=1e-15)
+    s.value = np.arange(4.0)
+    halved, averaged = halve.submit(Y), mean.submit()
+    assert averaged.result() == pytest.approx((0 + 3 + 4) / 3, rel=1e-15)
+    halved.result()
+
+
+def test_a_nested_sharded_variable_is_whole_in_a_serial_call(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[3]
+    value = {"x": np.arange(14.0).reshape(7, 2), "y": (np.arange(7.0),)}
+    s = rt.shared(value, sharded=True)
+    f = rt.function(lambda: s.value["x"].T @ s.value["y"][0], outputs="sum")
+    expected = value["x"].T @ value["y"][0]
+    np.testing.assert_array_equal(f(), expected)
+    np.testing.assert_array_equal(f.serial(), expected)
+    np.testing.assert_array_equal(f(), expected)  # and each rank sees its own shard again
+
+
+def test_variables_that_are_divided_unlike_give_no_average(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    s, t = rt.shared(np.arange(5.0), sharded=True, name="s"), rt.shared(np.arange(7.0), sharded=True, name="t")
+    double = rt.shared(np.arange(10.0), sharded=True, name="double")
+    rt.set_value(double, np.arange(6.0), rank=0)
+    rt.set_value(double, np.arange(6.0, 10.0), rank=1)
+    f = rt.function(lambda: s.value.mean() + t.value.mean())
+    with pytest.raises(ValueError, match=r"cannot average.*'s' with \[3, 2\] rows.*'t' with \[4, 3\].*as an argument"):
+        f()
+    assert f.serial() == 2.0 + 3.0
+    assert rt.function(lambda: s.value.sum() + t.value.sum(), outputs="sum")() == 10 + 21
+    # 3 : 2 as well as 6 : 4
+    assert rt.function(lambda: s.value.mean() + double.value.mean())() == pytest.approx(2.0 + 4.5, rel=1e-15)
+    # An argument decides, and so does returning nothing.
+    assert rt.function(lambda x: x.mean() + 0 * t.value[0])(s) == 2.0
+    assert rt.function(lambda: setattr(t, "value", 2 * s.value))() is None
+    np.testing.assert_array_equal(t.value, 2 * np.arange(5.0))
+
+
+def test_a_serial_call_cannot_assign_shards_and_changes_nothing(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    s = rt.shared(np.arange(5.0), sharded=True, name="s")
+
+    def double() -> float:
+        s.value = 2 * s.value
+        return float(s.value.mean())
+
+    f = rt.function(double)
+    with pytest.raises(ValueError, match="cannot assign variable 's' in a serial call of 'double': it is sharded"):
+        f.serial()
+    np.testing.assert_array_equal(s.value, np.arange(5.0))
+    assert f() == 4.0
+    np.testing.assert_array_equal(s.value, 2 * np.arange(5.0))
+
+
+def test_a_variable_without_rows_is_filled_with_per_rank(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    s = rt.shared(np.empty(0), sharded=True, name="s")
+
+    def fill() -> None:
+        s.value = np.full(2, float(synk.comm.rank))
+
+    with pytest.raises(ValueError, match=r"with no rows.*per_rank=True if it fills sharded variables"):
+        rt.function(fill)()
+    rt.function(fill, per_rank=True)()
+    np.testing.assert_array_equal(s.value, [0, 0, 1, 1])
+
+
+def test_variables_of_functions_sent_together_are_not_mixed_up(reused: Callable[..., Any]) -> None:
+    rt = reused(2)
+    s = rt.shared(np.arange(5.0), sharded=True)
+    mean = rt.function(lambda: s.value.mean())
+    total = rt.function(lambda y: y.sum(), bcast_inputs="y", outputs="sum")
+    rt.distribute()
+    assert mean() == 2.0
+    with pytest.raises(ValueError, match="no rows to divide"):
+        total(Y)
+
+
+def test_a_global_that_becomes_a_sharded_variable_later_counts(reused: Callable[..., Any]) -> None:
+    rt = reused(2)
+    scope: dict[str, Any] = {}
+    exec("def total(): return s.value.sum()", scope)
+    f = rt.function(scope["total"], outputs="sum")
+    scope["s"] = rt.shared(np.arange(5.0), sharded=True)
+    assert f() == 10.0
+
+
+def test_a_script_gets_the_serial_numbers_or_an_error() -> None:
+    script(
+        """
+        synk.fork(2, backend="numpy")
+        y = np.arange(6.)
+        for op in ("sum", "gather"):
+            try:
+                synk.function(lambda y: y.sum(), bcast_inputs="y", outputs=op)(y)
+            except ValueError as error:
+                print("per_rank=True" in str(error), "'first'" in str(error))
+        s = synk.shared(np.arange(5.), sharded=True)
+        mean = synk.function(lambda: s.value.mean())
+        print(mean(), mean.serial())
+        """
+    ).check("True True\nTrue True\n2.0 2.0\n")

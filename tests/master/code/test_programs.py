@@ -1,0 +1,58 @@
+"""Random programs that change what they capture: a hundred at each run, the rest of ten thousand in the storm."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import programs
+import pytest
+
+AT_EACH_RUN, IN_ALL = 100, 10_000
+BLOCK, STORM_BLOCK = 50, 450
+
+
+@pytest.mark.parametrize("first", range(0, AT_EACH_RUN, BLOCK))
+def test_programs(runtime: Callable[..., Any], first: int) -> None:
+    run_block(runtime, range(first, first + BLOCK))
+
+
+@pytest.mark.storm
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("first", range(AT_EACH_RUN, IN_ALL, STORM_BLOCK))
+def test_many_programs(runtime: Callable[..., Any], first: int) -> None:
+    run_block(runtime, range(first, first + STORM_BLOCK))
+
+
+def run_block(runtime: Callable[..., Any], seeds: range) -> None:
+    taken: dict[int, Any] = {}
+
+    def runtime_of(num_workers: int) -> Any:
+        if num_workers not in taken:
+            taken[num_workers] = runtime(num_workers, max_restarts=10**9)
+        return taken[num_workers]
+
+    failures = programs.run_seeds(seeds, runtime_of, Counter())
+    assert not failures, "\n\n".join([f"{len(failures)} programs went wrong", *failures])
+
+
+def test_a_program_is_the_same_each_time_and_its_lines_are_right() -> None:
+    """Without workers each line runs: what is generated is a program."""
+    for seed in range(20):
+        program = programs.generate(seed)
+        assert program.lines == programs.generate(seed).lines
+        with programs.Bench(None) as bench:
+            for line in program.lines:
+                bench.run(line)
+
+
+def test_programs_meet_each_kind_of_step() -> None:
+    counts: Counter[tuple[str, str]] = Counter()
+    for seed in range(120):
+        counts.update(programs.generate(seed).counts)
+    met = Counter(dimension for dimension, _ in counts)
+    assert met["verb"] == len(programs.VERBS) + 2
+    assert met["captured by"] == 10
+    assert met["step"] == 4
+    assert met["changed"] > 20

@@ -1,0 +1,80 @@
+"""Which environment a rank gets; no process is started."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from synk._master.processes.placement import Placement
+from synk._master.processes.program import setup_message
+from synk.backends._assignment import DeviceAssignment
+
+VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+@pytest.fixture(autouse=True)
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of eight cores whose user has set no limit."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    for variable in (*VARIABLES, "VECLIB_MAXIMUM_THREADS"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def placement(count: int, cpus: tuple[tuple[int, ...], ...] = ()) -> Placement:
+    """Ranks on devices that need an environment of their own."""
+    environments = tuple({"DEVICE": str(rank)} for rank in range(count))
+    devices = tuple(f"cuda:{rank}" for rank in range(count))
+    return Placement("cupy", DeviceAssignment(devices, environments, cpus))
+
+
+def on_cpu(*devices: str) -> Placement:
+    return Placement("numpy", DeviceAssignment(devices))
+
+
+def limits(placed: Placement) -> list[int]:
+    """Return each rank's limit of threads, which all libraries must agree on."""
+    found = [{int(placed.environment(rank)[name]) for name in VARIABLES} for rank in range(len(placed.devices))]
+    assert all(len(each) == 1 for each in found)
+    return [each.pop() for each in found]
+
+
+@pytest.mark.parametrize(("count", "expected"), ((1, 8), (2, 4), (3, 2), (8, 1), (16, 1)))
+def test_ranks_share_the_cores(count: int, expected: int) -> None:
+    on_cores = on_cpu(*(f"cpu:{rank}" for rank in range(count)))
+    assert limits(on_cores) == limits(placement(count)) == [expected] * count
+
+
+@pytest.mark.parametrize(
+    ("cpus", "expected"),
+    (
+        (((0, 1, 2, 3), (4, 5, 6, 7)), [4, 4]),  # each near its own cores
+        (((0, 1, 2, 3), (0, 1, 2, 3), (4, 5, 6, 7)), [2, 2, 4]),
+        (((0, 1, 2), (2, 3)), [1, 1]),
+        (((0,), (0,)), [1, 1]),
+    ),
+)
+def test_ranks_share_the_cores_that_they_are_bound_to(cpus: tuple[tuple[int, ...], ...], expected: list[int]) -> None:
+    assert limits(placement(len(cpus), cpus)) == expected
+
+
+def test_a_device_keeps_its_own_variables() -> None:
+    assert [placement(2).environment(rank)["DEVICE"] for rank in range(2)] == ["0", "1"]
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_a_limit_of_the_user_stays(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "3")
+    on_device = Placement("cupy", DeviceAssignment(("cuda:0",), ({variable: "3"},)))
+    for placed in (on_cpu("cpu:0"), on_device):
+        environment = placed.environment(0)
+        assert {name: environment[name] for name in VARIABLES if name in environment} == {variable: "3"}
+
+
+def test_workers_are_told_ranks_that_count_those_of_other_machines() -> None:
+    here = on_cpu("cpu:0", "cpu:1")
+    setups = [setup_message(here, rank, ()) for rank in range(2)]
+    assert [(setup["rank"], setup["world_size"]) for setup in setups] == [(0, 2), (1, 2)]
+    second = Placement("numpy", here.assignment, first_rank=4, ranks_elsewhere=6)
+    told = setup_message(second, 1, ())
+    assert (told["rank"], told["world_size"], told["device"]) == (5, 8, "cpu:1")

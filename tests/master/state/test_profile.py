@@ -1,0 +1,255 @@
+"""``synk.profile()``: calls, time and bytes by function."""
+
+from __future__ import annotations
+
+import html
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import synk
+from synk._master.state.ledger import Record, Transfer
+from synk._wire.control import Up
+
+
+def test_a_record_counts_calls_and_the_bytes_that_the_master_copied(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    total = rt.function(lambda x, y: (x + y).sum(), outputs="sum", name="counted total")
+    x = rt.data(np.ones(1000))
+    for _ in range(3):
+        total(x, np.ones(1000, np.float32))
+    record = rt.profile.records["counted total"]
+    assert record.num_calls == 3
+    assert record.staged_nbytes == 3 * 4000  # the Data costs nothing
+    assert record.pickled_nbytes == 0
+    assert record.output_nbytes == 3 * 2 * 8
+    assert 0 < record.function_ns < record.wall_ns
+
+
+def test_a_failed_call_is_not_recorded(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    failing = rt.function(lambda x: 1 / 0, outputs="sum", name="failing total")
+    for _ in range(2):
+        try:
+            failing(np.ones(4))
+        except ZeroDivisionError:
+            continue
+    assert rt.profile.records.get("failing total") is None
+
+
+def test_the_table_has_a_line_for_each_function_the_dearest_first(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    rt.function(lambda x: x.sum(), outputs="sum", name="cheap total")(np.ones(4))
+    rt.profile.records["cheap total"].wall_ns = 1
+    rt.function(lambda x: x.sum(), outputs="sum", name="dear total")(np.ones(4))
+    lines = str(rt.profile).splitlines()
+    assert lines[0].split()[:2] == ["function", "calls"]
+    names = [line.split("  ")[0] for line in lines[1:]]
+    assert names.index("dear total") < names.index("cheap total")
+
+
+RECORDS = np.array([(1, 2.0)] * 4, dtype=[("a", int), ("b", float)])
+
+WHY = {
+    "num_slices": (lambda x: x.sum(), lambda f: f(np.ones(4), num_slices=2), "num_slices"),
+    "serial": (lambda x: x.sum(), lambda f: f.serial(np.ones(4)), "serial calls"),
+    "an object": (
+        lambda x, y: x.sum(),
+        lambda f: f(np.ones(4), {1: {(2, 3)}}),
+        "y is an object that may hold arrays",
+    ),
+    "timeout": (lambda x: x.sum(), lambda f: f(np.ones(4), timeout=60), "timeout= in the call"),
+    "records": (lambda x: x["b"].sum(), lambda f: f(RECORDS), "x is a record"),
+}
+
+
+@pytest.mark.parametrize("name", WHY)
+def test_it_says_why_calls_are_bound_anew_each_time(shared_runtimes: Any, name: str) -> None:
+    rt = shared_runtimes[2]
+    fn, call, why = WHY[name]
+    f = rt.function(fn, bcast_inputs="y" if name == "an object" else (), outputs="sum", name=f"why {name}")
+    for _ in range(12):
+        call(f)
+    record = rt.profile.records[f"why {name}"]
+    assert (record.num_calls, record.num_new) == (12, 12)
+    assert record.note.startswith("12 of 12 calls were bound again: ") and why in record.note
+    assert f"why {name}: {record.note}" in str(rt.profile)
+    assert html.escape(record.note) in rt.profile._repr_html_()
+
+
+def test_calls_like_the_one_before_need_no_word(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    f = rt.function(lambda x: x.sum(), outputs="sum", name="plain total")
+    for k in range(20):
+        f(np.full(4, k))
+    assert rt.profile.records["plain total"].note == ""
+    assert "plain total:" not in str(rt.profile)
+
+
+def test_what_looks_different_each_time_is_said_to(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    f = rt.function(lambda x: x.sum(), outputs="sum", name="growing total")
+    for k in range(20):
+        f(np.ones(4 + k))
+    assert "20 of 20 calls were bound again: what was passed" in rt.profile.records["growing total"].note
+
+
+def totals(rt: Any, name: str) -> dict[tuple[str, str], Any]:
+    return {(each.argument, each.kind): each for each in rt.profile.transfers if each.function == name}
+
+
+def test_transfers_are_counted_by_argument_and_kind(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    f = rt.function(
+        lambda x, y, w, options: (x * y).sum() + w.sum() + len(options),
+        bcast_inputs=("w", "options"),
+        outputs="sum",
+        name="by argument",
+    )
+    x, y = rt.data(np.ones(1000)), np.ones(1000, np.float32)
+    for _ in range(5):
+        f(x, y, np.ones(30), {"a": 1})
+    found = totals(rt, "by argument")
+    assert found["x", "data"][3:6] == ("none", 5, 5 * 8000)
+    assert found["y", "staged"][3:6] == ("to workers", 5, 5 * 4000)
+    assert found["w", "staged"][3:6] == ("to workers", 5, 5 * 240)
+    assert found["outputs", "output"][3:6] == ("to master", 5, 5 * 2 * 8)
+    assert found["options", "pickled"].nbytes > 0
+    assert found["code and captured objects", "captured"].nbytes > 0
+
+
+def test_the_sizes_of_calls_with_other_shapes_add_up(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    f = rt.function(lambda x: x, outputs="gather", name="other shapes")
+    sizes = [10, 20, 10, 30, 30, 20]
+    for size in sizes:
+        f(np.ones(size))
+    found = totals(rt, "other shapes")
+    assert found["x", "staged"][4:6] == (6, 8 * sum(sizes))
+    assert found["outputs", "output"][4:6] == (6, 8 * sum(sizes))
+
+
+def test_captured_arrays_and_their_changes_are_counted(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    table = np.ones(50_000)
+    f = rt.function(lambda x: x + table[0], outputs="gather", name="with a table")
+    f(np.ones(4))
+    before = totals(rt, "with a table")["code and captured objects", "captured"]
+    assert before.nbytes >= table.nbytes
+    f(np.ones(4))
+    assert totals(rt, "with a table")["code and captured objects", "captured"] == before
+    table *= 2
+    f(np.ones(4))
+    assert totals(rt, "with a table")["code and captured objects", "captured"].nbytes > before.nbytes
+
+
+def test_ranks_are_counted_by_their_rows(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[3]
+
+    def slow_on_1(x: np.ndarray) -> float:
+        if synk.comm.rank == 1:
+            time.sleep(0.005)
+        return float(x.sum())
+
+    f = rt.function(slow_on_1, outputs="sum", name="one slow rank")
+    for _ in range(6):
+        f(np.ones(11))  # 4, 4 and 3 rows
+    ranks = [each for each in rt.profile.ranks if each.function == "one slow rank"]
+    assert [each.rank for each in ranks] == [0, 1, 2]
+    assert [each.calls for each in ranks] == [6] * 3
+    assert [each.in_nbytes for each in ranks] == [6 * 8 * rows for rows in (4, 4, 3)]
+    assert [each.out_nbytes for each in ranks] == [6 * 8] * 3
+    assert ranks[1].num_slowest == 6 and ranks[1].function_s >= 0.03
+
+
+def test_two_lambdas_are_two_rows_and_one_in_a_loop_is_one(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[1]
+    rt.profile.reset()
+    rt.function(lambda x: x.sum(), outputs="sum")(np.ones(2))
+    rt.function(lambda x: x.max(), outputs="max")(np.ones(2))
+    for _ in range(3):
+        rt.function(lambda x: x.min(), outputs="min")(np.ones(2))
+    records = rt.profile.records
+    assert len(records) == 3 and all(name.startswith("<lambda> (test_profile.py:") for name in records)
+    assert sorted(record.num_calls for record in records.values()) == [1, 1, 3]
+
+
+def test_items_of_a_map_are_counted(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+
+    def square_of_item(item: int) -> int:
+        return item * item
+
+    assert list(rt.map(square_of_item, range(40))) == [k * k for k in range(40)]
+    record = rt.profile.records["square_of_item"]
+    assert record.num_calls == 40
+    found = totals(rt, "square_of_item")
+    assert found["items", "items"].calls == found["results", "output"].calls == 40
+    assert sum(each.calls for each in rt.profile.ranks if each.function == "square_of_item") == 40
+
+
+def test_reset_begins_anew_and_to_dict_is_plain(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    f = rt.function(lambda x: x.sum(), outputs="sum", name="begun anew")
+    f(np.ones(8))
+    rt.profile.reset()
+    assert rt.profile.records == {} and rt.profile.transfers == [] and rt.profile.ranks == []
+    f(np.ones(8))
+    plain = json.loads(json.dumps(rt.profile.to_dict()))
+    assert [each["calls"] for each in plain["functions"]] == [1]
+    assert {each["argument"] for each in plain["transfers"]} == {"x", "outputs"}
+    assert [each["rank"] for each in plain["ranks"]] == [0, 1]
+
+
+def test_counters_are_a_copy(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[1]
+    before = rt.counters
+    rt.function(lambda x: x.sum(), outputs="sum")(np.ones(2))
+    assert rt.counters["calls"] == before["calls"] + 1
+
+
+def test_the_largest_transfers_are_shown(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    f = rt.function(lambda big, small: big.sum() + small.sum(), outputs="sum", name="shown")
+    for _ in range(3):
+        f(np.ones(20_000), np.ones(20_000, np.int8))
+    text = str(rt.profile)
+    (line,) = (each for each in text.splitlines() if each.split()[:3] == ["shown", "big", "staged"])
+    assert line.split()[3:5] == ["3", "0.48"]
+    assert "<td style='text-align:left'>big</td>" in rt.profile._repr_html_()
+
+
+def verdict_of(function_ms: list[float], wait_ms: list[float], wall_ms: float, **staged: float) -> str:
+    """Return the verdict on twenty calls of that kind."""
+    record = Record("f")
+    words = np.zeros((len(function_ms), 16), np.int64)
+    words[:, Up.FUNCTION_NS] = (np.array(function_ms) - np.array(wait_ms)) * 1e6
+    words[:, Up.WAIT_NS] = np.array(wait_ms) * 1e6
+    ranks = list(range(len(function_ms)))
+    moves = tuple(Transfer(name, "staged", 1_000_000, 10) for name in staged)
+    for _ in range(20):
+        record.staged_ns += int(sum(staged.values()) * 1e6)
+        record.add(moves, ranks, [10] * len(ranks), words, int(wall_ms * 1e6))
+    return record.verdict()
+
+
+@pytest.mark.parametrize(
+    ("function_ms", "wait_ms", "wall_ms", "staged", "verdict"),
+    [
+        ([10, 10], [0, 0], 11, {}, ""),
+        ([14, 10], [0, 0], 15, {}, "rank 0 computes 1.4 times longer than the others"),
+        ([10, 10, 30], [0, 0, 0], 31, {}, "rank 2 computes 3.0 times longer than the others"),
+        ([30, 30], [29, 0], 31, {}, "rank 1 computes 30.0 times longer than the others: they have waited for it"),
+        ([30, 30], [15, 15], 31, {}, ""),
+        ([2, 2], [0, 0], 10, {"x": 8}, "80% of its time is the copy of x: keep it in synk.data(x)"),
+        ([0.01, 0.01], [0, 0], 30, {}, "its calls are shorter than what they cost to divide"),
+    ],
+)
+def test_the_verdict_names_what_stands_out(
+    function_ms: list[float], wait_ms: list[float], wall_ms: float, staged: dict[str, float], verdict: str
+) -> None:
+    found = verdict_of(function_ms, wait_ms, wall_ms, **staged)
+    assert found.startswith(verdict) if verdict else found == ""

@@ -1,0 +1,332 @@
+"""Traces: spans nest and do not overlap, add up to no more than the calls, and the file has the format's form."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import synk
+from synk._master.state.trace import Tracer, write_trace
+from synk._wire import spans as _spans
+from synk._wire.cell import cell
+from synk._wire.control import Down
+from synk.errors import WorkerDied
+from synk.profiler import span, trace
+
+Fork = Callable[..., Any]
+EPSILON_S = 1e-6
+
+
+@pytest.fixture
+def rt(shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A runtime with two workers, which is the current one."""
+    return made_current(shared_runtimes[2], monkeypatch)
+
+
+def made_current(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(cell, "runtime", runtime)
+    monkeypatch.setattr(cell, "session", runtime._session)
+    return runtime
+
+
+def by_place(t: Any) -> dict[tuple[int, str], list[tuple[float, float, str]]]:
+    found: dict[tuple[int, str], list[tuple[float, float, str]]] = {}
+    for process, lane, name, start, duration in t.rows():
+        found.setdefault((process, lane), []).append((start, start + duration, name))
+    return {place: sorted(spans) for place, spans in found.items()}
+
+
+def check_apart(spans: list[tuple[float, float, str]]) -> None:
+    """Spans of one place follow each other, or one lies in the other."""
+    for k, (start, end, name) in enumerate(spans):
+        assert end >= start - EPSILON_S, name
+        for later_start, later_end, later in spans[k + 1 :]:
+            is_after = later_start >= end - EPSILON_S
+            is_inside = later_start >= start - EPSILON_S and later_end <= end + EPSILON_S
+            assert is_after or is_inside, (name, later)
+
+
+def test_the_spans_of_plain_calls(rt: Any) -> None:
+    f = rt.function(lambda x: time.sleep(0.002) or x.sum(), outputs="sum", name="summed")
+    began = time.monotonic()
+    with trace() as t:
+        for k in range(5):
+            assert f(np.full(8, float(k))) == 8 * k
+    wall = time.monotonic() - began
+    places = by_place(t)
+    assert set(places) == {(0, "0"), (1, "0"), (2, "0")}
+    for spans in places.values():
+        check_apart(spans)
+        assert sum(end - start for start, end, _ in spans) <= wall
+    assert [name for _, _, name in places[0, "0"]] == ["stage summed", "wait summed", "assemble summed"] * 5
+    for rank in (1, 2):
+        assert [name for _, _, name in places[rank, "0"]] == ["receive", "summed", "publish"] * 5
+        assert all(end - start >= 0.002 for start, end, name in places[rank, "0"] if name == "summed")
+        waits = [each for each in places[0, "0"] if each[2] == "wait summed"]
+        runs = [each for each in places[rank, "0"] if each[2] == "summed"]
+        for (sent, heard, _), (start, end, _) in zip(waits[1:], runs[1:], strict=True):  # the first may have loaded it
+            assert sent - 1e-3 <= start <= end <= heard + EPSILON_S
+
+
+def test_nothing_is_written_where_nobody_traces(rt: Any) -> None:
+    f = rt.function(lambda x: x.sum(), outputs="sum")
+    with trace() as t:
+        f(np.ones(4))
+    num_rows = len(t.rows())
+    f(np.ones(4))
+    assert len(t.rows()) == num_rows and rt._session.tracer is None
+    assert not any(lane.down[:, Down.TIMED].any() for lane in rt._session.lanes)
+
+
+def test_submitted_calls_have_their_lanes(rt: Any) -> None:
+    f = rt.function(lambda x: time.sleep(0.001) or x.sum(), outputs="sum", name="sent on")
+    with trace() as t:
+        calls = [f.submit(np.full(4, float(k))) for k in range(9)]
+        assert [call.result() for call in calls] == [4.0 * k for k in range(9)]
+    places = by_place(t)
+    lanes = {lane for process, lane in places if process == 0}
+    assert lanes == {"0", "1", "2"}
+    for rank in (1, 2):
+        everything = sorted(each for (process, _), spans in places.items() if process == rank for each in spans)
+        runs = [each for each in everything if each[2] == "sent on"]
+        assert runs and all(first[1] <= second[0] + EPSILON_S for first, second in itertools.pairwise(runs))
+
+
+def test_failed_calls_deaths_and_restarts(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+    rt = made_current(runtime(2), monkeypatch)
+
+    def die(x: np.ndarray) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    good = rt.function(lambda x: x.sum(), outputs="sum", name="good")
+    with trace() as t:
+        good(np.ones(4))
+        with pytest.raises(ZeroDivisionError):
+            rt.function(lambda x: 1 / 0, outputs="sum", name="raises")(np.ones(4))
+        with pytest.raises(WorkerDied):
+            rt.function(die, outputs="sum", name="dies")(np.ones(4))
+        good(np.ones(4))
+    names = [event["name"] for event in t._tracer.events() if event["ph"] == "i"]
+    assert {"ZeroDivisionError", "WorkerDied"} < set(names)
+    assert any("started again" in name for name in names)
+    for spans in by_place(t).values():
+        check_apart(spans)
+
+
+def test_items_of_a_map_are_spans_of_their_rank(rt: Any) -> None:
+    with trace() as t:
+        assert list(rt.map(abs, range(-20, 0))) == list(range(20, 0, -1))
+    chunks = [row for row in t.rows() if row[2] == "abs"]
+    assert {process for process, *_ in chunks} <= {1, 2} and chunks
+    events = [event for event in t._tracer.events() if event["name"] == "abs"]
+    assert sum(event["args"]["items"] for event in events) == 20
+
+
+def test_spans_of_ones_own_here_and_in_functions(rt: Any) -> None:
+    def with_spans(x: np.ndarray) -> float:
+        with span("on a rank"):
+            time.sleep(0.001)
+        return float(x.sum())
+
+    f = rt.function(with_spans, outputs="sum")
+    with span("before the trace"):
+        f(np.ones(2))
+    with trace() as t:
+        for step in range(3):
+            with span(f"step {step}"):
+                f(np.ones(2))
+        thread = threading.Thread(target=span("in a thread")(time.sleep), args=(0,), name="other")
+        thread.start()
+        thread.join()
+    rows = t.rows()
+    assert [row[2] for row in rows if row[:2] == (0, "span MainThread")] == ["step 0", "step 1", "step 2"]
+    assert [row[2] for row in rows if row[:2] == (0, "span other")] == ["in a thread"]
+    for process in (1, 2):
+        assert [row[2] for row in rows if row[0] == process and row[1].startswith("span")] == ["on a rank"] * 3
+    assert "synk.profiler.trace" not in {name for _, _, name, _, _ in rows} | set(rt.profile.records)
+
+
+def test_waits_in_communication_are_told(rt: Any) -> None:
+    def uneven(x: np.ndarray) -> float:
+        if synk.comm.rank == 1:
+            time.sleep(0.02)
+        return float(synk.comm.all_reduce(x.sum()))
+
+    f = rt.function(uneven, outputs="first", per_rank=True, name="uneven")
+    f(np.ones(2))
+    rt.profile.reset()
+    with trace() as t:
+        for _ in range(5):
+            f(np.ones(2))
+    waited = {1: 0.0, 2: 0.0}
+    for event in t._tracer.events():
+        if event["name"] == "uneven" and event["ph"] == "X":
+            waited[event["pid"]] += event["args"]["waited_ms"]
+    assert waited[1] > 5 * 15 and waited[2] < waited[1] / 2
+    record = rt.profile.records["uneven"]
+    (first, second) = (each for each in rt.profile.ranks if each.function == "uneven")
+    assert first.wait_s > 0.075 and second.num_slowest == 5 and second.function_s - second.wait_s > 0.09
+    assert record.function_ns > 0.09e9  # the work of rank 1, and not what rank 0 waited
+    assert t.skew()["uneven"] > 1.5  # of their work: both were in the function for as long
+
+
+PHASES = {"M", "X", "i", "C", "s", "f"}
+
+
+def check_form(path: Path, world_size: int) -> list[dict[str, Any]]:
+    """Check what the format asks of each kind of event ("Trace Event Format", Google, 2016)."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    assert set(data) == {"displayTimeUnit", "traceEvents"} and data["displayTimeUnit"] in ("ms", "ns")
+    events: list[dict[str, Any]] = data["traceEvents"]
+    flows: dict[tuple[str, str], list[str]] = {}
+    for event in events:
+        assert event["ph"] in PHASES and isinstance(event["name"], str) and 0 <= event["pid"] <= world_size
+        if event["ph"] != "C":
+            assert isinstance(event["tid"], int)
+        if event["ph"] != "M":
+            assert isinstance(event["ts"], (int, float)) and event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+        if event["ph"] in "sf":
+            flows.setdefault((event["cat"], event["id"]), []).append(event["ph"])
+            assert event["ph"] == "s" or event["bp"] == "e"
+        if event["ph"] == "C":
+            assert all(isinstance(value, int) for value in event["args"].values())
+    assert all(kinds == ["s", "f"] for kinds in flows.values())
+    named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert named == {0: "program", **{1 + rank: f"rank {rank}" for rank in range(world_size)}}
+    places = {(event["pid"], event["tid"]) for event in events if event["ph"] == "X"}
+    names = {(each["pid"], each["tid"]): each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    assert names.keys() == places
+    assert all(name.startswith("span ") if tid >= 100 else name == f"lane {tid}" for (_, tid), name in names.items())
+    return events
+
+
+def test_the_file_has_the_form_of_the_format(rt: Any, tmp_path: Path) -> None:
+    f = rt.function(lambda x: x * 2, outputs="gather", name='a "name" \\ with\nall')
+    path = tmp_path / "run.json"
+    with trace(path), span("äöü"):
+        f(np.ones(100))
+        f.submit(np.ones(100)).result()
+        list(rt.map(abs, [1, 2]))
+    events = check_form(path, 2)
+    assert {"äöü", 'a "name" \\ with\nall', "abs"} <= {event["name"] for event in events}
+    assert os.listdir(tmp_path) == ["run.json"]
+
+
+def test_the_file_is_saved_when_the_body_raises(rt: Any, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    with pytest.raises(KeyError), trace(path):
+        rt.function(lambda x: x.sum(), outputs="sum")(np.ones(2))
+        raise KeyError
+    check_form(path, 2)
+    assert rt._session.tracer is None
+
+
+def test_a_runtime_that_is_closed_meanwhile_leaves_a_trace(
+    runtime: Fork, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rt = made_current(runtime(1), monkeypatch)
+    path = tmp_path / "run.json"
+    with trace(path):
+        rt.function(lambda x: x.sum(), outputs="sum")(np.ones(2))
+        rt.close()
+    check_form(path, 1)
+
+
+def test_one_trace_at_a_time(rt: Any) -> None:
+    with trace(), pytest.raises(RuntimeError, match="being traced already"), trace():
+        pass
+    with trace():
+        pass
+
+
+def test_compare_counts_what_was_unchanged(rt: Any) -> None:
+    f = rt.function(lambda x, y: (x * y).sum(), outputs="sum", name="with two")
+    x, y = np.ones(20_000), np.ones(20_000)
+    with trace(compare=True):
+        for k in range(8):
+            y[0] = k
+            f(x, y)
+    found = {each.argument: each.num_unchanged for each in rt.profile.transfers if each.function == "with two"}
+    assert found["x"] == 6 and found["y"] == 0
+
+
+def test_the_last_calls_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rt: Any) -> None:
+    monkeypatch.setattr("synk._master.state.trace.MOST_CALLS", 10)
+    f = rt.function(lambda x: x.sum(), outputs="sum", name="many")
+    with trace() as t:
+        for _ in range(25):
+            f(np.ones(2))
+    assert len([row for row in t.rows() if row[2] == "wait many"]) == 10
+
+
+def test_a_call_costs_little_memory(rt: Any) -> None:
+    f = rt.function(lambda x: x.sum(), outputs="sum")
+    with trace() as t:
+        for _ in range(50):
+            f(np.ones(2))
+    (call, *_) = t._tracer._calls
+    nbytes = sys.getsizeof(call) + sum(map(sys.getsizeof, call.words)) + sys.getsizeof(call.words)
+    assert nbytes <= 250 * 2 + 300  # by rank, and once
+
+
+def test_plot_draws_with_matplotlib_and_names_it_without(rt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with trace() as t:
+        rt.function(lambda x: x.sum(), outputs="sum")(np.ones(2))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        t.plot()
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib")
+    figure = t.plot()
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels == ["rank 1", "rank 0", "program"]
+
+
+def test_names_of_spans_are_texts() -> None:
+    with pytest.raises(TypeError, match="cannot begin a span: got the name 3"), span(3):  # type: ignore[arg-type]
+        pass
+
+
+def test_nvtx_ranges_where_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed: list[Any] = []
+    stand_in = types.SimpleNamespace(
+        push_range=pushed.append,
+        pop_range=lambda: pushed.append(None),
+        annotate=lambda name: lambda fn: lambda *args: (pushed.append(name), fn(*args), pushed.append(None))[1],
+    )
+    monkeypatch.setitem(sys.modules, "nvtx", stand_in)  # type: ignore[arg-type]
+    monkeypatch.setenv("SYNK_NVTX", "1")
+    _spans.nvtx.cache_clear()
+    try:
+        with span("outer"), span("inner"):
+            pass
+        assert _spans.in_range(abs, "f")(-3) == 3
+        assert pushed == ["outer", "inner", None, None, "f", None]
+        monkeypatch.setitem(sys.modules, "nvtx", None)
+        _spans.nvtx.cache_clear()
+        with pytest.raises(ImportError, match="without the package nvtx"), span("x"):
+            pass
+    finally:
+        monkeypatch.undo()
+        _spans.nvtx.cache_clear()
+    assert _spans.in_range(abs, "f") is abs
+
+
+def test_an_empty_trace_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "empty.json"
+    write_trace(path, Tracer(3, 0).events())
+    check_form(path, 3)

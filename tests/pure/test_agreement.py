@@ -1,0 +1,73 @@
+"""One structure for what several ranks returned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from synk._pure.agreement import MISSING, agreed
+from synk._pure.ops import EACH
+from synk._pure.trees import flatten, skeleton_of
+
+NESTINGS = st.recursive(
+    st.just("leaf") | st.none(),
+    lambda inner: st.lists(inner, max_size=3).map(tuple) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def skeleton(tree: Any) -> Any:
+    leaves, structure = flatten(tree)
+    return skeleton_of(structure, len(leaves))
+
+
+@given(NESTINGS, st.integers(1, 4))
+def test_ranks_with_one_structure_keep_it(tree: Any, num_ranks: int) -> None:
+    own = skeleton(tree)
+    for outputs in ("sum", EACH):
+        found = agreed([own] * num_ranks, outputs, range(num_ranks), num_ranks)
+        assert found is not None
+        assert found.skeleton == own
+        assert found.positions == [flatten(own)[0]] * num_ranks
+        assert found.apart == {}
+
+
+@given(st.lists(NESTINGS, min_size=1, max_size=4))
+def test_under_op_none_each_leaf_of_each_rank_has_one_place(trees: list[Any]) -> None:
+    skeletons, ranks = [skeleton(tree) for tree in trees], range(1, 2 * len(trees), 2)
+    found = agreed(skeletons, EACH, ranks, 2 * len(trees))
+    assert found is not None
+    places = flatten(found.skeleton)[0]
+    assert places == list(range(len(places)))
+    for k, own in enumerate(skeletons):
+        assert len(found.positions[k]) == len(places)
+        assert sorted(position for position in found.positions[k] if position != MISSING) == flatten(own)[0]
+    for place, k in found.apart.items():
+        assert [voter for voter in range(len(trees)) if found.positions[voter][place] != MISSING] == [k]
+
+
+@given(NESTINGS, NESTINGS)
+def test_under_an_op_that_combines_structures_must_be_equal(one: Any, other: Any) -> None:
+    found = agreed([skeleton(one), skeleton(other)], "sum", (0, 1), 2)
+    assert (found is not None) == (flatten(one)[1] == flatten(other)[1])
+
+
+@pytest.mark.parametrize(
+    ("skeletons", "outputs", "expected"),
+    [
+        ([(0, None), (0, 1)], ("sum", EACH), ((0, 1), [[0, MISSING], [0, 1]], {})),
+        ([(0, 1), (None, 0)], ("sum", EACH), None),
+        ([{"a": 0, "b": 1}, {"b": 1, "a": 0}], "sum", ({"a": 0, "b": 1}, [[0, 1], [0, 1]], {})),
+        ([{"a": 0}, {"a": None}], {"a": EACH}, ({"a": 0}, [[0], [MISSING]], {})),
+        ([{"a": 0}, {"b": 0}], EACH, ([{"a": 0}, {"b": 1}], [[0, MISSING], [MISSING, 0]], {0: 0, 1: 1})),
+        ([0, (0, 1)], EACH, ([0, (1, 2)], [[0, MISSING, MISSING], [MISSING, 0, 1]], {0: 0, 1: 1, 2: 1})),
+        ([(0, 1), [0, 1]], "sum", None),
+        ([None, None], "sum", (None, [[], []], {})),
+    ],
+)
+def test_some_ranks(skeletons: list[Any], outputs: Any, expected: Any) -> None:
+    found = agreed(skeletons, outputs, range(len(skeletons)), len(skeletons))
+    assert (None if found is None else tuple(found)) == expected

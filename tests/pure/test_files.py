@@ -1,0 +1,169 @@
+"""A file that is written whole or not at all: the writer is killed at every instruction, fails, waits for another."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.harness import PACKAGE_FOLDER
+
+from synk._pure import files
+
+OLD, NEW = b"old" * 1000, b"new" * 100_000
+
+SCENARIO = '''
+"""Prints, for each instruction of the writer, what is at the file's name after SIGKILL there."""
+import os, signal, sys
+from synk._pure import files
+
+target, new = sys.argv[1], b"new" * 100_000
+files.save(target, lambda: b"old" * 1000, lambda value, file: file.write(value), wait=True)
+old = open(target, "rb").read()
+seen = [0, 0]
+
+def child(number):
+    count = 0
+    def trace(frame, event, argument):
+        nonlocal count
+        if frame.f_code.co_filename != files.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            count += 1
+        return trace
+    sys.settrace(trace)
+    files.save(target, lambda: new, lambda value, file: file.write(value), wait=True)
+    os._exit(0)
+
+number = 0
+while True:
+    pid = os.fork()
+    if not pid:
+        child(number)
+    status = os.waitpid(pid, 0)[1]
+    found = open(target, "rb").read()
+    assert found in (old, new), (number, len(found))
+    seen[found == new] += 1
+    if not os.WIFSIGNALED(status):
+        break
+    files.save(target, lambda: old, lambda value, file: file.write(value), wait=True)
+    assert os.listdir(os.path.dirname(target)) == [os.path.basename(target)]
+    number += 1
+print(number, *seen)
+'''
+
+
+def test_killed_at_any_instruction_it_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE_FOLDER)}
+    command = [sys.executable, "-c", SCENARIO, str(tmp_path / "file")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    number, old, new = map(int, done.stdout.split())
+    assert number > 100
+    assert old > new > 5  # both were met
+
+
+def write(value: bytes, file: Any) -> None:
+    file.write(value)
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_part(tmp_path: Path) -> None:
+    target = tmp_path / "file"
+    files.save(target, lambda: OLD, write, wait=True)
+
+    def fail(value: bytes, file: Any) -> None:
+        file.write(value)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        files.save(target, lambda: NEW, fail, wait=True)
+    with pytest.raises(ZeroDivisionError):
+        files.save(target, lambda: 1 // 0, fail, wait=True)
+    assert target.read_bytes() == OLD
+    assert os.listdir(tmp_path) == ["file"]
+    with pytest.raises(FileNotFoundError):
+        files.save(tmp_path / "none" / "file", lambda: NEW, write, wait=True)
+
+
+def test_a_file_for_which_there_is_no_room_leaves_the_old_one(tmp_path: Path) -> None:
+    """The kernel refuses to write beyond a limit, as it does on a full disk: some of the bytes are there by then."""
+    files.save(tmp_path / "file", lambda: OLD, write, wait=True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(NEW) // 2, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            files.save(tmp_path / "file", lambda: NEW, write, wait=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / "file").read_bytes() == OLD
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_in_the_background_the_last_one_to_save_is_the_last_one_written(tmp_path: Path) -> None:
+    target = tmp_path / "file"
+    go_on = threading.Event()
+
+    def slow(value: bytes, file: Any) -> None:
+        go_on.wait()
+        file.write(value)
+
+    first = files.save(target, lambda: OLD, slow, wait=False)
+    assert first is not None
+    assert not first.done()
+    assert not target.exists()
+    threading.Timer(0.1, go_on.set).start()
+    second = files.save(target, lambda: NEW, write, wait=False)  # waits for the first
+    assert second is not None
+    assert first.result() is None
+    second.result()
+    assert target.read_bytes() == NEW
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_an_error_in_the_background_is_told_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(value: bytes, file: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    saved = files.save(tmp_path / "file", lambda: NEW, fail, wait=False)
+    assert saved is not None
+    with pytest.raises(OSError, match="No space"):
+        saved.result()
+    assert "was not saved: OSError: [Errno 28]" in caplog.text
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_part_that_a_killed_program_has_left_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "file.part").write_bytes(b"longer than what is written now" * 10_000)
+    files.save(tmp_path / "file", lambda: OLD, write, wait=True)
+    assert (tmp_path / "file").read_bytes() == OLD
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_ctrl_c_ends_the_wait_for_another_writer(tmp_path: Path) -> None:
+    part = files._Part(tmp_path / "file")
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        files.save(tmp_path / "file", lambda: NEW, write, wait=True)
+    part.remove()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_link_stays_a_link_and_modes_are_the_programs(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "real" / "file")
+    files.save(link, lambda: NEW, write, wait=True)
+    assert link.is_symlink()
+    assert (tmp_path / "real" / "file").read_bytes() == NEW
+    plain = tmp_path / "plain"
+    plain.write_bytes(b"")
+    assert (tmp_path / "real" / "file").stat().st_mode == plain.stat().st_mode

@@ -1,0 +1,135 @@
+"""Which op belongs to which output. The oracle is optree's ``tree_broadcast_prefix``. No process."""
+
+from __future__ import annotations
+
+import operator
+import re
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.rank_arrays import DEFINED_FOR, UFUNCS
+
+from synk._pure.ops import EACH, OPS, REDUCE_OPS
+from synk._pure.output_ops import each_op, match_ops, ops_of, wanted_leaves
+from synk._pure.trees import flatten, skeleton_of
+
+NAMES = sorted(OPS)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def skeleton(tree: Any) -> Any:
+    leaves, structure = flatten(tree)
+    return skeleton_of(structure, len(leaves))
+
+
+@st.composite
+def outputs_and_results(draw: Any, depth: int = 3) -> tuple[Any, Any]:
+    """A nesting of ops, and a result of which it is a prefix."""
+    if depth and draw(st.booleans()):
+        children = draw(st.lists(outputs_and_results(depth - 1), min_size=1, max_size=3))
+        ops, results = zip(*children)
+        if draw(st.booleans()):
+            return ops, results
+        return {f"k{k}": op for k, op in enumerate(ops)}, {f"k{k}": result for k, result in enumerate(results)}
+    leaf = st.just(0.0)
+    below = st.one_of(leaf, st.lists(leaf, min_size=1, max_size=3).map(tuple), st.dictionaries(st.text(), leaf))
+    return draw(st.sampled_from(NAMES)), draw(below)
+
+
+@given(outputs_and_results())
+def test_an_op_stands_for_all_leaves_below_it(case: tuple[Any, Any]) -> None:
+    outputs, result = case
+    leaves = flatten(result)[0]
+    expected = optree.tree_leaves(optree.tree_broadcast_prefix(outputs, result))
+    assert match_ops(outputs, skeleton(result), len(leaves), "'f'") == expected
+    assert list(each_op(ops_of(outputs, "'f'"))) == [OPS[name] for name in each_op(outputs)]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "result", "words"),
+    [
+        (("sum", "sum"), 0.0, r"its result is a single value, but outputs is \('sum', 'sum'\)"),
+        (("sum",), (0.0, 0.0), r"its result is 2 values, but outputs is \('sum',\)"),
+        ({"a": "sum"}, {"b": 0.0}, r"a dict with the keys \['b'\], but outputs is \{'a': 'sum'\}"),
+        ({"a": "sum"}, (0.0,), "1 values"),
+        (("sum",), {"a": 0.0}, "a dict with the keys"),
+        (("sum", ("max",)), (0.0, 0.0), r"its result\[1\] is a single value, but outputs\[1\] is \('max',\)"),
+        ({"a": ("sum", "max")}, {"a": (0.0,)}, r"its result\['a'\] is 1 values"),
+    ],
+)
+def test_outputs_that_are_no_prefix_of_the_result(outputs: Any, result: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        match_ops(outputs, skeleton(result), len(flatten(result)[0]), "'f'")
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("mean", "'avg'"), ("SUM", "'sum'"), ("concat", "'gather'"), ("all", "'min'"), ("any", "'max'"),
+        ("list", "None"), ("gahter", "'gather'"), ("frist", "'first'"), ("xyz", ""),
+    ],
+)  # fmt: skip
+def test_a_misspelt_op_is_told_what_was_meant(word: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"got op '{word}', expected one of") as raised:
+        ops_of(word, "'f'")
+    assert (f"Did you mean {meant}?" if meant else "callable or a synk.Op.") in str(raised.value)
+    assert meant or "Did you mean" not in str(raised.value)
+
+
+@pytest.mark.parametrize("op", [operator.add, max, min, lambda a, b: a, lambda a, b, c=1: a, lambda *values: values])
+def test_a_callable_that_combines_two_values(op: Any) -> None:
+    assert not isinstance(ops_of(op, "'f'"), str)
+
+
+@pytest.mark.parametrize("op", [lambda a: a, lambda a, b, c: a, lambda: 0, lambda a, axis=None: a, sum])
+def test_a_callable_that_does_not(op: Any) -> None:
+    with pytest.raises(TypeError, match=r"as an op, expected op\(a, b\)"):
+        ops_of(op, "'f'")
+
+
+def test_what_is_no_op() -> None:
+    assert ops_of(None, "'f'") is EACH
+    for outputs in (3, b"sum", {"sum"}):
+        with pytest.raises(TypeError, match="expected an op, or a tuple, list or dict of ops"):
+            ops_of(outputs, "'f'")
+
+
+@pytest.mark.parametrize(
+    ("result", "subset", "expected"),
+    [
+        ((0.0, 0.0, 0.0), None, None),
+        ((0.0, 0.0, 0.0), (), set()),
+        ((0.0, 0.0, 0.0), (2, 0), {0, 2}),
+        ((0.0, 0.0, 0.0), (-1,), {2}),
+        ((0.0, (0.0, 0.0)), (1,), {1, 2}),
+        ({"a": 0.0, "b": (0.0, 0.0)}, ("b",), {1, 2}),
+        ((0.0,), (1,), IndexError),
+        ((0.0,), ("a",), IndexError),
+        (0.0, (0,), IndexError),
+        ({"a": 0.0}, ("b",), KeyError),
+    ],
+)
+def test_the_leaves_of_a_subset(result: Any, subset: Any, expected: Any) -> None:
+    if isinstance(expected, type):
+        with pytest.raises(expected, match="cannot select output"):
+            wanted_leaves(skeleton(result), subset, "f")
+    else:
+        assert wanted_leaves(skeleton(result), subset, "f") == expected
+
+
+def test_each_op_is_told_wherever_ops_are_listed() -> None:
+    todo = []
+    for path in sorted((ROOT / "synk").rglob("*.py")):
+        for listed in re.findall(r"op : \{([^}]*)\}", path.read_text(encoding="utf-8")):
+            if missing := set(REDUCE_OPS) - set(re.findall(r"\w+", listed)):
+                todo.append(f"add to 'op : {{{listed}}}' in {path.relative_to(ROOT)}: {missing}")
+    for page in ("docs/tutorial.md", "synk/_api/build.py"):
+        if missing := {name for name in OPS if f'`"{name}"`' not in (ROOT / page).read_text(encoding="utf-8")}:
+            todo.append(f"say in {page} what the ops do: {missing}")
+    if missing := set(REDUCE_OPS) - (set(DEFINED_FOR) & {*UFUNCS, "avg"}):
+        todo.append(f"add to DEFINED_FOR and UFUNCS in tests/support/rank_arrays.py what NumPy does: {missing}")
+    assert not todo, "\n".join(todo)

@@ -1,0 +1,119 @@
+"""Plain values come back from a file as they were, and a file runs no code."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from synk._pure import plain_values
+
+
+def back(value: Any) -> Any:
+    with tempfile.NamedTemporaryFile() as file:
+        plain_values.write(value, file)  # type: ignore[arg-type]
+        file.flush()
+        return plain_values.read(file.name)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(is_same(one[key], other[key]) for key in one)
+    if isinstance(one, (np.ndarray, np.generic)):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    return bool(one == other) or (one != one and other != other)
+
+
+keys = st.none() | st.booleans() | st.integers() | st.text() | st.tuples(st.integers(), st.text())
+dtypes = st.one_of(hnp.boolean_dtypes(), hnp.integer_dtypes(), hnp.floating_dtypes(), hnp.complex_number_dtypes())
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.binary()
+    | st.complex_numbers()
+    | hnp.arrays(dtypes, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3))
+    | st.sets(st.integers())
+)
+values = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.dictionaries(keys, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(values)
+def test_values_come_back_as_they_were(value: Any) -> None:
+    assert is_same(back(value), value)
+
+
+def test_scalars_dates_texts_records_and_text_with_lone_surrogates() -> None:
+    record = np.zeros(2, [("a", "i4"), ("b", "f8", 2)])
+    for value in (np.float32(1.5), np.array(["x", "yz"]), np.datetime64("2020-01-01"), record, "\ud800", 2**200):
+        assert is_same(back(value), value)
+
+
+def test_tensors_come_back() -> None:
+    torch = pytest.importorskip("torch")
+    for dtype in ("float32", "bfloat16", "float64", "int64", "bool", "complex64", "float8_e4m3fn"):
+        tensor = torch.arange(6).to(getattr(torch, dtype)).reshape(2, 3).t()
+        found = back({"a": [tensor]})["a"][0]
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found.to(torch.complex128), tensor.to(torch.complex128))
+
+
+def test_bfloat16_of_ml_dtypes() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    assert is_same(back(np.arange(4).astype(ml_dtypes.bfloat16)), np.arange(4).astype(ml_dtypes.bfloat16))
+
+
+def test_what_is_not_plain_is_refused_with_its_place() -> None:
+    with pytest.raises(TypeError, match=r"cannot save r: got PosixPath at \['a'\]\[1\], expected numbers"):
+        plain_values.check({"a": [1, Path("x")]}, "r")
+    with pytest.raises(TypeError, match=r"got ndarray at \[0\]"):
+        plain_values.check([np.array([object()])], "r")
+    with pytest.raises(TypeError, match="got function"):
+        plain_values.check(back, "r")
+
+
+class Trap:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("trap",)
+
+
+def test_other_files_are_refused_and_run_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    good = io.BytesIO()
+    plain_values.write({"a": np.arange(1000.0)}, good)
+    whole = good.getvalue()
+    pickled, arrays, objects = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    pickle.dump(Trap(), pickled)
+    np.savez(arrays, x=np.ones(2))
+    np.savez(objects, values=np.array([Trap()], object), allow_pickle=True)
+    flipped = bytearray(whole)
+    flipped[2000] ^= 1
+    for number, data in enumerate(
+        (pickled.getvalue(), arrays.getvalue(), objects.getvalue(), b"", whole[:-100], whole[:500], bytes(flipped))
+    ):
+        path = tmp_path / str(number)
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=r"cannot load .*expected a file that save"):
+            plain_values.read(path)
+    assert not (tmp_path / "trap").exists()
+    with pytest.raises(FileNotFoundError):
+        plain_values.read(tmp_path / "none")

@@ -1,0 +1,68 @@
+"""Time limits, short texts of the user's objects, and the generators of random numbers. No process."""
+
+from __future__ import annotations
+
+import decimal
+import fractions
+import math
+import random
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from synk._pure.generators import generator_states, restore_generators
+from synk._pure.limits import as_seconds, check_timeout, lock_s, poll_ms
+from synk._pure.texts import short_repr
+
+
+@pytest.mark.parametrize(
+    "number",
+    [1, 0.001, math.inf, np.float32(2), np.int64(3), decimal.Decimal("0.5"), fractions.Fraction(1, 3)],
+    ids=str,
+)
+def test_numbers_that_are_time_limits(number: Any) -> None:
+    assert check_timeout(number) == as_seconds(number) == float(number)
+    assert check_timeout(10**400) == math.inf
+
+
+@pytest.mark.parametrize("value", [0, -1, -math.inf, math.nan, "1", b"1", [1], object(), -(10**400), 1j])
+def test_what_is_no_time_limit(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"cannot set a timeout: got .*, expected seconds above 0, or None"):
+        check_timeout(value)
+    assert check_timeout(None) is None
+
+
+@pytest.mark.parametrize("seconds", [-math.inf, -1.0, 0.0, 1e-9, 0.0005, 0.001, 1.0, 12.3456, 1e10, math.inf])
+def test_waits_are_never_shorter_and_never_more_than_the_system_takes(seconds: float) -> None:
+    waited = poll_ms(seconds)
+    assert 0 <= waited < 1 << 31
+    assert waited == (1 << 31) - 1 or waited / 1000 >= max(seconds, 0) > waited / 1000 - 0.001 - 1e-9
+    assert lock_s(seconds) == min(max(seconds, 0.0), threading.TIMEOUT_MAX)
+
+
+@pytest.mark.parametrize("value", [1, None, "text", [1, 2], {"a": (1, 2)}, 2.5, int])
+def test_a_short_text_is_the_repr(value: Any) -> None:
+    assert short_repr(value) == repr(value)
+
+
+class Raises:
+    def __repr__(self) -> str:
+        raise KeyError("no")
+
+
+@pytest.mark.parametrize(
+    "value", ["x" * 1000, list(range(1000)), {"a": "line\nline"}, Raises(), [Raises()], np.ones(10**4)], ids=range(6)
+)
+def test_a_text_of_any_object_is_one_short_line(value: Any) -> None:
+    text = short_repr(value)
+    assert 0 < len(text) <= 80
+    assert "\n" not in text
+
+
+def test_generators_go_on_where_they_were() -> None:
+    np.random.seed(1)  # NumPy imports its generators when they are first used
+    states = generator_states()
+    drawn = [(random.random(), float(np.random.random())) for _ in range(2) if restore_generators(states) is None]
+    assert drawn[0] == drawn[1]

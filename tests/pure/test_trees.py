@@ -1,0 +1,79 @@
+"""Nestings taken apart and built again. The oracle is optree, of which synk's own way is a short cut."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import optree
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from synk._pure.trees import describe, flatten, leaves_of, output_name, paths, skeleton_of, unflatten
+
+Pair = namedtuple("Pair", "one two")
+
+LEAVES = st.integers() | st.text(max_size=3) | st.floats(allow_nan=False)
+TREES = st.recursive(
+    LEAVES | st.none(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=4)
+        | st.builds(Pair, inner, inner)
+    ),
+    max_leaves=12,
+)
+
+
+@given(TREES)
+def test_leaves_are_those_of_optree_and_the_nesting_comes_back(tree: Any) -> None:
+    leaves, structure = flatten(tree)
+    assert leaves == optree.tree_leaves(tree)
+    again = unflatten(structure, leaves)
+    assert again == tree
+    assert repr(again) == repr(tree), "types and the order of keys too"
+
+
+@given(TREES, TREES)
+def test_structures_are_equal_as_those_of_optree_are(one: Any, other: Any) -> None:
+    assert (flatten(one)[1] == flatten(other)[1]) == (optree.tree_structure(one) == optree.tree_structure(other))
+
+
+@given(TREES)
+def test_each_path_leads_to_its_leaf(tree: Any) -> None:
+    leaves, structure = flatten(tree)
+    skeleton = skeleton_of(structure, len(leaves))
+    assert flatten(skeleton)[0] == list(range(len(leaves)))
+    for position, path in enumerate(paths(skeleton)):
+        assert eval(f"skeleton{path}", {"skeleton": skeleton}) == position
+        assert eval(f"tree{path}", {"tree": tree}) == leaves[position]
+
+
+@given(TREES)
+def test_what_lies_in_the_places_of_leaves(tree: Any) -> None:
+    """Nestings in the place of each leaf come out whole."""
+    leaves, structure = flatten(tree)
+    nests = [(leaf, [leaf]) for leaf in leaves]
+    assert leaves_of(structure, unflatten(structure, nests)) == nests
+
+
+@pytest.mark.parametrize(
+    ("tree", "words", "names"),
+    [
+        (1.0, "one array", ["the output"]),
+        ((1, 2), "a tuple of 2", ["output 0", "output 1"]),
+        ([1, 2, 3], "a list of 3", ["output[0]", "output[1]", "output[2]"]),
+        ({"b": 1, "a": 2}, "{'a': *, 'b': *}", ["output['a']", "output['b']"]),
+        ({"b": (1, 2), "a": 2}, "{'a': *, 'b': (*, *)}", ["output['a']", "output['b'][0]", "output['b'][1]"]),
+        ((1, None), "(*, None)", ["output[0]"]),
+        (Pair(1, [2]), "Pair(one=*, two=[*])", ["output[0]", "output[1][0]"]),
+    ],
+    ids=str,
+)
+def test_in_words(tree: Any, words: str, names: list[str]) -> None:
+    leaves, structure = flatten(tree)
+    skeleton = skeleton_of(structure, len(leaves))
+    assert describe(structure) == words
+    assert [output_name(skeleton, position) for position in range(len(leaves))] == names

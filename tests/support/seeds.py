@@ -1,0 +1,20 @@
+"""How many random cases a run takes: few at each change, all of them in the storm."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+
+def seeds(at_each_run: int, in_all: int) -> list[Any]:
+    """Return the seeds below ``in_all`` as parameters; from ``at_each_run`` on they are of the storm."""
+    return [*range(at_each_run), *(pytest.param(seed, marks=pytest.mark.storm) for seed in range(at_each_run, in_all))]
+
+
+def examples(at_each_run: int) -> settings:
+    """Return Hypothesis's settings for a test of which each run draws other examples, ``SYNK_STORM`` times as many."""
+    count = max(1, round(at_each_run * float(os.environ.get("SYNK_STORM", "1"))))
+    return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))

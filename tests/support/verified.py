@@ -1,0 +1,71 @@
+"""Run a program as ``python`` would, and verify each synk function at its first call: serial and plain equal parallel.
+
+Usage: python -m support.verified <path> [arguments]. A function that communicates or is built with ``per_rank=True``
+stands outside of that promise, and is let off where the report says so; one that communicates has to run serially and
+with one row as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import synk
+from support.talking import check_on_one_rank, talks
+
+OTHER_OPTIONS = ("shard_batch", "output_subset")
+FINE = {"equal", "communicates", "per rank", "one per rank"}
+
+built: list[synk.Function] = []
+verified: list[synk.Function] = []
+
+
+def verifying(method: Callable[..., Any], num_before: int = 0) -> Callable[..., Any]:
+    """Return a way to call a function that verifies it first, once, where the call can also be made serially.
+
+    ``num_before``: how many arguments of the method come before those of the function.
+    """
+
+    @functools.wraps(method)
+    def call(self: synk.Function, /, *args: Any, **kwargs: Any) -> Any:
+        if is_users(self) and not any(self is each for each in verified) and kwargs.get("shard_batch") is None:
+            verified.append(self)
+            known = {key: value for key, value in kwargs.items() if key not in OTHER_OPTIONS}
+            report = self.verify(*args[num_before:], **known)
+            is_plain = not any(output.plain_verdict == "different" for output in report.outputs)
+            is_fine = is_plain and not report.stale and {output.verdict for output in report.outputs} <= FINE
+            assert report or is_fine, report
+            if talks(self) and not num_before:
+                return check_on_one_rank(self, method, args, kwargs)
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+def build(self: synk.Function, fn: Any, *args: Any, **options: Any) -> None:
+    plain_build(self, fn, *args, **options)
+    if is_users(self):
+        built.append(self)
+
+
+def is_users(function: synk.Function) -> bool:
+    """Whether a function is the program's, and none of synk's own, which rely on what the ranks keep between calls."""
+    return not str(getattr(function, "__module__", "")).startswith("synk.")
+
+
+plain_build = synk.Function.__init__
+synk.Function.__init__ = build  # type: ignore[method-assign]
+synk.Function.__call__ = verifying(synk.Function.__call__)  # type: ignore[method-assign]
+synk.Function.submit = verifying(synk.Function.submit)  # type: ignore[method-assign]
+synk.Function.repeat = verifying(synk.Function.repeat, 1)  # type: ignore[method-assign]
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    missed = [function.name for function in built if not any(function is each for each in verified)]
+    assert not missed, f"never verified: {missed}"

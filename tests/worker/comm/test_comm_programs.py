@@ -1,0 +1,140 @@
+"""Random programs of messages and started collectives, each rank its own, against what they must give.
+
+A program is made from one global order of events: no rank ever waits for what is later in it, so nobody can be stuck.
+With one send left out somebody must be: every rank then has an error, and none hangs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from support.harness import same_workers
+
+import synk
+from synk.errors import CollectiveMismatch
+
+Count = Callable[[int], int]
+
+# Nothing, a number, less than a line and more, more than the rings of two and of three ranks.
+COUNTS = (0, 1, 4, 5, 1000, 45_000, 140_000)
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a rank does: start to send or receive message ``number``, or wait for it; likewise for a collective."""
+
+    kind: str
+    number: int
+    peer: int = -1
+    tag: int = 0
+    count: int = 0
+
+
+def program(seed: int, size: int) -> list[list[Event]]:
+    """Return what each rank does."""
+    rng = random.Random(seed)
+    timed: list[tuple[float, int, Event]] = []
+    for number in range(rng.randrange(4, 25)):
+        sender, receiver, tag = rng.randrange(size), rng.randrange(size), rng.randrange(2)
+        count = rng.choice(COUNTS)
+        sent, waited = sorted((rng.random(), rng.random()))
+        # One that waits for its receiver might wait for a rank that waits for all in a collective.
+        kind = "isend" if count > 5 else rng.choice(("send", "isend"))
+        timed.append((sent, sender, Event(kind, number, receiver, tag, count)))
+        timed.append((waited, receiver, Event("wait", number, sender, tag, count)))
+    for number in range(rng.randrange(6)):  # started by all in one order, and waited for later
+        begun = [(number + rng.random()) / 6 for _ in range(size)]
+        for rank in range(size):
+            timed.append((begun[rank], rank, Event("start", number, count=(700, 90_000)[number % 2])))
+            timed.append((rng.uniform(max(begun), 1.01), rank, Event("finish", number)))
+    timed.sort(key=lambda each: each[0])
+    ranks: list[list[Event]] = [[event for _, rank, event in timed if rank == each] for each in range(size)]
+    return [_with_receives(rng, rank, ranks) for rank in range(size)]
+
+
+def _with_receives(rng: random.Random, rank: int, ranks: list[list[Event]]) -> list[Event]:
+    """Ask for each message at some place before it is waited for: in the order in which its sender sends."""
+    events = list(ranks[rank])
+    for peer in range(len(ranks)):
+        for tag in range(2):
+            sends = [each for each in ranks[peer] if "send" in each.kind and (each.peer, each.tag) == (rank, tag)]
+            first = 0
+            for send in sends:
+                waits = {each.number: place for place, each in enumerate(events) if each.kind == "wait"}
+                last = min(waits[each.number] for each in sends if each.number >= 0 and _is_later(sends, send, each))
+                first = rng.randint(min(first, last), last)
+                events.insert(first, Event("irecv", send.number, peer, tag, send.count))
+                first += 1
+    return events
+
+
+def _is_later(sends: list[Event], send: Event, other: Event) -> bool:
+    return sends.index(other) >= sends.index(send)
+
+
+def values(number: int, count: int) -> np.ndarray:
+    return np.arange(count, dtype=np.float64) + 1000 * number
+
+
+def run(events: list[Event], size: int, *, is_whole: bool) -> int:
+    """Run a rank's program; check what comes, where nothing was left out."""
+    comm = synk.comm
+    requests: dict[tuple[str, int], Any] = {}
+    for event in events:
+        key, number = (event.kind, event.number), event.number
+        if event.kind == "send":
+            comm.send(values(number, event.count), event.peer, event.tag)
+        elif event.kind == "isend":
+            array = values(number, event.count)
+            comm.isend(array, event.peer, event.tag)
+            array[:] = -1
+        elif event.kind == "irecv":
+            like = np.empty(event.count) if number % 2 else None
+            requests[key] = comm.irecv(event.peer, event.tag, like=like)
+        elif event.kind == "wait":
+            got = requests["irecv", number].wait()
+            if is_whole:
+                np.testing.assert_array_equal(got, values(number, event.count))
+        elif event.kind == "start":
+            requests[key] = comm.iall_reduce(np.full(event.count, comm.rank + number), "sum")
+        else:
+            total = size * number + size * (size - 1) // 2
+            assert set(requests["start", number].wait().tolist()) == {total}
+    return 1
+
+
+@pytest.mark.parametrize("where", [2, 3, "inline"])
+def test_random_programs_give_what_they_must(
+    shared_runtimes: Any, where: Any, storm_count: Callable[[int], int]
+) -> None:
+    rt = shared_runtimes[where]
+    size = rt.world_size
+    f = rt.function(
+        lambda x, programs: run(programs[synk.comm.rank], size, is_whole=True), bcast_inputs="programs", outputs="sum"
+    )
+    for seed in range(storm_count(8)):
+        assert f(np.zeros(size), program(seed, size)) == size, seed
+
+
+@pytest.mark.parametrize("where", [2, 3])
+def test_a_send_that_is_left_out_is_an_error_and_nobody_hangs(
+    shared_runtimes: Any, where: Any, storm_count: Callable[[int], int]
+) -> None:
+    rt = shared_runtimes[where]
+    size = rt.world_size
+    f = rt.function(
+        lambda x, programs: run(programs[synk.comm.rank], size, is_whole=False), bcast_inputs="programs", outputs="sum"
+    )
+    rng = random.Random(where)
+    for seed in range(storm_count(5)):
+        programs = program(seed, size)
+        sends = [(rank, event) for rank in range(size) for event in programs[rank] if "send" in event.kind]
+        rank, event = rng.choice(sends)
+        programs[rank].remove(event)
+        with same_workers(rt), pytest.raises(CollectiveMismatch, match="cannot"):
+            f(np.zeros(size), programs)
