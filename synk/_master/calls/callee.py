@@ -174,6 +174,8 @@ class Callee:
         capture = self.capture
         if capture is None or capture.is_current():
             return None
+        if self.is_doubtful:  # after f.refresh(): no call is late
+            capture.late = capture.suspect = None
         if capture.late is not None:
             (obj, num_calls), capture.late = capture.late, None
             raise self._stale_error(obj, num_calls)
@@ -197,6 +199,20 @@ class Callee:
             self.fn, self._code = fn, code
         self.is_stale = True
         return None
+
+    def _warn_of_late_change(self) -> None:
+        assert self.capture is not None
+        if self.capture.perhaps_late is None:
+            return
+        (obj, num_calls), self.capture.perhaps_late = self.capture.perhaps_late, None
+        calls = "1 call" if num_calls == 1 else f"{num_calls} calls"
+        warnings.warn(
+            f"{self.name!r} captured {place_of(self.fn, obj)} ({type(obj).__name__}), which was changed in place; it "
+            f"has been sent again. Up to {calls} since it was last known to be equal may have used its old contents. "
+            "Pass it as an argument, or call f.refresh() after each such change.",
+            StaleCaptureWarning,
+            stacklevel=8,
+        )
 
     def _stale_error(self, obj: Any, num_calls: int) -> StaleCaptureError:
         place = place_of(self.fn, obj)
@@ -268,6 +284,7 @@ class Callee:
         """See that the workers have the function."""
         if self.session is not session or self.is_stale:
             distribute(session, [self], deadline=deadline)
+            self._warn_of_late_change()
         else:
             session.functions.ensure_loaded(deadline)
 
@@ -281,7 +298,8 @@ class Callee:
             self._home = self._find_home()
         home = [] if self._home is None else [(self._home[0].get, self._home[1], self._home[0].get(self._home[1]))]
         record = self.record = session.profile.record(*_account_of(self.fn, self.name))
-        self.capture = Capture(session.functions.book, self.id, home, lambda: record.wall_ns, self.capture)
+        book, before = session.functions.book, self.capture
+        self.capture = Capture(book, self.id, home, lambda: record.wall_ns, before, is_refreshed=self.is_doubtful)
         self.is_stale = self.is_doubtful = False
         self.variables, self.residents = referred
         session.functions.bound.add(self)

@@ -40,8 +40,6 @@ class Contents(Facet):
         Where that memory is in this process: the mapping, and the offset in it.
     form : tuple
         The dtype and shape that were sent.
-    num_unseen : int
-        How often an update has found a change that the comparisons before calls had missed.
     at : int
         Where the next window begins, in bytes.
     """
@@ -54,7 +52,6 @@ class Contents(Facet):
         self.memory: tuple[Any, int] = (None, 0)
         self._samples = b""
         self._step = 1
-        self.num_unseen = 0
         self.at = 0
         self.version = self._version()
 
@@ -114,11 +111,12 @@ class Contents(Facet):
 
     def glance(self) -> bool:
         """Whether a quick comparison finds no difference: of a whole small array, or of samples of a large one."""
+        return not self.shows() and (self.is_large or self.raw() == self.told)
+
+    def shows(self) -> bool:
         if self.told is None or self.form != self._form() or self.version != self._version():
-            return False
-        if not self.is_large:
-            return self.raw() == self.told
-        return not self._samples or self.elements()[:: self._step].tobytes() == self._samples
+            return True
+        return bool(self._samples) and self.elements()[:: self._step].tobytes() != self._samples
 
     def window(self, nbytes: int) -> tuple[bool, int]:
         """Compare the next window of an array. Return whether it is unchanged, and how many bytes it has.
@@ -169,6 +167,7 @@ class Contents(Facet):
 
     def doubt(self) -> None:
         self.version = UNKNOWN
+        self.num_unseen += 1
 
 
 class RawContents(Contents):

@@ -176,7 +176,6 @@ class Book:
         sent = []
         for facet in node.facets:
             if isinstance(facet, Contents) and is_thorough and facet.glance() and not facet.is_current():
-                facet.num_unseen += 1
                 changes = [facet.change()]
             elif isinstance(facet, State) and not facet.is_asked_for(is_thorough):
                 changes = []
@@ -184,6 +183,8 @@ class Book:
                 changes = facet.changes()
             if isinstance(facet, Names):
                 changes = [change for change in changes if (node, change.key) in named]
+            elif changes and not facet.shows() and not self._are_named(node, changes, named):
+                facet.num_unseen += 1
             for change in changes:
                 is_renewed = not isinstance(facet, Table) or (change.kind, change.key) in node.sources
                 nbytes = self._pack_change(node, facet, change)
@@ -191,6 +192,11 @@ class Book:
                     nbytes = 0
                 sent.append((change.value if change.kind in ("item", "attribute", "cell") else node.obj, nbytes))
         return sent
+
+    def _are_named(self, node: Node, changes: Sequence[Change], named: set[tuple[Node, str]]) -> bool:
+        """Whether all changes are of globals of a module that functions name, which each call compares."""
+        space = self.namespaces.get(id(vars(node.obj))) if isinstance(node.obj, types.ModuleType) else None
+        return space is not None and all((space, change.key) in named for change in changes)
 
     def _pack_change(self, node: Node, facet: Facet, change: Change) -> int:
         """Pack what a unit has become. Return how many bytes that takes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from synk._master.code.arrays import (
@@ -56,6 +56,8 @@ class Capture:
         Returns how long the function's calls have taken so far.
     before : Capture or None
         The capture that this one replaces.
+    is_refreshed : bool
+        Whether the program has said that something was changed, and everything has been compared in full.
 
     Attributes
     ----------
@@ -65,6 +67,9 @@ class Capture:
         The globals that the function and the functions it captured name.
     late : (object, int) or None
         An object that was found to differ, and how many calls may have used its old contents.
+    perhaps_late : (object, int) or None
+        An object that an update has found to differ where no call looks: either it was changed only now, or that many
+        calls may have used its old contents.
     suspect : object
         A slow object whose occasional comparison found a difference, or None.
     """
@@ -76,10 +81,13 @@ class Capture:
         lookups: Sequence[tuple[Callable[..., Any], Any, Any]],
         wall_ns: Callable[[], int],
         before: Capture | None,
+        *,
+        is_refreshed: bool,
     ) -> None:
         self.is_valid = True
         self.named = book.named_of(function_id)
         self.late: tuple[Any, int] | None = None
+        self.perhaps_late: tuple[Any, int] | None = None
         self.suspect: Any = None
         self._wall_ns = wall_ns
         self._num_calls: int = (before._num_calls if before is not None else 0) + 1
@@ -89,7 +97,11 @@ class Capture:
         self._rings = Ring(WINDOW_SIZE), Ring(WINDOW_NBYTES)
         self._checks = self._compile(book, function_id, lookups)
         self._has_turns = bool(self._rings[0] or self._rings[1] or self._slow)
-        known = {id(facet): turn.known_at for turn in before._turns() for _, facet in turn.members} if before else {}
+        known = {}
+        if before is not None and not is_refreshed:
+            self.perhaps_late = next(before._unseen(before._turns()), None)
+            windows = [turn for turn in before._rings[1] if isinstance(turn, Windows)]  # the rest was compared just now
+            known = {id(turn.members[0][1]): turn.known_at for turn in windows}
         for turn in self._turns():
             turn.begin(min(known.get(id(facet), self._num_calls) for _, facet in turn.members))
         if before is not None:
@@ -98,6 +110,12 @@ class Capture:
 
     def _turns(self) -> Iterable[Turn]:
         return (turn for ring in self._rings for turn in ring)
+
+    def _unseen(self, turns: Iterable[Turn]) -> Iterator[tuple[Any, int]]:
+        """Return what an update, of this function or of another one, has found changed that the turns had missed."""
+        for turn in turns:
+            if turn.was_unseen() and self._num_calls > turn.known_at:
+                yield turn.members[0][0].obj, self._num_calls - turn.known_at
 
     # -- compiling ----------------------------------------------------------------------------------------------------
 
@@ -111,7 +129,7 @@ class Capture:
         rest: list[tuple[Node, Facet]] = []
         arrays: list[tuple[Node, Contents]] = []
         states: list[tuple[Node, State]] = []
-        size = 0
+        others: list[tuple[Node, Facet]] = []
         for node in book.nodes_of(function_id):
             node.captures.add(self)
             for facet in node.facets:
@@ -120,14 +138,17 @@ class Capture:
                 elif isinstance(facet, State):
                     states.append((node, facet))
                 elif not isinstance(facet, Names):
-                    size += size_of(facet)
-                    each.add(facet) if size <= MAX_SIZE else rest.append((node, facet))
-        others = self._add_arrays(arrays, each, rest)
+                    others.append((node, facet))
+        size = 0
+        for node, facet in sorted(others, key=lambda pair: pair[1].size):
+            size += size_of(facet)
+            each.add(facet) if size <= MAX_SIZE else rest.append((node, facet))
+        unfit = self._add_arrays(arrays, each, rest)
         sized += self._add_in_turn(rest)
         checks = each.checks()
         if sized:
             checks.append(lengths_check(sized))
-        return checks + others + self._add_states(states)
+        return checks + unfit + self._add_states(states)
 
     def _add_names(self, book: Book, function_id: int, each: Rows) -> list[Any]:
         """Add the globals that functions name and the modules that they reach. Return dicts whose length counts."""
@@ -248,9 +269,7 @@ class Capture:
             turn = self._rings[1].look(call, is_left_out=_is_seen_at_once)
             if turn is not None:
                 self._note_late(turn, call)
-        for turn in filter(Turn.was_unseen, self._turns()):
-            if self._num_calls > turn.known_at:
-                self.late = turn.members[0][0].obj, self._num_calls - turn.known_at
+        self.late = next(self._unseen(self._rings[1]), self.late)
         return False
 
     def _look_in_turn(self) -> bool:
@@ -269,6 +288,7 @@ class Capture:
                 facet.doubt()
                 if num_calls > 0:
                     self.late = node.obj, num_calls
+        turn.begin(call)
 
     def _is_slow_one_same(self) -> bool:
         """Compare the next slow object if the calls have taken enough time for that. Return False if it differs."""
@@ -291,12 +311,13 @@ class Capture:
 
         Those calls may have used the old contents. What every call compares anyway is not among the objects.
         """
-        found = []
+        found = [*self._unseen(self._turns())]
         for turn in self._turns():
             for node, facet in turn.members:
                 if not _is_current(facet) and not (isinstance(facet, Contents) and not facet.glance()):
                     facet.doubt()
                     found.append((node.obj, self._num_calls - turn.known_at))
+            turn.begin(self._num_calls)
         is_seen = not self.is_current(has_turns=False)  # then the next call updates, and that compares slow objects
         for node, facet in self._slow:
             if not _is_current(facet):

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import abc
 import enum
+import itertools
 import operator
 import random
 import time
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,9 +63,12 @@ class Facet(abc.ABC):
     Attributes
     ----------
     obj : object
+    num_unseen : int
+        How often a change was found that :meth:`shows` did not: other functions may have missed it, too.
     """
 
     obj: Any
+    num_unseen = 0
 
     @property
     def size(self) -> int:
@@ -86,6 +90,10 @@ class Facet(abc.ABC):
     @abc.abstractmethod
     def forget(self, change: Change) -> None:
         """Record that some ranks may have got a change and others not. :meth:`changes` then returns it again."""
+
+    def shows(self) -> bool:
+        """Whether a change is one that each call sees, even of an object that is compared in turns."""
+        return True
 
     def doubt(self) -> None:  # noqa: B027  # most facets find every change
         """Have :meth:`changes` report a change that a full comparison found and a quick one would miss."""
@@ -135,6 +143,13 @@ class Table(Facet):
             if order != list(now) or UNKNOWN in told:  # as a key: the ranks may have either order
                 found.append(Change("order", None, tuple(now)))
         return found
+
+    def shows(self) -> bool:
+        now, told = self.read(), self.told
+        if any(value is UNKNOWN for value in told.values()):
+            return True
+        is_kept = (is_same(value, now[key]) for key, value in told.items() if key in now)
+        return self.kind == "item" and len(now) != len(told) and all(is_kept)
 
     def _is_told(self, change: Change) -> bool:
         """Whether the ranks have a unit already. Binding a name to an equal number or text is no change."""
@@ -206,6 +221,16 @@ class Elements(Facet):
             return []
         return [Change("elements", None, _copy_of(self.obj))]
 
+    def shows(self) -> bool:
+        now, told = tuple(self.iterable), self.told
+        if any(value is UNKNOWN for value in told):
+            return True
+        num_more = abs(len(now) - len(told))
+        if isinstance(self.obj, set):
+            return 0 < num_more == len({*map(id, now)} ^ {*map(id, told)})
+        num_equal = _num_equal(now, told) + _num_equal(now[::-1], told[::-1])
+        return num_more > 0 and num_equal >= min(len(now), len(told))  # one run of elements came or went
+
     def tell(self, change: Change) -> None:
         if change.kind == "elements":
             self.told = tuple(self.iterable)
@@ -265,7 +290,9 @@ class State(Facet):
         on other programs, nor on a first comparison that takes several times as long as all later ones.
         """
         is_equal, self.cost_ns = self._timed()
-        for _ in range(_NUM_TIMED if self.cost_ns < _MUCH_NS else 0):
+        for number in range(_NUM_TIMED):
+            if number and self.cost_ns > _MUCH_NS:  # twice: the first time, its rule may have imported something
+                break
             is_still_equal, cost_ns = self._timed()
             is_equal, self.cost_ns = is_equal and is_still_equal, min(self.cost_ns, cost_ns)
         return is_equal
@@ -338,6 +365,11 @@ def recipe_of(reduced: Any) -> tuple[Any, Any, Any]:
 def is_same(told: Any, now: Any) -> bool:
     """Whether a unit has not changed: it is the same object, or an equal number or text of the same type."""
     return told is now or (type(told) is type(now) and type(told) in NUMBERS and told == now)
+
+
+def _num_equal(now: Sequence[Any], told: Sequence[Any]) -> int:
+    """Return how many elements are the same, from the first one on."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: is_same(*pair), zip(now, told)))
 
 
 def _copy_of(obj: Any) -> Any:

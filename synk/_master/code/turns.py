@@ -8,7 +8,6 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from synk._master.code.arrays import Contents
 from synk._master.code.facets import Facet, Table, base_of
 from synk._master.code.parcels import Node
 from synk._master.code.rows import Check
@@ -46,16 +45,17 @@ class Turn(abc.ABC):
     def _step(self, size: int) -> tuple[bool, int]: ...
 
     def begin(self, call: int) -> None:
-        """Note that all members are known to be unchanged before a call."""
+        """Note that all members are known to be unchanged before a call, or that what was found has been told."""
         self.known_at = self._began_at = call
+        self._num_unseen = self._count_unseen()
 
     def was_unseen(self) -> bool:
-        """Whether an update has found a change here that the comparisons had missed, since this was last asked."""
+        """Whether a change was found here that this turn had missed, since this was last asked."""
         before, self._num_unseen = self._num_unseen, self._count_unseen()
         return before != self._num_unseen
 
     def _count_unseen(self) -> int:
-        return sum(facet.num_unseen for _, facet in self.members if isinstance(facet, Contents))
+        return sum(facet.num_unseen for _, facet in self.members)
 
 
 class Group(Turn):
@@ -88,7 +88,7 @@ class Walk(Turn):
         facet: Any = self.members[0][1]
         if self._pairs is None:
             if isinstance(facet, Table):
-                now: Any = facet.obj if isinstance(facet.obj, dict) else facet.read()
+                now: Any = facet.obj if type(facet) is Table and facet.kind == "item" else facet.read()
                 base = base_of(now)
                 self._pairs = iter(base.keys(now)), iter(facet.told), iter(base.values(now)), iter(facet.told.values())
             else:

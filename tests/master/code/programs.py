@@ -1,7 +1,7 @@
 """Random programs that change what their functions capture, between calls that are compared with plain Python.
 
 A program is a list of lines of Python, so a listing of it can be read, cut short and run again. The functions read all
-they capture (``contents.text``): each stale leaf, order, type or alias shows. ``python -m tests.captured.programs``
+they capture (``contents.text``): each stale leaf, order, type or alias shows. ``python -m tests.master.code.programs``
 ``[--from SEED] [COUNT]`` runs many and prints how often each thing was met.
 """
 
@@ -103,6 +103,8 @@ ITEMS = (dict, UserDict)
 SEQUENCES = (list, deque)
 NUM_CELLS = 16_000
 """Of a large array, which is compared by samples and in turn."""
+NUM_ELEMENTS = 2000
+"""Of a large list, which is compared by its length and in turn."""
 
 
 @dataclass
@@ -309,6 +311,7 @@ class Generator:
             lambda: f"np.asfortranarray(np.full((2, 3), {n}))",
             lambda: f"np.array({n})",
             lambda: f"np.arange({n}.0, {n + NUM_CELLS}.0)",
+            lambda: f"[*range({n}, {n + NUM_ELEMENTS})]",
             lambda: f"objects({inner()}, {n})",
             lambda: f"Box(k={inner()}, n={n})",
             lambda: f"Box(k={inner()})",
@@ -360,10 +363,14 @@ class Generator:
             return [f"{path}[{n % len(obj)}] = {new}"]
         dense = [f"np.add({path}, {n}, out={path})", f"{path}[...] = {n}"]
         if obj.size == NUM_CELLS:
-            return [*dense, f"late({path}, {self.rng.randrange(NUM_CELLS)})"]
+            return [*dense, f"late({path}, '__setitem__', {self.rng.randrange(NUM_CELLS)}, {n})"]
         return [*dense, f"{path}.flat[0] = {n}"]
 
     def _sequence_changes(self, path: str, obj: Any, n: int, new: str) -> list[str]:
+        if len(obj) >= NUM_ELEMENTS // 2:
+            acts = [f"'__setitem__', {self.rng.randrange(len(obj))}, {n}"] * 3
+            acts += [f"'append', {n}", f"'insert', 0, {n}", f"'pop', {self.rng.randrange(len(obj))}", "'reverse'"]
+            return [f"late({path}, {act})" for act in acts]
         lines = [f"{path}.append({new})", f"{path}.append({n})", f"{path}.insert(0, {new})"]
         if obj:
             position = self.rng.randrange(len(obj))
@@ -395,6 +402,8 @@ class Generator:
 
 def _children(path: str, obj: Any) -> Iterator[tuple[str, Any]]:
     """Yield what an object holds, with the expression that leads to it."""
+    if isinstance(obj, list) and len(obj) >= NUM_ELEMENTS // 2:
+        return
     if isinstance(obj, (list, deque)) or type(obj) is tuple or (isinstance(obj, np.ndarray) and obj.dtype == object):
         yield from ((f"{path}[{position}]", value) for position, value in enumerate(obj))
     elif isinstance(obj, ITEMS) and len(obj) < 50:
@@ -467,7 +476,8 @@ class Bench:
         self._told: set[str] = set()
         self._has_late = False
         self._late: dict[str, int] = {}  # by function, how many calls may still be stale
-        self._is_stale = False
+        self._stale: set[str] = set()  # functions whose calls were stale, of which no word was said yet
+        self.warned: list[warnings.WarningMessage] = []
         actions = (self.check, self.submit, self.results, self.stream, self.refresh, self.kill, self.late)
         self.names: dict[str, Any] = {"__name__": "__main__", **{each.__name__: each for each in actions}}
         exec(PRELUDE, self.names)
@@ -492,7 +502,7 @@ class Bench:
         """Run one line."""
         is_dense = "out=" in line or "[...]" in line or re.search(r"[*+]= ", line)  # seen at once, with all before it
         if is_dense or re.match(r"del [a-c]$|[a-c] = ", line):  # what was stale may be gone
-            self._is_stale = False
+            self._stale.clear()
             if is_dense:  # and of what came before it nobody can tell any more
                 self._late.clear()
         try:
@@ -528,19 +538,20 @@ class Bench:
         except StaleCaptureError as error:
             self._accept(error)
             call = f.submit(X)
+        self._hear()
         self._pending.append((name, call, want, self._late.get(name, 0) > 0))
 
     def results(self) -> None:
         """Compare the results of what was submitted."""
         pending, self._pending = self._pending, []
         for name, call, want, is_late in pending:
-            is_told, was_stale = is_late and name not in self._late, self._is_stale
+            is_told, stale = is_late and name not in self._late, {*self._stale}
             if is_told:  # since: this call came before the word
                 self._late[name] = 1
             self._compare(name, "submit", call.result, want)
             if is_told:
                 self._late.pop(name, None)
-                self._is_stale = was_stale
+                self._stale = stale
 
     def stream(self, name: str, between: Sequence[str]) -> None:
         """Run lines between the batches of a stream."""
@@ -566,7 +577,10 @@ class Bench:
             except StaleCaptureError as error:
                 self._accept(error)
                 return
+            warned, self.warned[:] = [*self.warned], []  # perhaps of a later batch
             self._compare(name, f"stream, batch {number}", lambda got=got: got, wants[number])
+            self.warned[:] = warned
+        self._hear()
 
     def refresh(self, name: str) -> None:
         """Say that something was changed in place."""
@@ -582,12 +596,13 @@ class Bench:
             harness.kill_and_wait(harness.pids(self.rt)[rank % self.rt.world_size])
             harness.pids(self.rt)
 
-    def late(self, array: np.ndarray, position: int) -> None:
-        """Change one element of a large array, which may be told by an error only after some calls."""
-        array[position] += 0.5
+    def late(self, obj: Any, act: str, *args: Any) -> None:
+        """Change a large array or list where it may be found only after some calls."""
+        getattr(obj, act)(*args)
         self._told.clear()
         self._has_late = True
-        bound = 2 + 64 * array.nbytes // (64 * 1024)  # of all arrays that a function may hold
+        num_windows = obj.nbytes // (64 * 1024) if isinstance(obj, np.ndarray) else 1
+        bound = 2 + 64 * num_windows  # for all that a function may hold
         self._late = dict.fromkeys([*self._functions, "later"], bound)
 
     # -- comparing
@@ -604,15 +619,27 @@ class Bench:
         if isinstance(got, StaleCaptureError):
             self._accept(got)
             got = _outcome(act)
+        self._hear()
         if _is_same(got, want):
-            if self._is_stale and is_full and verb != "verify":
+            if name in self._stale and is_full and verb != "verify":
                 raise Mismatch(f"{name} by {verb}: right again, and no word of the stale values before")
             return
         if not is_full and self._late.get(name, 0) > 0:
             self._late[name] -= 1
-            self._is_stale = True
+            self._stale.add(name)
             return
         raise Mismatch(f"{name} by {verb}\n  got  {_shown(got, want)}\n  want {_shown(want, got)}")
+
+    def _hear(self) -> None:
+        """Take in warnings of late changes."""
+        for each in self.warned:
+            text = str(each.message)
+            if isinstance(each.message, StaleCaptureWarning) and "changed in place" in text:
+                name = text.split("'")[1]
+                self._told.add(name)
+                self._late.pop(name, None)
+                self._stale: set[str] = set()  # functions whose calls were stale, of which no word was said yet
+        self.warned.clear()
 
     def _accept(self, error: BaseException) -> None:
         """Take in that a function tells of a late change: once. Others that hold the array may tell of it, too."""
@@ -621,7 +648,7 @@ class Bench:
             raise Mismatch(f"nothing large was changed in place: {error}")
         self._told.add(name)
         self._late.pop(name, None)
-        self._is_stale = False
+        self._stale.clear()
 
 
 def _is_right(report: Any) -> bool:
@@ -655,10 +682,8 @@ def _shown(value: Any, other: Any) -> str:
 
 def run(lines: Sequence[str], rt: Any) -> tuple[int, str] | None:
     """Run lines; return the number of the line that went wrong, and what it said. An invalid program is fine."""
-    with Bench(rt) as bench, warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a worker was started again
-        warnings.simplefilter("ignore", StaleCaptureWarning)  # a generator's cache or the like
-        warnings.filterwarnings("ignore", "(?s).*bcast_inputs")
+    with Bench(rt) as bench, warnings.catch_warnings(record=True) as bench.warned:
+        warnings.simplefilter("always")
         for number, line in enumerate(lines):
             try:
                 bench.run(line)
@@ -715,7 +740,7 @@ def run_seeds(seeds: range, runtime_of: Callable[[int], Any], counts: Counter[tu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.captured.programs")
+    parser = argparse.ArgumentParser(prog="python -m tests.master.code.programs")
     parser.add_argument("count", nargs="?", type=int, default=1000)
     parser.add_argument("--from", dest="start", type=int, default=0)
     arguments = parser.parse_args()

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from synk._master.code import facets
 from synk._master.code.arrays import Contents
-from synk._master.code.facets import Elements, Facet, attributes, contents, items
+from synk._master.code.facets import Elements, Facet, State, attributes, contents, items
 
 
 def move_to_end(table: dict[str, int]) -> None:
@@ -79,3 +80,62 @@ def test_the_shape_of_an_array_of_objects_is_compared() -> None:
     np.testing.assert_array_equal(change.value, array)
     facet.tell(change)
     assert facet.is_current() and not facet.changes()
+
+
+def nine() -> list[int]:
+    return [*range(9)]
+
+
+SHOWN: dict[str, tuple[Callable[[Any], Facet], Callable[[], Any], Callable[[Any], object], bool]] = {
+    "an element": (Elements, nine, lambda each: each.__setitem__(5, 0), False),
+    "three elements for two": (Elements, nine, lambda each: each.__setitem__(slice(5, 7), "abc"), False),
+    "an element, and one more": (Elements, nine, lambda each: each.__setitem__(5, 0) or each.append(1), False),
+    "one more at the end": (Elements, nine, lambda each: each.append(1), True),
+    "one more at the beginning": (Elements, lambda: deque(nine()), lambda each: each.appendleft(1), True),
+    "some taken out": (Elements, nine, lambda each: each.__delitem__(slice(2, 5)), True),
+    "a queue that has moved on": (Elements, lambda: deque(nine()), lambda each: each.append(each.popleft()), False),
+    "another order": (Elements, nine, lambda each: each.reverse(), False),
+    "one more in a set": (Elements, lambda: set(nine()), lambda each: each.add(100), True),
+    "another in a set": (Elements, lambda: set(nine()), lambda each: each.remove(3) or each.add(100), False),
+    "another, and one more": (Elements, lambda: set(nine()), lambda each: each.remove(3) or each.update("ab"), False),
+    "an item": (items, lambda: dict.fromkeys(nine()), lambda table: table.update({3: 1}), False),
+    "one more item": (items, lambda: dict.fromkeys(nine()), lambda table: table.update({30: 1}), True),
+    "an item, and one more": (items, lambda: dict.fromkeys(nine()), lambda table: table.update({3: 1, 30: 1}), False),
+    "an item less": (items, lambda: dict.fromkeys(nine()), lambda table: table.pop(3), True),
+    "an attribute": (attributes, lambda: types.SimpleNamespace(a=1), lambda obj: setattr(obj, "b", 2), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_change_shows_where_lengths_alone_are_compared(name: str) -> None:
+    make, make_obj, change_it, is_shown = SHOWN[name]
+    facet = make(make_obj())
+    change_it(facet.obj)
+    assert facet.shows() is is_shown
+    changes = facet.changes()
+    assert changes
+    for change in changes:
+        facet.tell(change)
+    facet.forget(change)
+    assert facet.shows()  # what is sent again because some ranks may lack it has been seen already
+
+
+def test_the_cost_of_a_first_comparison_that_imports_does_not_count(monkeypatch: Any) -> None:
+    class Counted:
+        pass
+
+    obj, costs_ns = Counted(), iter([5_000_000, 7_000, 9_000, 6_000, 8_000, 9_000])
+    state = State(obj, lambda each: (Counted, (), {}), (Counted, (), {}))
+    now_ns = 0
+
+    def thread_time_ns() -> int:
+        nonlocal is_end, now_ns
+        if is_end:
+            now_ns += next(costs_ns)
+        is_end = not is_end
+        return now_ns
+
+    is_end = False
+    monkeypatch.setattr(facets.time, "thread_time_ns", thread_time_ns)
+    assert state.measure()
+    assert state.cost_ns == 6_000 and not state.is_slow

@@ -5,9 +5,11 @@ The expected values come from the same function, called by plain Python in this 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import time
+import types
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -386,3 +388,83 @@ def test_a_late_change_is_told_although_something_else_changes_before_each_call(
         pytest.fail("no call has told of the change")
     w += 1
     assert f(np.ones(4)) == 4 * (1000 + w[0])
+
+
+LARGE: dict[str, Callable[[], Any]] = {
+    "a list": lambda: [*range(5000)],
+    "a dict": lambda: dict.fromkeys(range(5000), 0),
+    "objects in an array": lambda: np.arange(5000).astype(object),
+    "many small arrays": lambda: [np.zeros(3) for _ in range(5000)],
+}
+
+
+def put_deep(table: Any, number: int) -> None:
+    """Change a container where only its turn finds it."""
+    if isinstance(table, list) and isinstance(table[0], np.ndarray):
+        table[4900][0] = number
+    else:
+        table[4900] = number
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_change_deep_in_a_container_is_told_although_another_one_brings_it(shared_runtimes: Any, name: str) -> None:
+    """The calls between the two changes had the old contents, which must be said, once, and only if there were any."""
+    table, settings = LARGE[name](), {"rate": 1, "more": []}
+    f = shared_runtimes[2].function(lambda x: [text((table[4900], settings))] * len(x), outputs="gather")
+
+    def check() -> bool:
+        return f(X) == [text((table[4900], settings))] * len(X)
+
+    assert check() and check() and check()
+    put_deep(table, -1)
+    assert not check()  # its turn has not come: should this fail, take a larger container
+    settings["rate"] = 2
+    with pytest.warns(StaleCaptureWarning, match=r"captured table.* Up to [1-4] calls"):
+        assert check()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StaleCaptureWarning)
+        for number in range(60):  # more than two turns
+            put_deep(table, number)
+            settings["rate"] += 1
+            assert check()
+        put_deep(table, -2)
+        f.refresh()
+        assert check() and check()
+        settings["more"].append(1)
+        assert check()
+
+
+def test_no_word_of_a_late_change_after_refresh(shared_runtimes: Any) -> None:
+    """The windows of a large array come by where it has changed, before each call that follows ``refresh``."""
+    table = np.zeros(40_000)
+    f = shared_runtimes[2].function(lambda x: np.full(len(x), table[30_000]), outputs="gather")
+    for number in range(1, 20):
+        table[30_000] = number
+        f.refresh()
+        assert f(X)[0] == number
+        assert f(X)[0] == number
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_large_module(shared_runtimes: Any, tmp_path: Any, monkeypatch: Any, is_file: bool) -> None:
+    """Calls see at once what functions name, and the rest of a module in turns, of which no word is said in vain."""
+    lines = ["rate = 0", "def read(): return rate", *(f"name_{number} = {number}" for number in range(3000))]
+    if is_file:
+        (tmp_path / "module_with_many_names.py").write_text("\n".join(lines))
+        monkeypatch.syspath_prepend(str(tmp_path))
+        module: Any = importlib.import_module("module_with_many_names")
+    else:
+        module = types.ModuleType("made_by_hand_with_many_names")
+        exec("\n".join(lines), vars(module))
+    f = shared_runtimes[2].function(lambda x: [(module.read(), module.name_7)] * len(x), outputs="gather")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(1, 9):
+            for _ in range(3):
+                assert f(X)[0] == (number - 1, 7)
+            if is_file:
+                f.refresh()
+            module.rate = number
+            assert f(X)[0] == (number, 7)
+    capture = f._callee.capture
+    assert all(capture.is_current() for _ in range(60))  # more than one turn: nothing differs
