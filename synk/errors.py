@@ -152,10 +152,11 @@ class UnsupportedError(SynkError, NotImplementedError):
 
 
 class StaleCaptureWarning(UserWarning):
-    """An object that a function captured has another pickle than when it was sent, and this was found late.
+    """A captured object differs from what was sent, and earlier calls may have used its old contents, or may not.
 
-    Either the program has changed it, and calls have used its old state, or it keeps a cache. Its new state is sent,
-    except to ranks that have changed their own copy.
+    It is pickled otherwise than before, because the program has changed it or because it keeps a cache: its new state
+    is sent, except to ranks that have changed their own copy. Or it is a large collection that was changed where no
+    call looks, before the last calls or after them.
     """
 
     __module__ = "synk.errors"

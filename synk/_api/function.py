@@ -94,7 +94,8 @@ class Function(FunctionHandle, Generic[P, R]):
     Warns
     -----
     StaleCaptureWarning
-        If a captured object that is compared only now and then has another pickle than when it was sent.
+        If a captured object that is compared only now and then has another pickle than when it was sent, or a change
+        deep in a large collection comes with another change, so that it is unknown if earlier calls have missed it.
 
     Notes
     -----
