@@ -636,11 +636,7 @@ class Function(FunctionHandle, Generic[P, R]):
         StaleCaptureError
             As for a call, at once.
         """
-        if self._retry:
-            raise ValueError(
-                f"cannot submit {self.name!r}: it was built with retry={self._retry}, and a submitted call is never "
-                "run again. Call it, or build it without retry."
-            )
+        self._refuse_retry("submit")
         if self._slices is not None:
             num_slices = self._slices.of(args, kwargs, num_slices)
         with operation():
@@ -694,6 +690,7 @@ class Function(FunctionHandle, Generic[P, R]):
             raise TypeError(
                 f"cannot stream {self.name!r}: got {type(batches).__name__}, expected an iterable of batches."
             )
+        self._refuse_retry("stream")
         results = stream(lambda batch: self.submit(*arguments(batch)), self.name, iter(batches))
         return told(with_progress(results, self.name, operator.length_hint(batches)) if progress else results)
 
@@ -724,10 +721,18 @@ class Function(FunctionHandle, Generic[P, R]):
         [6.0, 22.0, 17.0]
         """
         refuse_inside_worker(f"stream {self.name!r}")
+        self._refuse_retry("stream")
         size = check_batch_size(batch_size, self.name)
         num_blocks, calls = blocks(self._callee.signature.bind(args, kwargs), size, self.name)
         results = stream(lambda call: self.submit(*call[0], batch=call[2], **call[1]), self.name, calls)
         return told(with_progress(results, self.name, num_blocks) if progress else results)
+
+    def _refuse_retry(self, verb: str) -> None:
+        if self._retry:
+            raise ValueError(
+                f"cannot {verb} {self.name!r}: it was built with retry={self._retry}, and a call that is submitted ahead "
+                "is never run again. Call it, or build it without retry."
+            )
 
     def _run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, was_compared: bool = False

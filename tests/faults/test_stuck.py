@@ -231,6 +231,15 @@ def test_retry_is_refused_where_it_has_no_meaning(shared_runtimes: Any) -> None:
         rt.function(lambda x: (x.sum(), w.value), updates=w, retry=1)
     with pytest.raises(ValueError, match="got retry=-1"):
         synk.function(lambda x: x, retry=-1)
+    total = rt.function(lambda x: x.sum(), outputs="sum", retry=1)
+    ahead: dict[str, Callable[[], Any]] = {
+        "submit": lambda: total.submit(np.ones(4)),
+        "stream": lambda: next(total.stream([np.ones(4)])),
+        "rows": lambda: next(total.rows(np.ones(4), batch_size=2)),
+    }
+    for verb, act in ahead.items():
+        with pytest.raises(ValueError, match=rf"cannot {verb.replace('rows', 'stream')} .* retry=1"):
+            act()
 
 
 def test_A10_an_out_of_memory_kill_is_named(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ class Inputs:
 
         ``is_hurried``: only do it without blocking the host, because the current call has not queued its work yet.
         """
-        if self._ahead is not None or prepared.plan.num_slices > 1:
+        if self._ahead is not None or prepared.is_sliced:  # slices bring their own
             return
         backend = cast(DeviceBackend, self._backend)
         own_down = self._own_down
