@@ -730,8 +730,8 @@ class Function(FunctionHandle, Generic[P, R]):
     def _refuse_retry(self, verb: str) -> None:
         if self._retry:
             raise ValueError(
-                f"cannot {verb} {self.name!r}: it was built with retry={self._retry}, and a call that is submitted ahead "
-                "is never run again. Call it, or build it without retry."
+                f"cannot {verb} {self.name!r}: it was built with retry={self._retry}, and a call that is "
+                "submitted ahead is never run again. Call it, or build it without retry."
             )
 
     def _run(

@@ -264,12 +264,12 @@ class Capture:
         Large arrays have their turn here, too: what changes before each call must not keep them from it.
         """
         self.is_valid = False
+        self.late = next(self._unseen(self._rings[1]), self.late)
         if has_turns and self._rings[1]:
             call = self._num_calls + 1  # the new capture counts it
             turn = self._rings[1].look(call, is_left_out=_is_seen_at_once)
             if turn is not None:
                 self._note_late(turn, call)
-        self.late = next(self._unseen(self._rings[1]), self.late)
         return False
 
     def _look_in_turn(self) -> bool:

@@ -192,7 +192,7 @@ class Generator:
     # -- steps
 
     def _check(self) -> None:
-        verb = self.rng.choices([*VERBS], [10, 3, 3, 2, 3, 2])[0]
+        verb = self.rng.choices([*VERBS, "verify"], [10, 3, 3, 3, 2, 2])[0]
         for _ in range(self.rng.choice([1, 1, 1, 3])):
             self._do(f"check({self.rng.choice(self.functions)!r}, {verb!r})", ("verb", verb))
 
@@ -446,7 +446,6 @@ VERBS: dict[str, Callable[[Any, Any, Any], list[str]]] = {
     "call": lambda rt, f, plain: f(X),
     "submit": lambda rt, f, plain: f.submit(X).result(),
     "serial": lambda rt, f, plain: f.serial(X),
-    "verify": lambda rt, f, plain: f(X) if _is_right(report := f.verify(X)) else [str(report)],
     "map": lambda rt, f, plain: [*rt.map(lambda item: plain(X[:1])[0], range(len(X)))],
     "stream": lambda rt, f, plain: [row for rows in f.stream([X[:2], X[2:]]) for row in rows],
 }
@@ -472,7 +471,8 @@ class Bench:
         self._module = f"held_module_{self._number}"
         self._folder = _modules_folder().name
         self._functions: dict[str, tuple[Any, Any]] = {}
-        self._pending: list[tuple[str, Any, Any, bool]] = []
+        self._pending: list[tuple[str, Any, Any, Any, bool, int]] = []
+        self._words: Counter[str] = Counter()  # by function, how often a late change was told, or asked for
         self._told: set[str] = set()
         self._has_late = False
         self._late: dict[str, int] = {}  # by function, how many calls may still be stale
@@ -491,7 +491,7 @@ class Bench:
 
     def __exit__(self, *exc_info: object) -> None:
         with contextlib.suppress(Exception):
-            for _, call, *_ in self._pending:
+            for _, _, call, *_ in self._pending:
                 call.result()
         self._functions.clear()
         self.names.clear()
@@ -500,11 +500,9 @@ class Bench:
 
     def run(self, line: str) -> None:
         """Run one line."""
-        is_dense = "out=" in line or "[...]" in line or re.search(r"[*+]= ", line)  # seen at once, with all before it
+        is_dense = "out=" in line or "[...]" in line  # it hides what was changed before it
         if is_dense or re.match(r"del [a-c]$|[a-c] = ", line):  # what was stale may be gone
             self._stale.clear()
-            if is_dense:  # and of what came before it nobody can tell any more
-                self._late.clear()
         try:
             exec(line.replace("held_module", self._module), self.names)
         except Mismatch:
@@ -522,8 +520,15 @@ class Bench:
         plain, f = self._function(name)
         want = _outcome(lambda: plain(X))
         if self.rt is not None:
-            is_full = verb in ("serial", "verify")
-            self._compare(name, verb, lambda: VERBS[verb](self.rt, f, plain), want, is_full=is_full)
+            act = {**VERBS, "verify": self._verified}[verb]
+            self._compare(name, verb, lambda: act(self.rt, f, plain), want, is_full=verb in ("serial", "verify"))
+
+    def _verified(self, rt: Any, f: Any, plain: Any) -> list[str]:
+        """Verify, and call. A report that is true is no word of stale values."""
+        report = f.verify(X)
+        if not report:
+            self._stale.discard(f.name)
+        return VERBS["call"](rt, f, plain) if _is_right(report) else [str(report)]
 
     def submit(self, name: str) -> None:
         """Submit a call, to be compared later with what there is now."""
@@ -539,19 +544,21 @@ class Bench:
             self._accept(error)
             call = f.submit(X)
         self._hear()
-        self._pending.append((name, call, want, self._late.get(name, 0) > 0))
+        self._pending.append((name, plain, call, want, self._late.get(name, 0) > 0, self._words[name]))
 
     def results(self) -> None:
         """Compare the results of what was submitted."""
         pending, self._pending = self._pending, []
-        for name, call, want, is_late in pending:
-            is_told, stale = is_late and name not in self._late, {*self._stale}
-            if is_told:  # since: this call came before the word
+        for name, plain, call, want, is_late, num_words in pending:
+            is_told = is_late and self._words[name] > num_words  # this call came before the word
+            late, stale = {**self._late}, {*self._stale}
+            if is_told:
                 self._late[name] = 1
             self._compare(name, "submit", call.result, want)
             if is_told:
-                self._late.pop(name, None)
-                self._stale = stale
+                self._late, self._stale = late, stale
+            if self.names.get(name) is not plain:  # a function of this name that is gone
+                self._stale.discard(name)
 
     def stream(self, name: str, between: Sequence[str]) -> None:
         """Run lines between the batches of a stream."""
@@ -587,6 +594,7 @@ class Bench:
         _, f = self._function(name)
         if self.rt is not None:
             f.refresh()
+            self._words[name] += 1
             self._late.pop(name, None)
 
     def kill(self, rank: int) -> None:
@@ -612,6 +620,7 @@ class Bench:
         if known is None or known[0] is not plain:
             f = None if self.rt is None else self.rt.function(plain, outputs="gather", name=name)
             known = self._functions[name] = plain, f
+            self._stale.discard(name)  # of another function of this name
         return known
 
     def _compare(self, name: str, verb: str, act: Callable[[], Any], want: Any, *, is_full: bool = False) -> None:
@@ -621,7 +630,7 @@ class Bench:
             got = _outcome(act)
         self._hear()
         if _is_same(got, want):
-            if name in self._stale and is_full and verb != "verify":
+            if name in self._stale and is_full:
                 raise Mismatch(f"{name} by {verb}: right again, and no word of the stale values before")
             return
         if not is_full and self._late.get(name, 0) > 0:
@@ -637,6 +646,7 @@ class Bench:
             if isinstance(each.message, StaleCaptureWarning) and "changed in place" in text:
                 name = text.split("'")[1]
                 self._told.add(name)
+                self._words[name] += 1
                 self._late.pop(name, None)
                 self._stale: set[str] = set()  # functions whose calls were stale, of which no word was said yet
         self.warned.clear()
@@ -647,6 +657,7 @@ class Bench:
         if name in self._told or not self._has_late:
             raise Mismatch(f"nothing large was changed in place: {error}")
         self._told.add(name)
+        self._words[name] += 1
         self._late.pop(name, None)
         self._stale.clear()
 

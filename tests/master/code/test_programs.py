@@ -52,7 +52,7 @@ def test_programs_meet_each_kind_of_step() -> None:
     for seed in range(120):
         counts.update(programs.generate(seed).counts)
     met = Counter(dimension for dimension, _ in counts)
-    assert met["verb"] == len(programs.VERBS) + 2
+    assert met["verb"] == len(programs.VERBS) + 3
     assert met["captured by"] == 10
     assert met["step"] == 4
     assert met["changed"] > 20
