@@ -132,7 +132,7 @@ class _Reader:
             if isinstance(inspect.getattr_static(obj, name, None), types.MemberDescriptorType):
                 continue
             value = getattr(obj, name, None)
-            is_code = isinstance(value, (types.FunctionType, types.MethodType, functools.partial))
+            is_code = isinstance(value, (types.FunctionType, types.MethodType))
             parts.append(f"{name}{self._called(value)}" if is_code else f"{name}={self.read(value)}")
         return ", ".join(parts)
 
