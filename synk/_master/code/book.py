@@ -17,7 +17,7 @@ import itertools
 import pickle
 import sys
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from synk._master.code.arrays import Contents, copy_bytes
@@ -143,6 +143,10 @@ class Book:
             parcel = self._pack([("function", function_id, options)])
             self._entries[function_id] = _Entry(fn, parcel)
             is_thorough = True  # a new function must see its objects as they are now
+
+        def is_full(node: Node) -> bool:
+            return is_thorough or capture not in node.captures
+
         seen: set[Node] = set()
         # What a round packs may need further modules, and may hold objects that changed since another function sent
         # them. So the rounds go on until one finds nothing.
@@ -152,7 +156,7 @@ class Book:
             fresh = [node for node in nodes if node not in seen or isinstance(node.facets[0], Names)]
             is_last = seen.issuperset(fresh)
             seen.update(fresh)
-            if self._replace(fresh, function_id, is_thorough):
+            if self._replace(fresh, function_id, is_full):
                 parcel = self._pack([("function", function_id, options)])
                 self._entries[function_id] = _Entry(fn, parcel)
                 self.sent_anew.add(function_id)
@@ -160,7 +164,7 @@ class Book:
             for node in filter(self._is_known, fresh):
                 is_open = isinstance(node.facets[0], (Names, _Imported)) or isinstance(node.obj, types.CellType)
                 if is_open or node.parcel.number in packed_before:
-                    changes = self._pack_changes(node, named, is_thorough or capture not in node.captures)
+                    changes = self._pack_changes(node, named, is_full(node))
                     is_last = is_last and not changes
                     sent += changes
             if is_last:
@@ -171,13 +175,13 @@ class Book:
         table = self.namespaces if node.facets and isinstance(node.facets[0], Names) else self.known
         return bool(node.facets) and table.get(id(node.obj)) is node
 
-    def _pack_changes(self, node: Node, named: set[tuple[Node, str]], is_thorough: bool) -> list[tuple[Any, int]]:
+    def _pack_changes(self, node: Node, named: set[tuple[Node, str]], is_full: bool) -> list[tuple[Any, int]]:
         """Pack what has changed of one object. Return the changes, with their sizes."""
         sent = []
         for facet in node.facets:
-            if isinstance(facet, Contents) and is_thorough and facet.glance() and not facet.is_current():
+            if isinstance(facet, Contents) and is_full and facet.glance() and not facet.is_current():
                 changes = [facet.change()]
-            elif isinstance(facet, State) and not facet.is_asked_for(is_thorough):
+            elif isinstance(facet, State) and not facet.is_asked_for(is_full):
                 changes = []
             else:
                 changes = facet.changes()
@@ -314,13 +318,15 @@ class Book:
 
     # -- objects that can only be replaced ----------------------------------------------------------------------------
 
-    def _replace(self, nodes: Sequence[Node], function_id: int, is_thorough: bool) -> bool:
+    def _replace(self, nodes: Sequence[Node], function_id: int, is_full: Callable[[Node], bool]) -> bool:
         """Forget objects that no change can bring up to date, so that their holders get new ones.
+
+        ``is_full``: whether an object is compared in full.
 
         Return True if the function itself must be sent again, because no facet holds one of these objects.
         """
         is_all = False
-        pending = [node for node in nodes if _must_be_replaced(node, is_thorough)]
+        pending = [node for node in nodes if _must_be_replaced(node, is_full(node))]
         while pending:
             node = pending.pop()
             if not node.facets:
@@ -329,7 +335,7 @@ class Book:
             node.facets = []
             holders = [_unbind(facet, node.obj) for each in self.nodes_of(function_id) for facet in each.facets]
             is_all = is_all or not any(holders)
-            pending += [each for each in self.nodes_of(function_id) if _must_be_replaced(each, is_thorough)]
+            pending += [each for each in self.nodes_of(function_id) if _must_be_replaced(each, is_full(each))]
         if is_all:
             for node, name in self.named_of(function_id):
                 node.facets[0].told[name] = UNKNOWN  # type: ignore[attr-defined]
@@ -580,11 +586,11 @@ def _is_dunder(key: Any, value: Any) -> bool:
     return not isinstance(value, types.FunctionType)
 
 
-def _must_be_replaced(node: Node, is_thorough: bool) -> bool:
+def _must_be_replaced(node: Node, is_full: bool) -> bool:
     return any(
         change.kind == "replace"
         for facet in node.facets
-        if isinstance(facet, Contents) or (isinstance(facet, State) and facet.is_asked_for(is_thorough))
+        if isinstance(facet, Contents) or (isinstance(facet, State) and facet.is_asked_for(is_full))
         for change in facet.changes()
     )
 

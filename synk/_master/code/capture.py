@@ -129,7 +129,7 @@ class Capture:
         rest: list[tuple[Node, Facet]] = []
         arrays: list[tuple[Node, Contents]] = []
         states: list[tuple[Node, State]] = []
-        others: list[tuple[Node, Facet]] = []
+        left = MAX_SIZE  # a container that is too large for it leaves it to those behind
         for node in book.nodes_of(function_id):
             node.captures.add(self)
             for facet in node.facets:
@@ -137,12 +137,13 @@ class Capture:
                     arrays.append((node, facet))
                 elif isinstance(facet, State):
                     states.append((node, facet))
-                elif not isinstance(facet, Names):
-                    others.append((node, facet))
-        size = 0
-        for node, facet in sorted(others, key=lambda pair: pair[1].size):
-            size += size_of(facet)
-            each.add(facet) if size <= MAX_SIZE else rest.append((node, facet))
+                elif isinstance(facet, Names):
+                    continue
+                elif size_of(facet) <= left:
+                    left -= size_of(facet)
+                    each.add(facet)
+                else:
+                    rest.append((node, facet))
         unfit = self._add_arrays(arrays, each, rest)
         sized += self._add_in_turn(rest)
         checks = each.checks()

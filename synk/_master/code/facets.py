@@ -306,9 +306,9 @@ class State(Facet):
         """Whether it is compared only now and then."""
         return self.cost_ns > EACH_CALL_NS and not self.is_generator
 
-    def is_asked_for(self, is_thorough: bool) -> bool:
-        """Whether an update has to compare it."""
-        return is_thorough or self.is_due or not self.is_slow
+    def is_asked_for(self, is_full: bool) -> bool:
+        """Whether an update has to compare it; ``is_full``: what is slow, too."""
+        return is_full or self.is_due or not self.is_slow
 
     def is_current(self) -> bool:
         now = self._now()

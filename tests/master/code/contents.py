@@ -132,7 +132,7 @@ class _Reader:
             if isinstance(inspect.getattr_static(obj, name, None), types.MemberDescriptorType):
                 continue
             value = getattr(obj, name, None)
-            is_code = isinstance(value, (types.FunctionType, types.MethodType))
+            is_code = isinstance(value, (types.FunctionType, types.MethodType, functools.partial))
             parts.append(f"{name}{self._called(value)}" if is_code else f"{name}={self.read(value)}")
         return ", ".join(parts)
 
@@ -143,7 +143,10 @@ class _Reader:
 
     def _called(self, function: Any) -> str:
         """Call what needs no argument; what it returns is what it means."""
-        parameters = inspect.signature(function).parameters.values()
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except ValueError:  # a partial with arguments that its function does not take
+            return ""
         if any(each.default is each.empty and each.kind not in (2, 4) for each in parameters):
             return ""
         return f"()={self.read(function())}"

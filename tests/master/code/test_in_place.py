@@ -13,7 +13,7 @@ import types
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,11 +22,19 @@ from kinds import AT_ONCE, BY_PICKLE, IN_TURN, KINDS, NESTINGS, Kind, nested
 from support import harness
 
 import synk
+from synk._master.code import facets
 
 X = np.arange(6.0)
 WORKERS = (2, 1, 3, "inline")
 LONGEST_S = 30.0
 """After which a change that only a pickle shows has been sent, whatever the calls' times are."""
+
+
+class Point(NamedTuple):
+    """Holds something that changes, and cannot be changed itself."""
+
+    k: list[int]
+    n: int
 
 
 class _NotYet(UserWarning):
@@ -468,3 +476,22 @@ def test_a_large_module(shared_runtimes: Any, tmp_path: Any, monkeypatch: Any, i
             assert f(X)[0] == (number, 7)
     capture = f._callee.capture
     assert all(capture.is_current() for _ in range(60))  # more than one turn: nothing differs
+
+
+def test_what_is_slow_to_compare_is_replaced_for_each_function(
+    shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A named tuple is rebuilt where a list in it has changed, also for a function that has not seen its last copy."""
+    monkeypatch.setattr(facets, "EACH_CALL_NS", -1)  # all objects with a pickling rule of their own are slow
+    held = Point([*range(2000)], 4)
+    f = shared_runtimes[2].function(lambda x: [text(held)] * len(x), outputs="gather")
+    g = shared_runtimes[2].function(lambda x: [text((held, 1))] * len(x), outputs="gather")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StaleCaptureWarning)
+        assert (f(X)[0], g(X)[0]) == (text(held), text((held, 1)))
+        for number in range(1, 9):
+            held.k.insert(0, number)
+            assert f(X)[0] == text(held)  # replaces it
+            held.k[191] = -number
+            g.verify(X)
+            assert g(X)[0] == text((held, 1))
