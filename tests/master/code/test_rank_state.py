@@ -389,8 +389,11 @@ def test_arrays_of_64_kb_and_more_are_not_pickled(runtime: Callable[..., Any]) -
     assert rt.counters["bytes_down"] - before < 100_000
 
 
-def test_a_function_that_can_only_be_made_anew_reaches_calls_that_are_planned(shared_runtimes: Any) -> None:
+def test_a_function_that_can_only_be_made_anew_reaches_calls_that_are_planned(
+    shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing that can be bound holds it, so it is sent again: the plans of its calls must know."""
+    monkeypatch.setattr(facets, "EACH_CALL_NS", 10**9)  # however slow this machine is
 
     class Caller(tuple[Any, ...]):
         __name__ = "caller"
