@@ -5,6 +5,7 @@ The expected values come from the same function, called by plain Python in this 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import re
@@ -505,3 +506,23 @@ def test_what_is_slow_to_compare_is_replaced_for_each_function(
             held.k[191] = -number
             g.verify(X)
             assert g(X)[0] == text((held, 1))
+
+
+@pytest.mark.parametrize("place", [100, 12_000])
+@pytest.mark.parametrize("num_before", range(4))
+def test_a_change_that_another_function_has_brought_is_told(shared_runtimes: Any, num_before: int, place: int) -> None:
+    """Whichever part of the array has its turn: the new function compares all of it, and sends what it finds."""
+    table = np.zeros(16_000)  # two windows
+    f = shared_runtimes[2].function(lambda x: np.full(len(x), table[place]), outputs="gather")
+    for _ in range(num_before + 1):
+        assert f(X)[0] == 0
+    table[place] = 1
+    try:
+        is_stale = f(X)[0] == 0
+    except StaleCaptureError:
+        is_stale = False
+    g = shared_runtimes[2].function(lambda x: np.full(len(x), table[place]), outputs="gather")
+    assert g(X)[0] == 1
+    with pytest.raises(StaleCaptureError, match="captured and which") if is_stale else contextlib.nullcontext():
+        f(X)
+    assert f(X)[0] == 1
