@@ -249,7 +249,6 @@ OTHERS = {
         "Rendezvous._request_at": ("load requests",),
         "Rendezvous.check_abort": ("load abort",),
         "Rendezvous.is_aborted": ("load abort",),
-        "Rendezvous.abort": ("write eventfds",),  # between threads of one process
         "reset": ("poll", "read eventfds"),  # while all ranks are idle: pipes come before and after
     },
     _short_path: {},
