@@ -21,6 +21,7 @@ from synk._pure.dtypes import dtype_name
 from synk._pure.ops import REDUCE_OPS
 from synk._wire.channel import Patience
 from synk._wire.memory import Segment
+from synk._wire.process_memory import let_siblings_read
 from synk.communicators import Buffer, Capabilities
 from synk.communicators._buffers import DTYPE_NAMES, named_dtype
 from synk.communicators._layout import Layout
@@ -89,7 +90,8 @@ class ShmCommunicator(ShmCollectives):
             Outbox(segment.tail(), rank, world_size),
         )
         self.results = ResultMemory()
-        short = ShortCollectives(self, rendezvous, self._schedule, self.results, self.meet, self.go_on)
+        let_siblings_read()
+        short = ShortCollectives(self, rendezvous, self._schedule, self.results, self.meet, self.run, self.go_on)
         self.short_path = ShortPath(rendezvous, self._mailbox, short)
         self._is_closed = False
 
@@ -116,6 +118,7 @@ class ShmCommunicator(ShmCollectives):
         self._mailbox.clear()
         self._schedule.clear()
         self._rendezvous.is_unfinished = False
+        self._reads_memory = True
         self.short_path.collectives.begin(ranks)
         self._rendezvous.begin(ranks, sequence)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from synk.communicators._messages import NUMBERS
 from synk.communicators._rendezvous import Rendezvous, Request, packed
 from synk.communicators._results import ResultMemory
 from synk.communicators._schedule import Schedule, Steps
-from synk.communicators._shm_collectives import ShmCollectives
+from synk.communicators._shm_collectives import Frame, Reading, ShmCollectives, Streams, flat_bytes
 
 LONGER = object()
 """Returned by a method that has done nothing, because the request must take the longer path."""
@@ -33,7 +33,36 @@ MAX_PLANS = 1 << 10
 _WEIGHT = struct.Struct("=d")
 _BARRIER = packed(Request("barrier"))
 _ROWS = ("gather", "all_gather along an axis", *DIVIDED)
+_IN_PLACE = ("all_reduce", "reduce", "broadcast")
 _ROOTED = ("reduce", "broadcast", "gather", "scatter")
+
+
+class _Moves(NamedTuple):
+    """Which bytes go where, of an array that is too long for the halves.
+
+    Attributes
+    ----------
+    frame : Frame
+        Where the streams are shown.
+    streams : dict
+        The parts of this rank's array that others read, by index.
+    readings : list of tuple
+        The rank and index of each stream that this rank reads, and its part of the result.
+    own : tuple of slice or None
+        The part of this rank's array that goes to its own result, and where it goes.
+    longest : int
+        The size of the longest stream of all ranks.
+    """
+
+    frame: Frame
+    streams: dict[int, slice]
+    readings: list[tuple[int, int, slice]]
+    own: tuple[slice, slice] | None
+    longest: int
+
+    def streams_of(self, array: np.ndarray) -> Streams:
+        whole = flat_bytes(array)
+        return {index: whole[part] for index, part in self.streams.items()}
 
 
 class _Plan:
@@ -53,10 +82,16 @@ class _Plan:
         Whether this rank gets a result.
     head : memoryview or None
         The head that this rank shows with its rows; see ``_exchange``.
+    own_heads : list of memoryview
+        For each half, where this rank shows its head.
     heads : list of list of memoryview
-        For each half, the heads of all ranks, cut to the length of this rank's.
+        For each half, the heads of the other senders, cut to the length of this rank's.
     shape, dtype
         The form of the result.
+    is_long : bool
+        Whether the arrays take more than one meeting; then ``own`` and ``parts`` are empty.
+    moves : _Moves or None
+        Of a copy that is long.
     reduction : Reduction or None
         How the parts are reduced.
     combine : ufunc or None
@@ -67,7 +102,7 @@ class _Plan:
 
     __slots__ = (
         *("combine", "divisor", "dtype", "head", "heads", "own", "parts"),
-        *("is_receiver", "reduction", "request", "shape", "source_shape"),
+        *("is_long", "is_receiver", "moves", "own_heads", "reduction", "request", "shape", "source_shape"),
     )
 
     def __init__(self, request: Request, dtype: np.dtype) -> None:
@@ -77,19 +112,27 @@ class _Plan:
         self.is_receiver = True
         self.head: memoryview | None = None
         self.heads: list[list[memoryview]] = [[], []]
+        self.own_heads: list[memoryview] = []
         self.shape: tuple[int, ...] = ()
         self.source_shape: tuple[int, ...] = ()
         self.dtype = dtype
         self.reduction: Reduction | None = None
         self.combine: np.ufunc | None = None
         self.divisor: Any = None
+        self.moves: _Moves | None = None
+        self.is_long = False
 
-    def takes(self, out: Any) -> bool:
-        """Whether the result can be written to ``out`` directly."""
+    def fits(self, kind: str, array: np.ndarray, out: Any) -> bool:
+        """Whether the result can be written to ``out`` directly, while others may still read the array."""
+        if self.is_long and not array.flags.c_contiguous:
+            return False
+        if out is None or not self.is_receiver:
+            return True
         if type(out) is not np.ndarray or out.shape != self.shape or out.dtype != self.dtype:
             return False
-        flags = out.flags
-        return bool(flags.c_contiguous and flags.writeable)
+        if not (out.flags.c_contiguous and out.flags.writeable):
+            return False
+        return not self.is_long or (out is array and kind in _IN_PLACE) or not np.may_share_memory(array, out)
 
     def fold(self, half: int, weights: Sequence[float] | None, out: np.ndarray) -> None:
         """Reduce what the ranks have shown into ``out``."""
@@ -119,6 +162,8 @@ class ShortCollectives:
     results : ResultMemory
     meet : callable
         Waits until all ranks have met.
+    run : callable
+        Runs a collective from its steps.
     go_on : callable
         Takes the remaining steps of a collective and returns what they return.
 
@@ -135,13 +180,14 @@ class ShortCollectives:
         schedule: Schedule,
         results: ResultMemory,
         meet: Callable[[], None],
+        run: Callable[[Steps], Any],
         go_on: Callable[[Steps], Any],
     ) -> None:
         self._collectives = collectives
         self._rendezvous = rendezvous
         self._schedule = schedule
         self._results = results
-        self.meet, self.go_on = meet, go_on
+        self.meet, self.run, self.go_on = meet, run, go_on
         self._ranks: tuple[int, ...] = ()
         self._plans: dict[Any, _Plan | None] = {}
         self.share: float | None = None
@@ -170,16 +216,12 @@ class ShortCollectives:
             return LONGER
         key = kind, array.shape, array.dtype, root, op, weight is None
         plan = self._plan(key, self._reduction)
-        if plan is None or not (weight is None or 0.0 <= weight <= 1.0):
+        if plan is None or not plan.fits(kind, array, out) or not (weight is None or 0.0 <= weight <= 1.0):
             return LONGER
-        result = None
-        if plan.is_receiver:
-            if out is None:
-                result = np.empty(plan.shape, plan.dtype)
-            elif plan.takes(out):
-                result = out
-            else:
-                return LONGER
+        result = self._place(plan, out)
+        if plan.is_long:
+            self.run(self._reduce_steps(kind, array, op, root, weight, result))
+            return result
         half = (self._rendezvous.tick + 1) & 1
         plan.own[half][...] = array
         weights = self._meet(plan.request if weight is None else plan.request[: -_WEIGHT.size] + _WEIGHT.pack(weight))
@@ -187,6 +229,18 @@ class ShortCollectives:
             plan.fold(half, None if weight is None else weights, result)
         self._rendezvous.is_unfinished = False
         return result
+
+    def _reduce_steps(
+        self, kind: str, array: np.ndarray, op: str, root: int, weight: float | None, result: np.ndarray | None
+    ) -> Steps:
+        """Return the steps of a reduction that takes several meetings."""
+        collectives, source = self._collectives, array.reshape(-1)
+        target = source if result is None else result.reshape(-1)
+        if kind == "reduce":
+            return collectives.reduce_arrays(source, target, op, self._ranks[root], weight)
+        if kind == "reduce_scatter":
+            return collectives.reduce_scatter_arrays(source, target, op, weight)
+        return collectives.all_reduce_arrays(source, target, op, weight)
 
     def copy(self, kind: str, array: Any, root: int, out: Any) -> Any:
         """Take part in a ``broadcast``, an ``all_gather`` that stacks, or an exchange of rows in equal blocks."""
@@ -197,31 +251,56 @@ class ShortCollectives:
         if type(array) is not np.ndarray:
             return LONGER
         plan = self._plan((kind, array.shape, array.dtype, root), self._copying)
-        if plan is None or not (out is None or not plan.is_receiver or plan.takes(out)):
+        if plan is None or not plan.fits(kind, array, out):
             return LONGER
         half = (self._rendezvous.tick + 1) & 1
         if plan.own:
             plan.own[half][...] = array if array.shape == plan.source_shape else array.reshape(plan.source_shape)
+        elif plan.moves is not None:
+            self._collectives.show(plan.moves.frame, plan.moves.streams_of(array))
         if plan.head is not None:
-            plan.heads[half][self._ranks.index(self._collectives.rank)][:] = plan.head
+            plan.own_heads[half][:] = plan.head
         self._meet(plan.request)
-        if plan.head is not None and kind not in FROM_ROOT:
-            for head in plan.heads[half]:
-                if head != plan.head:
-                    sizes = [len(array) // len(self._ranks)] * len(self._ranks) if kind in DIVIDED else None
-                    number = self._ranks[root] if kind in _ROOTED else -1
-                    rows = np.ascontiguousarray(array)
-                    return self._go_on(Exchange(self._collectives, kind, rows, sizes, number), half, out)
-        result = None
-        if plan.is_receiver:
+        if any(head != plan.head for head in plan.heads[half]):
+            return self._go_on(self._exchange(kind, array, root), half, out)
+        result = self._place(plan, out)
+        self._take(plan, array, half, result)
+        self._rendezvous.is_unfinished = False
+        return result
+
+    def _place(self, plan: _Plan, out: np.ndarray | None) -> np.ndarray | None:
+        """Return the array for the result, or None if this rank gets none."""
+        if not plan.is_receiver:
+            return None
+        return self._results.empty(plan.shape, plan.dtype) if out is None else out
+
+    def _take(self, plan: _Plan, array: np.ndarray | None, half: int, result: np.ndarray | None) -> None:
+        """Take this rank's result, after the first meeting."""
+        if plan.moves is not None:
+            self._move(plan.moves, array, half, result)
+        elif result is not None:
             parts = plan.parts[half]
-            result = np.empty(plan.shape, plan.dtype) if out is None else out
             if len(parts) > 1:
                 np.concatenate(parts, out=result)
             else:
                 result[...] = parts[0]
-        self._rendezvous.is_unfinished = False
-        return result
+
+    def _move(self, moves: _Moves, array: np.ndarray | None, half: int, result: np.ndarray | None) -> None:
+        """Read what is too long for the halves."""
+        streams = {} if array is None else moves.streams_of(array)
+        readings = []
+        if result is not None:
+            target = flat_bytes(result)
+            readings = [Reading(rank, index, target[part]) for rank, index, part in moves.readings]
+            if moves.own is not None and array is not None and result is not array:
+                source, place = moves.own
+                target[place] = flat_bytes(array)[source]
+        self.go_on(self._collectives.read_steps(moves.frame, streams, readings, moves.longest, half))
+
+    def _exchange(self, kind: str, array: np.ndarray, root: int) -> Exchange:
+        sizes = [len(array) // len(self._ranks)] * len(self._ranks) if kind in DIVIDED else None
+        number = self._ranks[root] if kind in _ROOTED else -1
+        return Exchange(self._collectives, kind, np.ascontiguousarray(array), sizes, number)
 
     def _take_block(self, root: int, out: Any) -> Any:
         """Take this rank's block of what ``root`` scatters. Only the root's head says what it is."""
@@ -233,11 +312,9 @@ class ShortCollectives:
         (head,) = plan.heads[half]
         words = head[: head[0] + 1].tobytes()
         found = self._plan(("block", None, None, root, words), self._block)
-        if found is None:
-            exchange = Exchange(self._collectives, "scatter", None, None, self._ranks[root])
-            return self._go_on(exchange, half, out)
-        place = np.empty(found.shape, found.dtype) if out is None else check_out(out, found.shape, found.dtype)
-        place[...] = found.parts[half][0]
+        assert found is not None
+        place = self._place(found, None if out is None else check_out(out, found.shape, found.dtype))
+        self._take(found, None, half, place)
         self._rendezvous.is_unfinished = False
         return place
 
@@ -259,6 +336,7 @@ class ShortCollectives:
         rendezvous.post_packed(request)
         rendezvous.arrive()
         self.meet()
+        self._collectives.has_agreed = True
         return rendezvous.compare()
 
     # -- plans ---------------------------------------------------------------------------------------------------
@@ -281,7 +359,7 @@ class ShortCollectives:
     ) -> _Plan | None:
         collectives, ranks, size = self._collectives, self._ranks, len(self._ranks)
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        if dtype not in NUMBERS or not collectives.is_small(nbytes) or op not in REDUCE_OPS:
+        if dtype not in NUMBERS or op not in REDUCE_OPS:
             return None
         if not self._is_root(kind, root) or (not is_unweighted and op != "avg"):
             return None
@@ -295,8 +373,11 @@ class ShortCollectives:
         request = Request(kind, op, dtype_name(dtype), count, number, weight=None if is_unweighted else 1.0)
         plan = _Plan(request, dtype)
         plan.shape = block
-        plan.own = [self._view(collectives.rank, half, 0, shape, dtype) for half in range(2)]
         plan.is_receiver = kind != "reduce" or collectives.rank == number
+        plan.is_long = not collectives.is_small(nbytes)
+        if plan.is_long:
+            return plan
+        plan.own = [self._view(collectives.rank, half, 0, shape, dtype) for half in range(2)]
         offset = ranks.index(collectives.rank) * (nbytes // size) if is_divided else 0
         plan.parts = [[self._view(rank, half, offset, block, dtype) for rank in ranks] for half in range(2)]
         plan.reduction = REDUCTIONS[op]
@@ -317,23 +398,23 @@ class ShortCollectives:
             plan.heads = [[self._words(number, half, nbytes // 8)] for half in range(2)]
             return plan
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        longest = collectives.piece_nbytes(is_rooted=kind in _ROOTED)
-        if dtype not in NUMBERS or nbytes > longest or not collectives.is_small(nbytes):
+        if dtype not in NUMBERS:
             return None
         name = dtype_name(dtype)
-        if kind not in _ROWS:
-            plan = _Plan(Request(kind, dtype=name, num_elements=nbytes // dtype.itemsize, peer=number), dtype)
-            plan.shape, plan.source_shape = shape, shape
-            senders: tuple[int, ...] = (number,)
-            if kind == "all_gather":
-                plan.shape, plan.source_shape, senders = (size, *shape), (1, *shape), ranks
-            if own in senders:
-                plan.own = [self._view(own, half, 0, plan.source_shape, dtype) for half in range(2)]
-            plan.parts = [
-                [self._view(rank, half, 0, plan.source_shape, dtype) for rank in senders] for half in range(2)
-            ]
+        if kind in _ROWS:
+            return self._copying_rows(kind, shape, dtype, number)
+        plan = _Plan(Request(kind, dtype=name, num_elements=nbytes // dtype.itemsize, peer=number), dtype)
+        plan.shape, plan.source_shape = shape, shape
+        senders: tuple[int, ...] = (number,)
+        if kind == "all_gather":
+            plan.shape, plan.source_shape, senders = (size, *shape), (1, *shape), ranks
+        if nbytes > collectives.piece_nbytes() or not collectives.is_small(nbytes):
+            plan.is_long, plan.moves = True, self._moves(Frame(0, collectives.piece_nbytes()), senders, nbytes)
             return plan
-        return self._copying_rows(kind, shape, dtype, number)
+        if own in senders:
+            plan.own = [self._view(own, half, 0, plan.source_shape, dtype) for half in range(2)]
+        plan.parts = [[self._view(rank, half, 0, plan.source_shape, dtype) for rank in senders] for half in range(2)]
+        return plan
 
     def _copying_rows(self, kind: str, shape: tuple[int, ...], dtype: np.dtype, number: int) -> _Plan | None:
         collectives, ranks, size = self._collectives, self._ranks, len(self._ranks)
@@ -342,36 +423,64 @@ class ShortCollectives:
         if not shape or shape[0] % num_streams:
             return None
         head = Head(dtype, shape[1:], [shape[0] // num_streams] * num_streams)
-        length = stream_nbytes(collectives, kind)
-        if head.longest > length:
-            return None
+        frame = Frame(head_nbytes(collectives), stream_nbytes(collectives, kind))
         is_agreed = kind not in FROM_ROOT
         plan = _Plan(
             Request(kind, "", dtype_name(dtype) if is_agreed else "", head.row_size if is_agreed else 0, number), dtype
         )
-        begin, block = head_nbytes(collectives), (shape[0] // num_streams, *shape[1:])
+        block = (shape[0] // num_streams, *shape[1:])
         plan.head = memoryview(head.words().tobytes()).cast("q")
-        plan.heads = [[self._words(rank, half, len(plan.head)) for rank in ranks] for half in range(2)]
         plan.source_shape = (size, *block) if is_divided else shape
-        plan.own = [self._blocks(own, half, begin, length, plan.source_shape, dtype, is_divided) for half in range(2)]
         plan.is_receiver = kind not in TO_ROOT or own == number
         senders = (number,) if kind in FROM_ROOT else ranks
-        offset = begin + (ranks.index(own) * length if is_divided else 0)
-        plan.parts = [[self._view(rank, half, offset, block, dtype) for rank in senders] for half in range(2)]
+        plan.own_heads = [self._words(own, half, len(plan.head)) for half in range(2)]
+        others = [rank for rank in senders if rank != own]
+        plan.heads = [[self._words(rank, half, len(plan.head)) for rank in others] for half in range(2)]
         plan.shape = (len(senders) * block[0], *block[1:])
+        if head.longest > frame.length or not collectives.is_small(num_streams * head.longest):
+            is_sole_receiver = kind in TO_ROOT and plan.is_receiver
+            plan.is_long, plan.moves = True, self._moves(frame, senders, head.longest, is_divided, is_sole_receiver)
+            return plan
+        plan.own = [self._blocks(own, half, frame, plan.source_shape, dtype, is_divided) for half in range(2)]
+        offset = frame.offset(ranks.index(own) if is_divided else 0)
+        plan.parts = [[self._view(rank, half, offset, block, dtype) for rank in senders] for half in range(2)]
         return plan
 
-    def _block(self, kind: str, shape: None, dtype: None, root: int, words: bytes) -> _Plan | None:
+    def _block(self, kind: str, shape: None, dtype: None, root: int, words: bytes) -> _Plan:
         collectives, position = self._collectives, self._ranks.index(self._collectives.rank)
         head = Head.read(np.frombuffer(words, np.int64)[1:].tolist())
-        length = stream_nbytes(collectives, "scatter")
-        if head.longest > length:
-            return None
+        frame = Frame(head_nbytes(collectives), stream_nbytes(collectives, "scatter"))
         plan = _Plan(Request("scatter", peer=self._ranks[root]), head.dtype)
         plan.shape = (head.sizes[position], *head.shape)
-        offset = head_nbytes(collectives) + position * length
+        if head.longest > frame.length:
+            nbytes = int(np.prod(plan.shape)) * head.dtype.itemsize
+            plan.moves = _Moves(frame, {}, [(self._ranks[root], position, slice(nbytes))], None, head.longest)
+            return plan
+        offset = frame.offset(position)
         plan.parts = [[self._view(self._ranks[root], half, offset, plan.shape, head.dtype)] for half in range(2)]
         return plan
+
+    def _moves(
+        self,
+        frame: Frame,
+        senders: Sequence[int],
+        nbytes: int,
+        is_divided: bool = False,
+        is_sole_receiver: bool = False,
+    ) -> _Moves:
+        """Return the moves of equal blocks: one for each rank if ``is_divided``, else the same for all receivers."""
+        own, position = self._collectives.rank, self._ranks.index(self._collectives.rank)
+        index = position if is_divided else 0
+
+        def part(place: int) -> slice:
+            return slice(place * nbytes, (place + 1) * nbytes)
+
+        streams = {k: part(k) for k in range(len(self._ranks) if is_divided else 1)} if own in senders else {}
+        if is_divided or is_sole_receiver:
+            streams.pop(index, None)  # nobody else reads it
+        readings = [(rank, index, part(place)) for place, rank in enumerate(senders) if rank != own]
+        kept = (part(index), part(senders.index(own))) if own in senders else None
+        return _Moves(frame, streams, readings, kept, nbytes)
 
     def _is_root(self, kind: str, root: Any) -> bool:
         return kind not in _ROOTED or (type(root) is int and 0 <= root < len(self._ranks))
@@ -380,13 +489,14 @@ class ShortCollectives:
         return np.ndarray(shape, dtype, self._collectives.half(rank, half), offset)
 
     def _blocks(
-        self, rank: int, half: int, begin: int, length: int, shape: tuple[int, ...], dtype: np.dtype, is_divided: bool
+        self, rank: int, half: int, frame: Frame, shape: tuple[int, ...], dtype: np.dtype, is_divided: bool
     ) -> np.ndarray:
         """Return a view of where this rank's blocks go. Each block is the first piece of its stream."""
-        first = self._view(rank, half, begin, shape[1:] if is_divided else shape, dtype)
+        first = self._view(rank, half, frame.begin, shape[1:] if is_divided else shape, dtype)
         if not is_divided:
             return first
-        return np.ndarray(shape, dtype, self._collectives.half(rank, half), begin, (length, *first.strides))
+        strides = (frame.length, *first.strides)
+        return np.ndarray(shape, dtype, self._collectives.half(rank, half), frame.begin, strides)
 
     def _words(self, rank: int, half: int, count: int) -> memoryview:
         return self._collectives.half(rank, half)[: count * 8].data.cast("q")

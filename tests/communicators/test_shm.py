@@ -46,9 +46,14 @@ RANK_NBYTES = 1 << 14
 MANY = 10_000
 
 
-@pytest.fixture(scope="module", params=(1, 2, 3, 4), ids="{}-ranks".format)
+@pytest.fixture(
+    scope="module",
+    params=((1, ()), (2, ()), (3, ()), (4, ()), (3, (1,))),
+    ids=lambda case: f"{case[0]}-ranks" + "-blind" * bool(case[1]),
+)
 def group(request: pytest.FixtureRequest) -> Iterator[ShmGroup]:
-    with shm_group(request.param, RANK_NBYTES) as made:
+    world_size, blind = request.param
+    with shm_group(world_size, RANK_NBYTES, blind) as made:
         yield made
 
 
@@ -171,6 +176,29 @@ class TestNumbers:
         arrays = [np.full(5, 1, np.longdouble) / 3] * 3
         for result in trio.run(reduce_array, arrays, "sum"):
             np.testing.assert_array_equal(result, arrays[0] + arrays[0] + arrays[0])
+
+
+def gather_long(endpoint: ShmEndpoint, is_short: bool) -> tuple[np.ndarray, bool]:
+    """Gather arrays that do not fit the halves; also return whether this rank still reads the memory of others."""
+    comm = endpoint.comm
+    array = np.arange(MANY) + comm.rank
+    if is_short:
+        gathered = comm.short_path.collectives.copy("all_gather", array, -1, None)
+    else:
+        gathered = np.empty((len(comm.ranks), MANY), array.dtype)
+        comm.all_gather(as_buffer(array), as_buffer(gathered))
+    return gathered, comm._reads_memory
+
+
+@pytest.mark.parametrize("is_short", (False, True))
+@pytest.mark.parametrize("blind", ((), (1,), (0, 1, 2)))
+def test_long_arrays_are_read_where_they_lie_unless_a_rank_may_not(blind: tuple[int, ...], is_short: bool) -> None:
+    with shm_group(3, RANK_NBYTES, blind) as group:
+        for gathered, reads_memory in group.run(gather_long, is_short):
+            np.testing.assert_array_equal(gathered, np.arange(MANY) + np.arange(3)[:, None])
+            assert reads_memory is not bool(blind)
+        (_, one), (_, other) = group.run(gather_long, is_short, ranks=(0, 2))  # each call finds out for itself
+        assert one is other is not bool({0, 2} & {*blind})
 
 
 class TestSubsets:
@@ -422,6 +450,7 @@ DEATHS = (
     ("broadcast", "published", 2, 0),
     ("broadcast", "met", 2, 0),
     ("broadcast", "arrived", 2, 1),
+    ("all_gather", "met", 1, 0),  # the others read, or try to read, the memory of the dead
     ("all_gather", "arrived", 2, 1),
     ("all_gather", "met", 2, 0),
     ("barrier", "published", 1, 2),
