@@ -199,7 +199,7 @@ def short_reduce(rank: int, peer: int, tick: int, is_dozing: bool) -> tuple[Bloc
         wait_for_all(rank, peer, tick, is_dozing),
         compare(peer, tick),
     )
-    fold = block("_Plan.fold", expect(f"halves[{peer}][{place}]", tick))
+    fold = block("Plan.fold", expect(f"halves[{peer}][{place}]", tick))
     return (block("ShortCollectives.reduce", store(f"halves[{rank}][{place}]", tick), meeting, fold),)
 
 

@@ -56,6 +56,7 @@ from synk.communicators import (
     _shm_collectives,
     _short_collectives,
     _short_path,
+    _short_plans,
 )
 
 PROTOCOLS = memory_model.protocols()
@@ -210,7 +211,7 @@ MODULES = {
     "ShmCommunicator": _shm,
     "ShmCollectives": _shm_collectives,
     "ShortCollectives": _short_collectives,
-    "_Plan": _short_collectives,
+    "Plan": _short_plans,
     "Peers": peers,
     "run_call": _worker_calls,
     "handle": _dispatch,
