@@ -74,23 +74,11 @@ class Communicator(Protocol):
     ) -> None:
         """Reduce ``send`` (``world_size * recv.count``) and leave this rank's block in ``recv``."""
 
-    def send(self, buffer: Buffer, peer: int, tag: int = 0, *, stream: int = 0) -> None:
-        """Send ``buffer`` to rank ``peer``. A ``recv`` of the same tag there takes it, in order for each tag."""
-
-    def recv(self, buffer: Buffer, peer: int, tag: int = 0, *, stream: int = 0) -> None:
-        """Receive into ``buffer`` from rank ``peer``."""
-
     def barrier(self) -> None:
         """Return when every rank has called it."""
 
     def group(self) -> contextlib.AbstractContextManager[None]:
         """Launch the operations of the ``with`` body as one (NCCL). The other communicators run them one by one."""
-
-    def poll(self) -> str:
-        """Return ``"ok"``, ``"pending"`` or ``"error"``."""
-
-    def abort(self) -> None:
-        """Break every pending operation of this rank. Callable from another thread."""
 
     def close(self) -> None:
         """Release everything. Safe to repeat."""

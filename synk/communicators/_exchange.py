@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,10 +17,8 @@ from synk._pure.ranges import LINE_NBYTES, round_up
 from synk.communicators._buffers import DTYPE_NAMES, named_dtype
 from synk.communicators._layout import MAX_HEAD_WORDS, WORD_NBYTES
 from synk.communicators._schedule import Steps
+from synk.communicators._shm_collectives import Frame, Reading, ShmCollectives, flat_bytes
 from synk.errors import CollectiveMismatch
-
-if TYPE_CHECKING:
-    from synk.communicators._shm_collectives import ShmCollectives
 
 Place = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 """Returns the array for a result of a shape and a dtype."""
@@ -78,16 +76,20 @@ class Exchange:
         self._collectives = collectives
         self._kind, self._root = kind, root
         ranks, rank = collectives.ranks, collectives.rank
-        self._position = ranks.index(rank)
         self._senders = (root,) if kind in FROM_ROOT else ranks
         self._is_receiver = kind not in TO_ROOT or rank == root
         self._is_divided = kind in DIVIDED
+        self._index = ranks.index(rank) if self._is_divided else 0
+        self._frame = Frame(head_nbytes(collectives), stream_nbytes(collectives, kind))
         self._head: Head | None = None
-        self._streams: list[np.ndarray] = []  # as flat bytes: one for each rank, or one for all of them
+        self._streams: dict[int, np.ndarray] = {}  # one for each rank, or one for all of them
         if rows is not None:
             self._head = Head(rows.dtype, rows.shape[1:], [len(rows)] if sizes is None else sizes)
             bounds = itertools.accumulate(self._head.sizes, initial=0)
-            self._streams = [flat_bytes(rows[start:stop]) for start, stop in itertools.pairwise(bounds)]
+            blocks = [flat_bytes(rows[start:stop]) for start, stop in itertools.pairwise(bounds)]
+            self._streams, self._own = dict(enumerate(blocks)), blocks[self._index]
+            if self._is_divided or (kind in TO_ROOT and self._is_receiver):
+                del self._streams[self._index]  # nobody else reads it
 
     def steps(self, place: Place) -> Steps:
         """Take the steps. They return the rows for this rank, joined in rank order, or None if it receives nothing.
@@ -100,10 +102,10 @@ class Exchange:
         collectives, head = self._collectives, self._head
         # In a scatter only the root knows dtype and shape, so the request of the others cannot have them.
         dtype, row_size = (
-            ("", 0) if head is None or self._is_divided_by_root else (dtype_name(head.dtype), head.row_size)
+            ("", 0) if head is None or self._kind in FROM_ROOT else (dtype_name(head.dtype), head.row_size)
         )
         yield from collectives.start_steps(self._kind, dtype, row_size, peer=self._root)
-        half = self._publish(0)
+        half = collectives.show(self._frame, self._streams)
         if head is not None:
             words = head.words()
             collectives.part(collectives.rank, half, 0, words)[:] = words
@@ -112,51 +114,20 @@ class Exchange:
 
     def rest_steps(self, half: int, place: Place) -> Steps:
         """Take the steps that follow the first meeting."""
-        ranks, collectives = self._collectives.ranks, self._collectives
-        heads = {rank: self._read_head(rank, half) for rank in ranks if rank in self._senders}
-        joined, targets = self._open(heads, place) if self._is_receiver else (None, {})
-        length, longest = stream_nbytes(collectives, self._kind), max(head.longest for head in heads.values())
-        start = 0
-        while True:
-            for rank, target in targets.items():
-                there = target[start : start + length]
-                there[:] = collectives.part(rank, half, self._offset(self._index(self._position)), there)
-            start += length
-            if start >= longest:
-                return joined
-            half = self._publish(start)
-            yield from collectives.meet_steps()
-
-    @property
-    def _is_divided_by_root(self) -> bool:
-        return self._kind in FROM_ROOT
-
-    def _index(self, position: int) -> int:
-        """Return which of a sender's streams is for the rank at a position."""
-        return position if self._is_divided else 0
-
-    def _offset(self, index: int) -> int:
-        """Return the offset of a stream's piece in a half."""
-        return head_nbytes(self._collectives) + index * stream_nbytes(self._collectives, self._kind)
-
-    def _publish(self, start: int) -> int:
-        """Put the pieces that begin at ``start`` into the half for the next meeting, and return which half that is."""
         collectives = self._collectives
-        half, length = collectives.next_half(), stream_nbytes(collectives, self._kind)
-        is_sole_receiver = self._kind in TO_ROOT and self._is_receiver
-        for index, stream in enumerate(() if is_sole_receiver else self._streams):
-            if not (self._is_divided and index == self._position):  # its own block it takes directly
-                piece = stream[start : start + length]
-                collectives.part(collectives.rank, half, self._offset(index), piece)[:] = piece
-        return half
+        heads = {rank: self._read_head(rank, half) for rank in collectives.ranks if rank in self._senders}
+        joined, readings = self._open(heads, place) if self._is_receiver else (None, [])
+        longest = max(head.longest for head in heads.values())
+        yield from collectives.read_steps(self._frame, self._streams, readings, longest, half)
+        return joined
 
     def _read_head(self, rank: int, half: int) -> Head:
         count = int(self._collectives.part(rank, half, 0, np.empty(1, np.int64))[0])
         return Head.read(self._collectives.part(rank, half, 0, np.empty(1 + count, np.int64))[1:].tolist())
 
-    def _open(self, heads: dict[int, Head], place: Place) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-        """Return the result, with this rank's own rows in place, and by rank the memory for what the others send."""
-        own, index = self._collectives.rank, self._index(self._position)
+    def _open(self, heads: dict[int, Head], place: Place) -> tuple[np.ndarray, list[Reading]]:
+        """Return the result, with this rank's own rows in place, and what is to be read from the others."""
+        own, index = self._collectives.rank, self._index
         first = heads[self._senders[0]] if self._head is None else self._head
         for rank, head in heads.items():
             if head.shape != first.shape:
@@ -169,8 +140,8 @@ class Exchange:
         bounds = itertools.pairwise(itertools.accumulate(counts, initial=0))
         targets = {rank: flat_bytes(joined[start:stop]) for rank, (start, stop) in zip(heads, bounds)}
         if own in targets:
-            targets.pop(own)[:] = self._streams[index]
-        return joined, targets
+            targets.pop(own)[:] = self._own
+        return joined, [Reading(rank, index, target) for rank, target in targets.items()]
 
 
 def head_nbytes(collectives: ShmCollectives) -> int:
@@ -182,10 +153,4 @@ def stream_nbytes(collectives: ShmCollectives, kind: str) -> int:
     """Return how many bytes of each stream are shown at one meeting."""
     num_streams = len(collectives.ranks) if kind in DIVIDED else 1
     room = (collectives.half_nbytes - head_nbytes(collectives)) // num_streams
-    is_rooted = kind in (*FROM_ROOT, *TO_ROOT)
-    return min(collectives.piece_nbytes(is_rooted=is_rooted), room // LINE_NBYTES * LINE_NBYTES)
-
-
-def flat_bytes(rows: np.ndarray) -> np.ndarray:
-    """View the memory of C-contiguous rows."""
-    return rows.reshape(-1).view(np.uint8)
+    return min(collectives.piece_nbytes(), room // LINE_NBYTES * LINE_NBYTES)

@@ -55,7 +55,7 @@ _RULE = "Every rank that takes part must call the same collectives, in the same 
 
 
 class Aborted(SynkError):
-    """The wait of this rank was broken off, by the master or by ``abort``: another failure is the cause."""
+    """The master broke the wait of this rank off: another failure is the cause."""
 
 
 class Request(NamedTuple):
@@ -155,7 +155,6 @@ class Rendezvous:
         self.is_meeting = False
         self.sequence = 0
         self._place = 0  # of the last request for a collective
-        self._is_aborted = False
         self.is_unfinished = False
         self.is_fetching = False
         self.begun: set[int] = set()
@@ -203,7 +202,7 @@ class Rendezvous:
     def begin(self, ranks: tuple[int, ...], sequence: int) -> None:
         """Join a call of ``ranks``. Its number, ``sequence``, is above those of all earlier calls."""
         self.ranks, self.sequence, self.tick, self.is_meeting = ranks, sequence, 0, False
-        self._is_aborted = self.is_fetching = False
+        self.is_fetching = False
         self.begun = set()
         self._ticks[self.rank] = 0
         self.fence()  # nobody may mistake an old tick or an old count of bytes for one of this call
@@ -338,7 +337,7 @@ class Rendezvous:
         Raises
         ------
         Aborted
-            If the master set the abort word, or another thread called ``abort``.
+            If the master set the abort word.
         CollectiveMismatch
             If no rank of the group can go on.
         """
@@ -400,7 +399,7 @@ class Rendezvous:
 
     def check_abort(self) -> None:
         """Raise Aborted if the call was aborted."""
-        if self._abort_word[0] or self._is_aborted:
+        if self._abort_word[0]:
             raise Aborted(f"rank {self.rank} gave up waiting: the call was aborted after a failure elsewhere.")
 
     def fail(self, text: str) -> NoReturn:
@@ -412,12 +411,7 @@ class Rendezvous:
 
     def is_aborted(self) -> bool:
         """Whether ``check_abort`` would raise."""
-        return bool(self._abort_word[0]) or self._is_aborted
-
-    def abort(self) -> None:
-        """Break this rank's wait. Callable from another thread of the process."""
-        self._is_aborted = True
-        os.eventfd_write(self._eventfds[self.rank], 1)
+        return bool(self._abort_word[0])
 
     # -- deadlocks -----------------------------------------------------------------------------------------------
 

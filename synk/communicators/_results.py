@@ -6,6 +6,7 @@ large results. It belongs to a result and all views of it, as long as anybody re
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -26,7 +27,7 @@ class ResultMemory:
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """Return an array with undefined contents, in new memory or in memory that nobody refers to any more."""
         array: np.ndarray
-        nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         if nbytes < MIN_NBYTES:
             return np.empty(shape, dtype)
         blocks = self._blocks

@@ -21,8 +21,9 @@ from synk._pure.dtypes import dtype_name
 from synk._pure.ops import REDUCE_OPS
 from synk._wire.channel import Patience
 from synk._wire.memory import Segment
+from synk._wire.process_memory import let_siblings_read
 from synk.communicators import Buffer, Capabilities
-from synk.communicators._buffers import DTYPE_NAMES, as_array, named_dtype
+from synk.communicators._buffers import DTYPE_NAMES, named_dtype
 from synk.communicators._layout import Layout
 from synk.communicators._mailbox import Mailbox
 from synk.communicators._messages import Incoming
@@ -42,8 +43,7 @@ class ShmCommunicator(ShmCollectives):
     """Collectives of one rank. They run between ``begin`` and ``end``, over the ranks given to ``begin``.
 
     All ranks call the same collectives, in the same order, with equal arguments. If they do not, every rank that waits
-    raises ``CollectiveMismatch``, and the rest of the call has no collectives. One thread at a time may use it, except
-    for ``abort``.
+    raises ``CollectiveMismatch``, and the rest of the call has no collectives. One thread at a time may use it.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ class ShmCommunicator(ShmCollectives):
 
     Notes
     -----
-    ``send`` returns without waiting if the message fits into its ring. A longer message is taken in whenever the
+    ``send_array`` returns without waiting if the message fits into its ring. A longer message is taken in whenever the
     receiver waits for anything: what the receiver has not asked for yet, it keeps in private memory.
     """
 
@@ -90,7 +90,8 @@ class ShmCommunicator(ShmCollectives):
             Outbox(segment.tail(), rank, world_size),
         )
         self.results = ResultMemory()
-        short = ShortCollectives(self, rendezvous, self._schedule, self.results, self.meet, self.go_on)
+        let_siblings_read()
+        short = ShortCollectives(self, rendezvous, self._schedule, self.results, self.meet, self.run, self.go_on)
         self.short_path = ShortPath(rendezvous, self._mailbox, short)
         self._is_closed = False
 
@@ -117,6 +118,7 @@ class ShmCommunicator(ShmCollectives):
         self._mailbox.clear()
         self._schedule.clear()
         self._rendezvous.is_unfinished = False
+        self._reads_memory = True
         self.short_path.collectives.begin(ranks)
         self._rendezvous.begin(ranks, sequence)
 
@@ -249,15 +251,6 @@ class ShmCommunicator(ShmCollectives):
         """Do nothing: each operation returns with its result."""
         return contextlib.nullcontext()
 
-    def poll(self) -> str:
-        """Return ``"error"`` if the call was aborted or one of its operations failed on this rank, else ``"ok"``."""
-        return "error" if self._rendezvous.is_unfinished or self._is_closed or self._rendezvous.is_aborted() else "ok"
-
-    def abort(self) -> None:
-        """Break the pending operation of this rank, and all later ones of the call. Callable from another thread."""
-        if not self._is_closed:
-            self._rendezvous.abort()
-
     def close(self) -> None:
         """Leave the call and release the segment. The eventfds stay open: they belong to the caller."""
         if not self._is_closed:
@@ -300,16 +293,10 @@ class ShmCommunicator(ShmCollectives):
         """Concatenate ``send`` of all ranks, in the order of ``ranks``, into ``recv``."""
         self.run(self.all_gather_steps(send, recv))
 
-    def send(self, buffer: Buffer, peer: int, tag: int = 0, *, stream: int = 0) -> None:
-        """Send ``buffer`` to rank ``peer``, which may be this one. The buffer may be changed once this returns."""
-        self.send_array(as_array(buffer), peer, tag)
-
-    def recv(self, buffer: Buffer, peer: int, tag: int = 0, *, stream: int = 0) -> None:
-        """Receive the oldest message of this tag from rank ``peer`` into ``buffer``."""
-        self.recv_array(as_array(buffer), peer, tag)
+    # -- messages ------------------------------------------------------------------------------------------------
 
     def send_array(self, array: np.ndarray, peer: int, tag: int) -> None:
-        """Send a C-contiguous array, as ``send`` does."""
+        """Send a C-contiguous array to rank ``peer``, which may be this one. It may be changed once this returns."""
         self._check_message("send", peer, array)
         self._rendezvous.is_unfinished = True
         self._mailbox.send(array, peer, tag)

@@ -8,14 +8,16 @@ whatever the timing, so that all ranks get the same bits, each time.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from synk._pure.dtypes import dtype_name
 from synk._pure.ops import REDUCTIONS
 from synk._pure.ranges import LINE_NBYTES, round_up
+from synk._wire.process_memory import address_of, read_memory
 from synk.communicators import Buffer
 from synk.communicators._buffers import as_array, named_dtype
 from synk.communicators._checks import check_buffers, check_place, check_reduction
@@ -28,10 +30,33 @@ from synk.errors import SynkError
 SMALL_NBYTES = 1 << 19
 # The largest share of one piece: long enough for a meeting to cost little beside it, short enough for the caches.
 CHUNK_NBYTES = 1 << 20
-# How much a rank shows at one meeting. Pieces of a root are shorter, so that the root copies the next one in while the
-# others copy this one out.
-PIECE_NBYTES = 1 << 20
-ROOTED_PIECE_NBYTES = 1 << 18
+# How much of an array that is copied a rank shows at one meeting. Longer arrays the others read from its own memory.
+PIECE_NBYTES = 1 << 18
+
+
+Streams = Mapping[int, np.ndarray]
+"""What a rank shows of its memory: flat arrays of bytes, by the index of their place in a frame."""
+
+_PLACE = np.empty(2, np.int64)
+"""The form of what says where a stream lies: the process and the address."""
+
+
+class Frame(NamedTuple):
+    """Where in a half the streams of a rank are shown: from ``begin`` on, ``length`` bytes of each."""
+
+    begin: int
+    length: int
+
+    def offset(self, index: int) -> int:
+        return self.begin + index * self.length
+
+
+class Reading(NamedTuple):
+    """What a rank reads from another one: the stream with an index, into a flat array of bytes."""
+
+    rank: int
+    place: int
+    target: np.ndarray
 
 
 class ShmCollectives:
@@ -50,9 +75,11 @@ class ShmCollectives:
         self._halves = halves
         self.half_nbytes = halves.shape[2]
         # State of the collective that takes steps: whether the ranks have agreed on it, and the weights of all ranks.
-        self._has_agreed = False
+        self.has_agreed = False
         self._is_weighted = False
         self._weights: list[Any] | None = None
+        self._pid = os.getpid()
+        self._reads_memory = True  # until a rank of the call could not read another one's
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -96,20 +123,27 @@ class ShmCollectives:
     ) -> Steps:
         check_reduction(op, send.dtype, weight)
         check_buffers("reduce", send, recv, send_count=send.count, recv_count=send.count)
-        source, target = as_array(send), as_array(recv)
         self.check_member("reduce", "root", root)
-        yield from self.start_steps("reduce", send.dtype, send.count, op, root, weight=weight)
+        yield from self.reduce_arrays(as_array(send), as_array(recv), op, root, weight)
+
+    def reduce_arrays(self, source: np.ndarray, target: np.ndarray, op: str, root: int, weight: float | None) -> Steps:
+        """Take the steps of ``reduce``, as those of ``all_reduce``."""
+        yield from self.start_steps("reduce", dtype_name(source.dtype), source.size, op, root, weight=weight)
         yield from self._reduce(source, target, op, is_receiver=self.rank == root)
 
     def reduce_scatter_steps(
         self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0
     ) -> Steps:
         self._check_active("reduce_scatter")
-        size, count = len(self.ranks), recv.count
         check_reduction(op, send.dtype, weight)
-        check_buffers("reduce_scatter", send, recv, send_count=size * count, recv_count=count)
-        source, target = as_array(send), as_array(recv)
-        yield from self.start_steps("reduce_scatter", send.dtype, count, op, weight=weight)
+        send_count = len(self.ranks) * recv.count
+        check_buffers("reduce_scatter", send, recv, send_count=send_count, recv_count=recv.count)
+        yield from self.reduce_scatter_arrays(as_array(send), as_array(recv), op, weight)
+
+    def reduce_scatter_arrays(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
+        """Take the steps of ``reduce_scatter``, as those of ``all_reduce``."""
+        size, count = len(self.ranks), target.size
+        yield from self.start_steps("reduce_scatter", dtype_name(source.dtype), count, op, weight=weight)
         if self.is_small(source.nbytes):
             half = self.next_half()
             self.part(self.rank, half, 0, source)[:] = source
@@ -118,12 +152,14 @@ class ShmCollectives:
             parts = [self.part(rank, half, offset, target) for rank in self.ranks]
             REDUCTIONS[op].reduce_into(parts, self._weights, target)
             return
+        if np.may_share_memory(source, target):  # other ranks' rows are read after the first of the target are written
+            source = source.copy()
         for start, stop in _pieces(count, self._chunk_nbytes() // source.itemsize):
             half = self.next_half()
             shares = [slice(block * count + start, block * count + stop) for block in range(size)]
             self._publish_shares(source, shares, half)
             yield from self.meet_steps()
-            target[start:stop] = self._fold_share(source, shares, half, op)
+            self._fold_share(source, shares, half, op, target[start:stop])
 
     def is_small(self, nbytes: int) -> bool:
         """Whether every rank shows all of an array of this size at one meeting."""
@@ -154,7 +190,9 @@ class ShmCollectives:
             shares = _shares(start, stop, size, source.itemsize)
             self._publish_shares(source, shares, half)
             yield from self.meet_steps()
-            result = self._fold_share(source, shares, half, op)
+            # The next meeting shows the result in the other half.
+            result = self.part(self.rank, 1 - half, results, source[shares[self._position()]])
+            self._fold_share(source, shares, half, op, result)
             if is_receiver:
                 target[shares[self._position()]] = result
                 for rank, share in zip(self.ranks, previous, strict=False):
@@ -169,42 +207,98 @@ class ShmCollectives:
             if position != self._position():
                 self.part(self.rank, half, position * chunk_nbytes, source[share])[:] = source[share]
 
-    def _fold_share(self, source: np.ndarray, shares: Sequence[slice], half: int, op: str) -> np.ndarray:
-        """Reduce this rank's share into its other half, where the next meeting shows it. Return that view."""
-        chunk_nbytes, position = self._chunk_nbytes(), self._position()
-        mine = source[shares[position]]
-        parts = [
-            mine if rank == self.rank else self.part(rank, half, position * chunk_nbytes, mine) for rank in self.ranks
-        ]
-        result = self.part(self.rank, 1 - half, len(shares) * chunk_nbytes, mine)
-        REDUCTIONS[op].reduce_into(parts, self._weights, result)
-        return result
+    def _fold_share(self, source: np.ndarray, shares: Sequence[slice], half: int, op: str, target: np.ndarray) -> None:
+        """Reduce this rank's share into ``target``."""
+        offset = self._position() * self._chunk_nbytes()
+        mine = source[shares[self._position()]]
+        parts = [mine if rank == self.rank else self.part(rank, half, offset, mine) for rank in self.ranks]
+        REDUCTIONS[op].reduce_into(parts, self._weights, target)
 
     def broadcast_steps(self, buffer: Buffer, root: int, *, stream: int = 0) -> Steps:
         array = as_array(buffer)
         self.check_member("broadcast", "root", root)
         yield from self.start_steps("broadcast", buffer.dtype, buffer.count, peer=root)
-        for start, stop in _pieces(array.size, self.piece_nbytes(is_rooted=True) // array.itemsize):
-            part = self.part(root, self.next_half(), 0, array[start:stop])
-            if self.rank == root:
-                part[:] = array[start:stop]
-            yield from self.meet_steps()
-            if self.rank != root:
-                array[start:stop] = part
+        whole, is_root = flat_bytes(array), self.rank == root
+        yield from self._copy_steps(
+            {0: whole} if is_root else {}, [] if is_root else [Reading(root, 0, whole)], whole.size
+        )
 
     def all_gather_steps(self, send: Buffer, recv: Buffer, *, stream: int = 0) -> Steps:
         self._check_active("all_gather")
         count = send.count
         check_buffers("all_gather", send, recv, send_count=count, recv_count=len(self.ranks) * count)
-        source, target = as_array(send), as_array(recv)
+        source, blocks = flat_bytes(as_array(send)), flat_bytes(as_array(recv)).reshape(len(self.ranks), -1)
         yield from self.start_steps("all_gather", send.dtype, count)
-        for start, stop in _pieces(count, self.piece_nbytes(is_rooted=False) // source.itemsize):
-            half = self.next_half()
-            self.part(self.rank, half, 0, source[start:stop])[:] = source[start:stop]
+        readings = [Reading(rank, 0, block) for rank, block in zip(self.ranks, blocks) if rank != self.rank]
+        yield from self._copy_steps({0: source}, readings, source.size)
+        blocks[self._position()] = source
+
+    # -- copies ----------------------------------------------------------------------------------------------------
+
+    def _copy_steps(self, streams: Streams, readings: Sequence[Reading], longest: int) -> Steps:
+        """Show the streams of this rank, and read those of others. ``longest``: the size of the longest of all."""
+        frame = Frame(0, self.piece_nbytes())
+        half = self.show(frame, streams)
+        yield from self.meet_steps()
+        yield from self.read_steps(frame, streams, readings, longest, half)
+
+    def show(self, frame: Frame, streams: Streams, start: int = 0) -> int:
+        """Put what the next meeting shows into a half: of each stream a piece, or where it lies.
+
+        Returns
+        -------
+        int
+            Which half that is.
+        """
+        half = self.next_half()
+        for index, stream in streams.items():
+            is_apart = self._reads_memory and stream.size > frame.length
+            piece = self._place(stream) if is_apart else stream[start : start + frame.length]
+            self.part(self.rank, half, frame.offset(index), piece)[:] = piece
+        return half
+
+    def read_steps(self, frame: Frame, streams: Streams, readings: Sequence[Reading], longest: int, half: int) -> Steps:
+        """Take the steps that follow the meeting at which all ranks have shown the beginning of their streams.
+
+        A stream that is longer than a piece is read from the memory of its rank. Then the ranks meet once more, and
+        if one of them could not read, all go on in pieces.
+        """
+        if longest <= frame.length or not self._reads_memory:
+            yield from self._read_pieces(frame, streams, readings, longest, half)
+            return
+        has_read = all(self._read(frame, reading, half) for reading in readings)
+        half = self.next_half()
+        self._halves[self.rank, half, 0] = has_read
+        yield from self.meet_steps()
+        if not all(self._halves[rank, half, 0] for rank in self.ranks):
+            self._reads_memory = False
+            half = self.show(frame, streams)
             yield from self.meet_steps()
-            for block, rank in enumerate(self.ranks):
-                there = target[block * count + start : block * count + stop]
-                there[:] = self.part(rank, half, 0, there)
+            yield from self._read_pieces(frame, streams, readings, longest, half)
+
+    def _read_pieces(
+        self, frame: Frame, streams: Streams, readings: Sequence[Reading], longest: int, half: int
+    ) -> Steps:
+        for start in range(0, max(longest, 1), frame.length):
+            if start:
+                half = self.show(frame, streams, start)
+                yield from self.meet_steps()
+            for reading in readings:
+                there = reading.target[start : start + frame.length]
+                there[:] = self.part(reading.rank, half, frame.offset(reading.place), there)
+
+    def _read(self, frame: Frame, reading: Reading, half: int) -> bool:
+        """Read a whole stream, from the half or from the memory of its rank. Return whether that was possible."""
+        rank, target, offset = reading.rank, reading.target, frame.offset(reading.place)
+        if target.size > frame.length:
+            pid, address = self.part(rank, half, offset, _PLACE).tolist()
+            return read_memory(pid, address, target)
+        target[:] = self.part(rank, half, offset, target)
+        return True
+
+    def _place(self, stream: np.ndarray) -> np.ndarray:
+        """Return where a stream lies: the process and the address."""
+        return np.array([self._pid, address_of(stream)], np.int64)
 
     # -- one operation -------------------------------------------------------------------------------------------
 
@@ -222,7 +316,7 @@ class ShmCollectives:
         if dtype:
             named_dtype(dtype)  # raises if the others could not read it
         yield
-        self._has_agreed = False
+        self.has_agreed = False
         self._is_weighted = weight is not None
         self._rendezvous.post(Request(kind, op, dtype, count, peer, 0, weight))
 
@@ -230,18 +324,18 @@ class ShmCollectives:
         """Meet the others. At the first meeting of a collective, compare the requests of all ranks."""
         self._rendezvous.arrive()
         yield
-        if not self._has_agreed:
+        if not self.has_agreed:
             weights = self._rendezvous.compare()
             self._weights = weights if self._is_weighted else None
-            self._has_agreed = True
+            self.has_agreed = True
 
     def next_half(self) -> int:
         """Return which half belongs to the next meeting."""
         return (self._rendezvous.tick + 1) & 1
 
-    def piece_nbytes(self, *, is_rooted: bool) -> int:
-        """Return how many bytes of an array are shown at one meeting."""
-        return min(ROOTED_PIECE_NBYTES if is_rooted else PIECE_NBYTES, self.half_nbytes)
+    def piece_nbytes(self) -> int:
+        """Return how many bytes of an array that is copied are shown at one meeting."""
+        return min(PIECE_NBYTES, self.half_nbytes)
 
     def half(self, rank: int, half: int) -> np.ndarray:
         """Return a view of one of a rank's two halves."""
@@ -284,6 +378,11 @@ class ShmCollectives:
         self._check_active(kind)
         if rank not in self.ranks:
             raise ValueError(f"cannot {kind}: got {role}={rank}, expected a rank of this call: one of {self.ranks}.")
+
+
+def flat_bytes(array: np.ndarray) -> np.ndarray:
+    """View the memory of a C-contiguous array."""
+    return array.reshape(-1).view(np.uint8)
 
 
 def _pieces(count: int, length: int) -> list[tuple[int, int]]:

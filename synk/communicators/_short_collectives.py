@@ -1,108 +1,32 @@
-"""The short path of collectives: small plain arrays that need one meeting, without generators or checks in between.
+"""The short path of collectives of plain arrays: without checks and, where one meeting is enough, without generators.
 
-Everything that can be prepared is prepared once for each kind of request: a *short plan* has the request as other ranks
-read it, and views of both halves. Layout, words and order are those of ``_shm_collectives`` and ``_exchange``, so other
-ranks may take the same collective step by step. A rank that finds at the meeting that the rows of others do not fit its
-plan goes on with those steps.
+Everything that can be prepared is prepared once for each kind of request, in a *short plan*. Layout, words and order
+are those of ``_shm_collectives`` and ``_exchange``, so other ranks may take the same collective step by step. A rank
+that finds at the meeting that the rows of others do not fit its plan goes on with those steps, and so do all with
+arrays that take more than one meeting.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from synk._pure.dtypes import dtype_name
-from synk._pure.ops import REDUCE_OPS, REDUCTIONS, Reduction, accumulator_dtype
 from synk.communicators._buffers import check_out
-from synk.communicators._checks import check_reduction
-from synk.communicators._exchange import DIVIDED, FROM_ROOT, TO_ROOT, Exchange, Head, head_nbytes, stream_nbytes
-from synk.communicators._messages import NUMBERS
+from synk.communicators._exchange import DIVIDED, Exchange
 from synk.communicators._rendezvous import Rendezvous, Request, packed
 from synk.communicators._results import ResultMemory
 from synk.communicators._schedule import Schedule, Steps
-from synk.communicators._shm_collectives import ShmCollectives
+from synk.communicators._shm_collectives import Reading, ShmCollectives, flat_bytes
+from synk.communicators._short_plans import ROOTED, Moves, Plan, ShortPlans
 
 LONGER = object()
 """Returned by a method that has done nothing, because the request must take the longer path."""
 
-MAX_PLANS = 1 << 10
-
 _WEIGHT = struct.Struct("=d")
 _BARRIER = packed(Request("barrier"))
-_ROWS = ("gather", "all_gather along an axis", *DIVIDED)
-_ROOTED = ("reduce", "broadcast", "gather", "scatter")
-
-
-class _Plan:
-    """What is prepared for one kind of request, with arrays of one shape and dtype.
-
-    Attributes
-    ----------
-    request : bytes
-        The request as other ranks read it.
-    own : list of ndarray
-        For each half, where this rank puts what it shows. Empty if it shows nothing.
-    source_shape : tuple of int
-        The shape of the arrays in ``own``.
-    parts : list of list of ndarray
-        For each half, what this rank reads, in rank order.
-    is_receiver : bool
-        Whether this rank gets a result.
-    head : memoryview or None
-        The head that this rank shows with its rows; see ``_exchange``.
-    heads : list of list of memoryview
-        For each half, the heads of all ranks, cut to the length of this rank's.
-    shape, dtype
-        The form of the result.
-    reduction : Reduction or None
-        How the parts are reduced.
-    combine : ufunc or None
-        A quicker way to reduce parts of equal weight, for dtypes that need no wider accumulator.
-    divisor : scalar or None
-        What the combined parts are divided by at last.
-    """
-
-    __slots__ = (
-        *("combine", "divisor", "dtype", "head", "heads", "own", "parts"),
-        *("is_receiver", "reduction", "request", "shape", "source_shape"),
-    )
-
-    def __init__(self, request: Request, dtype: np.dtype) -> None:
-        self.request = packed(request)
-        self.own: list[np.ndarray] = []
-        self.parts: list[list[np.ndarray]] = []
-        self.is_receiver = True
-        self.head: memoryview | None = None
-        self.heads: list[list[memoryview]] = [[], []]
-        self.shape: tuple[int, ...] = ()
-        self.source_shape: tuple[int, ...] = ()
-        self.dtype = dtype
-        self.reduction: Reduction | None = None
-        self.combine: np.ufunc | None = None
-        self.divisor: Any = None
-
-    def takes(self, out: Any) -> bool:
-        """Whether the result can be written to ``out`` directly."""
-        if type(out) is not np.ndarray or out.shape != self.shape or out.dtype != self.dtype:
-            return False
-        flags = out.flags
-        return bool(flags.c_contiguous and flags.writeable)
-
-    def fold(self, half: int, weights: Sequence[float] | None, out: np.ndarray) -> None:
-        """Reduce what the ranks have shown into ``out``."""
-        parts = self.parts[half]
-        if self.combine is None or (weights is not None and weights.count(weights[0]) < len(weights)):
-            assert self.reduction is not None
-            self.reduction.reduce_into(parts, weights, out)
-            return
-        self.combine(parts[0], parts[1], out=out)
-        for part in parts[2:]:
-            self.combine(out, part, out=out)
-        if self.divisor is not None:
-            np.divide(out, self.divisor, out=out)
 
 
 class ShortCollectives:
@@ -119,6 +43,8 @@ class ShortCollectives:
     results : ResultMemory
     meet : callable
         Waits until all ranks have met.
+    run : callable
+        Runs a collective from its steps.
     go_on : callable
         Takes the remaining steps of a collective and returns what they return.
 
@@ -135,27 +61,27 @@ class ShortCollectives:
         schedule: Schedule,
         results: ResultMemory,
         meet: Callable[[], None],
+        run: Callable[[Steps], Any],
         go_on: Callable[[Steps], Any],
     ) -> None:
         self._collectives = collectives
         self._rendezvous = rendezvous
         self._schedule = schedule
         self._results = results
-        self.meet, self.go_on = meet, go_on
+        self.meet, self.run, self.go_on = meet, run, go_on
         self._ranks: tuple[int, ...] = ()
-        self._plans: dict[Any, _Plan | None] = {}
+        self._plans = ShortPlans(collectives)
         self.share: float | None = None
 
     def begin(self, ranks: tuple[int, ...]) -> None:
-        """Get ready for a call of ``ranks``. Plans stay valid only for the same ranks."""
+        """Get ready for a call of ``ranks``."""
         self.share = None
-        if ranks != self._ranks:
-            self._plans.clear()
-            self._ranks = ranks
+        self._ranks = ranks
+        self._plans.begin(ranks)
 
     def close(self) -> None:
         """Release the shared memory."""
-        self._plans.clear()
+        self._plans.close()
 
     def barrier(self) -> Any:
         if self._schedule.operations or self._rendezvous.is_unfinished:
@@ -169,17 +95,13 @@ class ShortCollectives:
         if type(array) is not np.ndarray or self._schedule.operations or self._rendezvous.is_unfinished:
             return LONGER
         key = kind, array.shape, array.dtype, root, op, weight is None
-        plan = self._plan(key, self._reduction)
-        if plan is None or not (weight is None or 0.0 <= weight <= 1.0):
+        plan = self._plans.find(key, self._plans.reduction)
+        if plan is None or not plan.fits(kind, array, out) or not (weight is None or 0.0 <= weight <= 1.0):
             return LONGER
-        result = None
-        if plan.is_receiver:
-            if out is None:
-                result = np.empty(plan.shape, plan.dtype)
-            elif plan.takes(out):
-                result = out
-            else:
-                return LONGER
+        result = self._place(plan, out)
+        if plan.is_long:
+            self.run(self._reduce_steps(kind, array, op, root, weight, result))
+            return result
         half = (self._rendezvous.tick + 1) & 1
         plan.own[half][...] = array
         weights = self._meet(plan.request if weight is None else plan.request[: -_WEIGHT.size] + _WEIGHT.pack(weight))
@@ -187,6 +109,18 @@ class ShortCollectives:
             plan.fold(half, None if weight is None else weights, result)
         self._rendezvous.is_unfinished = False
         return result
+
+    def _reduce_steps(
+        self, kind: str, array: np.ndarray, op: str, root: int, weight: float | None, result: np.ndarray | None
+    ) -> Steps:
+        """Return the steps of a reduction that takes several meetings."""
+        collectives, source = self._collectives, array.reshape(-1)
+        target = source if result is None else result.reshape(-1)
+        if kind == "reduce":
+            return collectives.reduce_arrays(source, target, op, self._ranks[root], weight)
+        if kind == "reduce_scatter":
+            return collectives.reduce_scatter_arrays(source, target, op, weight)
+        return collectives.all_reduce_arrays(source, target, op, weight)
 
     def copy(self, kind: str, array: Any, root: int, out: Any) -> Any:
         """Take part in a ``broadcast``, an ``all_gather`` that stacks, or an exchange of rows in equal blocks."""
@@ -196,48 +130,71 @@ class ShortCollectives:
             return self._take_block(root, out)
         if type(array) is not np.ndarray:
             return LONGER
-        plan = self._plan((kind, array.shape, array.dtype, root), self._copying)
-        if plan is None or not (out is None or not plan.is_receiver or plan.takes(out)):
+        plan = self._plans.find((kind, array.shape, array.dtype, root), self._plans.copying)
+        if plan is None or not plan.fits(kind, array, out):
             return LONGER
         half = (self._rendezvous.tick + 1) & 1
         if plan.own:
             plan.own[half][...] = array if array.shape == plan.source_shape else array.reshape(plan.source_shape)
+        elif plan.moves is not None:
+            self._collectives.show(plan.moves.frame, plan.moves.streams_of(array))
         if plan.head is not None:
-            plan.heads[half][self._ranks.index(self._collectives.rank)][:] = plan.head
+            plan.own_heads[half][:] = plan.head
         self._meet(plan.request)
-        if plan.head is not None and kind not in FROM_ROOT:
-            for head in plan.heads[half]:
-                if head != plan.head:
-                    sizes = [len(array) // len(self._ranks)] * len(self._ranks) if kind in DIVIDED else None
-                    number = self._ranks[root] if kind in _ROOTED else -1
-                    rows = np.ascontiguousarray(array)
-                    return self._go_on(Exchange(self._collectives, kind, rows, sizes, number), half, out)
-        result = None
-        if plan.is_receiver:
+        if any(head != plan.head for head in plan.heads[half]):
+            return self._go_on(self._exchange(kind, array, root), half, out)
+        result = self._place(plan, out)
+        self._take(plan, array, half, result)
+        self._rendezvous.is_unfinished = False
+        return result
+
+    def _place(self, plan: Plan, out: np.ndarray | None) -> np.ndarray | None:
+        """Return the array for the result, or None if this rank gets none."""
+        if not plan.is_receiver:
+            return None
+        return self._results.empty(plan.shape, plan.dtype) if out is None else out
+
+    def _take(self, plan: Plan, array: np.ndarray | None, half: int, result: np.ndarray | None) -> None:
+        """Take this rank's result, after the first meeting."""
+        if plan.moves is not None:
+            self._move(plan.moves, array, half, result)
+        elif result is not None:
             parts = plan.parts[half]
-            result = np.empty(plan.shape, plan.dtype) if out is None else out
             if len(parts) > 1:
                 np.concatenate(parts, out=result)
             else:
                 result[...] = parts[0]
-        self._rendezvous.is_unfinished = False
-        return result
+
+    def _move(self, moves: Moves, array: np.ndarray | None, half: int, result: np.ndarray | None) -> None:
+        """Read what is too long for the halves."""
+        streams = {} if array is None else moves.streams_of(array)
+        readings = []
+        if result is not None:
+            target = flat_bytes(result)
+            readings = [Reading(rank, index, target[part]) for rank, index, part in moves.readings]
+            if moves.own is not None and array is not None and result is not array:
+                source, place = moves.own
+                target[place] = flat_bytes(array)[source]
+        self.go_on(self._collectives.read_steps(moves.frame, streams, readings, moves.longest, half))
+
+    def _exchange(self, kind: str, array: np.ndarray, root: int) -> Exchange:
+        sizes = [len(array) // len(self._ranks)] * len(self._ranks) if kind in DIVIDED else None
+        number = self._ranks[root] if kind in ROOTED else -1
+        return Exchange(self._collectives, kind, np.ascontiguousarray(array), sizes, number)
 
     def _take_block(self, root: int, out: Any) -> Any:
         """Take this rank's block of what ``root`` scatters. Only the root's head says what it is."""
-        plan = self._plan(("scatter", None, None, root), self._copying)
+        plan = self._plans.find(("scatter", None, None, root), self._plans.copying)
         if plan is None:
             return LONGER
         half = (self._rendezvous.tick + 1) & 1
         self._meet(plan.request)
         (head,) = plan.heads[half]
         words = head[: head[0] + 1].tobytes()
-        found = self._plan(("block", None, None, root, words), self._block)
-        if found is None:
-            exchange = Exchange(self._collectives, "scatter", None, None, self._ranks[root])
-            return self._go_on(exchange, half, out)
-        place = np.empty(found.shape, found.dtype) if out is None else check_out(out, found.shape, found.dtype)
-        place[...] = found.parts[half][0]
+        found = self._plans.find(("block", None, None, root, words), self._plans.block)
+        assert found is not None
+        place = self._place(found, None if out is None else check_out(out, found.shape, found.dtype))
+        self._take(found, None, half, place)
         self._rendezvous.is_unfinished = False
         return place
 
@@ -259,134 +216,5 @@ class ShortCollectives:
         rendezvous.post_packed(request)
         rendezvous.arrive()
         self.meet()
+        self._collectives.has_agreed = True
         return rendezvous.compare()
-
-    # -- plans ---------------------------------------------------------------------------------------------------
-
-    def _plan(self, key: Any, make: Callable[..., _Plan | None]) -> _Plan | None:
-        """Return the plan for ``key`` from the cache, or make it. None if such requests take the longer path."""
-        plans = self._plans
-        try:
-            is_new = key not in plans
-        except TypeError:  # part of the key is not hashable, for instance an array as root
-            return None
-        if is_new:
-            if len(plans) >= MAX_PLANS:
-                plans.clear()
-            plans[key] = make(*key)
-        return plans[key]
-
-    def _reduction(
-        self, kind: str, shape: tuple[int, ...], dtype: np.dtype, root: Any, op: Any, is_unweighted: bool
-    ) -> _Plan | None:
-        collectives, ranks, size = self._collectives, self._ranks, len(self._ranks)
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        if dtype not in NUMBERS or not collectives.is_small(nbytes) or op not in REDUCE_OPS:
-            return None
-        if not self._is_root(kind, root) or (not is_unweighted and op != "avg"):
-            return None
-        is_divided = kind == "reduce_scatter"
-        if is_divided and (not shape or shape[0] % size):
-            return None
-        check_reduction(op, dtype_name(dtype))
-        block = (shape[0] // size, *shape[1:]) if is_divided else shape
-        count = nbytes // dtype.itemsize // (size if is_divided else 1)
-        number = ranks[root] if kind in _ROOTED else -1
-        request = Request(kind, op, dtype_name(dtype), count, number, weight=None if is_unweighted else 1.0)
-        plan = _Plan(request, dtype)
-        plan.shape = block
-        plan.own = [self._view(collectives.rank, half, 0, shape, dtype) for half in range(2)]
-        plan.is_receiver = kind != "reduce" or collectives.rank == number
-        offset = ranks.index(collectives.rank) * (nbytes // size) if is_divided else 0
-        plan.parts = [[self._view(rank, half, offset, block, dtype) for rank in ranks] for half in range(2)]
-        plan.reduction = REDUCTIONS[op]
-        if size > 1 and accumulator_dtype(dtype) == dtype:
-            plan.combine = getattr(np, plan.reduction.ufunc)
-            plan.divisor = dtype.type(size) if op == "avg" else None
-        return plan
-
-    def _copying(self, kind: str, shape: Any, dtype: Any, root: Any) -> _Plan | None:
-        collectives, ranks, size = self._collectives, self._ranks, len(self._ranks)
-        own = collectives.rank
-        if not self._is_root(kind, root):
-            return None
-        number = ranks[root] if kind in _ROOTED else -1
-        if shape is None:
-            plan = _Plan(Request(kind, peer=number), np.dtype(np.uint8))
-            nbytes = head_nbytes(collectives)
-            plan.heads = [[self._words(number, half, nbytes // 8)] for half in range(2)]
-            return plan
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        longest = collectives.piece_nbytes(is_rooted=kind in _ROOTED)
-        if dtype not in NUMBERS or nbytes > longest or not collectives.is_small(nbytes):
-            return None
-        name = dtype_name(dtype)
-        if kind not in _ROWS:
-            plan = _Plan(Request(kind, dtype=name, num_elements=nbytes // dtype.itemsize, peer=number), dtype)
-            plan.shape, plan.source_shape = shape, shape
-            senders: tuple[int, ...] = (number,)
-            if kind == "all_gather":
-                plan.shape, plan.source_shape, senders = (size, *shape), (1, *shape), ranks
-            if own in senders:
-                plan.own = [self._view(own, half, 0, plan.source_shape, dtype) for half in range(2)]
-            plan.parts = [
-                [self._view(rank, half, 0, plan.source_shape, dtype) for rank in senders] for half in range(2)
-            ]
-            return plan
-        return self._copying_rows(kind, shape, dtype, number)
-
-    def _copying_rows(self, kind: str, shape: tuple[int, ...], dtype: np.dtype, number: int) -> _Plan | None:
-        collectives, ranks, size = self._collectives, self._ranks, len(self._ranks)
-        own, is_divided = collectives.rank, kind in DIVIDED
-        num_streams = size if is_divided else 1
-        if not shape or shape[0] % num_streams:
-            return None
-        head = Head(dtype, shape[1:], [shape[0] // num_streams] * num_streams)
-        length = stream_nbytes(collectives, kind)
-        if head.longest > length:
-            return None
-        is_agreed = kind not in FROM_ROOT
-        plan = _Plan(
-            Request(kind, "", dtype_name(dtype) if is_agreed else "", head.row_size if is_agreed else 0, number), dtype
-        )
-        begin, block = head_nbytes(collectives), (shape[0] // num_streams, *shape[1:])
-        plan.head = memoryview(head.words().tobytes()).cast("q")
-        plan.heads = [[self._words(rank, half, len(plan.head)) for rank in ranks] for half in range(2)]
-        plan.source_shape = (size, *block) if is_divided else shape
-        plan.own = [self._blocks(own, half, begin, length, plan.source_shape, dtype, is_divided) for half in range(2)]
-        plan.is_receiver = kind not in TO_ROOT or own == number
-        senders = (number,) if kind in FROM_ROOT else ranks
-        offset = begin + (ranks.index(own) * length if is_divided else 0)
-        plan.parts = [[self._view(rank, half, offset, block, dtype) for rank in senders] for half in range(2)]
-        plan.shape = (len(senders) * block[0], *block[1:])
-        return plan
-
-    def _block(self, kind: str, shape: None, dtype: None, root: int, words: bytes) -> _Plan | None:
-        collectives, position = self._collectives, self._ranks.index(self._collectives.rank)
-        head = Head.read(np.frombuffer(words, np.int64)[1:].tolist())
-        length = stream_nbytes(collectives, "scatter")
-        if head.longest > length:
-            return None
-        plan = _Plan(Request("scatter", peer=self._ranks[root]), head.dtype)
-        plan.shape = (head.sizes[position], *head.shape)
-        offset = head_nbytes(collectives) + position * length
-        plan.parts = [[self._view(self._ranks[root], half, offset, plan.shape, head.dtype)] for half in range(2)]
-        return plan
-
-    def _is_root(self, kind: str, root: Any) -> bool:
-        return kind not in _ROOTED or (type(root) is int and 0 <= root < len(self._ranks))
-
-    def _view(self, rank: int, half: int, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        return np.ndarray(shape, dtype, self._collectives.half(rank, half), offset)
-
-    def _blocks(
-        self, rank: int, half: int, begin: int, length: int, shape: tuple[int, ...], dtype: np.dtype, is_divided: bool
-    ) -> np.ndarray:
-        """Return a view of where this rank's blocks go. Each block is the first piece of its stream."""
-        first = self._view(rank, half, begin, shape[1:] if is_divided else shape, dtype)
-        if not is_divided:
-            return first
-        return np.ndarray(shape, dtype, self._collectives.half(rank, half), begin, (length, *first.strides))
-
-    def _words(self, rank: int, half: int, count: int) -> memoryview:
-        return self._collectives.half(rank, half)[: count * 8].data.cast("q")

@@ -305,31 +305,6 @@ class NcclCommunicator:
                 calls += self._broadcast_calls(source, block, nbytes, root, stream)
         self._handle.launch(calls, action)
 
-    def _point_to_point(
-        self, action: str, method: Callable[..., int], buffer: Buffer, peer: int, tag: int, stream: int
-    ) -> None:
-        check_rank(action, "peer", peer, self.world_size)
-        if peer == self.rank:
-            raise ValueError(f"cannot {action}: got this rank itself. Copy the array.")
-        if tag:
-            raise UnsupportedError(f"cannot {action}: got tag={tag}, but NCCL has no tags. Send in one order, tag 0.")
-        nbytes = buffer.count * dtype_nbytes(buffer.dtype)
-        calls = [
-            _bind(method, buffer.ptr + at, length, _BYTE, peer, stream)
-            for at, length in split_count(nbytes, self.max_count)
-        ]
-        self._handle.launch(calls, action)
-
-    def send(self, buffer: Buffer, peer: int, tag: int = 0, *, stream: int = 0) -> None:
-        """Send ``buffer`` to rank ``peer``. Two ranks that send to each other must do so within a ``group``."""
-        action = f"send {buffer.count} {buffer.dtype} to rank {peer}"
-        self._point_to_point(action, self._binding.send, buffer, peer, tag, stream)
-
-    def recv(self, buffer: Buffer, peer: int, tag: int = 0, *, stream: int = 0) -> None:
-        """Receive into ``buffer`` from rank ``peer``. The count must be the sender's."""
-        action = f"receive {buffer.count} {buffer.dtype} from rank {peer}"
-        self._point_to_point(action, self._binding.recv, buffer, peer, tag, stream)
-
     def barrier(self) -> None:
         """Return when every rank has called it. It waits for a reduction of one byte on the hooks' stream."""
         if self._handle.is_grouping:

@@ -73,8 +73,6 @@ class Binding(Protocol):
     def broadcast(self, send: int, recv: int, count: int, dtype: int, root: int, comm: Any, stream: int) -> int: ...
     def all_gather(self, send: int, recv: int, count: int, dtype: int, comm: Any, stream: int) -> int: ...
     def reduce_scatter(self, send: int, recv: int, count: int, dtype: int, op: int, comm: Any, stream: int) -> int: ...
-    def send(self, pointer: int, count: int, dtype: int, peer: int, comm: Any, stream: int) -> int: ...
-    def recv(self, pointer: int, count: int, dtype: int, peer: int, comm: Any, stream: int) -> int: ...
 
     def create_weighted_sum(self, weight: bytes, dtype: int, comm: Any) -> tuple[int, int]:
         """Return the status and an op that multiplies by ``weight`` (one ``dtype``) before it sums."""
@@ -110,8 +108,6 @@ class Nccl4pyBinding:
         self.broadcast = self._returning_status(nccl.broadcast)
         self.all_gather = self._returning_status(nccl.all_gather)
         self.reduce_scatter = self._returning_status(nccl.reduce_scatter)
-        self.send = self._returning_status(nccl.send)
-        self.recv = self._returning_status(nccl.recv)
         self.destroy_op = self._returning_status(nccl.red_op_destroy)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> tuple[int, Any]:
@@ -266,8 +262,6 @@ class PyncclBinding:
         self.broadcast: Callable[..., int] = dll.ncclBroadcast
         self.all_gather: Callable[..., int] = dll.ncclAllGather
         self.reduce_scatter: Callable[..., int] = dll.ncclReduceScatter
-        self.send: Callable[..., int] = dll.ncclSend
-        self.recv: Callable[..., int] = dll.ncclRecv
 
     def new_unique_id(self) -> bytes:
         unique_id = UniqueId()

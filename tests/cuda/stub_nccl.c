@@ -18,7 +18,7 @@
 enum { SUCCESS = 0, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6, IN_PROGRESS = 7 };
 enum { INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFLOAT16 };
 enum { SUM, PROD, MAX, MIN, AVG, FIRST_CUSTOM };
-enum { ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, SEND, RECV };
+enum { ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER };
 enum { MAX_RANKS = 8, MAX_WORLDS = 256, MAX_QUEUE = 4096, MAX_CALLS = 4096, MAX_CUSTOM = 64 };
 
 typedef struct { char internal[128]; } UniqueId;
@@ -38,7 +38,6 @@ typedef struct {
   int size, joined, arrived, is_broken;
   unsigned long turn;
   Op *posted[MAX_RANKS];
-  Op *mail[MAX_RANKS][MAX_RANKS]; /* [from][to]: a send that waits for its receive */
   pthread_cond_t moved;
 } World;
 
@@ -222,44 +221,11 @@ static int run_collective(Op *op) {
   return status;
 }
 
-/* Post all sends of a group, then receive, then wait until the sends were taken. */
-static int run_messages(Op *ops, int num_ops) {
-  int status = SUCCESS;
-  pthread_mutex_lock(&lock);
-  char is_posted[MAX_QUEUE] = {0}, is_done[MAX_QUEUE] = {0};
-  for (int left = num_ops; left && !status;) {
-    int before = left;
-    for (int i = 0; i < num_ops; i++) {
-      Op *op = &ops[i];
-      World *world = op->comm->world;
-      Op **slot = op->kind == SEND ? &world->mail[op->comm->rank][op->peer] : &world->mail[op->peer][op->comm->rank];
-      if (is_done[i]) continue;
-      if (op->kind == SEND && !is_posted[i] && !*slot) *slot = op, is_posted[i] = 1, pthread_cond_broadcast(&world->moved);
-      if (op->kind == SEND && is_posted[i] && *slot != op) is_done[i] = 1, left--;
-      if (op->kind == RECV && *slot) {
-        memcpy(op->recv, (*slot)->send, op->count * width(op->dtype));
-        *slot = NULL, is_done[i] = 1, left--;
-        pthread_cond_broadcast(&world->moved);
-      }
-    }
-    World *world = ops[0].comm->world;
-    if (world->is_broken) status = refuse(REMOTE_ERROR, "the world is broken");
-    else if (left == before) pthread_cond_wait(&world->moved, &lock);
-  }
-  pthread_mutex_unlock(&lock);
-  return status;
-}
-
 static int run_queue(void) {
-  int status = group_error, num_ops = queued, num_messages = 0;
+  int status = group_error, num_ops = queued;
   Comm *comm = num_ops ? queue[0].comm : NULL;
-  static __thread Op messages[MAX_QUEUE];
   queued = 0, group_error = SUCCESS;
-  for (int i = 0; i < num_ops && !status; i++) {
-    if (queue[i].kind == SEND || queue[i].kind == RECV) messages[num_messages++] = queue[i];
-    else status = run_collective(&queue[i]);
-  }
-  if (num_messages && !status) status = run_messages(messages, num_messages);
+  for (int i = 0; i < num_ops && !status; i++) status = run_collective(&queue[i]);
   if (status || !comm || comm->is_blocking || !launch_polls) return status;
   comm->state_polls = launch_polls;
   return IN_PROGRESS;
@@ -387,12 +353,9 @@ int ncclReduceScatter(const void *send, void *recv, size_t count, int dtype, int
 int ncclAllGather(const void *send, void *recv, size_t count, int dtype, Comm *comm, void *stream) {
   return enqueue("all_gather", ALL_GATHER, send, recv, count, dtype, SUM, -1, comm, stream);
 }
-int ncclSend(const void *data, size_t count, int dtype, int peer, Comm *comm, void *stream) {
-  return enqueue("send", SEND, data, NULL, count, dtype, SUM, peer, comm, stream);
-}
-int ncclRecv(void *data, size_t count, int dtype, int peer, Comm *comm, void *stream) {
-  return enqueue("recv", RECV, NULL, data, count, dtype, SUM, peer, comm, stream);
-}
+/* pynccl does not load a library without these two. */
+int ncclSend(void) { return refuse(INVALID_ARGUMENT, "the stub has no messages"); }
+int ncclRecv(void) { return refuse(INVALID_ARGUMENT, "the stub has no messages"); }
 
 #ifndef OLD_NCCL
 int ncclRedOpCreatePreMulSum(int *op, void *scalar, int dtype, int residence, Comm *comm) {

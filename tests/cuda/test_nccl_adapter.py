@@ -119,19 +119,6 @@ def test_reduce_scatter_equals_numpy(binding: Binding, op: str) -> None:
     np.testing.assert_allclose(np.concatenate(run_ranks(binding, 3, body)), NUMPY_REDUCTIONS[op](sent))
 
 
-def test_send_and_receive_in_order(binding: Binding) -> None:
-    def body(communicator: NcclCommunicator) -> np.ndarray:
-        rank, peer = communicator.rank, 1 - communicator.rank
-        mine, received = np.array([rank, rank + 10]), np.zeros(2, int)
-        with communicator.group():
-            for index in range(2):
-                communicator.send(as_buffer(mine[index : index + 1]), peer)
-                communicator.recv(as_buffer(received[index : index + 1]), peer)
-        return received
-
-    np.testing.assert_array_equal(run_ranks(binding, 2, body), [[1, 11], [0, 10]])
-
-
 def test_a_group_of_collectives_is_launched_at_its_end(binding: Binding, stub: Stub) -> None:
     def body(communicator: NcclCommunicator) -> tuple[np.ndarray, np.ndarray]:
         x, y = np.full(2, communicator.rank + 1.0), np.full(3, communicator.rank + 1, "int64")
@@ -221,21 +208,16 @@ def test_splitting_changes_no_result(
         at_root, copied = np.zeros(3 * count, dtype), mine.copy()
         communicator.reduce(as_buffer(mine), as_buffer(at_root), "sum", root=1)
         communicator.broadcast(as_buffer(copied), root=2)
-        received = np.zeros(3 * count, dtype)
-        with communicator.group():
-            communicator.send(as_buffer(mine), (communicator.rank + 1) % 3)
-            communicator.recv(as_buffer(received), (communicator.rank - 1) % 3)
-        return [total, block, gathered, at_root, copied, received]
+        return [total, block, gathered, at_root, copied]
 
     results = run_ranks(binding, 3, body)
     total = sent.sum(axis=0)
-    for rank, (all_reduced, block, gathered, at_root, copied, received) in enumerate(results):
+    for rank, (all_reduced, block, gathered, at_root, copied) in enumerate(results):
         np.testing.assert_array_equal(all_reduced, total)
         np.testing.assert_array_equal(block, total[rank * count : (rank + 1) * count])
         np.testing.assert_array_equal(gathered, sent.ravel())
         np.testing.assert_array_equal(at_root, total if rank == 1 else np.zeros_like(total))
         np.testing.assert_array_equal(copied, sent[2])
-        np.testing.assert_array_equal(received, sent[(rank - 1) % 3])
     assert max(call.count for call in stub.calls() if call.name not in ("init", "destroy")) <= 4
 
 
@@ -367,16 +349,12 @@ def test_buffers_that_do_not_fit_are_refused(binding: Binding) -> None:
             lambda: communicator.reduce_scatter(y, y, "sum"),
             lambda: communicator.broadcast(x, 2),
             lambda: communicator.reduce(x, x, "sum", -1),
-            lambda: communicator.send(x, communicator.rank),
-            lambda: communicator.recv(x, 7),
             lambda: communicator.all_reduce(x, x, "sum", weight=0.5),
             lambda: communicator.all_reduce(x, x, "avg", weight=1.5),
         ]
         for call in refused:
             with pytest.raises(ValueError, match=r"cannot .*: got"):
                 call()
-        with pytest.raises(UnsupportedError, match="no tags"):
-            communicator.send(x, 1 - communicator.rank, tag=3)
         with pytest.raises(UnsupportedError, match="barrier inside a group"), communicator.group():
             communicator.barrier()
         assert communicator.poll() == "ok"  # the group held nothing, so nothing had to be aborted

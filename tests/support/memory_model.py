@@ -162,6 +162,33 @@ def reduce(rank: int, peer: int, tick: int, is_dozing: bool) -> tuple[Block, Blo
     return post(rank, place, tick), steps
 
 
+def copy_from_memory(rank: int, peer: int, tick: int, is_dozing: bool) -> tuple[Block, ...]:
+    """Take the steps of a collective that reads arrays where they lie: of two ticks, each with its half."""
+    place, following = tick & 1, (tick + 1) & 1
+    confirmed = block("yield", wait_for_all(rank, peer, tick + 1, is_dozing))
+    reading = block(
+        "ShmCollectives._read",
+        expect(f"halves[{peer}][{place}]", tick),
+        expect(f"arrays[{peer}]", tick),
+        note("load halves"),  # of what is short
+    )
+    steps = block(
+        "ShmCollectives.read_steps",
+        *(note("call _read_pieces"), reading),
+        store(f"halves[{rank}][{following}]", tick + 1),  # whether it could read
+        block("ShmCollectives.meet_steps", arrive(rank, peer, tick + 1), confirmed, note("call compare")),
+        expect(f"halves[{peer}][{following}]", tick + 1),
+        *(note("call show"), note("call meet_steps"), note("call _read_pieces")),  # if one could not
+    )
+    return (
+        block("function", store(f"arrays[{rank}]", tick)),  # it has its array to itself between two collectives
+        post(rank, place, tick),
+        block("ShmCollectives.show", store(f"halves[{rank}][{place}]", tick)),
+        meet(rank, peer, tick, is_dozing),
+        steps,
+    )
+
+
 def short_reduce(rank: int, peer: int, tick: int, is_dozing: bool) -> tuple[Block]:
     """The same by the short way."""
     place = tick & 1
@@ -172,7 +199,7 @@ def short_reduce(rank: int, peer: int, tick: int, is_dozing: bool) -> tuple[Bloc
         wait_for_all(rank, peer, tick, is_dozing),
         compare(peer, tick),
     )
-    fold = block("_Plan.fold", expect(f"halves[{peer}][{place}]", tick))
+    fold = block("Plan.fold", expect(f"halves[{peer}][{place}]", tick))
     return (block("ShortCollectives.reduce", store(f"halves[{rank}][{place}]", tick), meeting, fold),)
 
 
@@ -197,6 +224,16 @@ def collectives(num_ticks: int, *is_dozing: bool, is_short: tuple[bool, bool] = 
         take = short_reduce if is_short[rank] else reduce
         rounds = [part for tick in range(1, num_ticks + 1) for part in take(rank, 1 - rank, tick, is_dozing[rank])]
         return _program(begin(rank), *rounds)  # no end: whoever comes late must not be saved by the wake-up there
+
+    return Protocol((program(0), program(1)), _left_over(ticks=5))
+
+
+def copies_from_memory(*is_dozing: bool) -> Protocol:
+    """Two collectives that read arrays where they lie; between them each rank writes its own anew."""
+
+    def program(rank: int) -> Block:
+        rounds = [part for tick in (1, 3) for part in copy_from_memory(rank, 1 - rank, tick, is_dozing[rank])]
+        return _program(begin(rank), *rounds)
 
     return Protocol((program(0), program(1)), _left_over(ticks=5))
 
@@ -613,6 +650,7 @@ def protocols() -> dict[str, Protocol]:
         how = " and ".join("asleep" if each else "awake" for each in is_dozing)
         found[f"a collective, {how}"] = collectives(1, *is_dozing)
         found[f"messages, {how}"] = messages(*is_dozing)
+        found[f"copies from memory, {how}"] = copies_from_memory(*is_dozing)
     for is_short in ((True, True), (True, False)):
         how = "short" if all(is_short) else "short and by steps"
         found[f"collectives, {how}, awake"] = collectives(3, False, False, is_short=is_short)

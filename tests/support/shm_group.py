@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -22,9 +22,10 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from support.seccomp import forbid_reading_memory
 from synk._wire.memory import Segment
 from synk.communicators import Buffer, Capabilities
-from synk.communicators._buffers import as_buffer
+from synk.communicators._buffers import as_array, as_buffer
 from synk.communicators._layout import required_nbytes
 from synk.communicators._rendezvous import reset, set_abort
 from synk.communicators._shm import ShmCommunicator
@@ -54,6 +55,10 @@ class ShmEndpoint:
         whole = as_buffer(held)
         return Buffer(whole.ptr + start * held.itemsize, count, dtype)
 
+    def pass_on(self, send: Buffer, recv: Buffer, after: int, before: int) -> None:
+        self.comm.send_array(as_array(send), after, tag=3)
+        self.comm.recv_array(as_array(recv), before, tag=3)
+
 
 class Died:
     """The outcome of a rank that ended instead of answering."""
@@ -67,15 +72,18 @@ class ShmGroup:
     world_size : int
     rank_nbytes : int
         Small, so that few elements already make several pieces.
+    blind : collection of int
+        The ranks that may not read the memory of others.
     """
 
-    def __init__(self, world_size: int, rank_nbytes: int) -> None:
+    def __init__(self, world_size: int, rank_nbytes: int, blind: Collection[int] = ()) -> None:
         self.world_size = world_size
         self.segment = Segment.create(required_nbytes(world_size, rank_nbytes))
         self.eventfds = [os.eventfd(0) for _ in range(world_size)]
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._connections: dict[int, Connection] = {}
         self._sequence = 0
+        self._blind = blind
         for rank in range(world_size):
             self.start(rank)
         self.capabilities: Capabilities = self.run(lambda endpoint: endpoint.comm.capabilities())[0]
@@ -85,7 +93,8 @@ class ShmGroup:
         here, there = socket.socketpair()
         with there:
             fds = (there.fileno(), self.segment.fd, *self.eventfds)
-            command = [sys.executable, "-P", __file__, str(rank), str(self.segment.nbytes), *map(str, fds)]
+            command = [sys.executable, "-P", __file__, str(rank), str(int(rank in self._blind))]
+            command += map(str, (self.segment.nbytes, *fds))
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             self._processes[rank] = subprocess.Popen(command, pass_fds=fds, env=environment)
         self._connections[rank] = Connection(here.detach())
@@ -165,18 +174,20 @@ class ShmGroup:
 
 
 @contextlib.contextmanager
-def shm_group(world_size: int, rank_nbytes: int) -> Iterator[ShmGroup]:
+def shm_group(world_size: int, rank_nbytes: int, blind: Collection[int] = ()) -> Iterator[ShmGroup]:
     """Make a group for a ``with`` block."""
-    group = ShmGroup(world_size, rank_nbytes)
+    group = ShmGroup(world_size, rank_nbytes, blind)
     try:
         yield group
     finally:
         group.close()
 
 
-def main(rank: int, nbytes: int, socket_fd: int, segment_fd: int, *eventfds: int) -> None:
+def main(rank: int, is_blind: int, nbytes: int, socket_fd: int, segment_fd: int, *eventfds: int) -> None:
     """Serve as the worker of ``rank`` until the other end of the socket is closed."""
     faulthandler.enable()
+    if is_blind:
+        forbid_reading_memory()
     segment = Segment(segment_fd, nbytes, is_writable=True, segment_id=1)
     endpoint = ShmEndpoint(ShmCommunicator(segment, rank, len(eventfds), eventfds))
     connection = Connection(socket_fd)

@@ -30,9 +30,11 @@ _WORDS = {
     "_requests": "requests",
     "_wanted": "requests",
     "_weights": "requests",
+    "_halves": "halves",
     "own": "halves",
     "parts": "halves",
     "heads": "halves",
+    "own_heads": "halves",
     "ring": "rings",
     "published": "published",
 }
@@ -122,6 +124,8 @@ class _Visitor(ast.NodeVisitor):
             self.found.append("store rings" if name == "pack_into" else "load rings")
         elif name == "tolist" and isinstance(node.func, ast.Attribute) and _name(node.func.value) in _WORDS:
             self.found.append(f"load {_WORDS[_name(node.func.value)]}")
+        elif name == "read_memory":
+            self.found.append("load arrays")
         elif name == "part":
             self.found.append("load halves")
         elif name in self._calls:

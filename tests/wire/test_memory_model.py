@@ -17,6 +17,7 @@ from support.harness import PACKAGE_FOLDER
 from support.source_outline import outline, tree
 from support.weak_memory import (
     FENCE,
+    Block,
     Change,
     Memory,
     Origin,
@@ -55,6 +56,7 @@ from synk.communicators import (
     _shm_collectives,
     _short_collectives,
     _short_path,
+    _short_plans,
 )
 
 PROTOCOLS = memory_model.protocols()
@@ -118,6 +120,21 @@ def test_no_order_of_the_steps_does_harm(name: str) -> None:
     assert explore(PROTOCOLS[name]) is None
 
 
+def test_an_array_that_others_read_needs_a_second_meeting() -> None:
+    """Without it a rank goes on and changes its array before another one has read it."""
+
+    def program(rank: int) -> Block:
+        rounds: list[Step | Block] = []
+        for tick in (1, 2):
+            *beginning, rest = memory_model.copy_from_memory(rank, 1 - rank, tick, False)
+            reading = next(part for part in rest.blocks() if part.name == "ShmCollectives._read")
+            rounds += [*beginning, reading]
+        return block("", memory_model.begin(rank), *rounds)
+
+    problem = explore(Protocol((program(0), program(1)), {}))
+    assert problem is not None and "in arrays[" in problem
+
+
 # -- mistakes are found -----------------------------------------------------------------------------------------------
 
 
@@ -151,6 +168,8 @@ UNORDERED = {
     # Requests are compared, and data read, when a rank has arrived; requests are told of when all sleep for good.
     ("Rendezvous.rouse store sleeps", "Rendezvous.post_packed store requests"),
     ("Rendezvous.rouse store sleeps", "ShortCollectives.reduce store halves"),
+    ("Rendezvous.rouse store sleeps", "ShmCollectives.read_steps store halves"),
+    ("Rendezvous.rouse store sleeps", "function store arrays"),
     # Who arrives later than the others keeps them waiting, and was awake all the time.
     ("Rendezvous.arrive store ticks", "Rendezvous.rouse store sleeps"),
     # Who wakes up must say so before it changes what others would judge it by, and they judge by ``written``.
@@ -192,7 +211,7 @@ MODULES = {
     "ShmCommunicator": _shm,
     "ShmCollectives": _shm_collectives,
     "ShortCollectives": _short_collectives,
-    "_Plan": _short_collectives,
+    "Plan": _short_plans,
     "Peers": peers,
     "run_call": _worker_calls,
     "handle": _dispatch,
@@ -208,8 +227,9 @@ MODULES = {
     "_send_new": _calls,
     "Doorbells": doorbells,
 }
-# No functions of the source: what a call of ``is_ready`` or ``action`` does, and what Outputs does with arrays.
-ABSTRACT = ("", "is_ready", "action", "yield", "publish", "assemble")
+# No functions of the source: what a call of ``is_ready`` or ``action`` does, and what Outputs and functions of the user
+# do with arrays.
+ABSTRACT = ("", "is_ready", "action", "function", "yield", "publish", "assemble")
 
 
 def collapsed(steps: Iterable[str]) -> tuple[str, ...]:
@@ -249,7 +269,6 @@ OTHERS = {
         "Rendezvous._request_at": ("load requests",),
         "Rendezvous.check_abort": ("load abort",),
         "Rendezvous.is_aborted": ("load abort",),
-        "Rendezvous.abort": ("write eventfds",),  # between threads of one process
         "reset": ("poll", "read eventfds"),  # while all ranks are idle: pipes come before and after
     },
     _short_path: {},
@@ -279,28 +298,32 @@ def test_nothing_else_touches_the_words(module: ModuleType) -> None:
 # A collective writes into the half of the next meeting, meets, and reads the others' data: as _reduce in the model.
 COLLECTIVES = {
     "ShmCollectives._reduce": ("store halves", "call meet_steps", "load halves"),
-    "ShmCollectives.reduce_scatter_steps": (
+    "ShmCollectives.reduce_scatter_arrays": (
         *("store halves", "call meet_steps", "load halves"),
         *("call _publish_shares", "call meet_steps", "call _fold_share"),
     ),
-    "ShmCollectives._reduce_shares": ("call _publish_shares", "call meet_steps", "call _fold_share", "load halves"),
+    # the result goes into the rank's other half, which the next meeting shows
+    "ShmCollectives._reduce_shares": (
+        *("call _publish_shares", "call meet_steps", "load halves", "call _fold_share", "load halves"),
+    ),
     "ShmCollectives._publish_shares": ("store halves",),
-    # and the result into the rank's other half, which the next meeting shows
     "ShmCollectives._fold_share": ("load halves",),
-    # a view of root's half: written before, or read after
-    "ShmCollectives.broadcast_steps": ("load halves", "call meet_steps"),
-    "ShmCollectives.all_gather_steps": ("store halves", "call meet_steps", "load halves"),
+    "ShmCollectives.broadcast_steps": ("call _copy_steps",),
+    "ShmCollectives.all_gather_steps": ("call _copy_steps",),
+    "ShmCollectives._copy_steps": ("call show", "call meet_steps", "call read_steps"),
+    "ShmCollectives._read_pieces": ("call show", "call meet_steps", "load halves"),
     "ShmCollectives.barrier_steps": ("call meet_steps",),
     "ShmCollectives.agree_steps": ("call meet_steps",),
-    "Exchange.steps": ("call _publish", "store halves", "call meet_steps", "call rest_steps"),
-    "Exchange.rest_steps": ("call _read_head", "load halves", "call _publish", "call meet_steps"),
-    "Exchange._publish": ("store halves",),
+    "Exchange.steps": ("call show", "store halves", "call meet_steps", "call rest_steps"),
+    "Exchange.rest_steps": ("call _read_head", "call read_steps"),
     "Exchange._read_head": ("load halves",),
     "ShortCollectives.copy": (
-        *("call _take_block", "store halves", "store halves", "call _meet"),
-        *("load halves", "call _go_on", "load halves"),
+        *("call _take_block", "store halves", "call show", "store halves", "call _meet"),
+        *("load halves", "call _go_on", "call _take"),
     ),
-    "ShortCollectives._take_block": ("call _meet", "load halves", "call _go_on", "load halves"),
+    "ShortCollectives._take": ("call _move", "load halves"),
+    "ShortCollectives._move": ("call read_steps",),
+    "ShortCollectives._take_block": ("call _meet", "load halves", "call _take"),
     "ShortCollectives._go_on": ("call rest_steps",),
     "ShortCollectives.barrier": ("call _meet",),
 }
@@ -309,8 +332,8 @@ COLLECTIVES = {
 @pytest.mark.parametrize("name", sorted(COLLECTIVES))
 def test_every_collective_meets_between_writing_and_reading(name: str) -> None:
     calls = (
-        *("meet_steps", "_publish_shares", "_fold_share", "_publish", "_read_head", "rest_steps"),
-        *("_meet", "_take_block", "_go_on"),
+        *("meet_steps", "_publish_shares", "_fold_share", "_copy_steps", "show", "read_steps", "_read_pieces"),
+        *("_read_head", "rest_steps", "_meet", "_take_block", "_take", "_move", "_go_on"),
     )
     module = {"Shm": _shm_collectives, "Exc": _exchange, "Sho": _short_collectives}[name[:3]]
     assert collapsed(outline(module, name, calls)) == COLLECTIVES[name]

@@ -185,6 +185,9 @@ def test_out_may_be_the_array_or_a_part_of_it(shared_runtimes: Any) -> None:
             shifted = np.arange(length + 1.0)
             comm.all_reduce(shifted[:-1], "sum", out=shifted[1:])
             assert_same(shifted[1:], size * np.arange(float(length)))
+            shifted = np.arange(length + 1.0) * (rank + 1)
+            comm.broadcast(shifted[:-1], 1, out=shifted[1:])
+            assert_same(shifted[1:], 2 * np.arange(float(length)))
         return True
 
     assert all(on_each(shared_runtimes[3], body))

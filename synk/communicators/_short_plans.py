@@ -1,0 +1,321 @@
+"""What is prepared for the short path of collectives, once for each kind of request: *short plans*.
+
+A plan has the request as other ranks read it, and views of both halves or, for long arrays, which bytes go where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from synk._pure.dtypes import dtype_name
+from synk._pure.ops import REDUCE_OPS, REDUCTIONS, Reduction, accumulator_dtype
+from synk.communicators._checks import check_reduction
+from synk.communicators._exchange import DIVIDED, FROM_ROOT, TO_ROOT, Head, head_nbytes, stream_nbytes
+from synk.communicators._messages import NUMBERS
+from synk.communicators._rendezvous import Request, packed
+from synk.communicators._shm_collectives import Frame, ShmCollectives, Streams, flat_bytes
+
+MAX_PLANS = 1 << 10
+
+ROOTED = ("reduce", "broadcast", "gather", "scatter")
+"""The kinds that have a root."""
+_ROWS = ("gather", "all_gather along an axis", *DIVIDED)
+_IN_PLACE = ("all_reduce", "reduce", "broadcast")
+
+
+class Moves(NamedTuple):
+    """Which bytes go where, of an array that is too long for the halves.
+
+    Attributes
+    ----------
+    frame : Frame
+        Where the streams are shown.
+    streams : dict
+        The parts of this rank's array that others read, by index.
+    readings : list of tuple
+        The rank and index of each stream that this rank reads, and its part of the result.
+    own : tuple of slice or None
+        The part of this rank's array that goes to its own result, and where it goes.
+    longest : int
+        The size of the longest stream of all ranks.
+    """
+
+    frame: Frame
+    streams: dict[int, slice]
+    readings: list[tuple[int, int, slice]]
+    own: tuple[slice, slice] | None
+    longest: int
+
+    def streams_of(self, array: np.ndarray) -> Streams:
+        whole = flat_bytes(array)
+        return {index: whole[part] for index, part in self.streams.items()}
+
+
+class Plan:
+    """What is prepared for one kind of request, with arrays of one shape and dtype.
+
+    Attributes
+    ----------
+    request : bytes
+        The request as other ranks read it.
+    own : list of ndarray
+        For each half, where this rank puts what it shows. Empty if it shows nothing.
+    source_shape : tuple of int
+        The shape of the arrays in ``own``.
+    parts : list of list of ndarray
+        For each half, what this rank reads, in rank order.
+    is_receiver : bool
+        Whether this rank gets a result.
+    head : memoryview or None
+        The head that this rank shows with its rows; see ``_exchange``.
+    own_heads : list of memoryview
+        For each half, where this rank shows its head.
+    heads : list of list of memoryview
+        For each half, the heads of the other senders, cut to the length of this rank's.
+    shape, dtype
+        The form of the result.
+    is_long : bool
+        Whether the arrays take more than one meeting; then ``own`` and ``parts`` are empty.
+    moves : Moves or None
+        Of a copy that is long.
+    reduction : Reduction or None
+        How the parts are reduced.
+    combine : ufunc or None
+        A quicker way to reduce parts of equal weight, for dtypes that need no wider accumulator.
+    divisor : scalar or None
+        What the combined parts are divided by at last.
+    """
+
+    __slots__ = (
+        *("combine", "divisor", "dtype", "head", "heads", "own", "parts"),
+        *("is_long", "is_receiver", "moves", "own_heads", "reduction", "request", "shape", "source_shape"),
+    )
+
+    def __init__(self, request: Request, dtype: np.dtype) -> None:
+        self.request = packed(request)
+        self.own: list[np.ndarray] = []
+        self.parts: list[list[np.ndarray]] = []
+        self.is_receiver = True
+        self.head: memoryview | None = None
+        self.heads: list[list[memoryview]] = [[], []]
+        self.own_heads: list[memoryview] = []
+        self.shape: tuple[int, ...] = ()
+        self.source_shape: tuple[int, ...] = ()
+        self.dtype = dtype
+        self.reduction: Reduction | None = None
+        self.combine: np.ufunc | None = None
+        self.divisor: Any = None
+        self.moves: Moves | None = None
+        self.is_long = False
+
+    def fits(self, kind: str, array: np.ndarray, out: Any) -> bool:
+        """Whether the result can be written to ``out`` directly, while others may still read the array."""
+        if self.is_long and not array.flags.c_contiguous:
+            return False
+        if out is None or not self.is_receiver:
+            return True
+        if type(out) is not np.ndarray or out.shape != self.shape or out.dtype != self.dtype:
+            return False
+        if not (out.flags.c_contiguous and out.flags.writeable):
+            return False
+        return not self.is_long or (out is array and kind in _IN_PLACE) or not np.may_share_memory(array, out)
+
+    def fold(self, half: int, weights: Sequence[float] | None, out: np.ndarray) -> None:
+        """Reduce what the ranks have shown into ``out``."""
+        parts = self.parts[half]
+        if self.combine is None or (weights is not None and weights.count(weights[0]) < len(weights)):
+            assert self.reduction is not None
+            self.reduction.reduce_into(parts, weights, out)
+            return
+        self.combine(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            self.combine(out, part, out=out)
+        if self.divisor is not None:
+            np.divide(out, self.divisor, out=out)
+
+
+class ShortPlans:
+    """The plans of one rank. They are valid for the ranks of one call and of those after it with the same ranks.
+
+    Parameters
+    ----------
+    collectives : ShmCollectives
+    """
+
+    def __init__(self, collectives: ShmCollectives) -> None:
+        self._collectives = collectives
+        self._ranks: tuple[int, ...] = ()
+        self._plans: dict[Any, Plan | None] = {}
+
+    def begin(self, ranks: tuple[int, ...]) -> None:
+        """Get ready for a call of ``ranks``."""
+        if ranks != self._ranks:
+            self._plans.clear()
+            self._ranks = ranks
+
+    def close(self) -> None:
+        """Release the shared memory."""
+        self._plans.clear()
+
+    def find(self, key: Any, make: Callable[..., Plan | None]) -> Plan | None:
+        """Return the plan for ``key`` from the cache, or make it. None if such requests take the longer path."""
+        plans = self._plans
+        try:
+            is_new = key not in plans
+        except TypeError:  # part of the key is not hashable, for instance an array as root
+            return None
+        if is_new:
+            if len(plans) >= MAX_PLANS:
+                plans.clear()
+            plans[key] = make(*key)
+        return plans[key]
+
+    def reduction(
+        self, kind: str, shape: tuple[int, ...], dtype: np.dtype, root: Any, op: Any, is_unweighted: bool
+    ) -> Plan | None:
+        collectives, ranks, size = self._collectives, self._ranks, len(self._ranks)
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if dtype not in NUMBERS or op not in REDUCE_OPS:
+            return None
+        if not self._is_root(kind, root) or (not is_unweighted and op != "avg"):
+            return None
+        is_divided = kind == "reduce_scatter"
+        if is_divided and (not shape or shape[0] % size):
+            return None
+        check_reduction(op, dtype_name(dtype))
+        block = (shape[0] // size, *shape[1:]) if is_divided else shape
+        count = nbytes // dtype.itemsize // (size if is_divided else 1)
+        number = ranks[root] if kind in ROOTED else -1
+        request = Request(kind, op, dtype_name(dtype), count, number, weight=None if is_unweighted else 1.0)
+        plan = Plan(request, dtype)
+        plan.shape = block
+        plan.is_receiver = kind != "reduce" or collectives.rank == number
+        plan.is_long = not collectives.is_small(nbytes)
+        if plan.is_long:
+            return plan
+        plan.own = [self._view(collectives.rank, half, 0, shape, dtype) for half in range(2)]
+        offset = ranks.index(collectives.rank) * (nbytes // size) if is_divided else 0
+        plan.parts = [[self._view(rank, half, offset, block, dtype) for rank in ranks] for half in range(2)]
+        plan.reduction = REDUCTIONS[op]
+        if size > 1 and accumulator_dtype(dtype) == dtype:
+            plan.combine = getattr(np, plan.reduction.ufunc)
+            plan.divisor = dtype.type(size) if op == "avg" else None
+        return plan
+
+    def copying(self, kind: str, shape: Any, dtype: Any, root: Any) -> Plan | None:
+        collectives, ranks, size = self._collectives, self._ranks, len(self._ranks)
+        own = collectives.rank
+        if not self._is_root(kind, root):
+            return None
+        number = ranks[root] if kind in ROOTED else -1
+        if shape is None:
+            plan = Plan(Request(kind, peer=number), np.dtype(np.uint8))
+            nbytes = head_nbytes(collectives)
+            plan.heads = [[self._words(number, half, nbytes // 8)] for half in range(2)]
+            return plan
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if dtype not in NUMBERS:
+            return None
+        name = dtype_name(dtype)
+        if kind in _ROWS:
+            return self._copying_rows(kind, shape, dtype, number)
+        plan = Plan(Request(kind, dtype=name, num_elements=nbytes // dtype.itemsize, peer=number), dtype)
+        plan.shape, plan.source_shape = shape, shape
+        senders: tuple[int, ...] = (number,)
+        if kind == "all_gather":
+            plan.shape, plan.source_shape, senders = (size, *shape), (1, *shape), ranks
+        if nbytes > collectives.piece_nbytes() or not collectives.is_small(nbytes):
+            plan.is_long, plan.moves = True, self._moves(Frame(0, collectives.piece_nbytes()), senders, nbytes)
+            return plan
+        if own in senders:
+            plan.own = [self._view(own, half, 0, plan.source_shape, dtype) for half in range(2)]
+        plan.parts = [[self._view(rank, half, 0, plan.source_shape, dtype) for rank in senders] for half in range(2)]
+        return plan
+
+    def _copying_rows(self, kind: str, shape: tuple[int, ...], dtype: np.dtype, number: int) -> Plan | None:
+        collectives, ranks, size = self._collectives, self._ranks, len(self._ranks)
+        own, is_divided = collectives.rank, kind in DIVIDED
+        num_streams = size if is_divided else 1
+        if not shape or shape[0] % num_streams:
+            return None
+        head = Head(dtype, shape[1:], [shape[0] // num_streams] * num_streams)
+        frame = Frame(head_nbytes(collectives), stream_nbytes(collectives, kind))
+        is_agreed = kind not in FROM_ROOT
+        plan = Plan(
+            Request(kind, "", dtype_name(dtype) if is_agreed else "", head.row_size if is_agreed else 0, number), dtype
+        )
+        block = (shape[0] // num_streams, *shape[1:])
+        plan.head = memoryview(head.words().tobytes()).cast("q")
+        plan.source_shape = (size, *block) if is_divided else shape
+        plan.is_receiver = kind not in TO_ROOT or own == number
+        senders = (number,) if kind in FROM_ROOT else ranks
+        plan.own_heads = [self._words(own, half, len(plan.head)) for half in range(2)]
+        others = [rank for rank in senders if rank != own]
+        plan.heads = [[self._words(rank, half, len(plan.head)) for rank in others] for half in range(2)]
+        plan.shape = (len(senders) * block[0], *block[1:])
+        if head.longest > frame.length or not collectives.is_small(num_streams * head.longest):
+            is_sole_receiver = kind in TO_ROOT and plan.is_receiver
+            plan.is_long, plan.moves = True, self._moves(frame, senders, head.longest, is_divided, is_sole_receiver)
+            return plan
+        plan.own = [self._blocks(own, half, frame, plan.source_shape, dtype, is_divided) for half in range(2)]
+        offset = frame.offset(ranks.index(own) if is_divided else 0)
+        plan.parts = [[self._view(rank, half, offset, block, dtype) for rank in senders] for half in range(2)]
+        return plan
+
+    def block(self, kind: str, shape: None, dtype: None, root: int, words: bytes) -> Plan:
+        collectives, position = self._collectives, self._ranks.index(self._collectives.rank)
+        head = Head.read(np.frombuffer(words, np.int64)[1:].tolist())
+        frame = Frame(head_nbytes(collectives), stream_nbytes(collectives, "scatter"))
+        plan = Plan(Request("scatter", peer=self._ranks[root]), head.dtype)
+        plan.shape = (head.sizes[position], *head.shape)
+        if head.longest > frame.length:
+            nbytes = int(np.prod(plan.shape)) * head.dtype.itemsize
+            plan.moves = Moves(frame, {}, [(self._ranks[root], position, slice(nbytes))], None, head.longest)
+            return plan
+        offset = frame.offset(position)
+        plan.parts = [[self._view(self._ranks[root], half, offset, plan.shape, head.dtype)] for half in range(2)]
+        return plan
+
+    def _moves(
+        self,
+        frame: Frame,
+        senders: Sequence[int],
+        nbytes: int,
+        is_divided: bool = False,
+        is_sole_receiver: bool = False,
+    ) -> Moves:
+        """Return the moves of equal blocks: one for each rank if ``is_divided``, else the same for all receivers."""
+        own, position = self._collectives.rank, self._ranks.index(self._collectives.rank)
+        index = position if is_divided else 0
+
+        def part(place: int) -> slice:
+            return slice(place * nbytes, (place + 1) * nbytes)
+
+        streams = {k: part(k) for k in range(len(self._ranks) if is_divided else 1)} if own in senders else {}
+        if is_divided or is_sole_receiver:
+            streams.pop(index, None)  # nobody else reads it
+        readings = [(rank, index, part(place)) for place, rank in enumerate(senders) if rank != own]
+        kept = (part(index), part(senders.index(own))) if own in senders else None
+        return Moves(frame, streams, readings, kept, nbytes)
+
+    def _is_root(self, kind: str, root: Any) -> bool:
+        return kind not in ROOTED or (type(root) is int and 0 <= root < len(self._ranks))
+
+    def _view(self, rank: int, half: int, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return np.ndarray(shape, dtype, self._collectives.half(rank, half), offset)
+
+    def _blocks(
+        self, rank: int, half: int, frame: Frame, shape: tuple[int, ...], dtype: np.dtype, is_divided: bool
+    ) -> np.ndarray:
+        """Return a view of where this rank's blocks go. Each block is the first piece of its stream."""
+        first = self._view(rank, half, frame.begin, shape[1:] if is_divided else shape, dtype)
+        if not is_divided:
+            return first
+        strides = (frame.length, *first.strides)
+        return np.ndarray(shape, dtype, self._collectives.half(rank, half), frame.begin, strides)
+
+    def _words(self, rank: int, half: int, count: int) -> memoryview:
+        return self._collectives.half(rank, half)[: count * 8].data.cast("q")

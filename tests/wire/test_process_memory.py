@@ -1,0 +1,64 @@
+"""Reading the memory of another process, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from synk._wire.process_memory import address_of, let_siblings_read, read_memory
+
+CHILD = """
+import sys, numpy as np
+from synk._wire.process_memory import address_of
+array = np.arange(3_000_000)
+print(address_of(array), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Return a process, and the address of three million numbers in it."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", CHILD]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+    ) as process:
+        assert process.stdout is not None
+        yield process, int(process.stdout.readline())
+        process.kill()
+
+
+def test_the_memory_of_another_process(other: tuple[subprocess.Popen[str], int]) -> None:
+    process, address = other
+    found = np.zeros(2_000_000, np.int64)
+    assert read_memory(process.pid, address + 8_000_000, found.view(np.uint8))
+    np.testing.assert_array_equal(found, np.arange(1_000_000, 3_000_000))
+
+
+def test_no_bytes() -> None:
+    assert read_memory(os.getpid(), 0, np.empty(0, np.uint8))
+
+
+def test_an_address_where_nothing_is() -> None:
+    assert not read_memory(os.getpid(), 4096, np.empty(8, np.uint8))
+
+
+def test_a_process_that_has_ended(other: tuple[subprocess.Popen[str], int]) -> None:
+    process, address = other
+    process.kill()
+    process.wait()
+    assert not read_memory(process.pid, address, np.empty(8, np.uint8))
+
+
+def test_declaring_siblings_twice_changes_nothing() -> None:
+    let_siblings_read()
+    let_siblings_read()
+    source, found = np.arange(100), np.zeros(100, np.int64)
+    assert read_memory(os.getpid(), address_of(source), found.view(np.uint8))
+    np.testing.assert_array_equal(found, source)
