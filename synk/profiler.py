@@ -67,7 +67,7 @@ def transfer_guard(mode: str) -> AbstractContextManager[None]:
 
 
 class Trace:
-    """What :func:`trace` has recorded. Times are in seconds from its beginning."""
+    """A recording. Made by :func:`trace`. Times are in seconds from its beginning."""
 
     def __init__(self, tracer: Any, path: str | os.PathLike[str] | None) -> None:
         self._tracer, self._path = tracer, path

@@ -117,6 +117,9 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         Whether each rank contributes a value of its own (its random draws, its part of a search). Then ``"sum"``,
         ``"prod"``, ``"gather"`` and a callable op are allowed without rows to divide, that is, without a scattered
         argument or a sharded variable that the function closes over. The result depends on the number of workers.
+        Broadcast arguments are the same on all ranks: if the function only computes with them, or seeds a generator
+        with one of them, all ranks return the same bits, and a sum counts them several times. Draw from
+        ``synk.comm.rng``, or seed with ``[seed, synk.comm.rank]``.
 
     Returns
     -------

@@ -52,7 +52,10 @@ class Executor(concurrent.futures.Executor):
     ------
     ValueError
         For a number of workers below 1.
-    NotForkedError, ClosedError, ReentrancyError
+    ClosedError
+        If the runtime is closed.
+    ReentrancyError
+        On a worker.
 
     Notes
     -----

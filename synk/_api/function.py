@@ -90,6 +90,7 @@ class Function(FunctionHandle, Generic[P, R]):
         If something that the function captured was changed in place, is too large to be compared at each call, and
         earlier calls may have used its old contents. The next call uses the new ones.
     WorkerDied, CallTimeout, CollectiveMismatch, SerializationError, ClosedError
+        As :mod:`synk.errors` says.
 
     Warns
     -----

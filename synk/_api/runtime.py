@@ -408,6 +408,7 @@ class Runtime:
         Raises
         ------
         ClosedError
+            If the runtime is closed.
 
         Examples
         --------
@@ -432,6 +433,7 @@ class Runtime:
         Raises
         ------
         ClosedError
+            If the runtime is closed.
         UnsupportedError
             With ``inline=True``: functions run in the thread that calls them, and only Ctrl-C can end them there.
 
@@ -488,7 +490,10 @@ class Runtime:
 
         Raises
         ------
-        StartupError, ClosedError
+        StartupError
+            If a worker cannot be started.
+        ClosedError
+            If the runtime is closed.
         """
         with self._session.entered("restart"):
             self._session.begin("restart", self._session.deadline(None))

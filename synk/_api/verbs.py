@@ -68,6 +68,7 @@ def data(
     SharedMemoryError
         If there is not enough memory.
     NotForkedError, ClosedError
+        If there is no open runtime.
 
     Examples
     --------
@@ -163,6 +164,7 @@ def resident(
     SerializationError
         If the object cannot be pickled, or not be loaded on the workers.
     NotForkedError, ClosedError
+        If there is no open runtime.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Programs of Synkhronos, the ancestor of synk, with their imports changed.
+"""Programs of Synkhronos, the ancestor of synk, with their imports changed::
 
     import pytensor as theano
     import pytensor.tensor as T

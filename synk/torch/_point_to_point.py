@@ -31,7 +31,7 @@ _counted: weakref.WeakKeyDictionary[Messages, Counter[tuple[str, int, int]]] = w
 
 @dataclass(frozen=True)
 class Handle:
-    """A message that was started by :func:`isend` or :func:`irecv`. Wait for it once, by :func:`wait`.
+    """A message in flight. Made by :func:`isend` and :func:`irecv`. Wait for it once, by :func:`wait`.
 
     Attributes
     ----------

@@ -23,10 +23,12 @@ with pytest.MonkeyPatch.context() as patch:
 NUM_RANKS = (1, 2, 3)
 
 
-@pytest.fixture(params=NUM_RANKS)
-def n_gpus(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setenv("PYTENSOR_FLAGS", "cxx=,linker=py,traceback__limit=0")
-    yield synk.fork(request.param, use_gpu=False)
+@pytest.fixture(scope="module", params=NUM_RANKS)
+def n_gpus(request: Any, kept_open: Any) -> Iterator[int]:
+    """One runtime for all tests of a number of ranks: each worker imports PyTensor, which takes most of a start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTENSOR_FLAGS", "cxx=,linker=py,traceback__limit=0")
+        yield synk.fork(request.param, use_gpu=False)
     synk.close()
 
 
@@ -254,13 +256,13 @@ def make_training(build: Callable[..., Any], rule: Any) -> tuple[Any, Any, list[
     return gradient, build([], [], updates=updates), params, flat
 
 
+@pytest.mark.parametrize("n_gpus", [2], indirect=True)
 @pytest.mark.parametrize("name", RULES)
-def test_train_functions_equal_the_serial_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_functions_equal_the_serial_ones(n_gpus: int, name: str) -> None:
     """Even rows: the ancestor's mean of the ranks' means is the mean over all rows.
 
     All numbers of rows are powers of two, because PyTensor rounds their inverse to float32 in this graph.
     """
-    monkeypatch.setenv("PYTENSOR_FLAGS", "cxx=,linker=py,traceback__limit=0")
     rng = np.random.default_rng(7)
     x_dat, y_dat = rng.standard_normal((32, 4)), rng.standard_normal(32)
     serial, update, expected, _ = make_training(theano.function, RULES[name])
@@ -268,15 +270,11 @@ def test_train_functions_equal_the_serial_ones(name: str, monkeypatch: pytest.Mo
     for _ in range(5):
         losses.append(float(serial(x_dat, y_dat)))
         update()
-    synk.fork(2, use_gpu=False)
-    try:
-        gradient, step, params, flat = make_training(synk.function, RULES[name])
-        for k, num_slices in enumerate((1, 4, 1, 4, 1)):
-            np.testing.assert_allclose(gradient(x_dat, y_dat, num_slices=num_slices), losses[k], rtol=1e-13)
-            synk.all_reduce(flat, op="avg")
-            step()
-        for param, other in zip(params, expected, strict=True):
-            np.testing.assert_allclose(param.get_value(), other.get_value(), rtol=1e-12, atol=1e-15)
-            np.testing.assert_array_equal(*synk.gather(param, nd_up=1)[:2])
-    finally:
-        synk.close()
+    gradient, step, params, flat = make_training(synk.function, RULES[name])
+    for k, num_slices in enumerate((1, 4, 1, 4, 1)):
+        np.testing.assert_allclose(gradient(x_dat, y_dat, num_slices=num_slices), losses[k], rtol=1e-13)
+        synk.all_reduce(flat, op="avg")
+        step()
+    for param, other in zip(params, expected, strict=True):
+        np.testing.assert_allclose(param.get_value(), other.get_value(), rtol=1e-12, atol=1e-15)
+        np.testing.assert_array_equal(*synk.gather(param, nd_up=1)[:2])

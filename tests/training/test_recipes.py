@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
 BLOCKS = dict(re.findall(r"^## ([^\n]+)\n\n```py\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
-BEGINNING = re.search(r"^All recipes begin so:\n\n```py\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1]  # type: ignore[index]
+BEGINNING = re.search(r"^All recipes begin like this:\n\n```py\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1]  # type: ignore[index]
 PACKAGES = {"torchmetrics": "torchmetrics", "A logger": "tensorboard"}
 
 

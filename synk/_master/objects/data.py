@@ -126,7 +126,7 @@ class Data(ArrayLike):
     @property
     @verb
     def data(self) -> np.ndarray:
-        """The array: a view of the shared memory, with shape ``shape``."""
+        """A view of the shared memory, with shape ``shape``."""
         self._session.check_open(f"use {self._label}")
         return self._await_readers().array
 

@@ -16,7 +16,7 @@ _NUM_SHOWN = 8
 
 
 class Profile:
-    """The records of a runtime. It prints as a table, the most expensive function first.
+    """The records of a runtime. Made by :func:`synk.profile`. It prints as a table, the most expensive function first.
 
     ``share`` is the part of the calls' time in which the rank that worked longest was computing. The rest is
     distribution, copies, reduction and waiting. ``wait`` is the part in which that rank waited in ``synk.comm``. ``in``
@@ -33,19 +33,16 @@ class Profile:
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from synk._master.state.ledger import Transfer
-    >>> record = Record("loss")
-    >>> words = np.zeros((2, 16), int)  # what each rank has written: first the time in the function
-    >>> words[:, 0] = 1_000_000, 900_000
-    >>> record.add((Transfer("x", "staged", 1000, 10),), [0, 1], [60, 40], words, 2_000_000)
-    >>> profile = Profile()
-    >>> profile.known["loss"] = record
-    >>> print(profile)
+    >>> import numpy as np, synk
+    >>> with synk.fork(2):
+    ...     total = synk.function(lambda x: x.sum(), outputs="sum", name="total")
+    ...     _ = [total(np.ones(125)) for _ in range(4)]
+    ...     profile = synk.profile()
+    >>> print(profile)  # doctest: +ELLIPSIS
     function     calls   total s   ms/call   share    wait   in B/call  out B/call
-    loss             1     0.002     2.000     50%      0%        1000           0
+    total            4     ...                               0%        1000          16...
     >>> [(each.rank, each.in_nbytes) for each in profile.ranks]
-    [(0, 600), (1, 400)]
+    [(0, 2016), (1, 1984)]
     """
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from synk.errors import CollectiveMismatch
 
 
 class Request:
-    """A collective or message in flight, as ``synk.comm.iall_reduce`` returns it.
+    """A collective or message in flight. Made by ``synk.comm.iall_reduce``, ``isend`` and the like.
 
     It belongs to the call that started it. When the function returns, synk finishes everything that the function has
     started, and from then on the request cannot be used.
