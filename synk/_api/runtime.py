@@ -442,6 +442,7 @@ class Runtime:
         """
         if self.is_closed:
             raise ClosedError("cannot look at the workers: the runtime is closed.") from self._session.cause
+        self._session.check_here("return stacks", "Runtime.where() shows them.")
         return stacks(self._session.workers.processes)
 
     def interrupt(self) -> None:

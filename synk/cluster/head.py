@@ -28,6 +28,7 @@ from synk._master.workers.requests import Request
 from synk._pure.cores import num_cores
 from synk._wire.messages import Plan, Status
 from synk._wire.messages import Reply as WorkerReply
+from synk._wire.program import is_frozen
 from synk.backends._assignment import DeviceAssignment
 from synk.cluster.channel import unpacked
 from synk.cluster.here import NodePlacement, agents
@@ -283,6 +284,11 @@ def open_session(
         If an agent cannot be started.
     """
     num_nodes = check_cluster(cluster, nodes)
+    if is_frozen():
+        raise UnsupportedError(
+            "cannot fork with cluster='here': got a frozen program, expected one that the interpreter runs, for a copy "
+            "of a frozen one becomes a worker and no agent. Fork without cluster=."
+        )
     counts = counts_of(max(num_cores() // num_nodes, 1) if num_workers is None else num_workers, num_nodes)
     return ClusterSession(Layout(counts), timeout=timeout, seed=seed, max_restarts=max_restarts, make_queue=make_queue)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from support.harness import PACKAGE_FOLDER, same_workers, script
 
 import synk
 import synk.profiler
+from synk._wire.cell import cell
 from synk.errors import UnsupportedError
 
 
@@ -28,6 +30,7 @@ REFUSED = {
     "synk.resident": lambda rt, f: rt.resident({}),
     "synk.map": lambda rt, f: rt.map(abs, [1]),
     "synk.Executor": lambda rt, f: synk.Executor(runtime=rt).submit(abs, 1).result(),
+    "rt.stacks": lambda rt, f: rt.stacks(),
     "f.verify": lambda rt, f: f.verify(np.zeros(3)),
 }
 
@@ -64,6 +67,13 @@ def test_options_of_fork_that_need_one_machine(name: str) -> None:
 def test_arguments_of_fork(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         synk.Runtime(1, **options)
+
+
+def test_frozen_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    monkeypatch.setattr(cell, "has_freeze_support", True)
+    with pytest.raises(UnsupportedError, match="got a frozen program"):
+        synk.Runtime(1, cluster="here", nodes=2)
 
 
 def test_one_number_of_workers_without_nodes() -> None:
