@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import wait_for
 
 import synk
 from synk.errors import StaleCaptureError
@@ -127,16 +126,16 @@ def held_on_ranks(nodes: synk.Runtime) -> list[int]:
     return found
 
 
-def test_functions_that_are_dropped_leave_the_ranks(nodes: synk.Runtime) -> None:
-    assert wait_for(lambda: len(set(held_on_ranks(nodes))) == 1)
-    before = held_on_ranks(nodes)
-    functions = [nodes.function(lambda x, k=k: x + k, outputs="gather", bcast_inputs="k") for k in range(5)]
-    for k, f in enumerate(functions):
-        np.testing.assert_array_equal(f(X), X + k)
-    assert held_on_ranks(nodes) == [count + 5 for count in before]
-    del functions, f
-    held_on_ranks(nodes)  # the message that tells the ranks
-    assert held_on_ranks(nodes) == before
+def test_functions_that_are_dropped_leave_the_ranks() -> None:
+    with synk.Runtime((1, 2), cluster="here", nodes=2) as rt:
+        before = held_on_ranks(rt)
+        functions = [rt.function(lambda x, k=k: x + k, outputs="gather", bcast_inputs="k") for k in range(5)]
+        for k, f in enumerate(functions):
+            np.testing.assert_array_equal(f(X), X + k)
+        assert held_on_ranks(rt) == [count + 5 for count in before]
+        del functions, f
+        held_on_ranks(rt)  # the message that tells the ranks
+        assert held_on_ranks(rt) == before
 
 
 def test_settings_of_libraries(nodes: synk.Runtime) -> None:
