@@ -70,6 +70,8 @@ class WorkerDied(SynkError):
         How each ended: ``"SIGKILL"``, ``"exit 3"`` or ``"exit code unknown"``.
     phase : str
         What the runtime was doing: ``"idle"``, ``"call"``, ``"distribute"`` ...
+    nodes : tuple of int
+        The nodes that ended as a whole, with all of their ranks; empty where single workers died.
     """
 
     def __init__(
@@ -80,8 +82,10 @@ class WorkerDied(SynkError):
         pids: tuple[int, ...] = (),
         exits: tuple[str, ...] = (),
         phase: str = "",
+        nodes: tuple[int, ...] = (),
     ) -> None:
         super().__init__(message)
+        self.nodes = nodes
         self.ranks = ranks
         self.pids = pids
         self.exits = exits
@@ -95,6 +99,7 @@ class RemoteError(SynkError):
     ----------
     rank : int
     device : str
+        On one of several nodes with the node: ``"node1:cpu:0"``.
     type_name : str
         Qualified name of the exception's class in the worker.
     traceback_text : str

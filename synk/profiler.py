@@ -63,7 +63,9 @@ def transfer_guard(mode: str) -> AbstractContextManager[None]:
     """
     from synk._api.current import current
 
-    return current()._session.guard.as_mode(mode)
+    session = current()._session
+    session.check_here("guard transfers", "All arguments travel to the nodes in each call.")
+    return session.guard.as_mode(mode)
 
 
 class Trace:
@@ -173,6 +175,7 @@ class trace:
 
         runtime = self._runtime = current()
         session = runtime._session
+        session.check_here("trace calls", "synk.profile() shows the times of all ranks.")
         if session.tracer is not None:
             raise RuntimeError("cannot trace calls: this runtime is being traced already. End that trace first.")
         self._stack.enter_context(session.guard.as_mode("count") if self._compare else nullcontext())

@@ -130,8 +130,15 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 _failed = pytest.StashKey[bool]()
 
 
+def nodes_of(kind: str, **options: Any) -> synk.Runtime:
+    """Return a runtime over nodes: ``"1+3"`` are one with one worker and one with three."""
+    counts = [int(count) for count in kind.split("+")]
+    return synk.Runtime(counts, cluster="here", nodes=len(counts), **options)
+
+
 class SharedRuntimes:
-    """Runtimes that tests of pure semantics share: ``shared_runtimes[n]`` has n workers, ``["inline"]`` none.
+    """Runtimes that tests of pure semantics share: ``shared_runtimes[n]`` has n workers, ``["inline"]`` none, and
+    ``["1+3"]`` two nodes.
 
     Made at first use; made again when a test closed one.
     """
@@ -144,6 +151,8 @@ class SharedRuntimes:
         if runtime is None or runtime.is_closed:
             if num_workers == "inline":
                 runtime = synk.Runtime(inline=True, backend="numpy")
+            elif "+" in str(num_workers):
+                runtime = nodes_of(str(num_workers))
             else:
                 runtime = synk.Runtime(int(num_workers), backend="numpy")
             self._runtimes[num_workers] = runtime
@@ -242,16 +251,19 @@ def reuse(request: pytest.FixtureRequest, kept_open: tuple[SharedRuntimes, Reuse
 def reused(request: pytest.FixtureRequest, reuse: Reuse) -> Callable[..., synk.Runtime]:
     """Return ``reused(num_workers=2, *failpoints)``: a runtime that may have served other tests, given back at the end.
 
+    ``reused("1+3")`` has two nodes.
+
     For tests that need no options, and count neither what a runtime counts from its start on nor the descriptors or
     memory of processes: what earlier tests left to the garbage collector may go at any time. It was started under the
     variables of synk's own that are set now. Tests without torch get one that served none with it: a worker that takes
     the place of another imports what the functions before it have named.
     """
 
-    def take(num_workers: int = 2, *failpoints: harness.Failpoint) -> synk.Runtime:
+    def take(num_workers: int | str = 2, *failpoints: harness.Failpoint) -> synk.Runtime:
         variables = frozenset(item for item in os.environ.items() if item[0].startswith("SYNK_"))
         kind = num_workers, uses_torch(request.node), variables
-        runtime = reuse(kind, lambda: synk.Runtime(num_workers, backend="numpy", max_restarts=10**9))
+        make = nodes_of if isinstance(num_workers, str) else synk.Runtime
+        runtime = reuse(kind, lambda: make(num_workers, backend="numpy", max_restarts=10**9))
         if failpoints:
             harness.arm(runtime, *failpoints)
         return runtime

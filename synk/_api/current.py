@@ -34,7 +34,7 @@ def current() -> Runtime:
 
 @verb
 def fork(
-    num_workers: int | None = None,
+    num_workers: int | Sequence[int] | None = None,
     *,
     backend: str = "auto",
     devices: Sequence[Any] | None = None,
@@ -45,6 +45,8 @@ def fork(
     seed: int | None = None,
     transfer_guard: str = "allow",
     balance: str = "even",
+    cluster: str | None = None,
+    nodes: int | None = None,
 ) -> Runtime:
     """Start one worker process for each device and make their runtime the current one.
 
@@ -81,6 +83,13 @@ def fork(
         How rows are divided among the ranks. ``"measured"``: by the time that each rank has taken for its rows, for
         GPUs of different kinds, or cores that other programs use. Every eight calls the shares change by at most a
         tenth. Averages stay exact, because they are weighted by rows; the last bits of a result depend on the times.
+    cluster : {None, "here"}
+        None: the workers of this process. ``"here"``: workers of several nodes, which are child processes of this
+        program, to try on one machine what will run on many. Not everything works over nodes yet: what does not is
+        refused by an ``UnsupportedError``. See the page on many machines.
+    nodes : int, optional
+        How many nodes to start, with ``cluster``. ``num_workers`` is then for each node: a number, or a sequence with
+        one for each; None divides the cores.
 
     Returns
     -------
@@ -117,6 +126,8 @@ def fork(
         seed,
         transfer_guard,
         balance,
+        cluster,
+        nodes,
     )
     place = notebook_cell(sys._getframe(2))
     if cell.runtime is not None and cell.session.is_own_process:
@@ -139,6 +150,8 @@ def fork(
                 seed=seed,
                 transfer_guard=transfer_guard,
                 balance=balance,
+                cluster=cluster,
+                nodes=nodes,
             )
             cell.runtime, cell.session, cell.last_session = runtime, runtime._session, runtime._session
             cell.forked_at, cell.forked_with = place, wanted

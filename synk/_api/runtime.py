@@ -73,6 +73,8 @@ class Runtime:
         How many dead workers are replaced within 60 s before the runtime closes. 0: the first death closes it.
     on_restart : callable, optional
         Each replacement worker runs ``on_restart()`` before its first call.
+    cluster, nodes
+        See :func:`synk.fork`.
 
     Attributes
     ----------
@@ -98,7 +100,7 @@ class Runtime:
     @as_operation
     def __init__(
         self,
-        num_workers: int | None = None,
+        num_workers: int | Sequence[int] | None = None,
         *,
         backend: str = "auto",
         devices: Sequence[Any] | None = None,
@@ -109,6 +111,8 @@ class Runtime:
         seed: int | None = None,
         transfer_guard: str = "allow",
         balance: str = "even",
+        cluster: str | None = None,
+        nodes: int | None = None,
     ) -> None:
         refuse_inside_worker("fork")
         check_platform()
@@ -118,6 +122,23 @@ class Runtime:
         nvtx()  # whose ranges are wanted, and which is not installed, is said here
         if isinstance(max_restarts, bool) or not isinstance(max_restarts, (int, np.integer)) or max_restarts < 0:
             raise ValueError(f"cannot fork: got max_restarts={max_restarts!r}, expected an integer of 0 or more.")
+        seed = entropy_of(seed)
+        if cluster is not None:
+            from synk.cluster.head import open_session, refuse
+
+            refuse(
+                backend=("numpy" if backend == "auto" else backend, "numpy"), devices=(devices, None),
+                inline=(inline, False), on_restart=(on_restart, None), transfer_guard=(transfer_guard, "allow"),
+                balance=(balance, "even"),
+            )  # fmt: skip
+            check_program()
+            self._session: Session = open_session(
+                num_workers, cluster, nodes,
+                timeout=timeout, seed=seed, max_restarts=int(max_restarts), make_queue=Queue,
+            )  # fmt: skip
+            return
+        if nodes is not None:
+            raise ValueError(f"cannot fork: got nodes={nodes!r} and no cluster=, expected both. Pass cluster='here'.")
         placement = place(num_workers, backend, devices, inline)
         process_type: type[Process] = WorkerProcess
         if inline:
@@ -129,7 +150,7 @@ class Runtime:
         self._session = Session(
             placement,
             timeout=timeout,
-            seed=entropy_of(seed),
+            seed=seed,
             max_restarts=int(max_restarts),
             on_restart=prepared,
             transfer_guard=check_mode(transfer_guard),
@@ -188,6 +209,7 @@ class Runtime:
         """Make a :class:`synk.Shared` of this runtime; see :func:`synk.shared`."""
         refuse_inside_worker("make a shared variable")
         session = self._session
+        session.check_here("make a shared variable", "Pass its value as a broadcast argument.")
         session.check_open("make a shared variable")
         session.reclaim()
         return Shared(session, Variable(session.variables, value, sharded=sharded, name=name))
@@ -420,6 +442,7 @@ class Runtime:
         """
         if self.is_closed:
             raise ClosedError("cannot look at the workers: the runtime is closed.") from self._session.cause
+        self._session.check_here("return stacks", "Runtime.where() shows them.")
         return stacks(self._session.workers.processes)
 
     def interrupt(self) -> None:
@@ -463,8 +486,10 @@ class Runtime:
             return f"{title}, closed"
         with self._session.entered("describe the workers"):
             self._session.begin("describe the workers")
+            placement = self._session.workers.processes.placement
             lines = [
-                f"  rank {worker.rank}: {self.devices[worker.rank]}, pid {worker.process.pid}, {worker.description}"
+                f"  {placement.named([worker.rank])}: {placement.devices[worker.rank]}, pid {worker.process.pid}, "
+                f"{worker.description}"
                 for worker in self._session.workers.by_rank
             ]
         lines += [f"  NCCL: {self._session.group.library}"] if self._session.group.library else []

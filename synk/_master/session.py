@@ -2,6 +2,7 @@
 
 An operation holds the lock and begins with :meth:`Session.begin`: calls in flight end, what an interrupt left torn is
 settled, dead workers are replaced. Everything above (calls, collectives, the user's verbs) runs inside an operation.
+In one file because it is one object, which owns the parts.
 """
 
 from __future__ import annotations
@@ -80,7 +81,13 @@ class Session:
     numbers : iterator of int
         Numbers for calls, and for collectives on devices.
     plan_ids, assembly_ids : iterator of int
+    total_ranks : int
+        The ranks of all nodes; ``world_size`` are those among which this session divides rows.
+    nodes : object or None
+        What sends calls to nodes, if the processes of this session are agents; see ``synk.cluster.head``.
     """
+
+    nodes: Any = None
 
     def __init__(
         self,
@@ -97,6 +104,7 @@ class Session:
         self.timeout = timeout
         self.backend, self.devices = placement.backend, placement.devices
         self.world_size = len(placement.devices)
+        self.total_ranks = placement.total_ranks
         self.assignment = placement.assignment
         self.has_devices = self.assignment.has_devices
         self.counters = dict.fromkeys(_COUNTERS, 0)
@@ -175,6 +183,18 @@ class Session:
         if os.getpid() != self.pid:
             raise ReentrancyError(
                 f"cannot {verb}: this process is a forked copy of the master, and the workers belong to the original."
+            )
+
+    def check_here(self, verb: str, instead: str) -> None:
+        """Raise UnsupportedError for what works only on the workers of one machine, so far.
+
+        Raises
+        ------
+        UnsupportedError
+        """
+        if self.nodes is not None:
+            raise UnsupportedError(
+                f"cannot {verb} over nodes: got a runtime with cluster='here', expected one without cluster=. {instead}"
             )
 
     def entered(self, verb: str) -> holding:

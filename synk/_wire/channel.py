@@ -29,7 +29,7 @@ HEADER = struct.Struct(f"<4sHHIQ{TOKEN_NBYTES}s")
 INLINE_NBYTES = 1 << 16
 MAX_BODY_NBYTES = 1 << 40
 MAX_FDS = 250  # SCM_MAX_FD is 253; one is reserved for a large body
-_IS_LARGE = 1
+IS_LARGE = 1
 
 _LATE_NS = 1_000_000
 _MIN_PENALTY, _MAX_PENALTY = 32, 4096
@@ -58,7 +58,7 @@ def decode_header(packet: bytes, token: bytes) -> tuple[int, int, int]:
     magic, version, flags, sequence, nbytes, sent_token = HEADER.unpack_from(packet)
     if magic != MAGIC or version != VERSION or sent_token != token:
         raise ProtocolError("cannot read a message: its magic, version or token is not that of this runtime.")
-    if flags not in (0, _IS_LARGE) or nbytes > MAX_BODY_NBYTES:
+    if flags not in (0, IS_LARGE) or nbytes > MAX_BODY_NBYTES:
         raise ProtocolError(f"cannot read a message: got flags {flags} and a length of {nbytes} bytes.")
     if not flags and nbytes != len(packet) - HEADER.size:
         raise ProtocolError(f"cannot read a message: got {len(packet) - HEADER.size} bytes, its header says {nbytes}.")
@@ -184,7 +184,7 @@ class Channel:
         """Decode the bytes of a doorbell; None if they are incomplete, as at the end of the pipe."""
         return DOORBELL.unpack(data) if len(data) == DOORBELL.size else None
 
-    def send_body(self, sequence: int, body: bytes, fds: Sequence[int] = ()) -> None:
+    def send_body(self, sequence: int, body: Any, fds: Sequence[int] = ()) -> None:
         """Send one body with descriptors ``fds`` (at most ``MAX_FDS``).
 
         Raises
@@ -202,7 +202,7 @@ class Channel:
         segment = Segment.create(len(body))
         try:
             segment.buffer[: len(body)] = memoryview(body)
-            header = encode_header(sequence, len(body), self._token, _IS_LARGE)
+            header = encode_header(sequence, len(body), self._token, IS_LARGE)
             socket.send_fds(self.sock, [header], [*fds, segment.fd], socket.MSG_NOSIGNAL)
         finally:
             segment.close()
@@ -229,23 +229,25 @@ class Channel:
                         "cannot receive shared segments: this process is out of file descriptors. Raise ulimit -n."
                     )
                 flags, got_sequence, nbytes = decode_header(packet, self._token)
-                if flags & _IS_LARGE and not fds:
+                if flags & IS_LARGE and not fds:
                     raise ProtocolError("cannot read a message: its large body is missing.")
             except SynkError:
                 _close_all(fds)
                 raise
             body = packet[HEADER.size :]
-            if flags & _IS_LARGE:
-                # The sender appends the descriptor of a large body last.
-                body_fd = fds.pop()
-                try:
-                    with mmap.mmap(body_fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
-                        body = mapping[:nbytes]
-                finally:
-                    os.close(body_fd)
+            if flags & IS_LARGE:
+                body = self._body_in(fds.pop(), nbytes)  # the sender appends the descriptor of a large body last
             if sequence is None or got_sequence == sequence & 0xFFFF:
                 return body, list(fds)
             _close_all(fds)
+
+    def _body_in(self, fd: int, nbytes: int) -> Any:
+        """Return a large body, and close the descriptor of the memory in which it came."""
+        try:
+            with mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
+                return mapping[:nbytes]
+        finally:
+            os.close(fd)
 
     def close(self) -> None:
         """Close all three descriptors. It may be called again."""

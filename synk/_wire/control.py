@@ -32,6 +32,9 @@ class Down(IntEnum):
     BROKEN = 13  # number of the last NCCL group that was given up
     # segment for the call's large outputs; 0: the master asks for them later; rank 0's entry counts for all
     RESULT = 14
+    # on one of several nodes: how many ranks of all nodes run the call, and their rows; rank 0's entry counts for all
+    ALL_RANKS = 15
+    ALL_ROWS = 16
 
 
 class Up(IntEnum):

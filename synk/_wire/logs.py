@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from typing import Any, NamedTuple
+
+from synk._wire.descriptors import Descriptor
 
 _OWN = frozenset(vars(logging.makeLogRecord({})))
 _SENT = (
@@ -28,8 +31,8 @@ def pack_record(record: logging.LogRecord) -> bytes:
     return b"\n" + json.dumps(content).encode("ascii") + b"\n"
 
 
-def unpack_record(line: bytes, rank: int) -> logging.LogRecord:
-    """Return the record in a line that the worker of ``rank`` wrote.
+def unpack_record(line: bytes, rank: int | None) -> logging.LogRecord:
+    """Return the record in a line that the worker of ``rank`` wrote; None: an agent, which knows its workers' ranks.
 
     Raises
     ------
@@ -37,8 +40,31 @@ def unpack_record(line: bytes, rank: int) -> logging.LogRecord:
         If the line was cut off.
     """
     content: dict[str, Any] = json.loads(line)
-    content |= {"msg": f"[rank {rank}] {content['msg']}", "args": None, "rank": rank, "processName": f"rank {rank}"}
+    if rank is not None:
+        content |= {"msg": f"[rank {rank}] {content['msg']}", "rank": rank}
+    content |= {"args": None, "processName": f"rank {content['rank']}" if "rank" in content else "agent"}
     return logging.makeLogRecord(content)
+
+
+class PipeHandler(logging.Handler):
+    """Writes all records to a pipe to the master."""
+
+    def __init__(self, fd: Descriptor) -> None:
+        super().__init__()
+        self._fd = fd
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            data = memoryview(pack_record(record))
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except Exception:  # as in any handler: the record's message could not be formatted
+            self.handleError(record)
+
+
+def send_records(fd: Descriptor) -> None:
+    """Have all loggers of this process send their records to the master, where alone the user's handlers exist."""
+    logging.root.addHandler(PipeHandler(fd))
 
 
 class Levels(NamedTuple):

@@ -219,8 +219,9 @@ class Move(NamedTuple):
     leaf : int
         Position among the rank's leaves.
     kind : str
-        ``"reduce"`` (this rank reduces elements ``start`` to ``stop`` of all ranks' values), ``"device"`` (NCCL reduces
-        them) or ``"copy"`` (the whole value goes to ``offset``).
+        ``"reduce"`` (this rank reduces elements ``start`` to ``stop`` of all ranks' values), ``"merge"`` (the same to a
+        partial result, in the dtype in which values are combined), ``"device"`` (NCCL reduces them) or ``"copy"`` (the
+        whole value goes to ``offset``).
     op : str
     offset : int
         Byte offset in the result segment of the whole output (``"reduce"``) or of this rank's part (``"copy"``).

@@ -1,6 +1,7 @@
 """What a rank consists of: lanes, what it holds, variables, peers. Also how it recovers from a function that failed.
 
-A worker learns everything from its messages (``synk._worker.loop.dispatch``). It never asks.
+A worker learns everything from its messages (``synk._worker.loop.dispatch``). It never asks. In one file because it is
+one object, through which the parts find each other.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from synk._worker.held.residents import Residents
 from synk._worker.held.settings import Settings
 from synk._worker.held.variables import Replica, VariableStore
 from synk.backends import Backend, DeviceBackend, backend_module
-from synk.errors import SynkError
+from synk.errors import SynkError, UnsupportedError
 
 Reply = tuple[Status, int, Any]
 Doorbell = tuple[int, int, int, int]
@@ -41,6 +42,7 @@ RSS_INTERVAL_NS = 1_000_000_000
 
 # Members of an enumeration are slow to look up.
 _PHASE, _FUNCTION, _INTERRUPT = int(Up.PHASE), int(Phase.FUNCTION), int(Down.INTERRUPT)
+_ALL_RANKS, _ALL_ROWS = int(Down.ALL_RANKS), int(Down.ALL_ROWS)
 _CALL, _DONE = int(Kind.CALL), int(Status.DONE)
 _CALLS = (_CALL, int(Kind.CHECK))
 _WITH_OUTPUTS = (_CALL, int(Kind.PUBLISH), int(Kind.ASSEMBLE))
@@ -79,6 +81,10 @@ class Worker:
 
     Attributes
     ----------
+    rank, world_size : int
+        Its position among the workers of its session, and their number.
+    first_rank, total_ranks : int
+        On one of several nodes: the rank of the node's first worker, and the number of workers of all nodes.
     lanes : list of WorkerLane
     lane : WorkerLane
         The lane of the current message.
@@ -109,7 +115,8 @@ class Worker:
         eventfds: Sequence[int],
     ) -> None:
         self.rank = rank
-        self.world_size = world_size
+        self.world_size = self.total_ranks = world_size
+        self.first_rank = 0
         self.device = device
         self.is_inline = False  # whether it lives in the master's process
         self.pid = os.getpid()  # a function may fork: the child is no worker
@@ -164,13 +171,27 @@ class Worker:
     def ranks(self) -> tuple[int, ...]:
         """The ranks among which a function counts: the current call's; outside a call, and in a map, all."""
         if self.mapped is None and self.own_up[_PHASE] == _FUNCTION:
-            return self.lane.ranks
-        return tuple(range(self.world_size))
+            return tuple(range(self.lane.first_down[_ALL_RANKS])) if self.has_other_nodes else self.lane.ranks
+        return tuple(range(self.total_ranks))
+
+    @property
+    def number(self) -> int:
+        """Its rank as users see it, which counts the workers of all nodes."""
+        return self.first_rank + self.rank
+
+    @property
+    def has_other_nodes(self) -> bool:
+        return self.total_ranks > self.world_size
 
     @property
     def num_rows(self) -> int:
         """This rank's rows in the call, or in the slice of a training step that is running."""
         return self.part_rows or int(self.lane.down[self.rank, Down.ROWS])
+
+    @property
+    def total_rows(self) -> int:
+        """The rows of all ranks in the call."""
+        return self.lane.first_down[_ALL_ROWS] if self.has_other_nodes else sum(self.lane.rows().values())
 
     @property
     def executor(self) -> Executor:
@@ -187,6 +208,11 @@ class Worker:
         """Return the collectives of the current call, for ``synk.comm``."""
         self.num_collectives += 1
         self.check_called()
+        if self.has_other_nodes:
+            raise UnsupportedError(
+                f"cannot communicate in {self.function_name!r} over several nodes: got a call of synk.comm, which does "
+                "not reach the ranks of other nodes yet. Combine by outputs=, or fork without cluster=."
+            )
         if self.check is not None:
             raise self.check.refused()
         if self.variables.is_sliced:
@@ -297,7 +323,7 @@ class Worker:
             self.process_group is not None and self.process_group.is_lost_peer(error)
         )
         error = self.backend.explain(error, repr(self.function_name))
-        failure = pack_failure(error, self.rank, self.device, is_collateral=is_collateral)
+        failure = pack_failure(error, self.number, self.device, is_collateral=is_collateral)
         _drop_frames(error)
         self.recover(failure.traceback_text)
         return Status.ERROR, IS_COLLATERAL if is_collateral else 0, failure

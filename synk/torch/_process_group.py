@@ -23,6 +23,7 @@ import torch.distributed as dist
 from synk._wire.cell import cell
 from synk._wire.control import Phase, Up
 from synk._worker.comm.comm import comm
+from synk.errors import UnsupportedError
 
 _WATCH_INTERVAL_S = 0.05
 _FOREVER = datetime.timedelta(days=365)  # time limits are the calls'
@@ -73,6 +74,11 @@ def process_group() -> dist.ProcessGroup:
         raise ValueError(
             "cannot make a process group in the master: it has a meaning only on the workers, expected a call inside a "
             "function. Use synk.function(fn, per_rank=True)."
+        )
+    if worker.has_other_nodes:
+        raise UnsupportedError(
+            "cannot make a process group over several nodes: got a runtime with cluster=, expected one without it, for "
+            "its ranks cannot reach those of other nodes yet."
         )
     if comm.world_size != worker.world_size:
         raise ValueError(

@@ -16,7 +16,7 @@ import numpy as np
 from synk._pure.agreement import MISSING, Agreement, agreed
 from synk._pure.dtypes import describe_dtype
 from synk._pure.interrupts import safe_point
-from synk._pure.ops import EACH, REDUCTIONS, EqualReduction, Op, Reduction
+from synk._pure.ops import EACH, REDUCTIONS, EqualReduction, Op, Reduction, accumulator_dtype
 from synk._pure.output_ops import match_ops, wanted_leaves
 from synk._pure.partials import Slices, concatenate, join
 from synk._pure.ranges import LINE_NBYTES, block_bounds, chunk_bounds, round_up
@@ -53,6 +53,8 @@ class Assembly:
         The number by which the ranks know it.
     has_group : bool
         Whether the voters reduce large outputs by NCCL.
+    is_partial : bool
+        Whether large reductions end in partial results, which are merged with those of other nodes.
     """
 
     def __init__(
@@ -62,16 +64,18 @@ class Assembly:
         subset: tuple[Any, ...] | None,
         voters: list[int],
         layouts: list[Layout],
-        slots: Segment,
+        slots: Segment | None,
         slot_nbytes: int,
         world_size: int,
         number: int,
         has_group: bool = False,
+        is_partial: bool = False,
     ) -> None:
+        self._is_partial = is_partial
         self.name = name
         self.number = number
         self.has_group = has_group
-        self._slots_id = slots.id
+        self._slots_id = -1 if slots is None else slots.id
         self.voters = voters
         self.has_assignments = any(layout.assigned for layout in layouts)
         self._sent = layouts
@@ -95,16 +99,8 @@ class Assembly:
         self._other_leaves = [leaf for leaf in self._wanted if not isinstance(self.ops[leaf], Reduction)]
         self.has_weights = any(self.ops[k].is_weighted and not self.ops[k].concatenates for k in self._wanted)
         self._views: list[list[np.ndarray | None]] = []
-        for rank, layout, own in zip(voters, layouts, self._positions):
-            op_of = dict(zip(own, self.ops))
-            ops = [op_of[position] for position in range(len(layout.leaves))]
-            offsets, _ = slot_offsets(layout.leaves, ops, len(voters), has_group)
-            views = [
-                slots.view(rank * slot_nbytes + offset, leaf.shape, leaf.dtype)
-                if leaf.dtype is not None and leaf.nbytes < LARGE_NBYTES
-                else None
-                for offset, leaf in zip(offsets, layout.leaves)
-            ]
+        for voter, own in enumerate(self._positions):
+            views = self._own_views(voter, slots, slot_nbytes)
             self._views.append([views[position] if position != MISSING else None for position in own])
         self.result_nbytes = 0
         self._places: dict[tuple[int, int], int] = {}  # (leaf, voter or -1 for all) -> offset in the result
@@ -118,6 +114,20 @@ class Assembly:
         # longer than the reduction.
         self._context = contextvars.Context()
         self._context.run(np.seterr, all="ignore")
+
+    def _own_views(self, voter: int, slots: Segment | None, slot_nbytes: int) -> list[np.ndarray | None]:
+        """Return a voter's arrays that need not be assembled, by its own leaves: views of its slot."""
+        assert slots is not None
+        layout, op_of = self._sent[voter], dict(zip(self._positions[voter], self.ops))
+        ops = [op_of[position] for position in range(len(layout.leaves))]
+        offsets, _ = slot_offsets(layout.leaves, ops, len(self.voters), self.has_group)
+        start = self.voters[voter] * slot_nbytes
+        return [
+            slots.view(start + offset, leaf.shape, leaf.dtype)
+            if leaf.dtype is not None and leaf.nbytes < LARGE_NBYTES
+            else None
+            for offset, leaf in zip(offsets, layout.leaves)
+        ]
 
     @property
     def is_plain(self) -> bool:
@@ -203,10 +213,12 @@ class Assembly:
         if all(item.nbytes < LARGE_NBYTES for item in items):
             return
         if isinstance(op, Reduction):
-            offset = self._reserve(leaf, -1, items[0].nbytes)
             itemsize = items[0].dtype.itemsize
             count = items[0].nbytes // itemsize
-            kind, bounds = "reduce", chunk_bounds(count, itemsize, len(self.voters))
+            wide = accumulator_dtype(items[0].dtype) if self._is_partial else items[0].dtype
+            offset = self._reserve(leaf, -1, count * wide.itemsize)
+            kind = "merge" if self._is_partial else "reduce"
+            bounds = chunk_bounds(count, itemsize, len(self.voters))
             if is_reduced_on_devices(items[0], op, self.has_group):
                 kind, bounds = "device", block_bounds(count, len(self.voters))
             for voter, (start, stop) in enumerate(bounds):
@@ -226,6 +238,44 @@ class Assembly:
     def _move(self, voter: int, leaf: int, kind: str, op: str, offset: int, start: int = 0, stop: int = 0) -> None:
         move = Move(self._positions[voter][leaf], kind, op, offset, start, stop)
         self.moves[self.voters[voter]].append(move)
+
+    # -- results of a node ---------------------------------------------------------------------------------------------
+
+    def outputs(self, root: np.ndarray | None) -> tuple[list[Layout], list[list[np.ndarray | None]]]:
+        """Return what the voters have returned, for another process to put together with what other nodes return.
+
+        Returns
+        -------
+        layouts : list of Layout
+            Those of the voters. Large reductions are partial results there.
+        arrays : list of lists of ndarray or None
+            Each voter's arrays by its own leaves: views. Of a large reduction the first voter has the partial result of
+            all; None where there is no array.
+        """
+        layouts, arrays = [], []
+        starts = {leaf: offset for (leaf, voter), offset in self._places.items() if voter < 0}
+        for voter, layout in enumerate(self._sent):
+            leaves, own = list(layout.leaves), [None] * len(layout.leaves)  # type: list[Leaf], list[np.ndarray | None]
+            for leaf in self._wanted:
+                position, item = self._positions[voter][leaf], self.layouts[voter].leaves[leaf]
+                if item.dtype is None:
+                    continue
+                if leaf in starts and isinstance(self.ops[leaf], Reduction):
+                    wide = accumulator_dtype(item.dtype)
+                    leaves[position] = item._replace(dtype=wide, partial_of=item.value_dtype)
+                    if not voter:
+                        assert root is not None
+                        own[position] = _view(root, starts[leaf], item.shape, wide)
+                elif leaf in starts and item.nbytes >= LARGE_NBYTES:
+                    assert root is not None
+                    own[position] = _view(root, starts[leaf], item.shape, item.dtype)
+                elif not voter or not self.ops[leaf].is_of_rank_0:
+                    own[position] = self._array(leaf, voter, root)
+                if leaf in starts and self.ops[leaf].concatenates:
+                    starts[leaf] += item.nbytes
+            layouts.append(layout._replace(leaves=tuple(leaves)))
+            arrays.append(own)
+        return layouts, arrays
 
     # -- results ------------------------------------------------------------------------------------------------------
 
@@ -383,9 +433,9 @@ class Assembly:
         if (leaf, -1) in self._places:
             assert root is not None
             return _view(root, self._places[leaf, -1], item.shape, item.dtype)
-        views = [row[leaf] for row in self._views]
+        views = [view for row in self._views if (view := row[leaf]) is not None]
         out = np.empty(item.shape, item.dtype)
-        op.reduce_into(views, rows, out)  # type: ignore[arg-type]
+        op.reduce_into(views, rows, out)
         return out if item.shape else out[()]
 
     def _check_order(self, leaf: int, num_rows: int, order: np.ndarray | None) -> None:

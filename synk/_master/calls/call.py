@@ -100,13 +100,21 @@ def launch(
     started, state = time.monotonic_ns(), session.workers.log.state
     pickled = session.counters["bytes_pickled"]
     call = bind(session, function, args, kwargs, options, deadline)
-    _load(session, function, call, deadline)
-    cached = plan_call(session, function, call, options, lane)
+    load(session, function, call, deadline)
     pickled = session.counters["bytes_pickled"] - pickled
-    launched = Launched(function, call, cached, values_of(call, cached), deadline, started, pickled, state)
+    if session.nodes is not None:
+        session.nodes.check(function, call)
+        launched: Launched = session.nodes.launched(function, call, lane, deadline, started, pickled, state)
+    else:
+        cached = plan_call(session, function, call, options, lane)
+        launched = Launched(function, call, cached, values_of(call, cached), deadline, started, pickled, state)
     is_waiting = is_alone and bool(session.queue.calls)
     try:
-        send(session, launched, partial(_wait_alone, session, launched, is_waiting) if is_alone else None)
+        before = partial(_wait_alone, session, launched, is_waiting) if is_alone else None
+        if session.nodes is None:
+            send(session, launched, before)
+        else:
+            _send_to_nodes(session, launched, before)
     except BaseException as error:
         abandon(session, launched, error)
         raise
@@ -120,7 +128,7 @@ def _wait_alone(session: Session, launched: Launched, is_waiting: bool) -> bool:
         if session.has_devices:
             session.workers.prefetch(call.ranks, cached.plan.plan_id, cached.lane.index)
         session.resume(f"submit {function.name!r}", launched.deadline)
-        _load(session, function, call, launched.deadline)
+        load(session, function, call, launched.deadline)
     session.queue.check_step(function)
     return True
 
@@ -154,6 +162,17 @@ def send(session: Session, launched: Launched, before: Callable[[], bool] | None
     if launched.pickled_nbytes:
         session.counters["bytes_pickled"] += launched.pickled_nbytes
     doorbells.ring(launched, _CALL, cached.plan.plan_id, lane.index)
+    return True
+
+
+def _send_to_nodes(session: Session, launched: Launched, before: Callable[[], bool] | None) -> bool:
+    """Send a call to the nodes that run it. Its rows are cut first: as the arguments are now."""
+    orders = session.nodes.orders(launched)
+    if before is not None and not before():
+        return False
+    session.counters["calls"] += 1
+    lane = launched.cached.lane.index
+    session.workers.send(_CALL, list(orders), 0, orders, [], launched.deadline, "call", launched.what, lane, launched)
     return True
 
 
@@ -221,7 +240,7 @@ def abandon(session: Session, launched: Launched, error: BaseException) -> None:
         session.residents.note_failed(function.changes, raised_by_handler(error))
 
 
-def _load(session: Session, function: Callee, call: Call, deadline: float | None) -> None:
+def load(session: Session, function: Callee, call: Call, deadline: float | None) -> None:
     """See that all workers live, have the function, and hold the values that it reads."""
     for resident in (*function.residents, *(each.value for each in call.arguments if each.kind == "resident")):
         resident.check(f"call {function.name!r}")

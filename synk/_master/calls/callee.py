@@ -89,12 +89,16 @@ class Callee:
         What its calls have cost in this session.
     large_changes : Changes
     copies : Copies
+    is_partial : bool
+        Whether large reductions end in partial results, as they do on one of several nodes.
 
     Raises
     ------
     SerializationError, TypeError, ValueError
         If it cannot be sent, or does not fit its options.
     """
+
+    is_partial = False
 
     def __init__(
         self,

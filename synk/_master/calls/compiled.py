@@ -120,7 +120,7 @@ def compile_call(session: Session, launched: Launched) -> None:
     the compiled call no longer fits by itself, and the next call is new.
     """
     function = launched.function
-    if launched.call.options.is_trial or launched.doorbells is not None:
+    if launched.call.options.is_trial or launched.doorbells is not None or session.nodes is not None:
         return
     record = function.record
     record.num_new += 1

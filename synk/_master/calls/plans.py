@@ -5,6 +5,7 @@ A plan says everything that stays the same from call to call. The numbers that c
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from synk._wire.memory import Segment
 from synk._wire.messages import Layout, Plan
 
 _MAX_PLANS = 64
+_versions = itertools.count(1)
 
 IndexArrays = tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]
 """Which rows to take of whole inputs, of the ranks' own shards, and of minibatch inputs; None for a range."""
@@ -95,9 +97,16 @@ class CachedPlan:
 
 
 class PlanCache:
-    """The plans of one function on one runtime, least recently used first."""
+    """The plans of one function on one runtime, least recently used first.
+
+    Attributes
+    ----------
+    version : int
+        Another one after each change of the function for which the workers need new plans.
+    """
 
     def __init__(self) -> None:
+        self.version = next(_versions)
         self._plans: OrderedDict[Any, CachedPlan] = OrderedDict()
         self.compiled: list[Any] = [None] * NUM_LANES  # by lane, what the next call may fit
 
@@ -131,7 +140,8 @@ class PlanCache:
         self.compiled[lane.index] = None
 
     def drop_all(self, log: Log) -> None:
-        """Forget everything, here and on the workers: the function is gone."""
+        """Forget everything, here and on the workers: the function is gone, or another one."""
+        self.version = next(_versions)
         for cached in self._plans.values():
             log.drop_held("plan", cached.plan.plan_id)
         self.forget()
@@ -186,3 +196,4 @@ class Call:
     is_timed: bool = False  # whether the ranks write its times although nobody traces it
     has_group: bool = False  # whether NCCL reduces its large outputs
     block: np.ndarray | None = None  # the numbers that tell each rank its rows, once they were written
+    nests: bytes | None = None  # the structure of nested arguments, if it came pickled

@@ -37,25 +37,16 @@ def collecting(session: Session, launched: Launched) -> Generator[Request, dict[
 
     A generator: it yields each request whose replies it needs, is sent the replies, and returns the result.
     """
+    if session.nodes is not None:
+        return (yield from session.nodes.collecting(launched))
     call, cached, name = launched.call, launched.cached, launched.function.name
     replies = yield launched
     is_repeated = all(reply is DONE or reply is ASSEMBLED for reply in replies.values())
     if not is_repeated:
-        raise_failures(replies, session.world_size, name)
-    objects = None if is_repeated else _take_layouts(name, cached, call.ranks, replies)
-    layouts = [cached.layouts[rank] for rank in call.ranks]
-    for rank, layout in zip(call.ranks, layouts):
-        # later messages of this call declare the variables with these shapes
-        for variable_id, shapes in layout.assigned:
-            session.variables[variable_id].note_back(rank, shapes)
-    waiting = [rank for rank in call.ranks if replies[rank].status == Status.UNPUBLISHED]
-    if waiting:
-        raise_failures((yield _republish(session, launched, layouts, waiting)), session.world_size, name)
-    assembly, is_new = _agree(session, launched, layouts)
-    launched.assembly = assembly
-    lease = None
-    if assembly.result_nbytes:
-        lease = yield from _large_outputs(session, launched, assembly, replies, None if is_new else launched.lease)
+        raise_failures(replies, session.total_ranks, name)
+    packed = take_layouts(name, cached, call.ranks, replies)
+    objects = None if is_repeated else [unpickled(parts, name, rank) for rank, parts in zip(call.ranks, packed)]
+    assembly, layouts, lease = yield from publishing(session, launched, replies)
     if call.options.is_trial:
         cached.is_agreed = True
         return _tried(session, launched, assembly, layouts, objects, lease)
@@ -66,6 +57,30 @@ def collecting(session: Session, launched: Launched) -> Generator[Request, dict[
         launched.result = (result,)
         yield from checking(session, launched, assembly)
     return result
+
+
+def publishing(
+    session: Session, launched: Launched, replies: dict[int, Reply]
+) -> Generator[Request, dict[int, Reply], tuple[Assembly, list[Layout], Lease | None]]:
+    """Have all outputs published, and the large ones put in place.
+
+    Returns how they are put together, the layout of each rank, and the buffer of the large ones.
+    """
+    call, cached, name = launched.call, launched.cached, launched.function.name
+    layouts = [cached.layouts[rank] for rank in call.ranks]
+    for rank, layout in zip(call.ranks, layouts):
+        # later messages of this call declare the variables with these shapes
+        for variable_id, shapes in layout.assigned:
+            session.variables[variable_id].note_back(rank, shapes)
+    waiting = [rank for rank in call.ranks if replies[rank].status == Status.UNPUBLISHED]
+    if waiting:
+        raise_failures((yield _republish(session, launched, layouts, waiting)), session.total_ranks, name)
+    assembly, is_new = _agree(session, launched, layouts)
+    launched.assembly = assembly
+    lease = None
+    if assembly.result_nbytes:
+        lease = yield from _large_outputs(session, launched, assembly, replies, None if is_new else launched.lease)
+    return assembly, layouts, lease
 
 
 def conclude(session: Session, launched: Launched, objects: list[list[Any]] | None, lease: Lease | None) -> Any:
@@ -107,6 +122,7 @@ def _agree(session: Session, launched: Launched, layouts: list[Layout]) -> tuple
         assembly = cached.assembly = Assembly(
             launched.function.name, ops, cached.plan.output_subset, call.ranks, layouts,
             lane.slots, lane.slot_nbytes, session.world_size, next(session.assembly_ids), call.has_group,
+            launched.function.is_partial,
         )  # fmt: skip
         written = [0] * session.world_size
         for rank, layout in zip(call.ranks, layouts):
@@ -128,7 +144,7 @@ def _large_outputs(
     if waiting:
         try:
             assembled = yield _assemble_large(session, launched, assembly, waiting, lease)
-            raise_failures(assembled, session.world_size, name)
+            raise_failures(assembled, session.total_ranks, name)
         except BaseException:
             session.memory.results.give_back(lease)  # the exception may be kept, and this frame with it
             raise
@@ -175,19 +191,23 @@ def _check_serial_assignments(session: Session, layout: Layout, name: str) -> No
             )
 
 
-def _take_layouts(name: str, cached: CachedPlan, ranks: Sequence[int], replies: dict[int, Reply]) -> list[list[Any]]:
-    """Note new layouts, and return each rank's outputs that are not arrays."""
-    objects: list[list[Any]] = []
+def take_layouts(name: str, cached: CachedPlan, ranks: Sequence[int], replies: dict[int, Reply]) -> list[list[bytes]]:
+    """Note new layouts, and return each rank's outputs that are not arrays, pickled."""
+    found: list[list[bytes]] = []
     for rank in ranks:
         body = replies[rank].body
-        values: list[Any] = []
+        packed: list[bytes] = []
         if body:
             layout, packed = _unpickle(body, name, rank, "its structure")
             if layout is not None:
                 cached.layouts[rank] = layout
-            values = [_unpickle(item, name, rank, f"object {k}") for k, item in enumerate(packed)]
-        objects.append(values)
-    return objects
+        found.append(packed)
+    return found
+
+
+def unpickled(packed: Sequence[bytes], name: str, rank: int) -> list[Any]:
+    """Return the outputs of a rank that are not arrays."""
+    return [_unpickle(item, name, rank, f"object {k}") for k, item in enumerate(packed)]
 
 
 def _unpickle(data: bytes, name: str, rank: int, what: str) -> Any:

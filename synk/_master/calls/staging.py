@@ -38,6 +38,7 @@ def plan_call(session: Session, function: Callee, call: Call, options: CallOptio
         tuple([-1 if indices is None else len(indices) for indices in index_arrays]),
         capacity,
         buffer_sizes,
+        call.nests,
         lane.index,
         lane.staging.id if lane.staging is not None else 0,
     )
@@ -85,7 +86,7 @@ def plan_call(session: Session, function: Callee, call: Call, options: CallOptio
         order_place=index_places[2],
         is_trial=options.is_trial,
         is_apart=options.is_apart,
-        nests=pickle_nests(call.arguments, function.name),
+        nests=pickle_nests(call.arguments, function.name) if call.nests is None else call.nests,
         block_rows=0 if options.is_trial else function.block_rows,
         num_repeats=options.num_repeats,
     )

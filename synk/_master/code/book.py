@@ -89,7 +89,8 @@ class Book:
     Parameters
     ----------
     host : Host
-        The runtime. If it ``is_inline``, the one rank is in this process and shares the master's modules.
+        The runtime. If it ``is_inline``, the one rank is in this process and shares the master's modules. Without
+        shared memory, large arrays travel in the pickles.
 
     Attributes
     ----------

@@ -230,7 +230,7 @@ class PartsPickler(HandlePickler):
         if type(obj) is not np.ndarray if is_array else not _is_simple_tensor(obj):
             facet.note_sent(facet.raw())
             return super().reducer_override(obj)
-        if facet.is_large:
+        if facet.is_large and self._book.host.has_shared_memory:
             self.segment_id = self.segment_id or self._book.host.new_id()
             facet.place = Mapped(self.segment_id, self.arrays_nbytes, facet.nbytes)
             self.arrays.append(facet)

@@ -222,6 +222,7 @@ def make_resident(
     if (dump is None) != (load is None):
         raise TypeError("cannot make a resident object: got only one of dump and load, expected both or none.")
     verb = "make a resident object"
+    session.check_here(verb, "Keep such state in the program, and pass it as an argument.")
     with session.entered(verb):
         session.begin(verb)
         resident = ResidentObject(session.residents, value, name, dump, load)

@@ -42,13 +42,14 @@ class Output:
     ----------
     fd : Descriptor
         The read end of the worker's pipe.
-    rank : int
+    rank : int or None
+        Stands before each line. None: nothing does, for an agent's lines name their ranks already.
     stream_name : {"stdout", "stderr"}
     """
 
-    def __init__(self, fd: Descriptor, rank: int, stream_name: str) -> None:
+    def __init__(self, fd: Descriptor, rank: int | None, stream_name: str) -> None:
         self.fd: int = fd
-        self._prefix = f"[rank {rank}] "
+        self._prefix = "" if rank is None else f"[rank {rank}] "
         self._stream_name = stream_name
         self._line: list[tuple[float, bytes]] = []  # the unfinished line: its pieces and when each came
         self._num_shown = 0  # how many bytes of it were already shown
@@ -237,10 +238,11 @@ class Records:
     ----------
     fd : Descriptor
         The read end of the worker's pipe.
-    rank : int
+    rank : int or None
+        As for :class:`Output`.
     """
 
-    def __init__(self, fd: Descriptor, rank: int) -> None:
+    def __init__(self, fd: Descriptor, rank: int | None) -> None:
         self.fd: int = fd
         self._rank = rank
         self._line = b""
@@ -272,7 +274,7 @@ class Records:
             raise
         # The record was cut off by an interrupt, or a handler of the user's raised something.
         except BaseException as error:
-            report("a log record of rank %d is lost: %s: %s", self._rank, type(error).__name__, error)
+            report("a log record of rank %s is lost: %s: %s", self._rank, type(error).__name__, error)
 
     def note_backlog(self) -> None:
         """Do nothing: errors do not quote log records."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from synk._pure.cores import num_cores
 from synk.backends import backend_module
@@ -28,14 +28,21 @@ class Placement:
     Attributes
     ----------
     first_rank, ranks_elsewhere : int
-        The rank of the first worker on this machine, and the number of workers on other machines. Nothing sets them
-        yet: all ranks are here.
+        The rank of the first worker of this session, and the number of workers of other nodes.
+    unit : str
+        What one of them is called in errors: the head of a cluster counts nodes.
+    generation : int
+        How many sessions have played the same ranks, with this one: a node may be started again.
     """
 
     backend: str
     assignment: DeviceAssignment
     first_rank: int = 0
     ranks_elsewhere: int = 0
+    unit: str = "rank"
+    generation: int = 1
+
+    has_shared_memory: ClassVar[bool] = True
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -45,12 +52,22 @@ class Placement:
     def total_ranks(self) -> int:
         return len(self.devices) + self.ranks_elsewhere
 
+    def named(self, ranks: Iterable[int]) -> str:
+        """Return the names of workers in errors: "rank 4, 5". The workers of other nodes count."""
+        return f"{self.unit} {', '.join(str(self.first_rank + rank) for rank in ranks)}"
+
+    def among_all(self, ranks: Iterable[int]) -> str:
+        """Return the names of workers and how many there are: "rank 4, 5 of 8"."""
+        return f"{self.named(ranks)} of {self.total_ranks}"
+
+    def ranks_of(self, position: int) -> tuple[int, ...]:
+        """Return the ranks that one process of this session plays, or has played."""
+        return (self.first_rank + position,)
+
     def environment(self, rank: int) -> dict[str, str]:
         """Return the whole environment of a rank: its device's, and a thread limit unless the user has set one."""
         environment = dict(self.assignment.environments[rank] if self.assignment.environments else os.environ)
-        if not any(name in environment for name in _THREAD_VARIABLES):
-            environment.update(dict.fromkeys(_THREAD_VARIABLES, str(self._num_threads(rank))))
-        return environment
+        return environment | num_threads_set(environment, self._num_threads(rank))
 
     def _num_threads(self, rank: int) -> int:
         """Return how many threads a library may start on a rank: its cores, divided by the ranks that share them."""
@@ -63,7 +80,14 @@ class Placement:
         return self.assignment.cpus[rank] if self.assignment.cpus else ()
 
 
-def place(num_workers: int | None, backend: str, devices: Sequence[Any] | None, inline: bool) -> Placement:
+def num_threads_set(environment: Mapping[str, str], num_threads: int) -> dict[str, str]:
+    """Return the variables that limit the threads of libraries; none if the user has set one."""
+    if any(name in environment for name in _THREAD_VARIABLES):
+        return {}
+    return dict.fromkeys(_THREAD_VARIABLES, str(num_threads))
+
+
+def place(num_workers: Any, backend: str, devices: Sequence[Any] | None, inline: bool) -> Placement:
     """Choose backend and devices.
 
     Raises

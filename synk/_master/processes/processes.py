@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import os
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -227,13 +227,16 @@ class Processes:
             self.eventfds.append(eventfd())
         for rank in range(self.world_size):
             # It enters the list before it is started, so that the teardown finds it wherever the start is broken off.
-            self.by_rank.append(WorkerState(rank, self._process_type(rank), self.log))
+            self.by_rank.append(WorkerState(rank, self._new_process(rank), self.log))
             self._begin(self.by_rank[rank], self._failpoints)
 
     def start_again(self, worker: WorkerState) -> None:
         """Start a new process for a rank whose worker was buried."""
-        worker.process = self._process_type(worker.rank)
+        worker.process = self._new_process(worker.rank)
         self._begin(worker, [point for point in self._failpoints if point[2] == 0])
+
+    def _new_process(self, rank: int) -> Process:
+        return self._process_type(self.placement.first_rank + rank)
 
     def _begin(self, worker: WorkerState, failpoints: Sequence[Sequence[Any]]) -> None:
         assert self._control is not None
@@ -241,7 +244,10 @@ class Processes:
         setup = setup_message(placement, rank, failpoints)
         worker.num_starts += 1
         # A replacement must not draw the random numbers of its predecessor again.
-        spawn_key = [setup["rank"]] if worker.num_starts == 1 else [setup["rank"], worker.num_starts]
+        number = placement.first_rank + rank
+        spawn_key = [number] if worker.num_starts == 1 else [number, worker.num_starts]
+        if placement.generation > 1:
+            spawn_key = [number, worker.num_starts, placement.generation]
         setup["seed"] = [self.seed, *spawn_key]
         setup |= {"control_nbytes": self._control.nbytes, "spin_s": self._spin_s}
         events: dict[str, int] = {f"event{peer}": fd for peer, fd in enumerate(self.eventfds)}
@@ -254,6 +260,10 @@ class Processes:
         """Return the control blocks ``(down, up)`` of a lane."""
         assert self._control is not None
         return control_blocks(self._control.buffer, self.world_size, lane)
+
+    def named(self, ranks: Iterable[int]) -> str:
+        """Return which workers are meant, for errors: "rank 1, 2 of 4"."""
+        return self.placement.among_all(ranks)
 
     # -- watching -----------------------------------------------------------------------------------------------------
 

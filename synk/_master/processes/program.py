@@ -31,7 +31,7 @@ import json, socket
 with open(int(sys.argv[2]), "rb") as file: setup = json.load(file)
 sock = socket.socket(fileno=setup["fds"]["socket"])
 sys.path[:] = setup["import_path"]
-from synk._worker.loop.serve import main
+from synk.{module} import main
 main(sock, setup)
 """
 
@@ -53,15 +53,17 @@ def check_program() -> None:
         )
 
 
-def command(setup_fd: int, rank: int) -> list[str]:
-    """Return the command that starts the worker whose first message is in ``setup_fd``."""
-    name = f"synk-worker-{rank}"  # shown in lists of processes
+def command(setup_fd: int, module: str, name: str) -> list[str]:
+    """Return the command that starts the process whose first message is in ``setup_fd``.
+
+    ``module``, below ``synk``, has its ``main``. ``name`` is shown in lists of processes.
+    """
     if is_frozen():
         return [sys.executable, WORKER_ARGUMENT, str(setup_fd), name]
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     if sys.version_info >= (3, 11) and "-P" not in flags and "-I" not in flags:
         flags.append("-P")
-    return [_interpreter(), *flags, "-c", _BOOTSTRAP, WORKER_ARGUMENT, str(setup_fd), name]
+    return [_interpreter(), *flags, "-c", _BOOTSTRAP.format(module=module), WORKER_ARGUMENT, str(setup_fd), name]
 
 
 def write_setup(setup: dict[str, Any]) -> Descriptor:
@@ -114,8 +116,10 @@ def setup_message(placement: Placement, rank: int, failpoints: Sequence[Any]) ->
     path = search_path()
     absolute = [entry for entry in path if os.path.isabs(entry)]
     return {
-        "rank": placement.first_rank + rank,
-        "world_size": placement.total_ranks,
+        "rank": rank,
+        "world_size": len(placement.devices),
+        "first_rank": placement.first_rank,
+        "total_ranks": placement.total_ranks,
         "backend": placement.backend,
         "device": placement.devices[rank],
         "cpus": list(placement.cpus_of(rank)),

@@ -18,9 +18,10 @@ def where(processes: Processes) -> str:
     parts, up = [], processes.up  # a reference: another thread may close the runtime in the meantime
     for worker in processes.by_rank:
         process, rank = worker.process, worker.rank
-        named = f"rank {rank} (pid {process.pid}, {processes.devices[rank]})"
+        name = processes.placement.named([rank])
+        named = f"{name} (pid {process.pid}, {processes.devices[rank]})"
         if worker.is_dead:
-            parts.append(f"rank {rank}: ended with {process.exit_text}")
+            parts.append(f"{name}: ended with {process.exit_text}")
         elif not worker.is_ready:  # it has no signal handler yet: the signal would end it
             parts.append(f"{named}: still starting")
         else:
@@ -43,7 +44,8 @@ def at_work(processes: Processes, ranks: Iterable[int]) -> str:
     computes = ranks and len(up) and all(up[rank, Up.PHASE] == Phase.FUNCTION for rank in ranks)
     if not computes or any(folder in text for folder in _COMMUNICATION):
         return "\n" + text
-    names = f"rank {ranks[0]} is" if len(ranks) == 1 else f"{len(ranks)} ranks are"
+    unit = processes.placement.unit
+    names = f"{processes.placement.named(ranks)} is" if len(ranks) == 1 else f"{len(ranks)} {unit}s are"
     return f" {names} at work in it. Runtime.where() shows what they do."
 
 
@@ -60,7 +62,7 @@ class DeathReports:
         workers = [processes.by_rank[rank] for rank in ranks]
         exits = tuple(worker.process.exit_text for worker in workers)
         ended = "; ".join(
-            f"rank {worker.rank} of {processes.world_size} (pid {worker.process.pid}, "
+            f"{processes.named([worker.rank])} (pid {worker.process.pid}, "
             f"{processes.devices[worker.rank]}) ended with {how}"
             for worker, how in zip(workers, exits)
         )
@@ -72,11 +74,12 @@ class DeathReports:
         if phase != "start":
             message += " What functions kept there, in closures or globals, is gone."
         return WorkerDied(
-            "\n".join([message, *stderr_tails(workers, began)]),
-            ranks=tuple(worker.rank for worker in workers),
+            "\n".join([message, *stderr_tails(processes, workers, began)]),
+            ranks=tuple(rank for worker in workers for rank in processes.placement.ranks_of(worker.rank)),
             pids=tuple(worker.process.pid for worker in workers),
             exits=exits,
             phase=phase,
+            nodes=tuple(worker.rank for worker in workers) if processes.placement.unit == "node" else (),
         )
 
     def _kill_hint(self, ranks: Sequence[int]) -> str:
@@ -88,14 +91,17 @@ class DeathReports:
             else ("Likely out of memory, or somebody killed it")
         )
         held = [(rank, int(self._processes.up[rank, Up.RSS]) >> 20) for rank in ranks]
-        sizes = ", ".join(f"rank {rank} held {size} MiB at its last report" for rank, size in held if size)
+        placement = self._processes.placement
+        sizes = ", ".join(
+            f"{placement.named([rank])} held {size} MiB at its last report" for rank, size in held if size
+        )
         return f" {why}{f' ({sizes})' if sizes else ''}."
 
 
-def stderr_tails(workers: Sequence[WorkerState], began: float) -> list[str]:
+def stderr_tails(processes: Processes, workers: Sequence[WorkerState], began: float) -> list[str]:
     """Return the last lines that workers wrote to stderr since the monotonic time ``began``, one text for each rank."""
     return [
-        f"stderr of rank {worker.rank}: " + "\n  ".join(lines)
+        f"stderr of {processes.placement.named([worker.rank])}: " + "\n  ".join(lines)
         for worker in workers
         if (lines := worker.process.stderr_since(began))
     ]

@@ -51,6 +51,8 @@ class WorkerProcess:
 
     is_inline: ClassVar[bool] = False
     channel: Channel
+    _channel_type: ClassVar[type[Channel]] = Channel
+    _module, _kind = "_worker.loop.serve", "worker"
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -102,7 +104,7 @@ class WorkerProcess:
                 self._popen.wait()
             self.close()
             if isinstance(error, OSError):
-                raise StartupError(startup_text(f"worker rank {self.rank}", error)) from error
+                raise StartupError(startup_text(self._title, error)) from error
             raise
 
     def _open(self, token: bytes) -> dict[str, int]:
@@ -116,12 +118,14 @@ class WorkerProcess:
         err_read, their_err = pipe()
         log_read, their_log = pipe()
         self._outputs = [
-            Output(out_read, self.rank, "stdout"), Output(err_read, self.rank, "stderr"), Records(log_read, self.rank)
+            Output(out_read, self._shown_rank, "stdout"),
+            Output(err_read, self._shown_rank, "stderr"),
+            Records(log_read, self._shown_rank),
         ]  # fmt: skip
         self._stacks, their_stacks = pipe()
         os.set_blocking(self._stacks, False)
         sock, their_sock = packet_pair()
-        self.channel = Channel(sock, up_read, down_write, token)
+        self.channel = self._channel_type(sock, up_read, down_write, token)
         return {
             "socket": their_sock,
             "down": self._worker_down,
@@ -133,6 +137,15 @@ class WorkerProcess:
             "log": their_log,
             "stacks": their_stacks,
         }
+
+    @property
+    def _title(self) -> str:
+        return f"worker rank {self.rank}"
+
+    @property
+    def _shown_rank(self) -> int | None:
+        """What stands before each line that it prints."""
+        return self.rank
 
     def _spawn(
         self,
@@ -150,7 +163,7 @@ class WorkerProcess:
         self.started = time.monotonic()
         _running.add(self)
         self._popen = subprocess.Popen(
-            command(message, self.rank),
+            command(message, self._module, f"synk-{self._kind}-{self.rank}"),
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
@@ -179,12 +192,16 @@ class WorkerProcess:
         note: Callable[[], None],
     ) -> int:
         """Send a message with its body. Segments in arenas have no descriptor of their own."""
-        data = pickle.dumps(body, protocol=5)
+        data = self._packed(body)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the wait will find the death
             self.channel.send_body(sequence, data, [each.fd for each in segments if each.arena is None])
         self.channel.ring(kind, HAS_BODY | flags, sequence, value)
         note()
         return len(data)
+
+    def _packed(self, body: Body) -> Any:
+        """Return a body as the channel sends it."""
+        return pickle.dumps(body, protocol=5)
 
     def interrupt(self) -> None:
         self.signal(signal.SIGINT)

@@ -100,6 +100,10 @@ class Functions:
     def is_inline(self) -> bool:
         return self._workers.is_inline
 
+    @property
+    def has_shared_memory(self) -> bool:
+        return self._workers.has_shared_memory
+
     def new_id(self) -> int:
         """Return the number of the next segment."""
         return next(self._memory.ids)
@@ -196,7 +200,7 @@ class Functions:
             failures, was_interrupted = self._order(orders, "on_restart", deadline)
             if failures or was_interrupted:
                 what = f"{failures[0].type_name}: {failures[0].message}" if failures else "an interrupt"
-                ranks, world_size = ", ".join(str(worker.rank) for worker in waiting), self._workers.world_size
+                ranks, world_size = ", ".join(str(worker.rank) for worker in waiting), self._workers.total_ranks
                 raise StartupError(
                     f"cannot use the worker that was started again as rank {ranks} "
                     f"of {world_size}: on_restart ended with {what}. The next call runs it again."
@@ -205,6 +209,19 @@ class Functions:
             worker.is_prepared = True
 
     def _load_missing(self, names: str, deadline: float | None, reloads: Sequence[Reload] = ()) -> None:
+        failures, was_interrupted = self.send_missing(names, deadline, reloads)
+        if failures:
+            raise SerializationError(
+                f"cannot load {names} on the workers: {failures[0].type_name}: {failures[0].message}. "
+                "What a function needs must be importable there, or defined in the script itself."
+            ) from rebuild(failures, self._workers.total_ranks, names)
+        if was_interrupted:
+            raise SerializationError(f"cannot load {names} on the workers: the loading was interrupted. Call again.")
+
+    def send_missing(
+        self, names: str, deadline: float | None, reloads: Sequence[Reload] = ()
+    ) -> tuple[list[Any], bool]:
+        """Send each worker the parcels that it lacks. Return the failures, and whether one was interrupted."""
         orders: dict[int, LoadOrder] = {}
         segments: dict[int, Segment] = {}
         for worker in self._workers.by_rank:
@@ -213,14 +230,7 @@ class Functions:
                 parcels = [ParcelOrder(each.number, each.data, each.is_optional) for each in missing]
                 orders[worker.rank] = LoadOrder(list(reloads), parcels, search_path(), levels())
                 segments.update((each.segment.id, each.segment) for each in missing if each.segment is not None)
-        failures, was_interrupted = self._order(orders, names, deadline, list(segments.values()))
-        if failures:
-            raise SerializationError(
-                f"cannot load {names} on the workers: {failures[0].type_name}: {failures[0].message}. "
-                "What a function needs must be importable there, or defined in the script itself."
-            ) from rebuild(failures, self._workers.world_size, names)
-        if was_interrupted:
-            raise SerializationError(f"cannot load {names} on the workers: the loading was interrupted. Call again.")
+        return self._order(orders, names, deadline, list(segments.values()))
 
     def _order(
         self, orders: dict[int, LoadOrder], names: str, deadline: float | None, segments: Sequence[Segment] = ()
@@ -235,6 +245,9 @@ class Functions:
                 parcels = self._workers.by_rank[rank].known.held["parcel"]
                 parcels.update((parcel.number, True) for parcel in orders[rank].parcels)
         failures = [pickle.loads(reply.body) for reply in replies.values() if reply.status == Status.ERROR]
+        for failure in failures:
+            if isinstance(failure, Exception):  # an agent could not even ask its workers
+                raise failure
         return failures, any(reply.status == Status.INTERRUPTED for reply in replies.values())
 
     # -- ending -------------------------------------------------------------------------------------------------------

@@ -138,16 +138,14 @@ class Recovery:
         Raises
         ------
         CallTimeout
+            Or what else the request says.
         """
-        ranks = f"rank {', '.join(map(str, sorted(request.pending)))} of {self._processes.world_size}"
+        ranks = self._processes.named(sorted(request.pending))
         if request.phase == "start":
             raise CallTimeout(
                 f"the workers were not up in time: {ranks} is still starting. Raise timeout=, or call again."
             )
-        request.error = CallTimeout(
-            f"{request.what or request.phase} did not end in time on {ranks}. "
-            "Raise timeout=, or give the function less to do."
-        )
+        request.error = request.late(ranks)
         self._settle(is_interrupted=False)
         raise request.error
 
@@ -250,13 +248,14 @@ class Recovery:
         now = time.monotonic()
         while self._restarts and now - self._restarts[0] > RESTART_WINDOW_S:
             self._restarts.popleft()
+        named = self._processes.placement.named
         news = [
-            f"rank {rank} (pid {self._processes.by_rank[rank].process.pid}) {what_happened}"
+            f"{named([rank])} (pid {self._processes.by_rank[rank].process.pid}) {what_happened}"
             for rank, what_happened in sorted(self.unreported.items())
         ]
         self.unreported.clear()
         if len(self._restarts) >= self.max_restarts:
-            ended = ", ".join(f"rank {worker.rank} ({worker.process.exit_text})" for worker in dead)
+            ended = ", ".join(f"{named([worker.rank])} ({worker.process.exit_text})" for worker in dead)
             error = ClosedError(
                 f"the runtime closed itself: workers died {len(self._restarts) + 1} times within "
                 f"{RESTART_WINDOW_S:.0f} s, last {ended}; max_restarts is {self.max_restarts}. Call synk.fork() again."

@@ -35,7 +35,7 @@ class Request:
         Whether it was given up, so that no more replies will come.
     is_cut : bool
         Whether all ranks answered, but the workers no longer remember the message.
-    error : CallTimeout or None
+    error : Exception or None
         The error that ended it, if its own time limit did.
     began : float
         Monotonic time at which its operation began.
@@ -43,7 +43,7 @@ class Request:
 
     is_lost = is_cut = False
     began = 0.0
-    error: CallTimeout | None = None
+    error: Exception | None = None
 
     def __init__(self, sequence: int, ranks: Iterable[int], deadline: float | None, phase: str, what: str) -> None:
         self.sequence = sequence
@@ -52,6 +52,18 @@ class Request:
         self.deadline = deadline
         self.phase = phase
         self.what = what
+
+    def take(self, rank: int, reply: Reply) -> None:
+        """Note the reply of a rank that owed one."""
+        self.replies[rank] = reply
+        self.pending.discard(rank)
+
+    def late(self, ranks: str) -> Exception:
+        """Return the error of a request whose time is over, while ``ranks`` still owe a reply."""
+        return CallTimeout(
+            f"{self.what or self.phase} did not end in time on {ranks}. Raise timeout=, or give the function less to "
+            "do."
+        )
 
 
 class AnyOf(Request):
@@ -141,8 +153,7 @@ class Requests(dict[int, Request]):
         if sequence == HELLO:
             self._processes.by_rank[rank].hello = reply
         if request is not None and rank in request.pending:
-            request.replies[rank] = reply
-            request.pending.discard(rank)
+            request.take(rank, reply)
         return True
 
     def read(self, worker: WorkerState) -> tuple[int, Reply] | None:

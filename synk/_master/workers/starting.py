@@ -85,15 +85,15 @@ class Starting:
         except (WorkerDied, ProtocolError, SerializationError) as error:
             if isinstance(error, WorkerDied) and self._recovery.has_restarted:
                 raise  # a replacement died: that is one more death, and the next operation starts another
-            died = getattr(error, "ranks", ()) or tuple(sorted(ranks))
+            first_rank = self._processes.placement.first_rank
+            died = [rank - first_rank for rank in getattr(error, "ranks", ())] or sorted(ranks)
             self._fail(died, f"did not come up. {error}", error)
         except StartupError as error:
             self._recovery.fail(error)
             raise
 
     def _fail(self, ranks: Iterable[int], what_happened: str, error: BaseException | None) -> NoReturn:
-        named = f"rank {', '.join(map(str, ranks))} of {self._processes.world_size}"
-        failure = StartupError(f"cannot start the workers: {named} {what_happened}")
+        failure = StartupError(f"cannot start the workers: {self._processes.named(ranks)} {what_happened}")
         self._recovery.fail(failure)
         raise failure from error
 
@@ -108,7 +108,7 @@ class Starting:
             self._recovery.unreported[worker.rank] = f"was not up {START_TIMEOUT_S:g} s after its start, was killed,"
         ranks = {worker.rank for worker in stuck}
         if self._recovery.max_restarts == 0 or ranks & self._once_stuck:
-            tails = "\n".join(["", *stderr_tails(stuck, 0.0)])
+            tails = "\n".join(["", *stderr_tails(self._processes, stuck, 0.0)])
             self._fail(sorted(ranks), f"was not up {START_TIMEOUT_S:g} s after its start.{tails}", None)
         self._once_stuck |= ranks
         self._recovery.restart_dead()
@@ -118,7 +118,9 @@ class Starting:
         mine = own_versions()
         if hello["versions"] != mine:
             differing = [f"{k} {v} (master: {mine[k]})" for k, v in hello["versions"].items() if v != mine[k]]
-            raise StartupError(f"cannot use worker rank {worker.rank}: it runs {', '.join(differing)}.")
+            raise StartupError(
+                f"cannot use worker {self._processes.placement.named([worker.rank])}: it runs {', '.join(differing)}."
+            )
         worker.description = hello["device"]
         worker.is_ready = True
         self._once_stuck.discard(worker.rank)

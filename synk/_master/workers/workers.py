@@ -52,6 +52,10 @@ class Workers:
         The parts: who the workers are, what they were sent, what happens after trouble, the wait for replies, and the
         start.
     by_rank : list of WorkerState
+    total_ranks : int
+        The ranks of all nodes.
+    has_shared_memory : bool
+        Whether the workers can map this process's memory. Agents get everything in messages.
     log : Log
         What all workers must know. Messages carry its new entries.
     sources : dict of str to callable
@@ -77,6 +81,8 @@ class Workers:
         self.is_inline = process_type.is_inline
         self.backend: str = placement.backend
         self.world_size = len(placement.devices)
+        self.total_ranks = placement.total_ranks
+        self.has_shared_memory = placement.has_shared_memory
         self.counters = counters
         self.began = 0.0
         self.settings = Reader()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.ops import REDUCTIONS, Op, Reduction
+from synk._pure.ops import REDUCTIONS, Op, Reduction, accumulator_dtype
 from synk._pure.ranges import chunk_bounds
 from synk._wire.memory import Segment
 from synk._wire.messages import Leaf, Move, slot_offsets
@@ -96,15 +96,16 @@ class LargeOutputs:
             leaf = leaves[move.leaf]
             if move.kind == "copy":
                 self._backend.to_host(self._parts[move.leaf], result.view(move.offset, leaf.shape, leaf.dtype))
-            elif move.kind == "reduce":
+            elif move.kind in ("reduce", "merge"):
                 self._reduce(move, leaf, offsets[move.leaf], rows, result)
 
     def _reduce(self, move: Move, leaf: Leaf, offset: int, rows: list[int], result: Segment) -> None:
         """Reduce this rank's chunk of an output, which lies at ``offset`` in the slots of all other ranks."""
         slots, start = self._slots, move.start
         count = move.stop - start
-        out = result.view(move.offset + start * leaf.dtype.itemsize, (count,), leaf.dtype)
-        if len(rows) == 1:
+        dtype = accumulator_dtype(leaf.dtype) if move.kind == "merge" else leaf.dtype
+        out = result.view(move.offset + start * dtype.itemsize, (count,), dtype)
+        if len(rows) == 1 and move.kind == "reduce":
             self._backend.to_host(self._parts[move.leaf], out)
             return
         assert slots.segment is not None
@@ -115,8 +116,9 @@ class LargeOutputs:
             else:
                 at = rank * slots.nbytes + offset + start * leaf.dtype.itemsize
                 values.append(slots.segment.view(at, (count,), leaf.dtype))
+        op = REDUCTIONS[move.op]
         with np.errstate(all="ignore"):
-            REDUCTIONS[move.op].reduce_into(values, rows, out)
+            op.merge_into(values, rows, out) if move.kind == "merge" else op.reduce_into(values, rows, out)
 
     def _reduce_on_devices(
         self, moves: Sequence[Move], leaves: Sequence[Leaf], rows: list[int], result: Segment

@@ -106,7 +106,7 @@ class Comm:
     def rank(self) -> int:
         worker = _worker()
         ranks: tuple[int, ...] = worker.ranks
-        return ranks.index(worker.rank)
+        return ranks.index(worker.number)
 
     @property
     def world_size(self) -> int:
@@ -149,7 +149,8 @@ class Comm:
 
     @property
     def total_rows(self) -> int:
-        return sum(_called().lane.rows().values())
+        num_rows: int = _called().total_rows
+        return num_rows
 
     def all_reduce(self, array: Any, op: str = "avg", *, weight: float | None = None, out: Any = None) -> Any:
         """Reduce ``array`` of all ranks. Every rank gets the result.

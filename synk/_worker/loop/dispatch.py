@@ -209,12 +209,12 @@ def _pickle_reply(worker: Worker, status: Status, flags: int, content: Any) -> t
     except BaseException as error:  # __reduce__ of a result is the user's code
         worker.executor.forget()
         problem = SerializationError(
-            f"cannot send the result of {worker.function_name!r} from rank {worker.rank} ({what}): "
+            f"cannot send the result of {worker.function_name!r} from rank {worker.number} ({what}): "
             f"{type(error).__name__}: {error}. "
             "Return arrays, numbers or picklable objects (a generator: return list(...))."
         )
         problem.__cause__ = error
-        return Status.ERROR, 0, pickle.dumps(pack_failure(problem, worker.rank, worker.device), protocol=5)
+        return Status.ERROR, 0, pickle.dumps(pack_failure(problem, worker.number, worker.device), protocol=5)
     return status, flags, data
 
 

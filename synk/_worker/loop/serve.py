@@ -21,12 +21,12 @@ from synk._wire.channel import Channel, Patience
 from synk._wire.control import Down, control_nbytes, is_interrupted
 from synk._wire.descriptors import NONE, Descriptor
 from synk._wire.lifeline import tie_to_pipe, tie_to_pulse
+from synk._wire.logs import send_records
 from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, IS_UNRECEIVED, LANE_SHIFT, Body, Kind, Status
 from synk._worker import failpoints as _failpoints
 from synk._worker.failures import pack_failure
 from synk._worker.loop.dispatch import handle
-from synk._worker.loop.logs import send_records
 from synk._worker.rank import DeviceLost, Doorbell, Worker
 from synk.errors import SharedMemoryError
 
@@ -65,7 +65,7 @@ class WorkerLoop:
             signal.signal(number, signal.SIG_DFL)
         _prefer_for_oom()
         send_records(Descriptor(setup["fds"]["log"]))
-        failpoint = _failpoints.arm(setup["failpoints"], setup["rank"])
+        failpoint = _failpoints.arm(setup["failpoints"], setup["first_rank"] + setup["rank"])
         failpoint("start.import")
         control = Segment(setup["fds"]["control"], setup["control_nbytes"], is_writable=True, segment_id=0)
         assert control.nbytes >= control_nbytes(setup["world_size"])
@@ -73,6 +73,7 @@ class WorkerLoop:
             os.sched_setaffinity(0, setup["cpus"])  # before the array library starts its threads
         eventfds = [setup["fds"][f"event{rank}"] for rank in range(setup["world_size"])]
         self._worker = Worker(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
+        self._worker.first_rank, self._worker.total_ranks = setup["first_rank"], setup["total_ranks"]
         self._worker.failpoint = failpoint
         self._worker.seed = setup["seed"]
         self._worker.peek = self._peek
@@ -136,7 +137,7 @@ class WorkerLoop:
         if kind == _CALL:
             worker.lane = worker.lanes[flags >> LANE_SHIFT]
             worker.peers.leave_call(worker.lane)
-        failure = pack_failure(error, worker.rank, worker.device)
+        failure = pack_failure(error, worker.number, worker.device)
         self._reply(Status.ERROR, IS_UNRECEIVED, sequence, pickle.dumps(failure, protocol=5))
         worker.tidy(kind, Status.ERROR)
 
@@ -188,7 +189,7 @@ class WorkerLoop:
             except SharedMemoryError as error:  # a large body needs a descriptor, this small error does not
                 assert self._worker is not None
                 self._worker.executor.forget()
-                failure = pack_failure(error, self._worker.rank, self._worker.device)
+                failure = pack_failure(error, self._worker.number, self._worker.device)
                 status, flags = Status.ERROR, HAS_BODY
                 channel.send_body(sequence, pickle.dumps(failure, protocol=5))
             if self._worker is not None and status != Status.HELLO:

@@ -74,7 +74,9 @@ def test_a_limit_of_the_user_stays(monkeypatch: pytest.MonkeyPatch, variable: st
 def test_workers_are_told_ranks_that_count_those_of_other_machines() -> None:
     here = on_cpu("cpu:0", "cpu:1")
     setups = [setup_message(here, rank, ()) for rank in range(2)]
-    assert [(setup["rank"], setup["world_size"]) for setup in setups] == [(0, 2), (1, 2)]
+    assert [(setup["rank"], setup["first_rank"], setup["total_ranks"]) for setup in setups] == [(0, 0, 2), (1, 0, 2)]
     second = Placement("numpy", here.assignment, first_rank=4, ranks_elsewhere=6)
     told = setup_message(second, 1, ())
-    assert (told["rank"], told["world_size"], told["device"]) == (5, 8, "cpu:1")
+    assert (told["rank"], told["first_rank"], told["device"]) == (1, 4, "cpu:1")
+    assert (told["world_size"], told["total_ranks"]) == (2, 8)
+    assert second.named([0, 1]) == "rank 4, 5"

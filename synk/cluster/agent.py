@@ -1,0 +1,302 @@
+"""The agent of a node: to the head it is a process like a worker, and it is the master of the node's own workers.
+
+It has an ordinary session. What the workers load comes from the head and is passed on unopened; a call comes with the
+rows of the node, and goes the way of every call from there on. Its outputs go back as the ranks published them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from synk._master.calls.arguments import Argument
+from synk._master.calls.assembly import Assembly
+from synk._master.calls.call import abandon, load, send
+from synk._master.calls.launched import Launched
+from synk._master.calls.plans import Call, CallOptions, PlanCache
+from synk._master.calls.replies import publishing, take_layouts
+from synk._master.calls.staging import plan_call, values_of
+from synk._master.code.parcels import Parcel
+from synk._master.flight.queue import Queue
+from synk._master.processes.log import PickledSettings
+from synk._master.processes.placement import Placement, place
+from synk._master.processes.processes import ARMED
+from synk._master.processes.worker_process import WorkerProcess
+from synk._master.session import Session
+from synk._master.state.guard import Copies
+from synk._master.state.ledger import Record
+from synk._pure.output_ops import ops_of
+from synk._pure.shards import Selection
+from synk._wire.control import Down
+from synk._wire.failures import Failure
+from synk._wire.logs import set_levels
+from synk._wire.messages import Body, Kind, LoadOrder, ParcelOrder, Status
+from synk.cluster.channel import with_code
+from synk.cluster.orders import CallOrder, FunctionNote, NodeReply
+from synk.errors import CallCancelled, CollectiveMismatch
+
+Reply = tuple[Status, Any]
+
+
+class NodeFunction:
+    """A function as an agent knows it: by its id on the workers, its name and its ops.
+
+    It has those attributes of ``synk._master.calls.callee.Callee`` that a call needs once its arguments are bound.
+    """
+
+    is_partial = True
+    is_stale = is_unchecked = per_rank = False
+    changes = residents = variables = ()
+
+    def __init__(self, note: FunctionNote) -> None:
+        self.id, self.version, self.name, self.block_rows = note.id, note.version, note.name, note.block_rows
+        self.title = repr(note.name)
+        self.ops = ops_of(note.outputs, self.title)
+        self.plans = PlanCache()
+        self.record = Record(note.name)
+        self.copies = Copies(note.name)
+
+    def load(self, session: Session, deadline: float | None) -> None:
+        """See that all workers have it: those that were started again lack it."""
+        session.functions.ensure_loaded(deadline)
+
+
+class RelayedSettings(PickledSettings):
+    """The program's settings, pickled by the head."""
+
+    def __init__(self, data: bytes) -> None:
+        self.values = [data]
+        self._data = data
+
+
+class RelayedReader:
+    """Takes the place of what reads a program's settings: an agent's own mean nothing."""
+
+    names: Sequence[str] = ()
+
+    def __init__(self, session: Session) -> None:
+        self._log = session.workers.log
+
+    def read(self) -> list[Any]:
+        """Return the settings that were told last."""
+        return [] if self._log.settings is None else self._log.settings.values
+
+
+class Agent:
+    """What one node does. Its methods are called with what the head's messages bring.
+
+    Parameters
+    ----------
+    setup : dict
+        The content of the first message.
+    is_interrupted : callable
+        Whether the head wants the current message to end.
+    """
+
+    def __init__(self, setup: dict[str, Any], is_interrupted: Callable[[], bool]) -> None:
+        self._is_interrupted = is_interrupted
+        _, node, *starts = setup["seed"]
+        self.node = node
+        placement = place(setup["num_workers"], setup["backend"], None, False)
+        first_rank = setup["first_worker"]
+        ARMED.set(setup["failpoints"])
+        self.session = Session(
+            Placement(
+                placement.backend,
+                placement.assignment,
+                first_rank=first_rank,
+                ranks_elsewhere=setup["ranks_elsewhere"],
+                generation=starts[0] if starts else 1,
+            ),
+            timeout=None,
+            seed=setup["runtime_seed"],
+            max_restarts=setup["max_restarts"],
+            on_restart=None,
+            transfer_guard="allow",
+            process_type=WorkerProcess,
+            make_queue=Queue,
+        )
+        self.session.workers.settings = RelayedReader(self.session)  # type: ignore[assignment]
+        self._functions: dict[int, NodeFunction] = {}
+
+    @property
+    def description(self) -> str:
+        pids = ", ".join(str(worker.process.pid) for worker in self.session.workers.by_rank)
+        return f"{self.session.world_size} x {self.session.backend}, pids of its workers {pids}"
+
+    def act(self, kind: int, body: Body | None) -> Reply:
+        """Do what a message says. Return the status and the body of the reply."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("always", RuntimeWarning)  # of workers that ended while nothing ran
+            try:
+                if body is not None:
+                    self._take_in(body)
+                if kind == Kind.LOAD and body is not None:
+                    return self._load(body.content)
+                if kind == Kind.CALL and body is not None:
+                    reply = self._call(body.content)
+                else:
+                    return Status.DONE, None
+            except CallCancelled:  # the head has asked for it, and waits for no answer
+                return Status.INTERRUPTED, pickle.dumps(None)
+            except Exception as error:
+                if kind == Kind.LOAD:
+                    return Status.ERROR, pickle.dumps(error, protocol=5)
+                reply = NodeReply(error=_pickled(error))
+        reply = reply._replace(warnings=[(str(each.message), each.category) for each in caught])
+        status = Status.ERROR if reply.error or reply.failures else Status.DONE
+        return status, with_code(reply)
+
+    def _take_in(self, body: Body) -> None:
+        """Pass on what a message brings besides its content: what to forget, and the program's settings."""
+        session = self.session
+        for number, unbound in body.dropped.get("parcel", {}).items():
+            parcel = session.functions.book.parcels.pop(number, None)
+            if parcel is not None:
+                session.functions.drop_parcel(parcel, unbound)
+        for number in body.dropped.get("function", ()):
+            function = self._functions.pop(number, None)
+            if function is not None:
+                function.plans.drop_all(session.workers.log)
+            session.workers.log.drop("function", number)
+        for kind, _, value in body.news:
+            if kind == "settings":
+                session.workers.log.settings = RelayedSettings(value)
+                session.workers.log.tell("settings")
+
+    def _load(self, order: LoadOrder) -> Reply:
+        """Have the workers load parcels, which are kept for workers that are started later."""
+        functions = self.session.functions
+        sys.path[:] = order.sys_path
+        set_levels(order.levels)
+        self._begin("load functions")
+        functions.ensure_loaded(None)
+        for each in order.parcels:
+            functions.book.parcels[each.number] = _parcel(each)
+        is_loaded = False
+        try:
+            failures, was_interrupted = functions.send_missing("functions", None, order.reloads)
+            is_loaded = not (failures or was_interrupted)
+        finally:
+            if not is_loaded:  # the head counts none of them as loaded on this node
+                for each in order.parcels:
+                    functions.drop_parcel(functions.book.parcels.pop(each.number), [])
+        if failures:
+            return Status.ERROR, pickle.dumps(self._placed(failures)[0], protocol=5)
+        return (Status.INTERRUPTED, pickle.dumps(None)) if was_interrupted else (Status.DONE, None)
+
+    def _begin(self, verb: str) -> None:
+        self.session.begin(verb)
+        if self._is_interrupted():  # before the operation began, which forgets earlier interrupts
+            raise CallCancelled(f"cannot {verb}: it was interrupted.")
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def _call(self, order: CallOrder) -> NodeReply:
+        """Run a call on the ranks of this node."""
+        session = self.session
+        with session.entered("call"):
+            self._begin("call")
+            function = self._function(order.function)
+            call = _bound(order)
+            function.copies.ignore(argument.label for argument in call.arguments)
+            load(session, function, call, None)  # type: ignore[arg-type]
+            state = session.workers.log.state
+            cached = plan_call(session, function, call, call.options, session.lanes.first)  # type: ignore[arg-type]
+            values, began = values_of(call, cached), time.monotonic_ns()
+            launched = Launched(function, call, cached, values, None, began, 0, state)  # type: ignore[arg-type]
+            session.lanes.first.first_down[Down.ALL_RANKS] = order.all_ranks
+            session.lanes.first.first_down[Down.ALL_ROWS] = order.all_rows
+            try:
+                send(session, launched)
+                return self._collected(launched)
+            except BaseException as error:
+                abandon(session, launched, error)
+                raise
+
+    def _function(self, note: FunctionNote) -> NodeFunction:
+        known = self._functions.get(note.id)
+        if known is None or known.version != note.version:
+            if known is not None:
+                known.plans.drop_all(self.session.workers.log)
+            known = self._functions[note.id] = NodeFunction(note)
+        return known
+
+    def _collected(self, launched: Launched) -> NodeReply:
+        """Wait for the ranks and return what they answered."""
+        session, call, cached, name = self.session, launched.call, launched.cached, launched.function.name
+        replies = session.workers.wait(launched)
+        failed = [reply for reply in replies.values() if reply.status in (Status.ERROR, Status.INTERRUPTED)]
+        if failed:
+            launched.function.plans.discard(cached, session.workers.log)
+            records = [pickle.loads(reply.body) for reply in failed if reply.status == Status.ERROR]
+            if not records:
+                raise CallCancelled(f"{name!r} was interrupted.")
+            return NodeReply(failures=self._placed(records))
+        packed = take_layouts(name, cached, call.ranks, replies)
+        up = [session.lanes.first.up[rank].tolist() for rank in call.ranks]
+        try:
+            assembly, layouts, lease = self._published(launched, replies)
+        except CollectiveMismatch:  # the head sees the ranks of all nodes, so it says which differ
+            layouts = [cached.layouts[rank] for rank in call.ranks]
+            return NodeReply(layouts, [[None] * len(layout.leaves) for layout in layouts], packed, up)
+        layouts, arrays = assembly.outputs(None if lease is None else lease.deliver())
+        cached.is_agreed = True
+        return NodeReply(layouts, arrays, packed, up)
+
+    def _published(self, launched: Launched, replies: dict[int, Any]) -> tuple[Assembly, list[Any], Any]:
+        steps = publishing(self.session, launched, replies)
+        try:
+            request = next(steps)
+            while True:
+                request = steps.send(self.session.workers.wait(request))
+        except StopIteration as ended:
+            found: tuple[Assembly, list[Any], Any] = ended.value
+            return found
+        finally:
+            steps.close()
+
+    def _placed(self, failures: list[Failure]) -> list[Failure]:
+        """Return failures whose devices name the node."""
+        return [each._replace(device=f"node{self.node}:{each.device}") for each in failures]
+
+
+def _parcel(order: ParcelOrder) -> Parcel:
+    parcel = Parcel(order.number)
+    parcel.data, parcel.is_optional = order.data, order.is_optional
+    return parcel
+
+
+def _bound(order: CallOrder) -> Call:
+    """Return a call as binding its arguments would: the rows of the node, divided among its ranks."""
+    arguments = [
+        Argument(
+            part.label, part.keyword, part.kind,
+            array=part.array,
+            dtype=None if part.array is None else part.array.dtype,
+            tensor_dtype=part.tensor_dtype,
+            is_tensor=part.is_tensor,
+        )
+        for part in order.parts
+    ]  # fmt: skip
+    objects = None
+    if order.objects is not None:
+        objects = order.objects[0], [memoryview(buffer) for buffer in order.objects[1]]
+    selection = Selection(order.bounds[-1][1]) if order.has_rows else None
+    options = CallOptions(num_slices=order.num_slices, output_subset=order.output_subset, num_repeats=order.num_repeats)
+    return Call(
+        arguments, selection, order.bounds, order.ranks, order.rows, objects, options, is_timed=False, nests=order.nests
+    )
+
+
+def _pickled(error: Exception) -> bytes:
+    """Return an exception of the node's session, with the text of its cause, which a pickle leaves out."""
+    with contextlib.suppress(Exception):
+        return pickle.dumps((error, error.__cause__), protocol=5)
+    return pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), None), protocol=5)

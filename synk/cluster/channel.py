@@ -1,0 +1,101 @@
+"""Messages that carry arrays: between the head and an agent they are copied once on the way, and not pickled."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from synk._pure.ranges import LINE_NBYTES, round_up
+from synk._wire.channel import INLINE_NBYTES, IS_LARGE, Channel, encode_header
+from synk._wire.memory import Segment
+
+_COUNT = struct.Struct("<Q")
+
+
+class Parts:
+    """A pickle and the buffers that it refers to, as they will lie one behind the other.
+
+    Its bytes begin with the number of parts and the length of each. Every part starts on a cache line.
+
+    Examples
+    --------
+    >>> parts = Parts.of({"x": np.arange(3)})
+    >>> unpacked(parts.joined())
+    {'x': array([0, 1, 2])}
+    """
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        views = [memoryview(part).cast("B") for part in parts]
+        head = b"".join(_COUNT.pack(number) for number in (len(views), *(view.nbytes for view in views)))
+        self._views = [memoryview(head), *views]
+
+    @classmethod
+    def of(cls, obj: Any, dumps: Callable[..., bytes] = pickle.dumps) -> Parts:
+        """Pickle an object. Its arrays are not copied if they are contiguous."""
+        buffers: list[pickle.PickleBuffer] = []
+        data = dumps(obj, protocol=5, buffer_callback=buffers.append)
+        return cls([data, *(buffer.raw() for buffer in buffers)])
+
+    def __len__(self) -> int:
+        return sum(round_up(view.nbytes, LINE_NBYTES) for view in self._views)
+
+    def copy_into(self, target: np.ndarray) -> None:
+        """Copy all parts to an array of at least ``len(self)`` bytes."""
+        offset = 0
+        for view in self._views:
+            target[offset : offset + view.nbytes] = np.frombuffer(view, np.uint8)
+            offset += round_up(view.nbytes, LINE_NBYTES)
+
+    def joined(self) -> bytes:
+        target = np.zeros(len(self), np.uint8)
+        self.copy_into(target)
+        return target.tobytes()
+
+
+def unpacked(data: Any) -> Any:
+    """Return the object that was packed as :class:`Parts`. Its arrays are views of ``data``."""
+    view = memoryview(data)
+    (count,) = _COUNT.unpack_from(view)
+    lengths = [_COUNT.unpack_from(view, (1 + position) * _COUNT.size)[0] for position in range(count)]
+    offset = round_up((1 + count) * _COUNT.size, LINE_NBYTES)
+    parts = []
+    for length in lengths:
+        parts.append(view[offset : offset + length])
+        offset += round_up(length, LINE_NBYTES)
+    return pickle.loads(parts[0], buffers=parts[1:])
+
+
+def with_code(obj: Any) -> Parts:
+    """Pack an object that may refer to classes of the user's script."""
+    return Parts.of(obj, cloudpickle.dumps)
+
+
+class NodeChannel(Channel):
+    """One side of the connection between the head and an agent. A body may be bytes, or :class:`Parts`."""
+
+    def send_body(self, sequence: int, body: Any, fds: Sequence[int] = ()) -> None:
+        """Send one body; see :meth:`Channel.send_body`."""
+        if not isinstance(body, Parts):
+            super().send_body(sequence, body, fds)
+        elif len(body) <= INLINE_NBYTES:
+            super().send_body(sequence, body.joined(), fds)
+        else:
+            segment = Segment.create(len(body))
+            try:
+                body.copy_into(segment.buffer)
+                header = encode_header(sequence, len(body), self._token, IS_LARGE)
+                socket.send_fds(self.sock, [header], [*fds, segment.fd], socket.MSG_NOSIGNAL)
+            finally:
+                segment.close()
+
+    def _body_in(self, fd: int, nbytes: int) -> Any:
+        """Return the bytes of a large body, which lives as long as a view of it does."""
+        segment = Segment(fd, nbytes, is_writable=True, segment_id=0, is_private=True)
+        segment.close_fd()
+        return segment.buffer[:nbytes].data

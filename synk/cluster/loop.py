@@ -1,0 +1,123 @@
+"""An agent's process: tied to the head's life, it receives a message, has the agent act on it, and replies."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+from typing import Any
+
+from synk._master.processes.reports import where
+from synk._master.workers.starting import own_versions
+from synk._wire.control import Down, Phase, Up, control_blocks, is_interrupted
+from synk._wire.descriptors import Descriptor
+from synk._wire.lifeline import tie_to_pipe, tie_to_pulse
+from synk._wire.logs import send_records
+from synk._wire.memory import Segment
+from synk._wire.messages import HAS_BODY, Body, Kind, Status
+from synk.cluster.agent import Agent
+from synk.cluster.channel import NodeChannel, unpacked
+
+
+class AgentLoop:
+    """The life of an agent's process: it receives a message, acts on it, and replies, until the head ends."""
+
+    def __init__(self, sock: socket.socket, setup: dict[str, Any]) -> None:
+        fds = setup["fds"]
+        for fd in fds.values():
+            os.set_inheritable(fd, False)
+        self._channel = NodeChannel(sock, Descriptor(fds["down"]), Descriptor(fds["up"]), bytes.fromhex(setup["token"]))
+        tie_to_pipe(fds["lifeline"])
+        self._pulse = tie_to_pulse(fds["pulse"])
+        self._head_fd = Descriptor(os.pidfd_open(setup["master_pid"]))
+        if os.getppid() != setup["master_pid"]:
+            os._exit(1)  # the head ended before the pidfd was open, which may name another process now
+        self._stacks_fd = fds["stacks"]
+        self._control = Segment(fds["control"], setup["control_nbytes"], is_writable=True, segment_id=0)
+        down, up = control_blocks(self._control.buffer, setup["world_size"], 0)
+        self._own_down, self._own_up = down[setup["rank"]], up[setup["rank"]]
+        self._control.close_fd()
+        self._sequence = -1
+        self._agent: Agent | None = None
+        self._setup = setup
+
+    def start(self) -> None:
+        """Start the session, and say hello."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        signal.signal(signal.SIGINT, self._on_interrupt)
+        signal.signal(signal.SIGUSR2, self._on_question)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        send_records(Descriptor(self._setup["fds"]["log"]))
+        self._agent = Agent(self._setup, self._is_interrupted)
+        hello = {"versions": own_versions(), "device": self._agent.description}
+        self._reply(Status.HELLO, 0, pickle.dumps(hello, protocol=5))
+
+    def serve(self) -> None:
+        """Answer messages until the head says goodbye or is gone."""
+        agent, channel = self._agent, self._channel
+        assert agent is not None
+        waiting = select.poll()
+        waiting.register(channel.read_fd, select.POLLIN)
+        waiting.register(self._head_fd, select.POLLIN)
+        while True:
+            events = waiting.poll()
+            message = channel.answer() if any(fd == channel.read_fd for fd, _ in events) else None
+            if message is None:
+                os.killpg(0, signal.SIGKILL)  # the head is dead; the workers end with this process
+                return
+            kind, flags, self._sequence, _ = message
+            body = self._receive_body() if flags & HAS_BODY else None
+            if kind == Kind.CLOSE:
+                agent.session.close()
+                self._reply(Status.BYE, self._sequence, None)
+                return
+            if kind == Kind.PING:
+                self._reply(Status.PONG, self._sequence, None)
+            elif self._is_interrupted():  # the signal came before the message
+                self._reply(Status.INTERRUPTED, self._sequence, pickle.dumps(None))
+            else:
+                self._own_up[Up.PHASE] = Phase.FUNCTION if kind == Kind.CALL else Phase.LOADING
+                status, data = agent.act(kind, body)
+                body = None  # it may be the memory of large arguments
+                self._own_up[Up.PHASE] = Phase.IDLE
+                for stream in (sys.stdout, sys.stderr):
+                    stream.flush()
+                self._reply(status, self._sequence, data)
+
+    def _receive_body(self) -> Body:
+        data, fds = self._channel.receive_body(self._sequence)
+        for fd in fds:
+            os.close(fd)
+        body = unpacked(data)
+        assert isinstance(body, Body)
+        return body
+
+    def _reply(self, status: Status, sequence: int, body: Any) -> None:
+        if body is not None:
+            self._channel.send_body(sequence, body)
+        self._channel.ring(status, HAS_BODY if body is not None else 0, sequence, 0)
+
+    def _is_interrupted(self) -> bool:
+        return is_interrupted(int(self._own_down[Down.INTERRUPT]), self._sequence)
+
+    def _on_interrupt(self, signum: int, frame: Any) -> None:
+        if self._agent is not None and self._is_interrupted():
+            self._agent.session.workers.waiting.interrupt()
+
+    def _on_question(self, signum: int, frame: Any) -> None:
+        """Write what the node's ranks are doing to where the head reads it."""
+        text = "it is starting" if self._agent is None else where(self._agent.session.workers.processes)
+        os.write(self._stacks_fd, text.encode("utf-8", "replace")[: 1 << 15])
+
+
+def main(sock: socket.socket, setup: dict[str, Any]) -> None:
+    """Run an agent. The bootstrap calls this once ``sys.path`` is set."""
+    sys.path[:] = setup["sys_path"]
+    sys.argv[:] = setup["argv"]
+    loop = AgentLoop(sock, setup)
+    loop.start()
+    loop.serve()

@@ -1,0 +1,136 @@
+"""What the head and an agent say to each other about a call. All other messages are those of a session and its workers.
+
+Arrays travel in these messages, and so do pickles of the user's objects, which an agent passes on unopened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from synk._pure.ops import OPS
+from synk._wire.failures import Failure
+from synk._wire.messages import Layout
+
+
+class FunctionNote(NamedTuple):
+    """What an agent knows of a function. The function itself is loaded by the workers alone.
+
+    Attributes
+    ----------
+    version : int
+        Differs when the workers need new plans for it.
+    outputs : name or nesting of them
+        See :func:`without_code`.
+    """
+
+    id: int
+    version: int
+    name: str
+    outputs: Any
+    block_rows: int
+
+
+class Part(NamedTuple):
+    """One argument of a call, or one leaf of a nested one, as a node gets it: with the rows of its ranks.
+
+    The attributes are those of ``synk._master.calls.arguments.Argument``. ``array`` is None for an object.
+    """
+
+    label: str
+    keyword: str
+    kind: str
+    array: np.ndarray | None
+    tensor_dtype: str
+    is_tensor: bool
+
+
+class CallOrder(NamedTuple):
+    """A call on one node.
+
+    Attributes
+    ----------
+    parts : list of Part
+    nests : bytes
+        The structure of nested arguments, as in ``Plan.nests``.
+    objects : tuple (bytes, list of buffers) or None
+        The pickle of the other arguments and its buffers.
+    has_rows : bool
+        Whether arrays are divided.
+    bounds : list of (low, high)
+        For each rank of the node, its rows among those that the node gets.
+    ranks : list of int
+        Which ranks of the node run the call, counted on the node.
+    rows : list of int
+        The weights of these ranks.
+    num_slices, output_subset, num_repeats
+        As in ``Plan``.
+    all_ranks, all_rows : int
+        How many ranks of all nodes run the call, and the sum of their rows.
+    """
+
+    function: FunctionNote
+    parts: list[Part]
+    nests: bytes
+    objects: tuple[bytes, list[Any]] | None
+    has_rows: bool
+    bounds: list[tuple[int, int]]
+    ranks: list[int]
+    rows: list[int]
+    num_slices: int
+    output_subset: tuple[Any, ...] | None
+    num_repeats: int
+    all_ranks: int
+    all_rows: int
+
+
+class NodeReply(NamedTuple):
+    """What a node answers to a call.
+
+    Attributes
+    ----------
+    layouts, arrays
+        See ``Assembly.outputs``: one of each for each rank that ran. There are no arrays if the node's own ranks do not
+        agree; the head, which sees all ranks, says so.
+    packed : list of lists of bytes
+        The outputs of each rank that are not arrays, pickled by the rank.
+    up : list of lists of int
+        The numbers that each rank reports; see ``synk._wire.control.Up``.
+    failures : list of Failure
+        The exceptions of ranks. Then there are no outputs.
+    error : bytes
+        The pickle of what the node's session raised: a death, or a lack of memory. Then there are no outputs.
+    warnings : list of (text, category)
+        What the node's session has warned of.
+    """
+
+    layouts: Sequence[Layout] = ()
+    arrays: Sequence[list[np.ndarray | None]] = ()
+    packed: Sequence[list[bytes]] = ()
+    up: Sequence[list[int]] = ()
+    failures: Sequence[Failure] = ()
+    error: bytes = b""
+    warnings: Sequence[tuple[str, type[Warning]]] = ()
+
+
+def without_code(ops: Any) -> Any:
+    """Return ``outputs=`` from which an agent learns where outputs lie: by name, and with None for a user's own op.
+
+    That stays in the program, with its code. One that concatenates counts as ``"gather"``.
+
+    Examples
+    --------
+    >>> from synk import Op
+    >>> class Median(Op):
+    ...     concatenates = True
+    >>> without_code({"a": OPS["avg"], "b": Median(), "c": OPS["first"]})
+    {'a': 'avg', 'b': 'gather', 'c': 'first'}
+    """
+    if isinstance(ops, dict):
+        return {key: without_code(child) for key, child in ops.items()}
+    if isinstance(ops, (tuple, list)):
+        return type(ops)([without_code(child) for child in ops])
+    name = next((name for name, op in OPS.items() if op is ops), None)
+    return "gather" if name is None and ops.concatenates else name

@@ -1,0 +1,106 @@
+"""Which ranks a node plays, and which part of a call is its own. Pure arithmetic on plain arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from synk._pure.shards import Selection
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranks of all nodes: those of node 0 come first.
+
+    Attributes
+    ----------
+    counts : tuple of int
+        How many workers each node has.
+    """
+
+    counts: tuple[int, ...]
+
+    @property
+    def total_ranks(self) -> int:
+        return sum(self.counts)
+
+    def ranks_of(self, node: int) -> range:
+        """Return the ranks that a node plays.
+
+        Examples
+        --------
+        >>> [list(Layout((1, 3)).ranks_of(node)) for node in range(2)]
+        [[0], [1, 2, 3]]
+        """
+        first = sum(self.counts[:node])
+        return range(first, first + self.counts[node])
+
+    def node_of(self, rank: int) -> int:
+        return next(node for node in range(len(self.counts)) if rank in self.ranks_of(node))
+
+    def described(self, node: int) -> str:
+        """Return the ranks of a node in words.
+
+        Examples
+        --------
+        >>> [Layout((1, 3)).described(node) for node in range(2)]
+        ['rank 0', 'ranks 1 to 3']
+        """
+        ranks = self.ranks_of(node)
+        return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+
+
+def counts_of(num_workers: int | Sequence[int], num_nodes: int) -> tuple[int, ...]:
+    """Return how many workers each node gets: the same number for all, or one for each.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If there is not one number for each node, or a node would have no worker.
+    """
+    counts = tuple(num_workers) if isinstance(num_workers, Sequence) else (num_workers,) * num_nodes
+    for count in counts:
+        if isinstance(count, (bool, str)) or not hasattr(count, "__index__"):
+            raise TypeError(f"cannot fork: got num_workers={num_workers!r}, expected an integer, or one for each node.")
+    if len(counts) != num_nodes or min(counts) < 1:
+        raise ValueError(
+            f"cannot fork: got num_workers={num_workers!r} for {num_nodes} nodes, expected 1 or more, or a sequence "
+            "with such a number for each node."
+        )
+    return tuple(map(int, counts))
+
+
+def rows_between(array: np.ndarray, selection: Selection, low: int, high: int) -> np.ndarray:
+    """Return rows ``low`` to ``high`` of those that a call has selected, in their order. A view where that is possible.
+
+    Parameters
+    ----------
+    array : ndarray, shape (rows, *rest)
+    selection : Selection
+    low, high : int
+        Positions in the selection.
+
+    Examples
+    --------
+    >>> rows_between(np.arange(10), Selection(5, start=9, step=-2), 1, 4)
+    array([7, 5, 3])
+    """
+    if selection.indices is not None:
+        return array[selection.indices[low:high]]
+    first, step = selection.start + low * selection.step, selection.step
+    stop = first + (high - low) * step
+    return array[first : None if stop < 0 else stop : step]
+
+
+def own_bounds(bounds: Sequence[tuple[int, int]], ranks: range) -> tuple[int, int, list[tuple[int, int]]]:
+    """Return where the rows of a node begin and end in the selection, and those of its ranks, counted from there.
+
+    Examples
+    --------
+    >>> own_bounds([(0, 3), (3, 6), (6, 8)], range(1, 3))
+    (3, 8, [(0, 3), (3, 5)])
+    """
+    low, high = bounds[ranks[0]][0], bounds[ranks[-1]][1]
+    return low, high, [(start - low, stop - low) for start, stop in bounds[ranks[0] : ranks[-1] + 1]]

@@ -1,0 +1,152 @@
+"""What does not work over nodes yet is refused at once, in the program, with a text that says what to do instead."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.harness import PACKAGE_FOLDER, same_workers, script
+
+import synk
+import synk.profiler
+from synk._wire.cell import cell
+from synk.errors import UnsupportedError
+
+
+@pytest.fixture
+def nodes(shared_runtimes: Any) -> synk.Runtime:
+    runtime: synk.Runtime = shared_runtimes["1+3"]
+    return runtime
+
+
+REFUSED = {
+    "synk.data": lambda rt, f: rt.data(np.zeros(3)),
+    "f.build_inputs": lambda rt, f: f.build_inputs(np.zeros(3)),
+    "synk.shared": lambda rt, f: rt.shared(np.zeros(3)),
+    "synk.resident": lambda rt, f: rt.resident({}),
+    "synk.map": lambda rt, f: rt.map(abs, [1]),
+    "synk.Executor": lambda rt, f: synk.Executor(runtime=rt).submit(abs, 1).result(),
+    "rt.stacks": lambda rt, f: rt.stacks(),
+    "f.verify": lambda rt, f: f.verify(np.zeros(3)),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_verbs_that_need_one_machine(nodes: synk.Runtime, what: str) -> None:
+    f = nodes.function(lambda x: x.sum(), outputs="sum")
+    with same_workers(nodes), pytest.raises(UnsupportedError, match=r"over nodes: got a runtime with cluster='here'"):
+        REFUSED[what](nodes, f)
+
+
+OPTIONS = {
+    "backend": "torch", "devices": [0], "inline": True, "on_restart": print, "transfer_guard": "raise",
+    "balance": "measured",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_fork_that_need_one_machine(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"cannot fork with cluster='here': got {name}="):
+        synk.Runtime(1, cluster="here", nodes=2, **{name: OPTIONS[name]})
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"cluster": "10.0.0.1:6379", "nodes": 2}, "got cluster='10.0.0.1:6379', expected None or 'here'"),
+        ({"cluster": "here"}, "got nodes=None, expected how many nodes"),
+        ({"cluster": "here", "nodes": 0}, "got nodes=0"),
+        ({"cluster": "here", "nodes": (1, 2)}, r"got nodes=\(1, 2\)"),
+        ({"nodes": 2}, "got nodes=2 and no cluster="),
+    ],
+)
+def test_arguments_of_fork(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        synk.Runtime(1, **options)
+
+
+def test_frozen_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    monkeypatch.setattr(cell, "has_freeze_support", True)
+    with pytest.raises(UnsupportedError, match="got a frozen program"):
+        synk.Runtime(1, cluster="here", nodes=2)
+
+
+def test_one_number_of_workers_without_nodes() -> None:
+    with pytest.raises(TypeError, match=r"got num_workers=\(1, 3\), expected an integer or None"):
+        synk.Runtime((1, 3))
+
+
+def test_collectives_inside_functions(nodes: synk.Runtime) -> None:
+    """The rank refuses: a call that reached only the ranks of its own node would be a wrong number."""
+    with same_workers(nodes):
+        for talk in (lambda x: synk.comm.all_reduce(x), lambda x: synk.comm.send(x, 0), lambda x: synk.comm.barrier()):
+            with pytest.raises(UnsupportedError, match="does not reach the ranks of other nodes yet"):
+                nodes.function(talk, outputs=None)(np.arange(4.0))
+
+
+def test_process_groups_of_torch(nodes: synk.Runtime) -> None:
+    pytest.importorskip("torch")
+    f = nodes.function(lambda: synk.torch.process_group(), outputs=None, per_rank=True)
+    with pytest.raises(UnsupportedError, match="cannot make a process group over several nodes"):
+        f()
+
+
+def test_replicas_and_data_parallel_modules(nodes: synk.Runtime) -> None:
+    torch = pytest.importorskip("torch")
+    import synk.torch
+
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(UnsupportedError, match="make a resident object over nodes"):
+        synk.torch.replicate(model, torch.optim.SGD(model.parameters(), 0.1), runtime=nodes)
+    with pytest.raises(UnsupportedError, match="make a resident object over nodes"):
+        synk.torch.DataParallel(model, runtime=nodes)
+
+
+def test_traces_and_guards() -> None:
+    """They act on the current runtime."""
+    script(
+        """
+        import synk.profiler
+        synk.fork(1, cluster="here", nodes=2)
+        for enter in (synk.profiler.trace(), lambda: synk.profiler.transfer_guard("raise")):
+            try:
+                enter() if callable(enter) else enter.__enter__()
+            except synk.errors.UnsupportedError as error:
+                assert "over nodes" in str(error)
+            else:
+                raise AssertionError
+        """
+    ).check("")
+
+
+def test_one_node_is_no_cluster_for_its_ranks(shared_runtimes: Any) -> None:
+    with synk.Runtime(2, cluster="here", nodes=1) as rt:
+        f = rt.function(lambda x: synk.comm.all_reduce(x.sum(), "sum"), outputs="first")
+        assert f(np.arange(4.0)) == 6.0
+
+
+def test_the_page_lists_what_is_refused() -> None:
+    page = (Path(PACKAGE_FOLDER) / "docs" / "cluster.md").read_text(encoding="utf-8")
+    table = page.split("## What does not work yet")[1]
+    missing = [name for name in (*REFUSED, *OPTIONS) if not re.search(rf"`[^`]*{re.escape(name)}\b", table)]
+    assert not missing, f"add to the table of docs/cluster.md: {missing}"
+
+
+def test_a_fork_without_cluster_imports_none_of_it() -> None:
+    script(
+        """
+        rt = synk.fork(2)
+        f = synk.function(lambda x: (x.sum(), os.getpid()), outputs=("sum", None))
+        seen = synk.function(
+            lambda x: [name for name in sys.modules if name.startswith(("synk.cluster", "ray", "zmq"))], outputs="first"
+        )
+        assert f(np.arange(4.0))[0] == 6.0
+        assert seen(np.arange(2)) == []
+        assert not [name for name in sys.modules if name.startswith(("synk.cluster", "ray", "zmq"))]
+        """
+    ).check("")

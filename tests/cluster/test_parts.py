@@ -1,0 +1,101 @@
+"""Messages with arrays: what is packed comes out again, and the arrays are not copied when they are unpacked."""
+
+from __future__ import annotations
+
+import collections
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+from synk._wire.channel import INLINE_NBYTES, ProtocolError
+from synk._wire.descriptors import Descriptor, packet_pair, pipe
+from synk._wire.memory import Segment
+from synk.cluster.channel import NodeChannel, Parts, unpacked, with_code
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+def parts_of(nbytes: int) -> dict[str, Any]:
+    return {
+        "large": np.arange(nbytes // 8, dtype=np.float64),
+        "gaps": np.arange(20)[::3],
+        "text": "x" * 100,
+        "pair": Pair(np.zeros((0, 3)), np.array(["a", "bc"])),
+        "record": np.zeros(3, "i4,f8"),
+    }
+
+
+def assert_same(got: Any, want: dict[str, Any]) -> None:
+    assert got.keys() == want.keys()
+    for key in ("large", "gaps", "record"):
+        np.testing.assert_array_equal(got[key], want[key])
+    assert got["text"] == want["text"]
+    assert type(got["pair"]) is Pair
+    assert got["pair"].first.shape == (0, 3)
+    assert got["pair"].second.tolist() == ["a", "bc"]
+
+
+@pytest.mark.parametrize("pack", [Parts.of, with_code])
+def test_what_is_packed_comes_out(pack: Any) -> None:
+    want = parts_of(1 << 12)
+    joined = pack(want).joined()
+    assert len(joined) == len(pack(want))
+    assert_same(unpacked(joined), want)
+
+
+def test_arrays_are_views_of_the_message() -> None:
+    data = np.frombuffer(bytearray(Parts.of(parts_of(1 << 12)).joined()), np.uint8)
+    assert np.shares_memory(unpacked(data)["large"], data)
+
+
+@pytest.fixture
+def pair() -> Any:
+    ours, theirs = packet_pair()
+    import socket
+
+    ends = [pipe(), pipe()]
+    one = NodeChannel(ours, ends[0][0], ends[1][1], b"t" * 32)
+    other = NodeChannel(socket.socket(fileno=os.dup(theirs)), ends[1][0], ends[0][1], b"t" * 32)
+    yield one, other
+    one.close()
+    other.close()
+
+
+@pytest.mark.parametrize("nbytes", [1 << 10, 4 * INLINE_NBYTES])
+def test_channels_carry_them(pair: Any, nbytes: int) -> None:
+    one, other = pair
+    want = parts_of(nbytes)
+    one.send_body(7, Parts.of(want))
+    body, fds = other.receive_body(7)
+    assert fds == []
+    got = unpacked(body)
+    del body
+    assert_same(got, want)
+    if nbytes > INLINE_NBYTES:
+        got["large"][0] = 5.0  # pages of its own
+        assert want["large"][0] == 0.0
+
+
+def test_a_message_with_another_token_is_refused(pair: Any) -> None:
+    one, other = pair
+    one._token = b"u" * 32
+    one.send_body(7, Parts.of(1))
+    with pytest.raises(ProtocolError, match="token"):
+        other.receive_body(7)
+
+
+def test_the_memory_of_a_message_lives_as_long_as_its_arrays() -> None:
+    """Its descriptor does not."""
+    want = parts_of(1 << 20)
+    parts = Parts.of(want)
+    segment = Segment.create(len(parts))
+    parts.copy_into(segment.buffer)
+    fd = Descriptor(os.dup(segment.fd))
+    segment.close()
+    before = set(os.listdir("/proc/self/fd"))
+    channel = NodeChannel.__new__(NodeChannel)
+    got = unpacked(channel._body_in(os.dup(fd), len(parts)))
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert_same(got, want)

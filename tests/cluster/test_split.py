@@ -1,0 +1,161 @@
+"""Which rows a node gets, and that the partial results of nodes make the result of all ranks. No process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.seeds import examples
+
+from synk._master.calls.assembly import Assembly
+from synk._pure.ops import OPS, REDUCTIONS, accumulator_dtype
+from synk._pure.shards import Selection, select_rows, shard_bounds
+from synk._wire.messages import Layout as RankLayout
+from synk._wire.messages import Leaf
+from synk.cluster.orders import without_code
+from synk.cluster.outputs import GatheredOutputs
+from synk.cluster.split import Layout, counts_of, own_bounds, rows_between
+
+COUNTS = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
+BATCHES = st.one_of(
+    st.none(),
+    st.integers(1, 30),
+    st.builds(slice, st.integers(-30, 30), st.integers(-30, 30), st.sampled_from([-3, -1, 1, 2])),
+    st.lists(st.integers(-30, 29), min_size=1, max_size=40),
+)
+
+
+@given(counts=COUNTS)
+def test_nodes_play_all_ranks_once(counts: tuple[int, ...]) -> None:
+    layout = Layout(counts)
+    ranks = [rank for node in range(len(counts)) for rank in layout.ranks_of(node)]
+    assert ranks == list(range(layout.total_ranks))
+    assert [layout.node_of(rank) for rank in ranks] == [node for node, count in enumerate(counts) for _ in range(count)]
+
+
+@examples(60)
+@given(counts=COUNTS, batch=BATCHES)
+def test_ranks_get_the_rows_that_they_would_have_on_one_machine(counts: tuple[int, ...], batch: Any) -> None:
+    """The oracle is ``numpy.array_split`` of the rows that NumPy selects, over all ranks at once."""
+    array = np.arange(60).reshape(30, 2)
+    picked = array if batch is None else array[:batch] if isinstance(batch, int) else array[batch]
+    layout = Layout(counts)
+    selection = select_rows(batch, len(array), "f")
+    bounds = shard_bounds(selection.count, layout.total_ranks)
+    found = []
+    for node in range(len(counts)):
+        low, high, own = own_bounds(bounds, layout.ranks_of(node))
+        rows = rows_between(array, selection, low, high)
+        assert own[0][0] == 0
+        assert own[-1][1] == len(rows)
+        found += [rows[start:stop] for start, stop in own]
+    for got, want in zip(found, np.array_split(picked, layout.total_ranks), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("selection", [Selection(3, 2, 4), Selection(3, 20, -5)])
+def test_rows_of_a_range_are_a_view(selection: Selection) -> None:
+    array = np.arange(40)
+    assert rows_between(array, selection, 0, 3).base is array
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "num_nodes", "expected"), [(2, 3, (2, 2, 2)), ((1, 3), 2, (1, 3)), (np.int64(1), 2, (1, 1))]
+)
+def test_the_number_of_workers(num_workers: Any, num_nodes: int, expected: tuple[int, ...]) -> None:
+    assert counts_of(num_workers, num_nodes) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "error"),
+    [((1, 2, 3), ValueError), (0, ValueError), ((2, 0), ValueError), (1.5, TypeError), ("22", TypeError)],
+)
+def test_numbers_of_workers_that_make_no_sense(num_workers: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="cannot fork: got num_workers="):
+        counts_of(num_workers, 2)
+
+
+def test_agents_get_no_op_of_the_users() -> None:
+    assert without_code(dict(OPS)) == {name: name for name in OPS}
+
+
+# -- partial results --------------------------------------------------------------------------------------------------
+
+DTYPES = ("float16", "float32", "float64", "int8", "uint16", "int64", "complex128")
+
+
+@examples(60)
+@given(
+    op=st.sampled_from(sorted(REDUCTIONS)),
+    dtype=st.sampled_from(DTYPES),
+    counts=COUNTS,
+    seed=st.integers(0, 2**20),
+)
+def test_partials_of_nodes_make_the_reduction_of_all_ranks(
+    op: str, dtype: str, counts: tuple[int, ...], seed: int
+) -> None:
+    """Each node merges the values of its ranks to a partial result; the head merges those, and finishes once.
+
+    Bit for bit for 16-bit floats, integers, min and max. A wider float may round otherwise in its last bits, because
+    it is added up in another order.
+    """
+    reduction = REDUCTIONS[op]
+    if (op == "avg" and dtype[0] in "iu") or (op in ("min", "max") and dtype == "complex128"):
+        return
+    rng = np.random.default_rng(seed)
+    layout = Layout(counts)
+    rows = [int(count) for count in rng.integers(1, 9, layout.total_ranks)]
+    values = [(rng.normal(size=5) * 3).astype(dtype) for _ in rows]
+    want = np.empty(5, dtype)
+    with np.errstate(all="ignore"):
+        reduction.reduce_into(values, rows, want)
+        partials = []
+        for node in range(len(counts)):
+            own = layout.ranks_of(node)
+            partial = np.empty(5, accumulator_dtype(np.dtype(dtype)))
+            reduction.merge_into([values[rank] for rank in own], [rows[rank] for rank in own], partial)
+            partials.append(partial)
+    leaf = Leaf((5,), partials[0].dtype, partial_of=np.dtype(dtype))
+    layouts = [RankLayout(0, (leaf,)) for _ in rows]
+    firsts = {layout.ranks_of(node)[0]: partial for node, partial in enumerate(partials)}
+    arrays = [[firsts.get(rank)] for rank in range(layout.total_ranks)]
+    gathered = GatheredOutputs("f", reduction, None, list(range(len(rows))), layouts, arrays, len(rows))
+    got = gathered.build(rows, None, None, None)
+    assert got.dtype == want.dtype
+    if dtype[0] in "iu" or op in ("min", "max"):
+        np.testing.assert_array_equal(got, want)
+    else:
+        np.testing.assert_allclose(got, want, rtol=64 * float(np.finfo(dtype).eps), atol=0)
+
+
+@examples(40)
+@given(counts=COUNTS, seed=st.integers(0, 2**20))
+def test_a_float16_average_is_rounded_once(counts: tuple[int, ...], seed: int) -> None:
+    """The oracle is NumPy's average in float64 of exact values, rounded to float16."""
+    rng = np.random.default_rng(seed)
+    layout, avg = Layout(counts), REDUCTIONS["avg"]
+    rows = [int(count) for count in rng.integers(1, 9, layout.total_ranks)]
+    values = [rng.integers(-200, 200, 50).astype(np.float16) for _ in rows]
+    want = np.average(np.array(values, np.float64), axis=0, weights=rows).astype(np.float16)
+    partials = []
+    for node in range(len(counts)):
+        own = layout.ranks_of(node)
+        partials.append(np.empty(50, np.float32))
+        avg.merge_into([values[rank] for rank in own], [rows[rank] for rank in own], partials[-1])
+    total = np.sum(partials, axis=0, dtype=np.float32)
+    np.testing.assert_array_equal(avg.finished(total, sum(rows), np.dtype(np.float16)), want)
+
+
+def test_outputs_need_not_be_put_in_place_by_the_head() -> None:
+    """Small ones of all ranks are combined as on one machine."""
+    layouts = [RankLayout((0, 1), (Leaf((2,), np.dtype(float)), Leaf((rank,), np.dtype(int)))) for rank in (1, 2)]
+    arrays: list[Any] = [[np.array([1.0, 2.0]), np.array([7])], [np.array([3.0, 6.0]), np.array([8, 9])]]
+    gathered: Assembly = GatheredOutputs(
+        "f", (REDUCTIONS["avg"], OPS["gather"]), None, [0, 1], layouts, arrays, world_size=2
+    )
+    mean, joined = gathered.build([1, 3], None, None, None)
+    np.testing.assert_array_equal(mean, [2.5, 5.0])
+    np.testing.assert_array_equal(joined, [7, 8, 9])
