@@ -637,7 +637,8 @@ class Function(FunctionHandle, Generic[P, R]):
         StaleCaptureError
             As for a call, at once.
         """
-        self._refuse_retry("submit")
+        if self._retry:
+            raise self._retry_error("submit")
         if self._slices is not None:
             num_slices = self._slices.of(args, kwargs, num_slices)
         with operation():
@@ -691,7 +692,8 @@ class Function(FunctionHandle, Generic[P, R]):
             raise TypeError(
                 f"cannot stream {self.name!r}: got {type(batches).__name__}, expected an iterable of batches."
             )
-        self._refuse_retry("stream")
+        if self._retry:
+            raise self._retry_error("stream")
         results = stream(lambda batch: self.submit(*arguments(batch)), self.name, iter(batches))
         return told(with_progress(results, self.name, operator.length_hint(batches)) if progress else results)
 
@@ -722,18 +724,18 @@ class Function(FunctionHandle, Generic[P, R]):
         [6.0, 22.0, 17.0]
         """
         refuse_inside_worker(f"stream {self.name!r}")
-        self._refuse_retry("stream")
+        if self._retry:
+            raise self._retry_error("stream")
         size = check_batch_size(batch_size, self.name)
         num_blocks, calls = blocks(self._callee.signature.bind(args, kwargs), size, self.name)
         results = stream(lambda call: self.submit(*call[0], batch=call[2], **call[1]), self.name, calls)
         return told(with_progress(results, self.name, num_blocks) if progress else results)
 
-    def _refuse_retry(self, verb: str) -> None:
-        if self._retry:
-            raise ValueError(
-                f"cannot {verb} {self.name!r}: it was built with retry={self._retry}, and a call that is "
-                "submitted ahead is never run again. Call it, or build it without retry."
-            )
+    def _retry_error(self, verb: str) -> ValueError:
+        return ValueError(
+            f"cannot {verb} {self.name!r}: it was built with retry={self._retry}, and a call that is submitted ahead is "
+            "never run again. Call it, or build it without retry."
+        )
 
     def _run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, was_compared: bool = False
