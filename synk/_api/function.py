@@ -733,8 +733,8 @@ class Function(FunctionHandle, Generic[P, R]):
 
     def _retry_error(self, verb: str) -> ValueError:
         return ValueError(
-            f"cannot {verb} {self.name!r}: it was built with retry={self._retry}, and a call that is submitted ahead is "
-            "never run again. Call it, or build it without retry."
+            f"cannot {verb} {self.name!r}: it was built with retry={self._retry}, and a call that is submitted ahead "
+            "is never run again. Call it, or build it without retry."
         )
 
     def _run(
