@@ -27,6 +27,7 @@ JAX := $(VENV)/.jax-$(VERSION)
 PYTENSOR := $(VENV)/.pytensor-$(VERSION)
 TRANSFORMERS := $(VENV)/.transformers-$(VERSION)
 DPNP := $(VENV)/.dpnp-$(VERSION)
+RAY := $(VENV)/.ray-$(VERSION)
 DEV := $(VENV)/.dev-$(VERSION)
 DOCS := $(VENV)/.docs-$(VERSION)
 CHECKS := $(VENV)/.checks-$(VERSION)
@@ -37,10 +38,11 @@ CUDA ?= cuda13
 # In variables, because a comma would end an argument of call.
 DEMO_EXTRAS := demos,plot
 DPNP_EXTRAS := test,dpnp
+RAY_EXTRAS := test,ray
 CHECK_EXTRAS := dev,test-jax,test-pytensor
 GPU_EXTRAS = $(CUDA),test
 
-.PHONY: help demo test jax pytensor transformers dpnp dpnp-install bench gpu-test gpu-bench storm faults checks lint quick doctest docs smoke clean
+.PHONY: help demo test jax pytensor transformers dpnp dpnp-install ray ray-install bench gpu-test gpu-bench storm faults checks lint quick doctest docs smoke clean
 
 help:
 	@echo "make demo      a bootstrap, serial and on 1, 2, ... workers: a table, and a picture; then handwritten digits likewise"
@@ -49,6 +51,7 @@ help:
 	@echo "make jax       installs JAX and optax: make test then runs the tests that need them, too"
 	@echo "make pytensor  installs PyTensor, likewise; make transformers: those of Hugging Face"
 	@echo "make dpnp      installs dpnp (2.9 GB) and runs the tests that need it: on OpenCL, on the CPU"
+	@echo "make ray       installs Ray (250 MB) and runs the tests on a cluster of it: several raylets on this machine"
 	@echo
 	@echo "make bench     measures against peers; make faults: what injected faults do"
 	@echo "make storm     minutes of random kills and interrupts"
@@ -78,6 +81,14 @@ dpnp: $(DPNP)
 	@SYNK_TEST_BACKENDS=dpnp OMP_NUM_THREADS=1 $(PY) -m pytest -m dpnp tests/backends $(ARGS)
 
 dpnp-install: $(DPNP)
+
+# In a network of its own: Ray listens on all interfaces.
+ray: $(RAY)
+	@if $(PY) tests/support/alone.py true; then \
+	  OMP_NUM_THREADS=1 $(PY) tests/support/alone.py $(PY) -m pytest -m ray tests/cluster $(ARGS); \
+	else echo "== make ray: NOT RUN. This machine gives no network namespace, in which Ray could listen."; fi
+
+ray-install: $(RAY)
 
 storm: $(TEST)
 	@$(PY) -m pytest -m storm -o faulthandler_timeout=1800 $(ARGS)
@@ -111,7 +122,7 @@ quick: $(DEV) $(TEST)
 	@OMP_NUM_THREADS=1 $(PY) tests/support/quick.py $(ARGS)
 
 doctest: $(TEST)
-	@$(PY) -m pytest --doctest-modules $(if $(wildcard $(PYTENSOR)),,--ignore=synk/extensions/pytensor.py --ignore=synk/extensions/_pytensor_function.py --ignore=synk/extensions/synkhronos.py) synk $(ARGS)
+	@$(PY) -m pytest --doctest-modules $(if $(wildcard $(PYTENSOR)),,--ignore=synk/extensions/pytensor.py --ignore=synk/extensions/_pytensor_function.py --ignore=synk/extensions/synkhronos.py) $(if $(wildcard $(RAY)),,--ignore=synk/cluster/ray.py) synk $(ARGS)
 
 docs: $(DOCS)
 	@$(PY) -m sphinx -q -W --keep-going -b html docs docs/_build/html
@@ -168,6 +179,9 @@ $(TRANSFORMERS): $(TEST)
 
 $(DPNP): $(TEST)
 	$(call install,-c constraints.txt -e '.[$(DPNP_EXTRAS)]')
+
+$(RAY): $(TEST)
+	$(call install,-c constraints.txt -e '.[$(RAY_EXTRAS)]')
 
 $(DOCS): $(BASE) pyproject.toml
 	$(call install,-e '.[docs]')

@@ -1,8 +1,10 @@
 """Faults injected at random times into running calls, and what came of them: the numbers of ``docs/reliability.md``.
 
-``python -m benchmarks.faults [--count N] [--only KIND ...] [--into PAGE]``. Each kind runs in a process of its own,
-which is ended and counted as a hang if it stands still. Every answer is compared with NumPy, and so is a variable that
-each call updates: one that failed must have left it as it was.
+``python -m benchmarks.faults [--count N] [--only KIND ...] [--nodes] [--into PAGE]``. Each kind runs in a process of
+its own, which is ended and counted as a hang if it stands still. Every answer is compared with NumPy, and so is a
+variable that each call updates: one that failed must have left it as it was. With ``--nodes`` the workers belong to
+two nodes, and instead of the variable each call changes a resident object: what the error says of it must be true on
+all ranks.
 """
 
 from __future__ import annotations
@@ -142,6 +144,73 @@ class Trials:
             self.expected_total += 1
         return all(np.array_equal(value, self.expected_total) for value in values)
 
+    def note(self, error: BaseException) -> None:
+        """Take in what an error says of the call. A shared variable is as it was."""
+
+
+class NodeTrials(Trials):
+    """Trials over two nodes, with a resident object that counts."""
+
+    def __init__(self, world_size: int, seed: int) -> None:
+        import synk
+
+        self.random = random.Random(seed)
+        self.rows = np.random.default_rng(seed)
+        counts = (1, world_size - 1)
+        self.runtime = synk.Runtime(counts, cluster="here", nodes=2, max_restarts=10**9, timeout=8.0)
+        self.held = held = self.runtime.resident([0])
+        self.expected = 0
+        self.is_unknown = False
+
+        def slow_sum(x: np.ndarray, is_bad: bool) -> np.ndarray:
+            held.value[0] += 1
+            time.sleep(CALL_S)
+            if is_bad and synk.comm.rank == synk.comm.world_size - 1:
+                raise Injected
+            return x.sum(axis=0)
+
+        def plain_sum(x: np.ndarray) -> np.ndarray:
+            time.sleep(CALL_S / 3)
+            return x.sum(axis=0)
+
+        self.function = self.runtime.function(slow_sum, outputs="sum", bcast_inputs="is_bad", changes=[held])
+        self.plain = self.runtime.function(plain_sum, outputs="sum")
+        self.pids = self.runtime.function(lambda row: os.getpid(), outputs=None)
+
+    def agent_pids(self) -> list[int]:
+        return [worker.process.pid for worker in self.runtime._session.workers.by_rank]
+
+    def call(self, **options: Any) -> bool:
+        x = self.rows.standard_normal((self.random.randrange(8, 40), 4))
+        answer = self.function(x, options.pop("is_bad", False), **options)
+        self.expected += 1
+        return np.allclose(answer, x.sum(axis=0), rtol=1e-9, atol=1e-12)
+
+    def note(self, error: BaseException) -> None:
+        counted = getattr(error, "step_counted", None)
+        self.expected += counted is True
+        self.is_unknown = (
+            counted is not True
+        )  # part of what the call was to change, or nothing, but the same everywhere
+
+    def is_total_right(self, may_have_counted: bool = False) -> bool:
+        import synk
+
+        while True:
+            try:
+                values = {self.held.get(rank)[0] for rank in range(self.runtime.world_size)}
+            except (synk.errors.WorkerDied, synk.errors.CallTimeout) as error:
+                if "is lost" in str(error):  # with all workers
+                    self.held.set([self.expected])
+                continue
+            break
+        allowed = {self.expected, self.expected + (self.is_unknown or may_have_counted)}
+        self.is_unknown = False
+        if len(values) == 1 and values <= allowed:
+            (self.expected,) = values
+            return True
+        return False
+
 
 def kill_one(trials: Trials) -> Callable[[], None]:
     """A worker is killed."""
@@ -210,6 +279,20 @@ def interrupt_submitted(trials: Trials) -> Callable[[], None]:
     return interrupt(trials)
 
 
+def kill_agent(trials: Trials) -> Callable[[], None]:
+    """The agent of a node is killed."""
+    assert isinstance(trials, NodeTrials)
+    victim = trials.random.choice(trials.agent_pids())
+    return lambda: os.kill(victim, signal.SIGKILL)
+
+
+def freeze_agent(trials: Trials) -> Callable[[], None]:
+    """The agent of a node is stopped (SIGSTOP) in a call limited to 50 ms."""
+    assert isinstance(trials, NodeTrials)
+    victim = trials.random.choice(trials.agent_pids())
+    return lambda: os.kill(victim, signal.SIGSTOP)
+
+
 def raise_in_function(trials: Trials) -> None:
     """The function raises on one rank."""
 
@@ -227,13 +310,26 @@ KINDS: dict[str, Callable[[Trials], Callable[[], None] | None]] = {
     "interrupt-submitted": interrupt_submitted,
     "handler-submitted": raise_in_handler_submitted,
 }
+OF_NODES: dict[str, Callable[[Trials], Callable[[], None] | None]] = {
+    "kill-one": kill_one,
+    "kill-all": kill_all,
+    "kill-agent": kill_agent,
+    "interrupt": interrupt,
+    "freeze": freeze,
+    "freeze-agent": freeze_agent,
+    "exception": raise_in_function,
+    "kill-submitted": kill_submitted,
+    "interrupt-submitted": interrupt_submitted,
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "freeze": {"timeout": 0.05},
+    "freeze-agent": {"timeout": 0.05},
     "freeze-interrupt": {"timeout": 0.05},
     "exception": {"is_bad": True},
 }
 SHARES = {
     "freeze": 0.1,
+    "freeze-agent": 0.1,
     "freeze-interrupt": 0.1,
 }  # of the count: each waits for its time limit, and for the grace after it
 
@@ -242,7 +338,7 @@ def inject(trials: Trials, kind: str, outcome: Outcome) -> None:
     """Inject one fault into a call, and call until an answer comes again."""
     import synk
 
-    fault = KINDS[kind](trials)
+    fault = (OF_NODES if isinstance(trials, NodeTrials) else KINDS)[kind](trials)
     fired = [time.monotonic()]
 
     def fire() -> None:
@@ -264,8 +360,9 @@ def inject(trials: Trials, kind: str, outcome: Outcome) -> None:
         is_calling = False
         while timer.is_alive():  # an interrupt comes in here
             time.sleep(0.001)
-    except failures:
+    except failures as error:
         if is_calling:
+            trials.note(error)
             outcome.num_errors += 1
             outcome.error_s.append(time.monotonic() - fired[0])
     while timer.is_alive():
@@ -298,12 +395,13 @@ def _children(task: str) -> list[str]:
     return Path(f"/proc/self/task/{task}/children").read_text().split()
 
 
-def run_kind(kind: str, count: int, world_size: int, seed: int) -> None:
+def run_kind(kind: str, count: int, world_size: int, seed: int, *, over_nodes: bool) -> None:
     """Inject ``count`` faults of one kind and print the outcome; each line is one sign of life."""
     warnings.simplefilter("ignore", RuntimeWarning)  # a worker that died between two calls was started again
-    Trials(world_size, seed).runtime.close()  # whatever is imported and opened once
+    make = NodeTrials if over_nodes else Trials
+    make(world_size, seed).runtime.close()  # whatever is imported and opened once
     before = holdings()
-    trials = Trials(world_size, seed)
+    trials = make(world_size, seed)
     outcome = Outcome()
     for _ in range(count):
         inject(trials, kind, outcome)
@@ -318,6 +416,7 @@ def supervise(kind: str, options: argparse.Namespace) -> Outcome:
     """Run a kind in a process of its own; one that gives no sign of life is ended and counted as a hang."""
     count = max(1, round(options.count * SHARES.get(kind, 1.0)))
     arguments = ["--kind", kind, "--count", str(count), "--workers", str(options.workers), "--seed", str(options.seed)]
+    arguments += ["--nodes"] if options.nodes else []
     command = [sys.executable, "-X", "faulthandler", "-m", "benchmarks.faults", *arguments]
     with tempfile.TemporaryFile("w+") as crashes:  # each SIGSEGV leaves a stack there: shown only if something is wrong
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=crashes, text=True)
@@ -354,12 +453,13 @@ def report(outcomes: dict[str, Outcome], options: argparse.Namespace) -> str:
     rows = []
     for kind, outcome in outcomes.items():
         counts = (outcome.num_injected, outcome.num_errors, outcome.num_hangs, outcome.num_wrong, outcome.num_left)
-        name = (KINDS[kind].__doc__ or kind).partition(".")[0]
+        name = ((KINDS | OF_NODES)[kind].__doc__ or kind).partition(".")[0]
         rows.append([name, *map(str, counts), _times(outcome.error_s), _times(outcome.usable_s)])
     import synk
 
+    where = "workers on two nodes," if options.nodes else "workers"
     about = (
-        f"{options.workers} workers on {len(os.sched_getaffinity(0))} cores, Python {sys.version.split()[0]}, NumPy "
+        f"{options.workers} {where} on {len(os.sched_getaffinity(0))} cores, Python {sys.version.split()[0]}, NumPy "
         f"{np.__version__}, synk {synk.__version__}, seed {options.seed}, {time.strftime('%Y-%m-%d')}; a call takes "
         f"{CALL_S * 1e3:g} ms, a fault comes at a random time of twice that."
     )
@@ -376,15 +476,17 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=300, help="faults of each kind")
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", choices=KINDS, metavar="KIND", default=list(KINDS), help=" ".join(KINDS))
+    known = KINDS | OF_NODES
+    parser.add_argument("--only", nargs="+", choices=known, metavar="KIND", help=" ".join(known))
+    parser.add_argument("--nodes", action="store_true", help="two nodes, and a resident object")
     parser.add_argument("--into", type=Path, metavar="PAGE", help="write the table between the marks of a page")
-    parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)
+    parser.add_argument("--kind", choices=known, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.kind:
-        run_kind(options.kind, options.count, options.workers, options.seed)
+        run_kind(options.kind, options.count, options.workers, options.seed, over_nodes=options.nodes)
         return
     outcomes = {}
-    for kind in options.only:
+    for kind in options.only or (OF_NODES if options.nodes else KINDS):
         print(f"{time.strftime('%H:%M:%S')} {kind}", file=sys.stderr, flush=True)
         outcomes[kind] = supervise(kind, options)
     text = report(outcomes, options)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import os
 import random
+import re
 import signal
 import sys
 import warnings
@@ -23,9 +25,11 @@ sys.path.insert(0, str(TESTS))  # for ``support``
 
 pytest.register_assert_rewrite("support.harness")
 
-from support import harness  # noqa: E402
+from support import harness, nursery  # noqa: E402
 
 import synk  # noqa: E402
+from synk._master.calls.signature import OPTION_NAMES  # noqa: E402
+from synk._pure.ops import OPS  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,6 +38,42 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import the files in which no word of ``-k`` occurs: to import all takes ten times as long as most choices.
+
+    What is in a test's name and not in its file is a number, or stands in a file of helpers or a table that the file
+    names. A file whose names come from elsewhere (files that it looks for, attributes) is read, as is one that
+    the command line names. ``not`` chooses most files anyway.
+    """
+    words = [word.lower() for word in re.findall(r"[^\s()]+", config.option.keyword) if word not in ("and", "or")]
+    if collection_path.suffix != ".py" or not words or "not" in words:
+        return None
+    if any(str(collection_path) in argument for argument in named_files(config)):
+        return None
+    text = collection_path.read_text()
+    if re.search(r"glob\(|\b(vars|dir)\(", text):
+        return None
+    helpers = {**helper_texts(TESTS / "support"), **helper_texts(collection_path.parent)}
+    text = "\n".join([text, *(shared for name, shared in helpers.items() if name in text)])
+    tables = [names for table, names in tables_of_the_package().items() if re.search(rf"\b({table})\b", text)]
+    text = f"{collection_path.relative_to(TESTS)} {text} {' '.join(tables)}".lower()
+    return None if any(all(part in text for part in re.findall("[a-z]+", word)) for word in words) else True
+
+
+def named_files(config: pytest.Config) -> list[str]:
+    return [str(config.invocation_params.dir / argument) for argument in config.args if ".py" in argument]
+
+
+@functools.cache
+def helper_texts(folder: Path) -> dict[str, str]:
+    return {path.stem: path.read_text() for path in folder.glob("*.py") if not path.name.startswith("test_")}
+
+
+def tables_of_the_package() -> dict[str, str]:
+    """Return what names of tests are made from: the ops, and the options of a call."""
+    return {"REDUCE_OPS|REDUCTIONS|OPS": " ".join(OPS), "OPTION_NAMES": " ".join(OPTION_NAMES)}
 
 
 @pytest.hookimpl(trylast=True)  # all parameters are known then
@@ -111,11 +151,45 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """From now on have workers forked: not in the storm, nor in a process that only hands out the tests to others."""
+    config = session.config
+    hands_out = not hasattr(config, "workerinput") and getattr(config.option, "numprocesses", None)
+    if hands_out or config.option.markexpr == "storm" or not nursery.is_possible():
+        return
+    config.stash[_nurseries] = nurseries = nursery.Nurseries()
+    harness.lasting_processes |= nurseries.pids
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Choose from where the workers of a test come."""
+    if nurseries := item.config.stash.get(_nurseries, None):
+        nurseries.choose(None if item.get_closest_marker("own_start") else uses_torch(item))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if nurseries := session.config.stash.get(_nurseries, None):
+        nurseries.close()
+
+
+_nurseries = pytest.StashKey[nursery.Nurseries]()
+
+
+@pytest.fixture
+def nurseries(pytestconfig: pytest.Config) -> nursery.Nurseries:
+    """Where the workers of this process come from; without it all are started."""
+    if _nurseries not in pytestconfig.stash:
+        pytest.skip("all workers are started")
+    return pytestconfig.stash[_nurseries]
+
+
 def uses_torch(item: pytest.Item) -> bool:
-    """Whether a test, or its module, names torch."""
+    """Whether a test, or its module, names torch, or says by a mark that its workers import it."""
     code = getattr(getattr(item, "function", None), "__code__", None)
     names = () if code is None else (*code.co_names, *code.co_varnames, *code.co_consts)
-    return "torch" in names or hasattr(getattr(item, "module", None), "torch")
+    is_named = "torch" in names or hasattr(getattr(item, "module", None), "torch")
+    return is_named or item.get_closest_marker("with_torch") is not None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -188,8 +262,8 @@ class ReusedRuntimes:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RuntimeWarning)  # of a death that the test had no call after
-                harness.arm(runtime)
-            harness.assert_right(runtime)
+                harness.disarm(runtime)
+                harness.assert_right(runtime)
         except BaseException:
             runtime.close()
             raise

@@ -1,10 +1,12 @@
-"""Every demo runs as a program of its own, checks its own numbers, and says nothing on stderr.
+"""Every demo checks its own numbers, and says nothing on stderr.
 
-Each of its functions is verified at its first call: see ``support/verified.py``.
+Each runs as a program of its own: those that use torch in the storm. Here they run in this process, which has imported
+it. Each function is verified at its first call: see ``support/verified.py``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import subprocess
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.verified import all_verified
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMOS = sorted((ROOT / "demos").glob("[0-9]*.py"))
@@ -26,10 +29,14 @@ SMALL = {
     "23_resume.py",
     "30_kalman.py",
     "32_halo.py",
+    "40_two_nodes.py",
 }
 
-WITHOUT_SERIAL = {"22_fsdp.py"}
-"""Functions of process groups, which all workers must run: they have no serial call, and compare with one process."""
+HERE = {"20_torch_digits.py", "21_torch_dataparallel.py", "22_fsdp.py", "31_differentiable.py"}
+
+WITHOUT_SERIAL = {"22_fsdp.py", "40_two_nodes.py"}
+"""Functions of process groups, which all workers must run: they have no serial call, and compare with one process. And
+calls over nodes, which cannot be verified."""
 
 
 def test_the_demos_are_found() -> None:
@@ -62,13 +69,20 @@ def test_the_cores_of_other_programs_are_seen() -> None:
     assert watch.other_cores > 0
 
 
-@pytest.mark.parametrize("path", DEMOS, ids=lambda path: path.stem)
+def arguments(path: Path) -> list[str]:
+    return [str(path), *(["--size", "small"] if path.name in SMALL else [])]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.storm if path.name in HERE else []) for path in DEMOS],
+    ids=lambda path: path.stem,
+)
 def test_demo_checks_its_numbers_and_equals_its_serial_calls(path: Path, tmp_path: Path) -> None:
-    size = ["--size", "small"] if path.name in SMALL else []
     search_path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     verified = [] if path.name in WITHOUT_SERIAL else ["-m", "support.verified"]
     finished = subprocess.run(
-        [sys.executable, "-W", "error", *verified, str(path), *size],
+        [sys.executable, "-W", "error", *verified, *arguments(path)],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": search_path, "OMP_NUM_THREADS": "1"},  # threads that wait take cores of others
         stdin=subprocess.DEVNULL,
@@ -79,6 +93,21 @@ def test_demo_checks_its_numbers_and_equals_its_serial_calls(path: Path, tmp_pat
     assert finished.stderr == ""
     assert finished.returncode == 0
     assert finished.stdout
+
+
+@pytest.mark.parametrize("path", [path for path in DEMOS if path.name in HERE], ids=lambda path: path.stem)
+def test_demo_in_this_process_equals_its_serial_calls(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", arguments(path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with contextlib.nullcontext() if path.name in WITHOUT_SERIAL else all_verified():
+        runpy.run_path(str(path), run_name="__main__")
+    printed = capfd.readouterr()
+    assert printed.err == ""
+    assert printed.out
 
 
 def test_the_demo_for_gpus_says_what_it_needs() -> None:

@@ -23,8 +23,11 @@ BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-def pages_with_examples() -> list[Path]:
-    return [path for path in PAGES if BLOCK.search(path.read_text(encoding="utf-8"))]
+def pages_with_examples() -> list[Any]:
+    """Return the pages as parameters; the mark says which ones import torch on the workers."""
+    texts = {path: path.read_text(encoding="utf-8") for path in PAGES}
+    marks = {path: pytest.mark.with_torch if "import torch" in text else [] for path, text in texts.items()}
+    return [pytest.param(path, marks=marks[path]) for path, text in texts.items() if BLOCK.search(text)]
 
 
 @pytest.fixture

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
+import random
+import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -17,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.harness import (
     PACKAGE_FOLDER,
@@ -275,3 +280,55 @@ def test_where_nobody_else_can_make_a_name_there_is_none(end: str) -> None:
         [*own_mount, "sh", "-c", ALONE, "sh", *program], env=environment, capture_output=True, text=True
     )
     assert run.stdout.splitlines() == expected, run.stderr
+
+
+# ----- workers that a nursery has forked
+
+
+def surroundings() -> dict[str, object]:
+    """Return what a worker finds around it, without what differs between any two of them."""
+    numbers = dict.fromkeys(os.listdir("/proc/self/fd"))
+    for number in numbers:
+        with contextlib.suppress(OSError):  # that of the listing itself
+            numbers[number] = re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{number}"))
+    with open("/proc/self/status", encoding="ascii") as file:
+        status = dict(line.rstrip("\n").split(":\t") for line in file)
+    return {
+        "descriptors": sorted(filter(None, numbers.values())),
+        "parent": os.getppid(),
+        "leads": (os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid()),
+        "folder": os.getcwd(),
+        "path": sys.path,
+        "argv": sys.argv,
+        "environment": dict(os.environ),
+        "masks": {name: status[name] for name in ("SigBlk", "SigIgn", "SigCgt", "Umask", "Seccomp")},
+        "limits": [resource.getrlimit(number) for number in range(16)],
+        "oom": Path("/proc/self/oom_score_adj").read_text(),
+        "cores": os.sched_getaffinity(0),
+        "threads": os.listdir("/proc/self/task") == [str(os.getpid())],
+        "streams": [
+            (each.encoding, each.errors, each.line_buffering, each.isatty()) for each in (sys.stdout, sys.stderr)
+        ],
+        "hooks": (
+            sys.breakpointhook.__qualname__,
+            sys.excepthook.__qualname__,
+            signal.getsignal(signal.SIGINT).__name__,
+        ),
+        "flags": repr(sys.flags),
+        "master's half": sorted(name for name in sys.modules if name.startswith(("synk._master", "synk._api"))),
+    }
+
+
+@pytest.mark.parametrize("has_torch", [False, True])
+def test_a_forked_worker_is_like_one_that_was_started(nurseries: Any, runtime: Fork, has_torch: bool) -> None:
+    found = []
+    for choice in (None, has_torch):
+        nurseries.choose(choice)
+        rt = runtime(2)
+        drawn = rt.function(lambda: (random.random(), np.random.rand()), per_rank=True, outputs=None)()
+        assert len({number for each in drawn for number in each}) == 4
+        found.append(rt.function(surroundings, per_rank=True, outputs=None)())
+        with pytest.raises(synk.errors.WorkerDied, match="exit 3"):
+            rt.function(lambda: os._exit(3), per_rank=True, outputs=None)()
+        rt.close()
+    assert found[1] == found[0]

@@ -47,6 +47,7 @@ def fork(
     balance: str = "even",
     cluster: str | None = None,
     nodes: int | None = None,
+    insecure: bool = False,
 ) -> Runtime:
     """Start one worker process for each device and make their runtime the current one.
 
@@ -83,13 +84,17 @@ def fork(
         How rows are divided among the ranks. ``"measured"``: by the time that each rank has taken for its rows, for
         GPUs of different kinds, or cores that other programs use. Every eight calls the shares change by at most a
         tenth. Averages stay exact, because they are weighted by rows; the last bits of a result depend on the times.
-    cluster : {None, "here"}
-        None: the workers of this process. ``"here"``: workers of several nodes, which are child processes of this
-        program, to try on one machine what will run on many. Not everything works over nodes yet: what does not is
-        refused by an ``UnsupportedError``. See the page on many machines.
+    cluster : None, "here", "auto" or str
+        None: the workers of this process. ``"auto"`` or an address such as ``"10.0.0.1:6379"``: the machines of a
+        running Ray cluster. ``"here"``: nodes that are child processes of this program, to try on one machine what
+        will run on many. Not everything works over nodes yet: what does not is refused by an ``UnsupportedError``. See
+        the page on many machines.
     nodes : int, optional
-        How many nodes to start, with ``cluster``. ``num_workers`` is then for each node: a number, or a sequence with
-        one for each; None divides the cores.
+        How many nodes to use, with ``cluster``; None: all machines that have CPUs to give. Machines beyond are spares
+        for those that fail. ``num_workers`` is then for each node: a number, or a sequence with one for each; None: the
+        node's CPUs, and with ``"here"`` a part of the cores.
+    insecure : bool
+        Whether to use a Ray cluster that asks for no token, whose ports let anybody run code.
 
     Returns
     -------
@@ -128,6 +133,7 @@ def fork(
         balance,
         cluster,
         nodes,
+        insecure,
     )
     place = notebook_cell(sys._getframe(2))
     if cell.runtime is not None and cell.session.is_own_process:
@@ -152,6 +158,7 @@ def fork(
                 balance=balance,
                 cluster=cluster,
                 nodes=nodes,
+                insecure=insecure,
             )
             cell.runtime, cell.session, cell.last_session = runtime, runtime._session, runtime._session
             cell.forked_at, cell.forked_with = place, wanted

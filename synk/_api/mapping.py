@@ -45,7 +45,6 @@ def map_items(
     is_one = len(iterators) == 1
     iterator = iterators[0] if is_one else zip(*iterators)
     session.check_open(f"map {name!r}")
-    session.check_here(f"map {name!r}", "Use synk.function over an array of the items.")
     mapped = fn if is_one else functools.partial(call_with, fn)
     function = session.functions.mapped.get(
         fn, lambda: Callee(mapped, name, outputs=None, session=session), is_spread=not is_one

@@ -33,7 +33,7 @@ class FunctionOptions(TypedDict, total=False):
 
 
 class KeptOptions(TypedDict, total=False):
-    """Those of them with which the result has the type that the plain function returns."""
+    """The options of a call that leave the type of its result as the plain function has it."""
 
     bcast_inputs: str | Sequence[str]
     outputs: str | Sequence[str] | Mapping[str, str]

@@ -73,7 +73,7 @@ class Runtime:
         How many dead workers are replaced within 60 s before the runtime closes. 0: the first death closes it.
     on_restart : callable, optional
         Each replacement worker runs ``on_restart()`` before its first call.
-    cluster, nodes
+    cluster, nodes, insecure
         See :func:`synk.fork`.
 
     Attributes
@@ -113,6 +113,7 @@ class Runtime:
         balance: str = "even",
         cluster: str | None = None,
         nodes: int | None = None,
+        insecure: bool = False,
     ) -> None:
         refuse_inside_worker("fork")
         check_platform()
@@ -128,13 +129,13 @@ class Runtime:
 
             refuse(
                 backend=("numpy" if backend == "auto" else backend, "numpy"), devices=(devices, None),
-                inline=(inline, False), on_restart=(on_restart, None), transfer_guard=(transfer_guard, "allow"),
+                inline=(inline, False), transfer_guard=(transfer_guard, "allow"),
                 balance=(balance, "even"),
             )  # fmt: skip
             check_program()
             self._session: Session = open_session(
-                num_workers, cluster, nodes,
-                timeout=timeout, seed=seed, max_restarts=int(max_restarts), make_queue=Queue,
+                num_workers, cluster, nodes, insecure=bool(insecure),
+                timeout=timeout, seed=seed, max_restarts=int(max_restarts), on_restart=prepared, make_queue=Queue,
             )  # fmt: skip
             return
         if nodes is not None:
@@ -442,8 +443,8 @@ class Runtime:
         """
         if self.is_closed:
             raise ClosedError("cannot look at the workers: the runtime is closed.") from self._session.cause
-        self._session.check_here("return stacks", "Runtime.where() shows them.")
-        return stacks(self._session.workers.processes)
+        nodes, processes = self._session.nodes, self._session.workers.processes
+        return stacks(processes) if nodes is None else nodes.stacks(processes)
 
     def interrupt(self) -> None:
         """End the calls in flight from another thread, as Ctrl-C does: for a stop button, or a server.
@@ -492,8 +493,9 @@ class Runtime:
                 f"{worker.description}"
                 for worker in self._session.workers.by_rank
             ]
-        lines += [f"  NCCL: {self._session.group.library}"] if self._session.group.library else []
-        lines += [f"  NCCL is not used: {self._session.group.problem}"] if self._session.group.problem else []
+        group = self._session.group
+        lines += [f"  {group.name}: {group.library}"] if group.library else []
+        lines += [f"  {group.name} is not used: {group.problem}"] if group.problem else []
         lines += [f"  messages: {problem}" for problem in self._session.lanes.message_problems()]
         if (
             not self._session.has_devices

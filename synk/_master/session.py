@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import optree  # noqa: F401  (used when a result is nested: by then a file of that name may lie in the current folder)
@@ -32,6 +32,7 @@ from synk._master.state.profile import Profile
 from synk._master.state.resident import Residents
 from synk._master.state.trace import Tracer
 from synk._master.state.variable import Variables
+from synk._master.workers.ranks import Ranks
 from synk._master.workers.waiting import interrupted
 from synk._master.workers.workers import Workers
 from synk._pure.interrupts import deferred, holding, operation, waiting
@@ -67,7 +68,7 @@ class Session:
 
     Attributes
     ----------
-    workers, lanes, group, memory, functions, variables, residents, device_values, queue, profile, guard
+    workers, ranks, lanes, group, memory, functions, variables, residents, device_values, queue, profile, guard
         The parts of the session.
     followers, watchers : list of callable
         Empty in most programs. Followers are called after each successful call with the session, the call, its result,
@@ -115,7 +116,7 @@ class Session:
         self.guard = Guard(transfer_guard, self.followers)
         self.tracer: Tracer | None = None
         self.balance: Balance | None = None
-        self.numbers = itertools.count(1)
+        self.numbers: Iterator[int] = itertools.count(1)
         self.plan_ids, self.assembly_ids = itertools.count(1), itertools.count(1)
         self.at_close: list[Callable[[], None]] = []  # called while the workers still answer
         self.workers = Workers(
@@ -133,7 +134,8 @@ class Session:
         self.memory = Memory(self.workers.processes)
         self.functions = Functions(self.workers, self.lanes, self.memory, on_restart)
         self.variables = Variables(self.workers.processes, self.memory)
-        self.residents = Residents(self.workers)
+        self.ranks: Ranks = self._make_ranks()
+        self.residents = Residents(self.ranks)
         self.workers.sources |= {"variable": self.variables.told, "lane": self.lanes.told}
         self.device_values = DeviceValues(self.workers, self.lanes, self.group, self.variables, self.numbers)
         self.queue = make_queue(self)
@@ -148,10 +150,13 @@ class Session:
                 self._release_memory()
             raise
 
+    def _make_ranks(self) -> Ranks:
+        return Ranks(self.workers)
+
     # -- entering -----------------------------------------------------------------------------------------------------
 
     def counted(self) -> dict[str, int]:
-        """Return the counters as a user sees them: those of bytes with the doorbells, 8 bytes for each message."""
+        """Return the counters as a user sees them: their bytes include the doorbells, 8 bytes for each message."""
         found = dict(self.counters)
         for way in ("down", "up"):
             found[f"bytes_{way}"] += 8 * found[f"messages_{way}"]
@@ -262,7 +267,9 @@ class Session:
                 raise interrupted()
         self.variables.finish_commit()
         self.workers.prepare(deadline)
-        self.group.prepare(self.workers)
+        if self.residents.has_any and self.ranks.prepare(deadline):
+            self.residents.note_unsettled()
+        self.group.prepare(self.workers, deadline)
         if self.workers.recovery.restarted:
             self.residents.note_unsettled()
             self.device_values.restore(self.workers.recovery.restarted, self.deadline(None))

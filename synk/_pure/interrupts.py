@@ -230,6 +230,7 @@ def waiting(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return fn(*args, **kwargs)
     try:
         try:
+            gate.raised = None
             gate.state = _OPEN
             if gate.came:
                 gate.run_late()
@@ -238,13 +239,27 @@ def waiting(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
             gate.state = _CLOSED
     except BaseException as error:
         gate.state = _CLOSED  # a handler may have run before the store above
-        if error is gate.raised:
-            raise HandlerRaised(error) from None
+        raised = gate.raised
+        if raised is not None and (error is raised or _is_lost(raised, error)):
+            raise HandlerRaised(raised) from None
         raise
     finally:
         if gate.has_run:
             gate.has_run = False
             gate.place()
+
+
+def _is_lost(raised: BaseException, error: BaseException) -> bool:
+    """Whether the interpreter took a handler's exception for the answer to a look-up of its own, and went on.
+
+    An ``AttributeError`` in a property looks like a missing attribute to ``getattr``, and a ``KeyError`` in the table
+    of a pickler like a missing rule. Python code that catches an exception and raises another one keeps the first as
+    the context of the second.
+    """
+    context: BaseException | None = error
+    while context is not None and context is not raised:
+        context = context.__context__
+    return context is None and isinstance(raised, (AttributeError, LookupError, StopIteration))
 
 
 def await_lock(lock: Any) -> None:

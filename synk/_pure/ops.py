@@ -1,4 +1,6 @@
-"""The ops: how the values that the ranks return for an output become one result. All that an op must answer is here.
+"""The ops: how the values that the ranks return for an output become one result.
+
+In one file because a new op is one class here: all that is asked of an op is in the base class.
 
 A reduction has three steps. A value is *lifted* to a partial result: it is converted to the accumulator dtype, and for
 an average it is multiplied by its rows. Partial results are *merged*, in any number of levels (slices, ranks). The last

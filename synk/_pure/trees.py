@@ -125,19 +125,19 @@ def paths(skeleton: Any) -> list[str]:
     return found
 
 
-def output_name(skeleton: Any, position: int) -> str:
-    """Return the name of a result's leaf in errors.
+def output_names(skeleton: Any) -> list[str]:
+    """Return the names of a result's leaves in errors.
 
     Examples
     --------
-    >>> output_name(0, 0), output_name((0, 1), 1), output_name({"a": (0, 1)}, 1)
-    ('the output', 'output 1', "output['a'][1]")
+    >>> output_names(0), output_names((0, 1)), output_names({"a": (0, 1)})
+    (['the output'], ['output 0', 'output 1'], ["output['a'][0]", "output['a'][1]"])
     """
     if isinstance(skeleton, int):
-        return "the output"
+        return ["the output"]
     if type(skeleton) is tuple and all(isinstance(part, int) for part in skeleton):
-        return f"output {position}"
-    return f"output{paths(skeleton)[position]}"
+        return [f"output {position}" for position in skeleton]
+    return [f"output{path}" for path in paths(skeleton)]
 
 
 def leaves_of(structure: Any, tree: Any) -> list[Any]:

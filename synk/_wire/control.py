@@ -35,6 +35,7 @@ class Down(IntEnum):
     # on one of several nodes: how many ranks of all nodes run the call, and their rows; rank 0's entry counts for all
     ALL_RANKS = 15
     ALL_ROWS = 16
+    ALL_GROUP = 17  # number of the group by which the ranks of all nodes are joined; 0: none
 
 
 class Up(IntEnum):

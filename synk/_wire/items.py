@@ -1,4 +1,4 @@
-"""Items of a map: how they are sent to a worker, and their large arrays, which lie in shared memory."""
+"""Items of a map: how they are sent to a worker, and their large arrays, which lie in shared memory if there is any."""
 
 from __future__ import annotations
 
@@ -60,4 +60,10 @@ def array_in_segment(segment_id: int, shape: tuple[int, ...], dtype: np.dtype, i
         raise pickle.UnpicklingError("cannot load an item of synk.map here: expected a worker of its runtime.")
     array = cell.worker.held.segments[segment_id].view(0, shape, dtype)
     array.flags.writeable = False
+    return array.T if is_transposed else array
+
+
+def array_in_pickle(data: bytes, shape: tuple[int, ...], dtype: np.dtype, is_transposed: bool) -> np.ndarray:
+    """Return a large array of an item, read-only as one in shared memory, on a rank of another node."""
+    array = np.frombuffer(data, dtype).reshape(shape)
     return array.T if is_transposed else array

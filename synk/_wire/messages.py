@@ -264,6 +264,25 @@ class JoinOrder(NamedTuple):
     unique_id: bytes | None
 
 
+class WireOrder(NamedTuple):
+    """Orders a rank to join group ``number`` of the ranks of all nodes.
+
+    Attributes
+    ----------
+    counts : tuple of int
+        The ranks of each node.
+    table : dict of int to (address, key)
+        By rank. Empty: the rank opens an inlet, and its reply says where.
+    host : str
+        The address of the rank's machine, which its agent fills in; empty if all ranks are on one machine.
+    """
+
+    number: int
+    counts: tuple[int, ...]
+    table: Mapping[int, tuple[str, bytes]]
+    host: str = ""
+
+
 class Body(NamedTuple):
     """What a message carries besides its own content: segments, whose descriptors go with it, and what to forget.
 

@@ -12,22 +12,27 @@ NEVER = -1
 
 
 class Adopt(NamedTuple):
-    """Orders a rank to make an object from its pickle, or to replace the object with this number."""
+    """Orders a rank to make an object from its pickle, or to replace the object with this number.
+
+    ``first`` is the version with which the object was set.
+    """
 
     resident_id: int
     name: str
     pickle: bytes
+    first: int
     version: float
     sys_path: list[str]
 
 
 class Report(NamedTuple):
-    """Orders a rank to report ``(version, is_torn, mark)`` of objects.
+    """Orders a rank to report ``(version, is_torn, mark)`` of objects, or None for one that it does not have.
 
-    ``counted`` has their numbers, each with that of the last call that has changed it and succeeded.
+    ``counted`` has, for each object, its number, the version with which it was set, and the number of the last call
+    that has changed it and succeeded.
     """
 
-    counted: tuple[tuple[int, float], ...]
+    counted: tuple[tuple[int, int, float], ...]
 
 
 class Dump(NamedTuple):

@@ -31,7 +31,7 @@ from synk._worker.held.residents import Residents
 from synk._worker.held.settings import Settings
 from synk._worker.held.variables import Replica, VariableStore
 from synk.backends import Backend, DeviceBackend, backend_module
-from synk.errors import SynkError, UnsupportedError
+from synk.errors import SynkError
 
 Reply = tuple[Status, int, Any]
 Doorbell = tuple[int, int, int, int]
@@ -127,6 +127,7 @@ class Worker:
         self.used_lanes: set[int] = set()  # lanes that may still hold something of a call
         self.only_lane: WorkerLane | None = None  # the single used lane, if there is only one
         self.down, self.up = self.lane.down, self.lane.up
+        self._eventfds = eventfds
         self.own_down, self.own_up = memoryview(self.down[rank]), self.lane.own_up
         self.own_up[Up.PHASE] = Phase.IDLE  # a dead worker that this one replaces may have left another phase
         self.held = Held(self.backend)
@@ -151,6 +152,14 @@ class Worker:
         self.num_collectives = 0  # that functions have begun
         self.part_rows = 0  # of the slice of a training step that is running
         self.rss_measured = 0
+
+    def play_among(self, first_rank: int, total_ranks: int) -> None:
+        """Count from ``first_rank`` on: there are ranks on other nodes."""
+        from synk._worker.call.far_peers import FarPeers
+
+        self.first_rank, self.total_ranks = first_rank, total_ranks
+        of_this_node = self.rank, self.world_size, self.backend, self.down, self.up, self._eventfds
+        self.peers = FarPeers(first_rank, total_ranks, *of_this_node)
 
     def close(self) -> None:
         """Release the device and all memory. A process that ends anyway need not call this."""
@@ -208,11 +217,6 @@ class Worker:
         """Return the collectives of the current call, for ``synk.comm``."""
         self.num_collectives += 1
         self.check_called()
-        if self.has_other_nodes:
-            raise UnsupportedError(
-                f"cannot communicate in {self.function_name!r} over several nodes: got a call of synk.comm, which does "
-                "not reach the ranks of other nodes yet. Combine by outputs=, or fork without cluster=."
-            )
         if self.check is not None:
             raise self.check.refused()
         if self.variables.is_sliced:

@@ -41,7 +41,7 @@ class Backend(Protocol):
     """Whether arrays lie in a memory of their own, so that the host sees only copies."""
 
     framework: str | None
-    """The library whose arrays functions get that name none; None: those of the backend itself."""
+    """The library whose arrays functions get unless they name one. None means the arrays of the backend itself."""
 
     xp: Any
     """The namespace with NumPy's functions for the backend's arrays."""

@@ -6,85 +6,41 @@ rows of the node, and goes the way of every call from there on. Its outputs go b
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import pickle
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from synk._master.calls.arguments import Argument
 from synk._master.calls.assembly import Assembly
 from synk._master.calls.call import abandon, load, send
 from synk._master.calls.launched import Launched
-from synk._master.calls.plans import Call, CallOptions, PlanCache
+from synk._master.calls.plans import Call, CallOptions
 from synk._master.calls.replies import publishing, take_layouts
 from synk._master.calls.staging import plan_call, values_of
 from synk._master.code.parcels import Parcel
 from synk._master.flight.queue import Queue
-from synk._master.processes.log import PickledSettings
 from synk._master.processes.placement import Placement, place
 from synk._master.processes.processes import ARMED
 from synk._master.processes.worker_process import WorkerProcess
 from synk._master.session import Session
-from synk._master.state.guard import Copies
-from synk._master.state.ledger import Record
-from synk._pure.output_ops import ops_of
 from synk._pure.shards import Selection
 from synk._wire.control import Down
 from synk._wire.failures import Failure
 from synk._wire.logs import set_levels
-from synk._wire.messages import Body, Kind, LoadOrder, ParcelOrder, Status
+from synk._wire.messages import Body, Kind, LoadOrder, ParcelOrder, Status, WireOrder
+from synk._wire.residents import Adopt
 from synk.cluster.channel import with_code
-from synk.cluster.orders import CallOrder, FunctionNote, NodeReply
-from synk.errors import CallCancelled, CollectiveMismatch
+from synk.cluster.items import ItemsInFlight, pickled
+from synk.cluster.orders import CallOrder, FunctionNote, NodeReply, RankOrders, RankReplies
+from synk.cluster.relayed import NodeFunction, Numbered, RelayedReader, RelayedSettings
+from synk.cluster.split import merged
+from synk.errors import CallCancelled, CollectiveMismatch, WorkerDied
 
 Reply = tuple[Status, Any]
-
-
-class NodeFunction:
-    """A function as an agent knows it: by its id on the workers, its name and its ops.
-
-    It has those attributes of ``synk._master.calls.callee.Callee`` that a call needs once its arguments are bound.
-    """
-
-    is_partial = True
-    is_stale = is_unchecked = per_rank = False
-    changes = residents = variables = ()
-
-    def __init__(self, note: FunctionNote) -> None:
-        self.id, self.version, self.name, self.block_rows = note.id, note.version, note.name, note.block_rows
-        self.title = repr(note.name)
-        self.ops = ops_of(note.outputs, self.title)
-        self.plans = PlanCache()
-        self.record = Record(note.name)
-        self.copies = Copies(note.name)
-
-    def load(self, session: Session, deadline: float | None) -> None:
-        """See that all workers have it: those that were started again lack it."""
-        session.functions.ensure_loaded(deadline)
-
-
-class RelayedSettings(PickledSettings):
-    """The program's settings, pickled by the head."""
-
-    def __init__(self, data: bytes) -> None:
-        self.values = [data]
-        self._data = data
-
-
-class RelayedReader:
-    """Takes the place of what reads a program's settings: an agent's own mean nothing."""
-
-    names: Sequence[str] = ()
-
-    def __init__(self, session: Session) -> None:
-        self._log = session.workers.log
-
-    def read(self) -> list[Any]:
-        """Return the settings that were told last."""
-        return [] if self._log.settings is None else self._log.settings.values
 
 
 class Agent:
@@ -102,6 +58,8 @@ class Agent:
         self._is_interrupted = is_interrupted
         _, node, *starts = setup["seed"]
         self.node = node
+        self._own_path: list[str] | None = setup.get("own_path")  # on another machine
+        self._host: str = setup.get("host", "")
         placement = place(setup["num_workers"], setup["backend"], None, False)
         first_rank = setup["first_worker"]
         ARMED.set(setup["failpoints"])
@@ -121,16 +79,38 @@ class Agent:
             process_type=WorkerProcess,
             make_queue=Queue,
         )
+        if starts:
+            self.session.functions.note_replacements()
         self.session.workers.settings = RelayedReader(self.session)  # type: ignore[assignment]
         self._functions: dict[int, NodeFunction] = {}
+        self._items = ItemsInFlight(self.session)
+        self._untold: list[tuple[str, type[Warning]]] = []  # warnings that the next answer to items brings
 
     @property
     def description(self) -> str:
         pids = ", ".join(str(worker.process.pid) for worker in self.session.workers.by_rank)
         return f"{self.session.world_size} x {self.session.backend}, pids of its workers {pids}"
 
-    def act(self, kind: int, body: Body | None) -> Reply:
-        """Do what a message says. Return the status and the body of the reply."""
+    def watched(self) -> list[int]:
+        """Return the descriptors to watch because ranks are at items; then :meth:`answers` takes in what has come."""
+        return self.session.workers.poll_set.fds if self._items else []
+
+    def answers(self) -> Iterator[tuple[int, Reply]]:
+        """Return the replies to messages with items that were answered, each with the number of its message."""
+        for sequence, status, reply in self._items.answers() if self._items else ():
+            if reply is None:
+                yield sequence, (status, pickle.dumps(None))
+            else:
+                warned, self._untold = self._untold, []
+                yield sequence, (status, with_code(reply._replace(warnings=warned)))
+
+    def end_items(self) -> None:
+        """End the items that ranks are at: the head wants all ranks to be idle."""
+        if self._items:
+            self._items.end()
+
+    def act(self, kind: int, body: Body | None, sequence: int) -> Reply | None:
+        """Do what a message says. Return the status and the body of the reply; None if ranks are at items now."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", RuntimeWarning)  # of workers that ended while nothing ran
@@ -139,19 +119,26 @@ class Agent:
                     self._take_in(body)
                 if kind == Kind.LOAD and body is not None:
                     return self._load(body.content)
+                reply: NodeReply | RankReplies
                 if kind == Kind.CALL and body is not None:
                     reply = self._call(body.content)
+                elif kind == Kind.ITEMS and body is not None:
+                    self._send_items(sequence, body.content)
+                    self._untold += _told(caught)
+                    return None
+                elif body is not None and isinstance(body.content, RankOrders):
+                    reply = self._relay(Kind(kind), body.content)
                 else:
                     return Status.DONE, None
             except CallCancelled:  # the head has asked for it, and waits for no answer
                 return Status.INTERRUPTED, pickle.dumps(None)
             except Exception as error:
                 if kind == Kind.LOAD:
-                    return Status.ERROR, pickle.dumps(error, protocol=5)
-                reply = NodeReply(error=_pickled(error))
-        reply = reply._replace(warnings=[(str(each.message), each.category) for each in caught])
-        status = Status.ERROR if reply.error or reply.failures else Status.DONE
-        return status, with_code(reply)
+                    return Status.ERROR, pickled(error)
+                reply = (NodeReply if kind == Kind.CALL else RankReplies)(error=pickled(error))
+        reply = reply._replace(warnings=_told(caught))
+        has_failed = reply.error or (isinstance(reply, NodeReply) and reply.failures)
+        return Status.ERROR if has_failed else Status.DONE, with_code(reply)
 
     def _take_in(self, body: Body) -> None:
         """Pass on what a message brings besides its content: what to forget, and the program's settings."""
@@ -165,6 +152,8 @@ class Agent:
             if function is not None:
                 function.plans.drop_all(session.workers.log)
             session.workers.log.drop("function", number)
+        for number in body.dropped.get("resident", ()):
+            session.workers.log.drop("resident", number)
         for kind, _, value in body.news:
             if kind == "settings":
                 session.workers.log.settings = RelayedSettings(value)
@@ -173,10 +162,11 @@ class Agent:
     def _load(self, order: LoadOrder) -> Reply:
         """Have the workers load parcels, which are kept for workers that are started later."""
         functions = self.session.functions
-        sys.path[:] = order.sys_path
+        sys.path[:] = self._search_path(order.sys_path)
         set_levels(order.levels)
         self._begin("load functions")
-        functions.ensure_loaded(None)
+        functions.load_missing("functions", None)
+        functions.has_on_restart = order.prepare is not None
         for each in order.parcels:
             functions.book.parcels[each.number] = _parcel(each)
         is_loaded = False
@@ -189,12 +179,64 @@ class Agent:
                     functions.drop_parcel(functions.book.parcels.pop(each.number), [])
         if failures:
             return Status.ERROR, pickle.dumps(self._placed(failures)[0], protocol=5)
-        return (Status.INTERRUPTED, pickle.dumps(None)) if was_interrupted else (Status.DONE, None)
+        if was_interrupted:
+            return Status.INTERRUPTED, pickle.dumps(None)
+        functions.ensure_loaded(None)  # replacement workers run on_restart, as it is now
+        return Status.DONE, None
+
+    def _search_path(self, wanted: list[str]) -> list[str]:
+        """Return the program's search path; on another machine, as far as it exists, and then the machine's own."""
+        return wanted if self._own_path is None else merged(wanted, self._own_path)
 
     def _begin(self, verb: str) -> None:
         self.session.begin(verb)
         if self._is_interrupted():  # before the operation began, which forgets earlier interrupts
             raise CallCancelled(f"cannot {verb}: it was interrupted.")
+
+    def _check_restarts(self, expected: int | None) -> None:
+        """Raise if workers were replaced that had what the head relies on."""
+        if expected is not None and expected != self.session.counters["restarts"]:
+            raise WorkerDied(
+                f"a worker of node {self.node} ended while idle and was replaced. It gets what it lacks before the "
+                "next call.",
+                phase="idle",
+            )
+
+    def _own(self, content: Any) -> Any:
+        """Return a message to a rank with what is this machine's own."""
+        if isinstance(content, Adopt):
+            return content._replace(sys_path=self._search_path(content.sys_path))
+        return content._replace(host=self._host) if isinstance(content, WireOrder) else content
+
+    def _relay(self, kind: Kind, order: RankOrders) -> RankReplies:
+        """Pass messages on to ranks, unopened, and return their replies."""
+        session = self.session
+        with session.entered(order.what):
+            if not order.is_for_living:
+                self._begin(order.what)
+                self._check_restarts(order.num_restarts)
+            living = {each.rank for each in session.workers.by_rank if each.is_ready and not each.is_dead}
+            contents = {rank: self._own(content) for rank, content in order.contents.items() if rank in living}
+            replies = session.ranks.ask(kind, contents, None, order.phase, order.what) if contents else {}
+        found = {}
+        for rank, reply in replies.items():
+            body = reply.body
+            if reply.status == Status.ERROR:
+                body = pickle.dumps(self._placed([pickle.loads(body)])[0], protocol=5)
+            found[rank] = int(reply.status), body
+        return RankReplies(found, session.counters["restarts"])
+
+    def _send_items(self, sequence: int, order: RankOrders) -> None:
+        """Pass items on to their rank. If no rank is at items, this begins an operation."""
+        session, items = self.session, self._items
+        with session.entered(order.what):
+            if session.workers.processes.has_dead:  # dead workers are replaced only when nothing is in flight
+                items.settle()
+            if not items.are_running:
+                self._begin(order.what)
+                self._check_restarts(order.num_restarts)
+                session.functions.ensure_loaded(None)
+            items.send(sequence, order)
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -203,6 +245,8 @@ class Agent:
         session = self.session
         with session.entered("call"):
             self._begin("call")
+            self._check_restarts(order.num_restarts)
+            session.numbers = itertools.repeat(order.number)
             function = self._function(order.function)
             call = _bound(order)
             function.copies.ignore(argument.label for argument in call.arguments)
@@ -213,6 +257,7 @@ class Agent:
             launched = Launched(function, call, cached, values, None, began, 0, state)  # type: ignore[arg-type]
             session.lanes.first.first_down[Down.ALL_RANKS] = order.all_ranks
             session.lanes.first.first_down[Down.ALL_ROWS] = order.all_rows
+            session.lanes.first.first_down[Down.ALL_GROUP] = order.group
             try:
                 send(session, launched)
                 return self._collected(launched)
@@ -267,6 +312,10 @@ class Agent:
         return [each._replace(device=f"node{self.node}:{each.device}") for each in failures]
 
 
+def _told(caught: Sequence[warnings.WarningMessage]) -> list[tuple[str, type[Warning]]]:
+    return [(str(each.message), each.category) for each in caught]
+
+
 def _parcel(order: ParcelOrder) -> Parcel:
     parcel = Parcel(order.number)
     parcel.data, parcel.is_optional = order.data, order.is_optional
@@ -282,6 +331,7 @@ def _bound(order: CallOrder) -> Call:
             dtype=None if part.array is None else part.array.dtype,
             tensor_dtype=part.tensor_dtype,
             is_tensor=part.is_tensor,
+            value=Numbered(part.number) if part.kind == "resident" else None,
         )
         for part in order.parts
     ]  # fmt: skip
@@ -289,14 +339,13 @@ def _bound(order: CallOrder) -> Call:
     if order.objects is not None:
         objects = order.objects[0], [memoryview(buffer) for buffer in order.objects[1]]
     selection = Selection(order.bounds[-1][1]) if order.has_rows else None
-    options = CallOptions(num_slices=order.num_slices, output_subset=order.output_subset, num_repeats=order.num_repeats)
+    options = CallOptions(
+        num_slices=order.num_slices,
+        output_subset=order.output_subset,
+        num_repeats=order.num_repeats,
+        is_trial=order.is_trial,
+        is_apart=order.is_apart,
+    )
     return Call(
         arguments, selection, order.bounds, order.ranks, order.rows, objects, options, is_timed=False, nests=order.nests
     )
-
-
-def _pickled(error: Exception) -> bytes:
-    """Return an exception of the node's session, with the text of its cause, which a pickle leaves out."""
-    with contextlib.suppress(Exception):
-        return pickle.dumps((error, error.__cause__), protocol=5)
-    return pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), None), protocol=5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import select
 import socket
 import struct
 from collections.abc import Callable, Sequence
@@ -78,6 +79,13 @@ def with_code(obj: Any) -> Parts:
 
 class NodeChannel(Channel):
     """One side of the connection between the head and an agent. A body may be bytes, or :class:`Parts`."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a body can be sent without waiting until the other side has read earlier ones."""
+        waiting = select.poll()
+        waiting.register(self.sock, select.POLLOUT)
+        return bool(waiting.poll(0))
 
     def send_body(self, sequence: int, body: Any, fds: Sequence[int] = ()) -> None:
         """Send one body; see :meth:`Channel.send_body`."""

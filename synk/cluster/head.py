@@ -17,8 +17,10 @@ from synk._master.calls.arguments import pickle_nests, transfers_in
 from synk._master.calls.callee import Callee
 from synk._master.calls.launched import Launched
 from synk._master.calls.plans import CachedPlan, Call
-from synk._master.calls.replies import unpickled
-from synk._master.processes.output import warn_at_users_line
+from synk._master.calls.replies import tried, unpickled
+from synk._master.calls.trials import can_check, checking
+from synk._master.processes.processes import Processes
+from synk._master.processes.reports import stacks, stacks_in
 from synk._master.session import Session
 from synk._master.state.in_flight import SubmittedCalls
 from synk._master.state.lanes import Lane
@@ -26,16 +28,19 @@ from synk._master.workers.failures import rebuild
 from synk._master.workers.recovery import GRACE_S
 from synk._master.workers.requests import Request
 from synk._pure.cores import num_cores
+from synk._pure.ops import EACH
 from synk._wire.messages import Plan, Status
 from synk._wire.messages import Reply as WorkerReply
 from synk._wire.program import is_frozen
 from synk.backends._assignment import DeviceAssignment
 from synk.cluster.channel import unpacked
-from synk.cluster.here import NodePlacement, agents
+from synk.cluster.here import AgentProcess, NodePlacement, agents
 from synk.cluster.orders import CallOrder, FunctionNote, NodeReply, Part, without_code
 from synk.cluster.outputs import GatheredOutputs
+from synk.cluster.ranks import NodeRanks, error_of, tell_warnings
 from synk.cluster.split import Layout, counts_of, own_bounds, rows_between
-from synk.errors import CallCancelled, ClosedError, UnsupportedError
+from synk.cluster.wire_group import WireGroup
+from synk.errors import CallCancelled, StartupError, UnsupportedError
 
 AGENT_GRACE_S = 2 * GRACE_S + 1
 """How long an agent may take to answer an interrupt: it gives its workers ``GRACE_S``."""
@@ -71,10 +76,7 @@ class NodesCall(Launched):
         for _, reply in sorted(self.failed.items()):
             tell_warnings(reply)
             if reply.error:
-                error, error.__cause__ = pickle.loads(reply.error)
-                if isinstance(error, ClosedError):  # the workers of a node died too often
-                    self.recovery.fail(error)
-                return error
+                return error_of(reply, self.recovery)
         failures = [failure for reply in self.failed.values() for failure in reply.failures]
         return rebuild(failures, self.total_ranks, self.function.name)
 
@@ -86,18 +88,19 @@ class Nodes:
     ----------
     session : Session
     layout : Layout
+    ranks : NodeRanks
     """
 
-    def __init__(self, session: Session, layout: Layout) -> None:
-        self._session = session
+    def __init__(self, session: Session, layout: Layout, ranks: NodeRanks) -> None:
+        self._session, self._ranks = session, ranks
         self.layout = layout
 
-    def check(self, function: Callee, call: Call) -> None:
-        """Raise UnsupportedError for a call that nodes cannot run, so far."""
-        if call.options.is_trial:
-            self._session.check_here(
-                f"run {function.name!r} on trial", "Verify the function there, with as many workers."
-            )
+    def stacks(self, processes: Processes) -> dict[int, str]:
+        """Return the Python stacks of the ranks of all nodes."""
+        found: dict[int, str] = {}
+        for text in stacks(processes).values():
+            found |= stacks_in(text)
+        return found
 
     def launched(
         self,
@@ -110,7 +113,7 @@ class Nodes:
         log_state: int,
     ) -> NodesCall:
         """Return a bound call as one that is about to be sent."""
-        plan = Plan(next(self._session.plan_ids), function.id, ())
+        plan = Plan(next(self._session.plan_ids), function.id, (), is_trial=call.options.is_trial)
         cached = CachedPlan(plan, lane, [], [], [], None, [], (), transfers_in(call.arguments, call.objects))
         nodes = sorted({self.layout.node_of(rank) for rank in call.ranks})
         return NodesCall(
@@ -120,6 +123,7 @@ class Nodes:
     def orders(self, launched: NodesCall) -> dict[int, CallOrder]:
         """Return the order of each node that runs a call."""
         function, call = launched.function, launched.call
+        launched.number = next(self._session.numbers)
         note = FunctionNote(
             function.id, function.plans.version, function.name, without_code(function.ops), function.block_rows
         )
@@ -128,6 +132,10 @@ class Nodes:
         if call.objects is not None:
             objects = call.objects[0], [pickle.PickleBuffer(view) for view in call.objects[1]]
         weights = dict(zip(call.ranks, call.rows))
+        has_residents = function.residents or function.changes or any(a.kind == "resident" for a in call.arguments)
+        known = self._ranks.num_restarts if has_residents else {}
+        group = self._session.group
+        assert isinstance(group, WireGroup)
         found = {}
         for node in launched.nodes:
             ranks = self.layout.ranks_of(node)
@@ -135,6 +143,8 @@ class Nodes:
             mine = [rank for rank in ranks if rank in weights]
             found[node] = CallOrder(
                 note,
+                launched.number,
+                known.get(node),
                 _parts(call, low, high),
                 nests,
                 objects,
@@ -145,8 +155,11 @@ class Nodes:
                 call.options.num_slices,
                 call.options.output_subset,
                 call.options.num_repeats,
+                call.options.is_trial,
+                call.options.is_apart,
                 len(call.ranks),
                 sum(call.rows),
+                group.number,
             )
         return found
 
@@ -155,18 +168,21 @@ class Nodes:
         session, call, function = self._session, launched.call, launched.function
         replies = yield launched
         if launched.failed:
+            session.group.break_up(session.workers)
             raise launched.error_of_nodes()
         if any(reply.status == Status.INTERRUPTED for reply in replies.values()):
+            session.group.break_up(session.workers)
             raise CallCancelled(f"the call of {function.name!r} was ended by an interrupt. Call it again.")
         answers: list[NodeReply] = [unpacked(replies[node].body) for node in launched.nodes]
         for answer in answers:
             tell_warnings(answer)
+        layouts = [layout for answer in answers for layout in answer.layouts]
         outputs = GatheredOutputs(
             function.name,
-            function.ops,
+            EACH if call.options.is_apart else function.ops,
             call.options.output_subset,
             call.ranks,
-            [layout for answer in answers for layout in answer.layouts],
+            layouts,
             [arrays for answer in answers for arrays in answer.arrays],
             session.world_size,
         )
@@ -174,13 +190,22 @@ class Nodes:
         objects = [unpickled(parts, function.name, rank) for rank, parts in zip(call.ranks, packed)]
         result = outputs.build(call.rows, objects, None, None)
         session.workers.requests.pop(launched.sequence, None)
+        words = dict(zip(call.ranks, (words for answer in answers for words in answer.up)))
+        if call.options.is_trial:
+            return tried(call, outputs, result, words, {})
+        if function.changes:
+            session.residents.note_changed(function.changes, launched.number, call.ranks)
         launched.assembly = outputs
         ended_ns = time.monotonic_ns()
-        words = dict(zip(call.ranks, (words for answer in answers for words in answer.up)))
         wall_ns = ended_ns - launched.started_ns
         function.record.add(launched.cached.transfers, call.ranks, call.rows, words, wall_ns)
+        if call.is_timed:
+            function.record.add_timed(call.ranks, words, bool(function.changes), False)
         for follow in session.followers:
             follow(session, launched, result, ended_ns, ended_ns)
+        if function.is_unchecked and can_check(function, call):
+            launched.result = (result,)
+            yield from checking(session, launched, outputs, dict(zip(call.ranks, layouts)), words)
         return result
 
 
@@ -191,18 +216,14 @@ def _parts(call: Call, low: int, high: int) -> list[Part]:
         array = argument.array if argument.contents is None else argument.contents.array
         if array is not None and argument.kind == "rows":
             assert call.selection is not None
-            array = rows_between(array, call.selection, low, high)
+            is_chosen = argument.is_minibatch  # it has the rows of the batch alone
+            array = array[low:high] if is_chosen else rows_between(array, call.selection, low, high)
         if array is not None:
             array = np.asarray(array)
+        number = argument.value.id if argument.kind == "resident" else 0
         kind, label, keyword = argument.kind, argument.label, argument.keyword
-        found.append(Part(label, keyword, kind, array, argument.tensor_dtype, argument.is_tensor))
+        found.append(Part(label, keyword, kind, array, argument.tensor_dtype, argument.is_tensor, number))
     return found
-
-
-def tell_warnings(reply: NodeReply) -> None:
-    """Warn of what a node's session has warned of."""
-    for text, category in reply.warnings:
-        warn_at_users_line(text, category)
 
 
 class ClusterSession(Session):
@@ -211,33 +232,40 @@ class ClusterSession(Session):
     Parameters
     ----------
     layout : Layout
-    timeout, seed, max_restarts, make_queue
+    process_type : type
+        What an agent is to the head.
+    timeout, seed, max_restarts, on_restart, make_queue
         As for :class:`Session`.
     """
 
     nodes: Nodes
+    ranks: NodeRanks
 
     def __init__(
         self,
         layout: Layout,
+        process_type: type[AgentProcess],
         *,
         timeout: float | None,
         seed: int,
         max_restarts: int,
+        on_restart: tuple[Any, dict[str, Any]] | None,
         make_queue: Callable[[Session], SubmittedCalls],
     ) -> None:
+        self._layout = layout
         assignment = DeviceAssignment(tuple(map(layout.described, range(len(layout.counts)))))
         super().__init__(
             NodePlacement("numpy", assignment, layout=layout),
             timeout=timeout,
             seed=seed,
             max_restarts=max_restarts,
-            on_restart=None,
+            on_restart=on_restart,
             transfer_guard="allow",
-            process_type=agents(layout, max_restarts, seed),
+            process_type=process_type,
             make_queue=make_queue,
         )
-        self.nodes = Nodes(self, layout)
+        self.nodes = Nodes(self, layout, self.ranks)
+        self.group = WireGroup(self.ranks, layout, self.residents.note_unsettled)
         self.world_size = layout.total_ranks
         self.devices = tuple(
             f"node{node}:cpu:{position}" for node, count in enumerate(layout.counts) for position in range(count)
@@ -245,20 +273,26 @@ class ClusterSession(Session):
         self.workers.recovery.grace_s = AGENT_GRACE_S
         self.workers.sources["lane"] = lambda rank, number: None  # agents share no memory with the head
 
+    def _make_ranks(self) -> NodeRanks:
+        return NodeRanks(self.workers, self._layout)
 
-def check_cluster(cluster: Any, nodes: Any) -> int:
-    """Return the number of nodes to start.
+
+def check_nodes(cluster: Any, nodes: Any) -> int | None:
+    """Return the number of nodes to start; None for all machines of a cluster.
 
     Raises
     ------
     ValueError
         If there is no such cluster.
     """
-    if cluster != "here":
+    is_address = isinstance(cluster, str) and (cluster == "auto" or ":" in cluster)
+    if cluster != "here" and not is_address:
         raise ValueError(
-            f"cannot fork: got cluster={cluster!r}, expected None or 'here': the nodes are processes of this machine. "
-            "Clusters of several machines are not built yet."
+            f"cannot fork: got cluster={cluster!r}, expected None, 'here' (the nodes are processes of this machine), "
+            "'auto' or the address of a Ray cluster, such as '10.0.0.1:6379'."
         )
+    if nodes is None and is_address:
+        return None
     if isinstance(nodes, bool) or not isinstance(nodes, (int, np.integer)) or nodes < 1:
         raise ValueError(f"cannot fork: got nodes={nodes!r}, expected how many nodes to start: an integer above 0.")
     return int(nodes)
@@ -269,9 +303,11 @@ def open_session(
     cluster: Any,
     nodes: Any,
     *,
+    insecure: bool,
     timeout: float | None,
     seed: int,
     max_restarts: int,
+    on_restart: tuple[Any, dict[str, Any]] | None,
     make_queue: Callable[[Session], SubmittedCalls],
 ) -> ClusterSession:
     """Start the nodes of a runtime, with one worker for each core where ``num_workers`` does not say how many.
@@ -283,14 +319,37 @@ def open_session(
     StartupError
         If an agent cannot be started.
     """
-    num_nodes = check_cluster(cluster, nodes)
+    num_nodes = check_nodes(cluster, nodes)
     if is_frozen():
         raise UnsupportedError(
             "cannot fork with cluster='here': got a frozen program, expected one that the interpreter runs, for a copy "
             "of a frozen one becomes a worker and no agent. Fork without cluster=."
         )
-    counts = counts_of(max(num_cores() // num_nodes, 1) if num_workers is None else num_workers, num_nodes)
-    return ClusterSession(Layout(counts), timeout=timeout, seed=seed, max_restarts=max_restarts, make_queue=make_queue)
+    if cluster == "here":
+        assert num_nodes is not None
+        counts = counts_of(max(num_cores() // num_nodes, 1) if num_workers is None else num_workers, num_nodes)
+        process_type = agents(Layout(counts), max_restarts, seed)
+    else:
+        from synk.cluster.remote import machines_of, remote_agents
+
+        cpus = machines_of(cluster, insecure=insecure)
+        if num_nodes is not None and num_nodes > len(cpus):
+            raise StartupError(
+                f"cannot fork on {num_nodes} nodes: the cluster {cluster!r} has {len(cpus)} machines with CPUs. Add "
+                "machines, or fork on fewer."
+            )
+        cpus = cpus[:num_nodes]
+        counts = counts_of(cpus if num_workers is None else num_workers, len(cpus))
+        process_type = remote_agents(Layout(counts), max_restarts, seed, cluster)
+    return ClusterSession(
+        Layout(counts),
+        process_type,
+        timeout=timeout,
+        seed=seed,
+        max_restarts=max_restarts,
+        on_restart=on_restart,
+        make_queue=make_queue,
+    )
 
 
 def refuse(**options: Any) -> None:

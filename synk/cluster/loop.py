@@ -58,14 +58,10 @@ class AgentLoop:
 
     def serve(self) -> None:
         """Answer messages until the head says goodbye or is gone."""
-        agent, channel = self._agent, self._channel
+        agent = self._agent
         assert agent is not None
-        waiting = select.poll()
-        waiting.register(channel.read_fd, select.POLLIN)
-        waiting.register(self._head_fd, select.POLLIN)
         while True:
-            events = waiting.poll()
-            message = channel.answer() if any(fd == channel.read_fd for fd, _ in events) else None
+            message = self._next_message(agent)
             if message is None:
                 os.killpg(0, signal.SIGKILL)  # the head is dead; the workers end with this process
                 return
@@ -76,17 +72,55 @@ class AgentLoop:
                 self._reply(Status.BYE, self._sequence, None)
                 return
             if kind == Kind.PING:
+                agent.end_items()
+                self._answer_items(agent)
                 self._reply(Status.PONG, self._sequence, None)
             elif self._is_interrupted():  # the signal came before the message
                 self._reply(Status.INTERRUPTED, self._sequence, pickle.dumps(None))
             else:
-                self._own_up[Up.PHASE] = Phase.FUNCTION if kind == Kind.CALL else Phase.LOADING
-                status, data = agent.act(kind, body)
+                self._own_up[Up.PHASE] = Phase.FUNCTION if kind in (Kind.CALL, Kind.ITEMS) else Phase.LOADING
+                answer = agent.act(kind, body, self._sequence)
                 body = None  # it may be the memory of large arguments
-                self._own_up[Up.PHASE] = Phase.IDLE
-                for stream in (sys.stdout, sys.stderr):
-                    stream.flush()
-                self._reply(status, self._sequence, data)
+                if answer is not None:
+                    self._answer(self._sequence, *answer)
+
+    def _next_message(self, agent: Agent) -> tuple[int, int, int, int] | None:
+        """Wait for a message, and answer those with items meanwhile. Return None if the head is gone."""
+        channel = self._channel
+        while True:
+            are_answered = self._answer_items(agent)
+            waiting = select.poll()
+            for fd in (channel.read_fd, self._head_fd, *agent.watched()):
+                waiting.register(fd, select.POLLIN)
+            if not are_answered:
+                waiting.register(channel.sock, select.POLLOUT)
+            fds = {fd for fd, _ in waiting.poll()}
+            if channel.read_fd in fds:
+                return channel.answer()
+            if self._head_fd in fds:
+                return None
+
+    def _answer_items(self, agent: Agent) -> bool:
+        """Answer messages whose items have ended, as long as that needs no wait: the head may be sending, too.
+
+        Return whether all were answered.
+        """
+        answers = agent.answers()
+        while self._channel.has_room:
+            ended = next(answers, None)
+            if ended is None:
+                return True
+            sequence, answer = ended
+            self._answer(sequence, *answer)
+        return False
+
+    def _answer(self, sequence: int, status: Status, data: Any) -> None:
+        """Reply to a message that ranks have worked on."""
+        agent = self._agent
+        self._own_up[Up.PHASE] = Phase.FUNCTION if agent is not None and agent.watched() else Phase.IDLE
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self._reply(status, sequence, data)
 
     def _receive_body(self) -> Body:
         data, fds = self._channel.receive_body(self._sequence)

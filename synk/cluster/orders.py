@@ -5,7 +5,9 @@ Arrays travel in these messages, and so do pickles of the user's objects, which 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +15,8 @@ import numpy as np
 from synk._pure.ops import OPS
 from synk._wire.failures import Failure
 from synk._wire.messages import Layout
+
+_LARGE_NBYTES = 1 << 16
 
 
 class FunctionNote(NamedTuple):
@@ -36,7 +40,8 @@ class FunctionNote(NamedTuple):
 class Part(NamedTuple):
     """One argument of a call, or one leaf of a nested one, as a node gets it: with the rows of its ranks.
 
-    The attributes are those of ``synk._master.calls.arguments.Argument``. ``array`` is None for an object.
+    The attributes are those of ``synk._master.calls.arguments.Argument``. ``array`` is None for an object, and for a
+    resident object, which has a ``number``.
     """
 
     label: str
@@ -45,6 +50,7 @@ class Part(NamedTuple):
     array: np.ndarray | None
     tensor_dtype: str
     is_tensor: bool
+    number: int = 0
 
 
 class CallOrder(NamedTuple):
@@ -55,6 +61,11 @@ class CallOrder(NamedTuple):
     parts : list of Part
     nests : bytes
         The structure of nested arguments, as in ``Plan.nests``.
+    number : int
+        The call's number, the same on all nodes.
+    num_restarts : int or None
+        How many workers the node has replaced, as far as the head knows. If it is another number, ranks lack resident
+        objects which the call needs. None: it needs none.
     objects : tuple (bytes, list of buffers) or None
         The pickle of the other arguments and its buffers.
     has_rows : bool
@@ -65,13 +76,17 @@ class CallOrder(NamedTuple):
         Which ranks of the node run the call, counted on the node.
     rows : list of int
         The weights of these ranks.
-    num_slices, output_subset, num_repeats
+    num_slices, output_subset, num_repeats, is_trial, is_apart
         As in ``Plan``.
     all_ranks, all_rows : int
         How many ranks of all nodes run the call, and the sum of their rows.
+    group : int
+        The number of the group by which the ranks of all nodes are joined; 0: none.
     """
 
     function: FunctionNote
+    number: int
+    num_restarts: int | None
     parts: list[Part]
     nests: bytes
     objects: tuple[bytes, list[Any]] | None
@@ -82,8 +97,53 @@ class CallOrder(NamedTuple):
     num_slices: int
     output_subset: tuple[Any, ...] | None
     num_repeats: int
+    is_trial: bool
+    is_apart: bool
     all_ranks: int
     all_rows: int
+    group: int
+
+
+class RankOrders(NamedTuple):
+    """Messages for single ranks of a node, which the agent passes on.
+
+    Attributes
+    ----------
+    contents : dict
+        By rank, counted on the node.
+    num_restarts : int or None
+        How many workers the node has replaced, as far as the head knows. If it is another number, the node refuses.
+        None: the head asks for it.
+    phase, what : str
+        For errors.
+    is_for_living : bool
+        Whether they are for those ranks only that live now. Otherwise workers that have ended are replaced first.
+    """
+
+    contents: dict[int, Any]
+    num_restarts: int | None
+    phase: str
+    what: str
+    is_for_living: bool
+
+
+class RankReplies(NamedTuple):
+    """The replies of single ranks of a node.
+
+    Attributes
+    ----------
+    replies : dict of int to (status, body)
+        By rank, counted on the node.
+    num_restarts : int
+        How many workers the node has replaced so far.
+    error, warnings
+        As in :class:`NodeReply`.
+    """
+
+    replies: Mapping[int, tuple[int, Any]] = MappingProxyType({})
+    num_restarts: int = 0
+    error: bytes = b""
+    warnings: Sequence[tuple[str, type[Warning]]] = ()
 
 
 class NodeReply(NamedTuple):
@@ -113,6 +173,11 @@ class NodeReply(NamedTuple):
     failures: Sequence[Failure] = ()
     error: bytes = b""
     warnings: Sequence[tuple[str, type[Warning]]] = ()
+
+
+def beside(pickled: Any) -> Any:
+    """Return a pickle so that it travels beside the message that holds it, uncopied, if it is large."""
+    return pickle.PickleBuffer(pickled) if len(pickled) >= _LARGE_NBYTES else pickled
 
 
 def without_code(ops: Any) -> Any:

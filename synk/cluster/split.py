@@ -1,7 +1,8 @@
-"""Which ranks a node plays, and which part of a call is its own. Pure arithmetic on plain arrays."""
+"""Which ranks a node plays, and which part of a call is its own; which search path it has."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,6 +90,8 @@ def rows_between(array: np.ndarray, selection: Selection, low: int, high: int) -
     """
     if selection.indices is not None:
         return array[selection.indices[low:high]]
+    if low == high:  # backwards, the place of the first row may lie before the array
+        return array[:0]
     first, step = selection.start + low * selection.step, selection.step
     stop = first + (high - low) * step
     return array[first : None if stop < 0 else stop : step]
@@ -104,3 +107,9 @@ def own_bounds(bounds: Sequence[tuple[int, int]], ranks: range) -> tuple[int, in
     """
     low, high = bounds[ranks[0]][0], bounds[ranks[-1]][1]
     return low, high, [(start - low, stop - low) for start, stop in bounds[ranks[0] : ranks[-1] + 1]]
+
+
+def merged(wanted: list[str], here: list[str]) -> list[str]:
+    """Return the program's search path as far as it exists on this machine, and then the machine's own."""
+    found = [entry for entry in wanted if not os.path.isabs(entry) or os.path.exists(entry)]
+    return [*found, *(entry for entry in here if entry not in found)]

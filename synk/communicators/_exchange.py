@@ -49,6 +49,14 @@ class Head(NamedTuple):
     def row_size(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64))
 
+    def check_like(self, own: Head, kind: str, rank: int, sender: int) -> None:
+        """Raise CollectiveMismatch unless the rows of ``sender`` have the shape of those of ``rank``."""
+        if self.shape != own.shape:
+            raise CollectiveMismatch(
+                f"cannot {kind.split()[0]} on rank {rank}: got rows of shape {self.shape} from rank {sender}, "
+                f"expected {own.shape}. Bring rows of one shape on all ranks."
+            )
+
     @property
     def longest(self) -> int:
         """The size of the largest block, in bytes."""
@@ -130,11 +138,7 @@ class Exchange:
         own, index = self._collectives.rank, self._index
         first = heads[self._senders[0]] if self._head is None else self._head
         for rank, head in heads.items():
-            if head.shape != first.shape:
-                raise CollectiveMismatch(
-                    f"cannot {self._kind.split()[0]} on rank {own}: got rows of shape {head.shape} from rank {rank}, "
-                    f"expected {first.shape}. Bring rows of one shape on all ranks."
-                )
+            head.check_like(first, self._kind, own, rank)
         counts = [head.sizes[index] for head in heads.values()]
         joined = place((sum(counts), *first.shape), first.dtype)
         bounds = itertools.pairwise(itertools.accumulate(counts, initial=0))

@@ -160,7 +160,7 @@ class Mailbox:
         if num_read == rendezvous.written[rank][peer]:
             return True
         if has_left:
-            rendezvous.fail(_unreceived_text(self._first_unread(peer, num_read), rank))
+            rendezvous.fail(_unreceived_text(self._first_unread(peer, num_read), rank), [peer])
         return False
 
     def _first_unread(self, peer: int, num_read: int) -> Request:
@@ -242,7 +242,7 @@ class Mailbox:
         if message.is_done:
             return True
         if has_left:
-            rendezvous.fail(_unreceived_text(message.request, self._rank))
+            rendezvous.fail(_unreceived_text(message.request, self._rank), [peer])
         return False
 
     def write_on(self) -> None:
@@ -339,7 +339,8 @@ class Mailbox:
         if has_left:
             rendezvous.fail(
                 f"cannot finish {request} on rank {self._rank}: rank {request.peer} left the function without "
-                "sending it. Every recv needs a send of the same tag."
+                "sending it. Every recv needs a send of the same tag.",
+                [request.peer],
             )
         return False
 

@@ -19,7 +19,7 @@ import functools
 import os
 import select
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -51,7 +51,7 @@ _PLACE_MASK = 3
 _IS_MEETING = 4
 # This one: a sender is copying a message that the rank waits for. The sender is awake, so this is no deadlock.
 _IS_FETCHING = 8
-_RULE = "Every rank that takes part must call the same collectives, in the same order, with equal arguments."
+RULE = "Every rank that takes part must call the same collectives, in the same order, with equal arguments."
 
 
 class Aborted(SynkError):
@@ -108,8 +108,38 @@ def packed(request: Request) -> bytes:
     )
 
 
+def unpacked(line: Any) -> Request:
+    """Return a request from its line in shared memory."""
+    kind, op, dtype, count, peer, tag, is_weighted, weight = _REQUEST.unpack(line)
+    return Request(KINDS[kind], _OP_NAMES[op], _DTYPE_NAMES[dtype], count, peer, tag, weight if is_weighted else None)
+
+
+def agreed_weights(lines: Mapping[int, bytes]) -> list[float] | None:
+    """Compare the requests of all ranks, given as lines. Return the weights in rank order, or None if there are none.
+
+    Raises
+    ------
+    CollectiveMismatch
+        If any two requests differ.
+    """
+    equal = {line[: _NUM_EQUAL_WORDS * WORD_NBYTES] for line in lines.values()}
+    if len(equal) > 1:
+        raise mismatch(lines)
+    *_, is_weighted, _ = _REQUEST.unpack(next(iter(lines.values())))
+    return [_REQUEST.unpack(line)[-1] for line in lines.values()] if is_weighted else None
+
+
+def mismatch(lines: Mapping[int, Any]) -> CollectiveMismatch:
+    """Return the error that says what each rank has asked for, by its line."""
+    texts = "; ".join(f"rank {rank}: {unpacked(line)}" for rank, line in lines.items())
+    return CollectiveMismatch(f"cannot run a collective: the ranks asked for different ones: {texts}. {RULE}")
+
+
 class Rendezvous:
     """One rank's view of the control words.
+
+    It has many attributes: a view of each kind of word, since to look one up at each meeting would take as long as the
+    meeting, and what this rank knows of the current call.
 
     Parameters
     ----------
@@ -298,10 +328,7 @@ class Rendezvous:
         mine = wanted[self.rank]
         for rank in self.ranks:
             if wanted[rank] != mine:
-                texts = "; ".join(f"rank {each}: {self._request_at(each, place)}" for each in self.ranks)
-                raise CollectiveMismatch(
-                    f"cannot run a collective: the ranks asked for different ones: {texts}. {_RULE}"
-                )
+                raise mismatch({each: self._requests[place][each] for each in self.ranks})
         return [weights[rank][0] for rank in self.ranks]
 
     def _have_all_arrived(self) -> bool:
@@ -320,7 +347,7 @@ class Rendezvous:
         left = [rank for rank in missing if self.has_left(rank)]
         left = [rank for rank in left if not self._has_arrived(rank)]
         if left:
-            self.fail(self._left_text(left))
+            self.fail(self._left_text(left), left)
         return False
 
     def _has_arrived(self, rank: int) -> bool:
@@ -369,10 +396,16 @@ class Rendezvous:
             self.check_abort()
             if self.ranks is not ranks:  # this is a thread that the function has left behind
                 raise Aborted(f"cannot wait any longer on rank {rank}: its call is over. End threads in the function.")
-            if self._poll.poll(RECHECK_MS):
-                os.eventfd_read(self._eventfds[rank])
-            elif self.ranks:  # after it has left a rank waits only for its messages to be taken in: no deadlock
+            # After it has left, a rank waits only for its messages to be taken in: that is no deadlock.
+            if not self._nap() and self.ranks:
                 self._check_deadlock()
+
+    def _nap(self) -> bool:
+        """Sleep until this rank is woken, but not for long. Return whether it was."""
+        if not self._poll.poll(RECHECK_MS):
+            return False
+        os.eventfd_read(self._eventfds[self.rank])
+        return True
 
     def rouse(self) -> None:
         """Say that this rank is awake: before it changes anything, and after each wait.
@@ -402,8 +435,11 @@ class Rendezvous:
         if self._abort_word[0]:
             raise Aborted(f"rank {self.rank} gave up waiting: the call was aborted after a failure elsewhere.")
 
-    def fail(self, text: str) -> NoReturn:
-        """Raise CollectiveMismatch with ``text``, unless the real cause is an abort or a deadlock: then raise that."""
+    def fail(self, text: str, left: Sequence[int] = ()) -> NoReturn:
+        """Raise CollectiveMismatch with ``text``, unless the real cause is an abort or a deadlock: then raise that.
+
+        ``left``: the ranks that have left too early, if these are the reason.
+        """
         self.check_abort()
         if self.sequence in self._verdicts.tolist():
             self._give_verdict()
@@ -451,7 +487,7 @@ class Rendezvous:
         self.fence()  # a rank that sees that this one has left must also see why
         waiting = [rank for rank in self.ranks if not self.has_left(rank) or self._verdicts[rank] == self.sequence]
         raise CollectiveMismatch(
-            f"cannot go on: every rank waits for another one: {self._requests_text(waiting)}. {_RULE}"
+            f"cannot go on: every rank waits for another one: {self._requests_text(waiting)}. {RULE}"
         )
 
     # -- texts ---------------------------------------------------------------------------------------------------
@@ -461,10 +497,7 @@ class Rendezvous:
         return self._request_at(rank, self._places[rank] & _PLACE_MASK)
 
     def _request_at(self, rank: int, place: int) -> Request:
-        kind, op, dtype, count, peer, tag, is_weighted, weight = _REQUEST.unpack(self._requests[place][rank])
-        return Request(
-            KINDS[kind], _OP_NAMES[op], _DTYPE_NAMES[dtype], count, peer, tag, weight if is_weighted else None
-        )
+        return unpacked(self._requests[place][rank])
 
     def _requests_text(self, ranks: Sequence[int]) -> str:
         return "; ".join(f"rank {rank}: {self._request(rank)}" for rank in ranks)
@@ -474,7 +507,7 @@ class Rendezvous:
         waiting = [rank for rank in self.ranks if rank == self.rank or self._has_arrived(rank)]
         return (
             f"cannot finish a collective: {'rank' if len(left) == 1 else 'ranks'} {names} left the function without "
-            f"joining it; waiting: {self._requests_text(waiting)}. {_RULE}"
+            f"joining it; waiting: {self._requests_text(waiting)}. {RULE}"
         )
 
 

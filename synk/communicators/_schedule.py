@@ -1,7 +1,8 @@
 """The collectives that a rank has in flight, in their order.
 
 A collective is a generator, its *steps*. It yields first when it has checked its arguments and shown nothing to the
-other ranks yet, and then each time it has raised the rank's tick, to go on when all ranks have met. All ranks start the
+other ranks yet, and then each time it has raised the rank's tick, to go on when all ranks have met. Over several nodes
+it also yields a function that says whether what it waits for has come by wire. All ranks start the
 same collectives in the same order, so only the first one in flight takes steps. It does so whenever the rank waits for
 anything, and whenever the function asks for its state.
 """
@@ -14,18 +15,24 @@ from typing import Any
 
 from synk.communicators._rendezvous import Rendezvous
 
-Steps = Generator[None, None, Any]
+Steps = Generator[Any, None, Any]
 
 
 class Operation:
-    """A collective in flight, or one that is done."""
+    """A collective in flight, or one that is done.
 
-    __slots__ = ("_returned", "_steps")
+    Attributes
+    ----------
+    is_ready : callable or None
+        Whether what its next step needs has come by wire. None: the step needs no wire.
+    """
+
+    __slots__ = ("_returned", "_steps", "is_ready")
 
     def __init__(self, steps: Steps) -> None:
         self._returned: list[Any] = []
         self._steps = _to_the_end(steps, self._returned)
-        next(self._steps)
+        self.is_ready = next(self._steps)
 
     @property
     def is_done(self) -> bool:
@@ -38,7 +45,7 @@ class Operation:
 
     def advance(self) -> None:
         """Take the next step."""
-        next(self._steps, None)
+        self.is_ready = next(self._steps, None)
 
 
 def _to_the_end(steps: Steps, returned: list[Any]) -> Steps:
@@ -78,15 +85,25 @@ class Schedule:
 
     def advance(self) -> None:
         """Take the steps for which the other ranks are ready."""
-        if self.operations and self._rendezvous.has_met():
+        if self.operations and not self._must_wait(self.operations[0]):
             self._go_on()
+
+    def _must_wait(self, operation: Operation) -> bool:
+        """Whether the oldest collective waits for the other ranks."""
+        rendezvous = self._rendezvous
+        if operation.is_ready is None:
+            return rendezvous.is_meeting and not rendezvous.has_met()
+        if not operation.is_ready():
+            return True
+        rendezvous.rouse()
+        return False
 
     def _go_on(self) -> None:
         """Take steps until one must wait for the other ranks, or no collective is left."""
-        operations, rendezvous = self.operations, self._rendezvous
+        operations = self.operations
         while operations:
             operations[0].advance()
             if operations[0].is_done:
                 operations.popleft()
-            elif rendezvous.is_meeting and not rendezvous.has_met():
+            elif self._must_wait(operations[0]):
                 return

@@ -24,6 +24,7 @@ from synk._wire.memory import Segment
 from synk._wire.process_memory import let_siblings_read
 from synk.communicators import Buffer, Capabilities
 from synk.communicators._buffers import DTYPE_NAMES, named_dtype
+from synk.communicators._exchange import Exchange, Place
 from synk.communicators._layout import Layout
 from synk.communicators._mailbox import Mailbox
 from synk.communicators._messages import Incoming
@@ -54,6 +55,7 @@ class ShmCommunicator(ShmCollectives):
         The descriptors in this process, one for each rank.
     patience_s : float
         How long a rank waits awake at most before it sleeps.
+    rendezvous_type : type of Rendezvous
 
     Attributes
     ----------
@@ -74,12 +76,18 @@ class ShmCommunicator(ShmCollectives):
     """
 
     def __init__(
-        self, segment: Segment, rank: int, world_size: int, eventfds: Sequence[int], patience_s: float = 0.0
+        self,
+        segment: Segment,
+        rank: int,
+        world_size: int,
+        eventfds: Sequence[int],
+        patience_s: float = 0.0,
+        rendezvous_type: type[Rendezvous] = Rendezvous,
     ) -> None:
         layout = Layout(segment.nbytes, world_size)
         halves = (world_size, 2, layout.half_nbytes)
         rings = (world_size, world_size, layout.ring_nbytes)
-        rendezvous = Rendezvous(segment, rank, world_size, eventfds, layout.ring_nbytes, Patience(patience_s))
+        rendezvous = rendezvous_type(segment, rank, world_size, eventfds, layout.ring_nbytes, Patience(patience_s))
         super().__init__(rendezvous, segment.view(layout.halves, halves, np.dtype(np.uint8)))
         self.world_size, self.patience = world_size, rendezvous.patience
         self._schedule = Schedule(rendezvous)
@@ -94,6 +102,10 @@ class ShmCommunicator(ShmCollectives):
         short = ShortCollectives(self, rendezvous, self._schedule, self.results, self.meet, self.run, self.go_on)
         self.short_path = ShortPath(rendezvous, self._mailbox, short)
         self._is_closed = False
+
+    def parts(self) -> tuple[Rendezvous, Schedule, Mailbox]:
+        """Return what this communicator consists of, for one over several nodes that is built on it."""
+        return self._rendezvous, self._schedule, self._mailbox
 
     # -- the call ------------------------------------------------------------------------------------------------
 
@@ -168,7 +180,7 @@ class ShmCommunicator(ShmCollectives):
             If an earlier operation of this call has failed.
         """
         operation = Operation(steps)
-        self._check_whole()
+        self.check_whole()
         self._rendezvous.is_unfinished = True
         self._schedule.append(operation)
         self._rendezvous.is_unfinished = False
@@ -182,7 +194,7 @@ class ShmCommunicator(ShmCollectives):
     def finish(self, operation: Operation) -> Any:
         """Wait until a collective is done. Return what its steps returned."""
         if not operation.is_done:
-            self._check_whole()
+            self.check_whole()
             self._rendezvous.is_unfinished = True
             self._rendezvous.wait(lambda: self._advance(operation))
             self._rendezvous.is_unfinished = False
@@ -191,7 +203,7 @@ class ShmCommunicator(ShmCollectives):
     def test(self, operation: Operation) -> bool:
         """Take the steps for which the other ranks are ready. Return whether a collective is done."""
         if not operation.is_done:
-            self._check_whole()
+            self.check_whole()
             self._rendezvous.is_unfinished = True
             self._advance(operation)
             self._rendezvous.is_unfinished = False
@@ -204,7 +216,7 @@ class ShmCommunicator(ShmCollectives):
         rendezvous = self._rendezvous
         try:
             next(steps)  # all checks of the arguments come before the first yield
-            self._check_whole()
+            self.check_whole()
             rendezvous.is_unfinished = True
         except StopIteration as end:
             return end.value
@@ -293,6 +305,12 @@ class ShmCommunicator(ShmCollectives):
         """Concatenate ``send`` of all ranks, in the order of ``ranks``, into ``recv``."""
         self.run(self.all_gather_steps(send, recv))
 
+    def exchange_steps(
+        self, kind: str, rows: np.ndarray | None, sizes: list[int] | None, root: int, place: Place
+    ) -> Steps:
+        """Take the steps of an exchange of rows; see ``Exchange``."""
+        return Exchange(self, kind, rows, sizes, root).steps(place)
+
     # -- messages ------------------------------------------------------------------------------------------------
 
     def send_array(self, array: np.ndarray, peer: int, tag: int) -> None:
@@ -325,7 +343,7 @@ class ShmCommunicator(ShmCollectives):
     def finish_message(self, message: Incoming) -> np.ndarray:
         """Wait for a message that ``irecv_array`` asked for, and return its array."""
         if not message.is_done:
-            self._check_whole()
+            self.check_whole()
             self._rendezvous.is_unfinished = True
             self._mailbox.finish(message)
             self._rendezvous.is_unfinished = False
@@ -334,13 +352,13 @@ class ShmCommunicator(ShmCollectives):
     def test_message(self, message: Incoming) -> bool:
         """Take in what has arrived. Return whether a message that ``irecv_array`` asked for is complete."""
         if not message.is_done:
-            self._check_whole()
+            self.check_whole()
             self._rendezvous.is_unfinished = True
             self._mailbox.progress()
             self._rendezvous.is_unfinished = False
         return message.is_done
 
-    def _check_whole(self) -> None:
+    def check_whole(self) -> None:
         """Raise if an earlier operation of this call was broken off: a later one would meet the others half-way."""
         self._rendezvous.check_abort()
         if self._rendezvous.is_unfinished:
@@ -353,4 +371,4 @@ class ShmCommunicator(ShmCollectives):
         self.check_member(kind, "peer", peer)
         if array is not None:
             named_dtype(dtype_name(array.dtype))  # raises if the other side could not read it
-        self._check_whole()
+        self.check_whole()

@@ -177,6 +177,11 @@ class ShmCollectives:
             parts = [self.part(rank, half, 0, source) for rank in self.ranks]
             REDUCTIONS[op].reduce_into(parts, self._weights, target)
 
+    def fold_steps(self, source: np.ndarray, target: np.ndarray, op: str, is_receiver: bool) -> Steps:
+        """Reduce arrays of equal weight, once the ranks have agreed on that by other means."""
+        self.has_agreed, self._weights = True, None
+        return self._reduce(source, target, op, is_receiver)
+
     def _reduce_shares(self, source: np.ndarray, target: np.ndarray, op: str, is_receiver: bool) -> Steps:
         """Reduce in pieces. Every rank reduces its share of a piece; receivers collect the shares at the next meeting.
 
@@ -219,9 +224,7 @@ class ShmCollectives:
         self.check_member("broadcast", "root", root)
         yield from self.start_steps("broadcast", buffer.dtype, buffer.count, peer=root)
         whole, is_root = flat_bytes(array), self.rank == root
-        yield from self._copy_steps(
-            {0: whole} if is_root else {}, [] if is_root else [Reading(root, 0, whole)], whole.size
-        )
+        yield from self.copy_steps({0: whole} if is_root else {}, [Reading(root, 0, whole)][is_root:], whole.size)
 
     def all_gather_steps(self, send: Buffer, recv: Buffer, *, stream: int = 0) -> Steps:
         self._check_active("all_gather")
@@ -230,14 +233,14 @@ class ShmCollectives:
         source, blocks = flat_bytes(as_array(send)), flat_bytes(as_array(recv)).reshape(len(self.ranks), -1)
         yield from self.start_steps("all_gather", send.dtype, count)
         readings = [Reading(rank, 0, block) for rank, block in zip(self.ranks, blocks) if rank != self.rank]
-        yield from self._copy_steps({0: source}, readings, source.size)
+        yield from self.copy_steps({0: source}, readings, source.size)
         blocks[self._position()] = source
 
     # -- copies ----------------------------------------------------------------------------------------------------
 
-    def _copy_steps(self, streams: Streams, readings: Sequence[Reading], longest: int) -> Steps:
-        """Show the streams of this rank, and read those of others. ``longest``: the size of the longest of all."""
-        frame = Frame(0, self.piece_nbytes())
+    def copy_steps(self, streams: Streams, readings: Sequence[Reading], longest: int, length: int = 0) -> Steps:
+        """Show the streams of this rank, ``length`` bytes of each at a time, and read others, the longest included."""
+        frame = Frame(0, length or self.piece_nbytes())
         half = self.show(frame, streams)
         yield from self.meet_steps()
         yield from self.read_steps(frame, streams, readings, longest, half)

@@ -106,6 +106,8 @@ class DataParallel(torch.nn.Module):
     ) -> None:
         names = (bcast_inputs,) if isinstance(bcast_inputs, str) else tuple(bcast_inputs)
         runtime = current() if runtime is None else runtime
+        what = f"wrap a {type(module).__name__} in DataParallel"
+        runtime._session.check_here(what, "Train with synk.torch.replicate, which keeps the modules on the ranks.")
         object.__setattr__(self, "_synk_passes", _Passes(module, names, runtime))
 
     @property

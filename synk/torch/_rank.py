@@ -82,7 +82,7 @@ class RankReplica:
         if trains and self.num_steps and not self.num_steps & (self.num_steps - 1) and sliced.sums is None:
             self._check_alike()
         if not worker.lane.called.plan.is_trial:  # on trial, a seed would look like a draw of the function's own
-            stream = worker.rank + (sliced.part << 32)
+            stream = worker.number + (sliced.part << 32)
             _seed(self.options.seed, self.num_steps if trains else -1 - self.num_steps, stream)
         return self._run(fn, trains, args, kwargs)
 

@@ -1,4 +1,4 @@
-"""Makes the gradients of a rank those of all rows.
+"""Gives each rank the gradients of all rows.
 
 In a backward pass each parameter's hook notes that its gradient is there. At the end of the pass, before ``backward()``
 returns, all ranks add up their gradients, weighted by rows, in flat buffers. A parameter that no rank has used keeps
@@ -117,9 +117,10 @@ class GradientSum:
         self._fired.clear()
         worker = cell.worker
         rows = worker.lane.rows() if worker.check is None else {worker.rank: 1}
-        total = sum(rows.values())
-        self._num_ranks = len(rows)
-        self._call_share = rows[worker.rank] / total if total else 1.0 / len(rows)
+        total, self._num_ranks = sum(rows.values()), len(rows)
+        if worker.has_other_nodes and worker.check is None:
+            total, self._num_ranks = worker.total_rows, len(worker.ranks)
+        self._call_share = rows[worker.rank] / total if total else 1.0 / self._num_ranks
         self._is_overlapping = self._num_ranks > 1 and sliced.sums is None and self._options.is_overlapping()
         if self._is_overlapping:
             self._make_buckets()

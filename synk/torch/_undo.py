@@ -152,7 +152,7 @@ class Undo:
         return now
 
     def _copied(self, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return tensors with copies. The copies use the memory of those of the last step."""
+        """Return tensors with copies of them, which reuse the memory of the last step's copies."""
         before, self._copies = self._copies, {}
         pairs, old, new = [], [], []
         for tensor in tensors:

@@ -22,16 +22,17 @@ from support import harness
 import synk
 
 
-@pytest.fixture
-def executor(shared_runtimes: Any) -> Iterator[synk.Executor]:
-    with synk.Executor(runtime=shared_runtimes[2]) as made:
+@pytest.fixture(params=[2, "1+1"])
+def executor(request: pytest.FixtureRequest, shared_runtimes: Any) -> Iterator[synk.Executor]:
+    """On the two workers of one machine, and on two nodes."""
+    with synk.Executor(runtime=shared_runtimes[request.param]) as made:
         yield made
 
 
-@pytest.fixture
-def own(runtime: Callable[..., Any]) -> Iterator[synk.Executor]:
+@pytest.fixture(params=[2, "1+1"])
+def own(request: pytest.FixtureRequest, reused: Callable[..., Any]) -> Iterator[synk.Executor]:
     """One whose workers a test may kill."""
-    with synk.Executor(runtime=runtime(2)) as made:
+    with synk.Executor(runtime=reused(request.param)) as made:
         yield made
 
 
@@ -248,11 +249,13 @@ def test_several_threads_and_executors(shared_runtimes: Any) -> None:
     assert found == {k: [k * i for i in range(20)] for k in range(4)}
 
 
-def test_large_arrays_cross_once(executor: synk.Executor) -> None:
-    table = np.arange(300_000.0)
-    before = executor._runtime.counters["bytes_pickled"]
-    assert list(executor.map(lambda a, k: a[k], [table] * 8, range(8))) == list(range(8))
-    assert executor._runtime.counters["bytes_pickled"] - before < table.nbytes
+def test_large_arrays_cross_once(shared_runtimes: Any) -> None:
+    """On one machine."""
+    rt, table = shared_runtimes[2], np.arange(300_000.0)
+    before = rt.counters["bytes_pickled"]
+    with synk.Executor(runtime=rt) as executor:
+        assert list(executor.map(lambda a, k: a[k], [table] * 8, range(8))) == list(range(8))
+    assert rt.counters["bytes_pickled"] - before < table.nbytes
 
 
 def test_asyncio(executor: synk.Executor) -> None:

@@ -195,7 +195,7 @@ def test_a_call_is_not_repeated_where_nobody_knows_what_it_has_changed(
         raise synk.errors.CallTimeout("nobody answers")
 
     with monkeypatch.context() as patched:
-        patched.setattr(rt._session.residents, "_reports", silent)
+        patched.setattr(rt._session.residents._ranks, "ask_living", silent)
         with pytest.raises(MemoryError, match="too much") as caught:
             f(X[:8])
     assert caught.value.step_counted is None  # type: ignore[attr-defined]

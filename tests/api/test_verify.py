@@ -19,6 +19,9 @@ def verdicts(report: Any) -> list[str]:
     return [output.verdict for output in report.outputs]
 
 
+on_nodes_too = pytest.mark.parametrize("kind", [2, "1+1"])
+
+
 # ----- which op
 
 RIGHT: dict[str, Callable[[np.ndarray], Any]] = {
@@ -32,7 +35,7 @@ RIGHT: dict[str, Callable[[np.ndarray], Any]] = {
 }
 
 
-@pytest.mark.parametrize("where", [1, 2, 3, "inline"])
+@pytest.mark.parametrize("where", [1, 2, 3, "inline", "1+1", "1+3"])
 def test_the_right_op_is_confirmed_and_a_wrong_one_corrected(shared_runtimes: Any, where: Any) -> None:
     rt = shared_runtimes[where]
     for op, kernel in RIGHT.items():
@@ -48,8 +51,9 @@ def test_the_right_op_is_confirmed_and_a_wrong_one_corrected(shared_runtimes: An
                 assert op in report.outputs[0].matching, report
 
 
-def test_each_output_is_reported_by_its_place(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+@on_nodes_too
+def test_each_output_is_reported_by_its_place(shared_runtimes: Any, kind: Any) -> None:
+    rt = shared_runtimes[kind]
     x = np.arange(6.0)
     report = rt.function(
         lambda x: {"loss": (x.sum(), x.max()), "size": [len(x), str(len(x))], "parts": len(x)},
@@ -79,8 +83,9 @@ def test_each_output_is_reported_by_its_place(shared_runtimes: Any) -> None:
     }
 
 
-def test_outputs_that_cannot_be_combined_are_reported_with_the_error(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+@on_nodes_too
+def test_outputs_that_cannot_be_combined_are_reported_with_the_error(shared_runtimes: Any, kind: Any) -> None:
+    rt = shared_runtimes[kind]
     report = rt.function(lambda x: (x.sum(), 2 * x)).verify(np.arange(5.0))
     assert [output.matching for output in report.outputs] == [("sum",), ("gather",)]
     assert "CollectiveMismatch: cannot avg output 1" in repr(report)
@@ -90,21 +95,24 @@ def test_outputs_that_cannot_be_combined_are_reported_with_the_error(shared_runt
     assert "TypeError: cannot average the output of 'len'" in repr(report)
 
 
-def test_what_is_not_data_parallel_is_no_op(shared_runtimes: Any) -> None:
-    report = shared_runtimes[2].function(lambda x: np.median(x, axis=0)).verify(X)
+@on_nodes_too
+def test_what_is_not_data_parallel_is_no_op(shared_runtimes: Any, kind: Any) -> None:
+    report = shared_runtimes[kind].function(lambda x: np.median(x, axis=0)).verify(X)
     assert not report
     assert report.outputs[0].matching == ()
 
 
-def test_what_the_function_raises_comes_out_as_itself(shared_runtimes: Any) -> None:
+@on_nodes_too
+def test_what_the_function_raises_comes_out_as_itself(shared_runtimes: Any, kind: Any) -> None:
     with pytest.raises(ZeroDivisionError):
-        shared_runtimes[2].function(lambda x: 1 / 0).verify(X)
+        shared_runtimes[kind].function(lambda x: 1 / 0).verify(X)
     with pytest.raises(ValueError, match="cannot scatter inputs"):
-        shared_runtimes[2].function(lambda x, y: x).verify(X, X[:3])
+        shared_runtimes[kind].function(lambda x, y: x).verify(X, X[:3])
 
 
-def test_tolerances(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+@on_nodes_too
+def test_tolerances(shared_runtimes: Any, kind: Any) -> None:
+    rt = shared_runtimes[kind]
     x = np.concatenate([np.full(500, 1e8), np.full(500, -1e8), [1e-3]]) + np.random.default_rng(0).normal(size=1001)
     total = rt.function(lambda x: np.cumsum(x)[-1], outputs="sum")  # a sum that cancels out, in another order
     assert total.verify(x, rtol=1e-3)
@@ -209,9 +217,10 @@ def test_nothing_in_the_program_itself_is_changed_inline(shared_runtimes: Any) -
     assert random.random() == random.Random(0).random()
 
 
-def test_buffers_of_a_torch_module_stay(shared_runtimes: Any) -> None:
+@on_nodes_too
+def test_buffers_of_a_torch_module_stay(shared_runtimes: Any, kind: Any) -> None:
     torch = pytest.importorskip("torch")
-    rt = shared_runtimes[2]
+    rt = shared_runtimes[kind]
     kept = rt.resident(torch.nn.BatchNorm1d(3, dtype=torch.float64))
     f = rt.function(lambda x: kept.value(x).mean(), framework="torch", name="norm", changes=kept)
     report = f.verify(X)
@@ -222,7 +231,8 @@ def test_buffers_of_a_torch_module_stay(shared_runtimes: Any) -> None:
     np.testing.assert_allclose(kept.get(0).running_mean, 0.1 * X[:4].mean(axis=0), rtol=1e-6)
 
 
-def test_objects_that_cannot_be_copied_are_not_touched(shared_runtimes: Any) -> None:
+@on_nodes_too
+def test_objects_that_cannot_be_copied_are_not_touched(shared_runtimes: Any, kind: Any) -> None:
     state: dict[str, Any] = {"calls": 0}
 
     def hold(x: np.ndarray) -> np.ndarray:
@@ -230,7 +240,7 @@ def test_objects_that_cannot_be_copied_are_not_touched(shared_runtimes: Any) -> 
         state["calls"] += 1
         return np.full(len(x), state["calls"])
 
-    f = shared_runtimes[2].function(hold, outputs="max")
+    f = shared_runtimes[kind].function(hold, outputs="max")
     assert f(np.zeros(6))[0] == 1  # as long as the rows, but not to be tried
     with pytest.raises(synk.errors.SerializationError, match=r"cannot try 'hold'.*cannot pickle '_thread.lock'"):
         f.verify(np.zeros(6))
@@ -240,6 +250,7 @@ def test_objects_that_cannot_be_copied_are_not_touched(shared_runtimes: Any) -> 
 # ----- what is named instead of compared
 
 
+@on_nodes_too
 @pytest.mark.parametrize(
     ("kernel", "options", "verdict"),
     [
@@ -250,8 +261,10 @@ def test_objects_that_cannot_be_copied_are_not_touched(shared_runtimes: Any) -> 
         (lambda x: len(x), {"outputs": None}, "one per rank"),
     ],
 )
-def test_what_cannot_be_compared_is_named(shared_runtimes: Any, kernel: Any, options: Any, verdict: str) -> None:
-    report = shared_runtimes[2].function(kernel, **options).verify(X)
+def test_what_cannot_be_compared_is_named(
+    shared_runtimes: Any, kind: Any, kernel: Any, options: Any, verdict: str
+) -> None:
+    report = shared_runtimes[kind].function(kernel, **options).verify(X)
     assert verdicts(report) == [verdict]
     assert bool(report) == (verdict == "one per rank")
     assert len(report.notes) == 2 * (verdict != "one per rank")  # what it is, and that the plain function was left out
@@ -264,8 +277,9 @@ def test_a_collective_with_the_serial_result_is_equal(shared_runtimes: Any) -> N
     assert "uses synk.comm" in repr(report)
 
 
-def test_what_has_changed_since_the_function_was_sent_is_said(reused: Callable[..., Any]) -> None:
-    rt = reused(2)
+@on_nodes_too
+def test_what_has_changed_since_the_function_was_sent_is_said(reused: Callable[..., Any], kind: Any) -> None:
+    rt = reused(kind)
     scale = np.ones(100_000)
     f = rt.function(lambda x: scale[12_345] * x.sum(), outputs="sum")
     other = rt.function(lambda x: x.sum(), outputs="sum")
@@ -318,3 +332,24 @@ def test_a_script_asks_and_is_answered() -> None:
             "result  avg  NO             yes           7.5e+00             sum\n"
             "It changes objects that it captured: their state is each rank's own.\n"
         )
+
+
+@pytest.mark.parametrize("kind", ["1+1", "1+3"])
+def test_nothing_is_left_of_it_on_nodes(shared_runtimes: Any, kind: str) -> None:
+    """Also where outputs are large, and compared rank by rank."""
+    rt = shared_runtimes[kind]
+    seen = rt.resident([0])
+
+    def step(x: np.ndarray) -> tuple[Any, Any]:
+        seen.value.append(len(x))
+        return np.outer(x, x).sum(axis=0).repeat(100), x[:, None].repeat(100, axis=1)
+
+    f = rt.function(step, outputs=("avg", "gather"), changes=[seen], name="step on nodes")
+    x = np.arange(1.0, 1001.0)
+    report = f.verify(x)
+    assert verdicts(report) == ["different", "equal"]
+    assert rt.function(step, outputs=("sum", "gather"), changes=[seen]).verify(x).outputs[0].verdict == "different"
+    assert [seen.get(rank) for rank in range(rt.world_size)] == [[0]] * rt.world_size
+    f(x)
+    assert rt.profile.records["step on nodes"].num_calls == 1
+    assert [len(seen.get(rank)) for rank in range(rt.world_size)] == [2] * rt.world_size

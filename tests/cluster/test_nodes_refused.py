@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from support.harness import PACKAGE_FOLDER, same_workers, script
 import synk
 import synk.profiler
 from synk._wire.cell import cell
-from synk.errors import UnsupportedError
+from synk.errors import StartupError, UnsupportedError
 
 
 @pytest.fixture
@@ -24,14 +25,7 @@ def nodes(shared_runtimes: Any) -> synk.Runtime:
 
 
 REFUSED = {
-    "synk.data": lambda rt, f: rt.data(np.zeros(3)),
-    "f.build_inputs": lambda rt, f: f.build_inputs(np.zeros(3)),
     "synk.shared": lambda rt, f: rt.shared(np.zeros(3)),
-    "synk.resident": lambda rt, f: rt.resident({}),
-    "synk.map": lambda rt, f: rt.map(abs, [1]),
-    "synk.Executor": lambda rt, f: synk.Executor(runtime=rt).submit(abs, 1).result(),
-    "rt.stacks": lambda rt, f: rt.stacks(),
-    "f.verify": lambda rt, f: f.verify(np.zeros(3)),
 }
 
 
@@ -43,7 +37,7 @@ def test_verbs_that_need_one_machine(nodes: synk.Runtime, what: str) -> None:
 
 
 OPTIONS = {
-    "backend": "torch", "devices": [0], "inline": True, "on_restart": print, "transfer_guard": "raise",
+    "backend": "torch", "devices": [0], "inline": True, "transfer_guard": "raise",
     "balance": "measured",
 }  # fmt: skip
 
@@ -57,7 +51,8 @@ def test_options_of_fork_that_need_one_machine(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"cluster": "10.0.0.1:6379", "nodes": 2}, "got cluster='10.0.0.1:6379', expected None or 'here'"),
+        ({"cluster": "nowhere", "nodes": 2}, "got cluster='nowhere', expected None, 'here'"),
+        ({"cluster": "10.0.0.1:6379", "nodes": 0}, "got nodes=0"),
         ({"cluster": "here"}, "got nodes=None, expected how many nodes"),
         ({"cluster": "here", "nodes": 0}, "got nodes=0"),
         ({"cluster": "here", "nodes": (1, 2)}, r"got nodes=\(1, 2\)"),
@@ -67,6 +62,13 @@ def test_options_of_fork_that_need_one_machine(name: str) -> None:
 def test_arguments_of_fork(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         synk.Runtime(1, **options)
+
+
+def test_a_cluster_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.CompletedProcess([], 1, "", "ModuleNotFoundError: No module named 'ray'")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
+    with pytest.raises(StartupError, match=r"got no Ray in this environment.*synkhronos\[ray\]"):
+        synk.Runtime(1, cluster="10.0.0.1:6379")
 
 
 def test_frozen_programs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,14 +83,6 @@ def test_one_number_of_workers_without_nodes() -> None:
         synk.Runtime((1, 3))
 
 
-def test_collectives_inside_functions(nodes: synk.Runtime) -> None:
-    """The rank refuses: a call that reached only the ranks of its own node would be a wrong number."""
-    with same_workers(nodes):
-        for talk in (lambda x: synk.comm.all_reduce(x), lambda x: synk.comm.send(x, 0), lambda x: synk.comm.barrier()):
-            with pytest.raises(UnsupportedError, match="does not reach the ranks of other nodes yet"):
-                nodes.function(talk, outputs=None)(np.arange(4.0))
-
-
 def test_process_groups_of_torch(nodes: synk.Runtime) -> None:
     pytest.importorskip("torch")
     f = nodes.function(lambda: synk.torch.process_group(), outputs=None, per_rank=True)
@@ -96,15 +90,12 @@ def test_process_groups_of_torch(nodes: synk.Runtime) -> None:
         f()
 
 
-def test_replicas_and_data_parallel_modules(nodes: synk.Runtime) -> None:
+def test_data_parallel_modules(nodes: synk.Runtime) -> None:
     torch = pytest.importorskip("torch")
     import synk.torch
 
-    model = torch.nn.Linear(2, 1)
-    with pytest.raises(UnsupportedError, match="make a resident object over nodes"):
-        synk.torch.replicate(model, torch.optim.SGD(model.parameters(), 0.1), runtime=nodes)
-    with pytest.raises(UnsupportedError, match="make a resident object over nodes"):
-        synk.torch.DataParallel(model, runtime=nodes)
+    with pytest.raises(UnsupportedError, match=r"wrap a Linear in DataParallel over nodes.*synk\.torch\.replicate"):
+        synk.torch.DataParallel(torch.nn.Linear(2, 1), runtime=nodes)
 
 
 def test_traces_and_guards() -> None:

@@ -17,6 +17,8 @@ from support.harness import Scenario, assert_right, children, descriptors, scrip
 from synk._wire import lifeline as _lifeline
 from synk._wire.descriptors import Descriptor, pipe
 
+pytestmark = pytest.mark.own_start
+
 Fork = Callable[..., Any]
 Count = Callable[[int], int]
 

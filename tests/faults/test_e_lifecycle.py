@@ -28,6 +28,8 @@ from support.harness import (
 import synk
 from synk.errors import ClosedError, NotForkedError, ReentrancyError, SerializationError
 
+pytestmark = pytest.mark.own_start
+
 Fork = Callable[..., Any]
 Count = Callable[[int], int]
 DEV = ("-X", "dev", "-W", "error")

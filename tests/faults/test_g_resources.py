@@ -16,6 +16,8 @@ from support.harness import assert_right, descriptors, mapped_memfds, pids, same
 import synk
 from synk.errors import SharedMemoryError
 
+pytestmark = pytest.mark.own_start
+
 Fork = Callable[..., Any]
 
 

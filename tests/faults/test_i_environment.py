@@ -35,6 +35,8 @@ from support.harness import (
 from synk._wire.channel import HEADER, ProtocolError, decode_header, encode_header
 from synk.errors import StartupError, SynkError, WorkerDied
 
+pytestmark = pytest.mark.own_start
+
 Fork = Callable[..., Any]
 PROGRAM = """
 from support.harness import assert_right

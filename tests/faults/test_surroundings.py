@@ -15,6 +15,8 @@ import synk
 from synk._master.processes import program as _program
 from synk.errors import StartupError
 
+pytestmark = pytest.mark.own_start
+
 WORKS = """
 import os, sys
 import numpy as np

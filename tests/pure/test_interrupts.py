@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import pickle
 import signal
 import sys
 import threading
@@ -157,6 +159,52 @@ def test_code_that_catches_its_own_time_limit_has_none(handler: Handler) -> None
         assert safe_point(limited) == "went on"
         with pytest.raises(LookupError):
             safe_point(limited_and_failed)
+
+
+def missing_attribute() -> None:
+    """The interpreter takes what is raised in ``x`` for a missing attribute."""
+
+    class Owner:
+        @property
+        def x(self) -> None:
+            ring()
+
+    getattr(Owner(), "x", None)
+    raise TypeError("no x")
+
+
+def missing_rule() -> None:
+    """The pickler takes what is raised in its table for a missing rule."""
+
+    class Rules(dict):  # type: ignore[type-arg]
+        def __getitem__(self, key: type) -> Any:
+            ring()
+
+    pickler = pickle.Pickler(io.BytesIO())
+    pickler.dispatch_table = Rules()
+    pickler.dump(sys._getframe().f_code)
+
+
+@pytest.mark.parametrize(("kind", "fn"), [(AttributeError, missing_attribute), (KeyError, missing_rule)])
+def test_what_the_interpreter_takes_for_an_answer_of_its_own_comes_out(handler: Handler, kind: Any, fn: Any) -> None:
+    handler.kind = kind
+    with pytest.raises(kind) as caught, operation():
+        safe_point(fn)
+    catch(caught.value, handler)
+
+
+@pytest.mark.parametrize("kind", [AttributeError, KeyError])
+def test_code_that_turns_a_handlers_exception_into_another_one_has_its_own(handler: Handler, kind: Any) -> None:
+    handler.kind = kind
+
+    def translate() -> None:
+        try:
+            ring()
+        except kind:
+            raise TypeError("too late") from None
+
+    with operation(), pytest.raises(TypeError):
+        safe_point(translate)
 
 
 def test_safe_points_are_closed_in_a_step_that_has_none(handler: Handler) -> None:

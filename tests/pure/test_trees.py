@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from synk._pure.trees import describe, flatten, leaves_of, output_name, paths, skeleton_of, unflatten
+from synk._pure.trees import describe, flatten, leaves_of, output_names, paths, skeleton_of, unflatten
 
 Pair = namedtuple("Pair", "one two")
 
@@ -76,4 +76,4 @@ def test_in_words(tree: Any, words: str, names: list[str]) -> None:
     leaves, structure = flatten(tree)
     skeleton = skeleton_of(structure, len(leaves))
     assert describe(structure) == words
-    assert [output_name(skeleton, position) for position in range(len(leaves))] == names
+    assert output_names(skeleton) == names

@@ -23,6 +23,7 @@ import time
 import traceback
 import uuid
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,7 +119,19 @@ def arm(runtime: Any, *failpoints: Failpoint) -> None:
 
         cell.worker.failpoint = reach_after_this_call if failpoints else _failpoints.nothing
 
+    _armed_runtimes.add(runtime)
     runtime.function(rearm, outputs=None)(np.arange(runtime.world_size))
+    if not failpoints:
+        _armed_runtimes.discard(runtime)
+
+
+def disarm(runtime: Any) -> None:
+    """Take away the failpoints of workers that were armed."""
+    if runtime in _armed_runtimes:
+        arm(runtime)
+
+
+_armed_runtimes: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 # ----- the census
@@ -277,11 +290,15 @@ def children(pid: int) -> list[int]:
     return found
 
 
+lasting_processes: set[int] = set()
+"""Children that live as long as this process, and are nobody's leftover."""
+
+
 def descendants(pid: int) -> Iterator[tuple[int, int, str]]:
     """Yield (pid, start time, command) of all descendants, dead ones that were not reaped included."""
     for child in children(pid):
         found = process_stat(child)
-        if found is not None and child != _resource_tracker_pid():
+        if found is not None and child != _resource_tracker_pid() and child not in lasting_processes:
             yield child, found[3], found[0]
             yield from descendants(child)
 

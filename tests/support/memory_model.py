@@ -100,8 +100,7 @@ def doze(rank: int, looks: Sequence[Step | Block], acts: Sequence[Step | Block] 
         block("is_ready", nap, *acts),  # with all that follows, until it is satisfied
         note("load sleeps"),
         note("call check_abort"),
-        note("poll"),
-        note("read eventfds"),
+        block("Rendezvous._nap", note("poll"), note("read eventfds")),
         note("call _check_deadlock"),
     )
 

@@ -7,12 +7,15 @@ with one row as well.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import pytest
 
 import synk
 from support.talking import check_on_one_rank, talks
@@ -58,14 +61,23 @@ def is_users(function: synk.Function) -> bool:
 
 
 plain_build = synk.Function.__init__
-synk.Function.__init__ = build  # type: ignore[method-assign]
-synk.Function.__call__ = verifying(synk.Function.__call__)  # type: ignore[method-assign]
-synk.Function.submit = verifying(synk.Function.submit)  # type: ignore[method-assign]
-synk.Function.repeat = verifying(synk.Function.repeat, 1)  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def all_verified() -> Iterator[None]:
+    """Verify each function that the body builds at its first call, and assert that each was."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(synk.Function, "__init__", build)
+        patch.setattr(synk.Function, "__call__", verifying(synk.Function.__call__))
+        patch.setattr(synk.Function, "submit", verifying(synk.Function.submit))
+        patch.setattr(synk.Function, "repeat", verifying(synk.Function.repeat, 1))
+        yield
+    missed = [function.name for function in built if not any(function is each for each in verified)]
+    assert not missed, f"never verified: {missed}"
+
 
 if __name__ == "__main__":
     del sys.argv[0]
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
-    runpy.run_path(sys.argv[0], run_name="__main__")
-    missed = [function.name for function in built if not any(function is each for each in verified)]
-    assert not missed, f"never verified: {missed}"
+    with all_verified():
+        runpy.run_path(sys.argv[0], run_name="__main__")

@@ -308,9 +308,9 @@ COLLECTIVES = {
     ),
     "ShmCollectives._publish_shares": ("store halves",),
     "ShmCollectives._fold_share": ("load halves",),
-    "ShmCollectives.broadcast_steps": ("call _copy_steps",),
-    "ShmCollectives.all_gather_steps": ("call _copy_steps",),
-    "ShmCollectives._copy_steps": ("call show", "call meet_steps", "call read_steps"),
+    "ShmCollectives.broadcast_steps": ("call copy_steps",),
+    "ShmCollectives.all_gather_steps": ("call copy_steps",),
+    "ShmCollectives.copy_steps": ("call show", "call meet_steps", "call read_steps"),
     "ShmCollectives._read_pieces": ("call show", "call meet_steps", "load halves"),
     "ShmCollectives.barrier_steps": ("call meet_steps",),
     "ShmCollectives.agree_steps": ("call meet_steps",),
@@ -332,7 +332,7 @@ COLLECTIVES = {
 @pytest.mark.parametrize("name", sorted(COLLECTIVES))
 def test_every_collective_meets_between_writing_and_reading(name: str) -> None:
     calls = (
-        *("meet_steps", "_publish_shares", "_fold_share", "_copy_steps", "show", "read_steps", "_read_pieces"),
+        *("meet_steps", "_publish_shares", "_fold_share", "copy_steps", "show", "read_steps", "_read_pieces"),
         *("_read_head", "rest_steps", "_meet", "_take_block", "_take", "_move", "_go_on"),
     )
     module = {"Shm": _shm_collectives, "Exc": _exchange, "Sho": _short_collectives}[name[:3]]

@@ -23,7 +23,7 @@ from synk._pure.ranges import LINE_NBYTES, block_bounds, chunk_bounds, round_up
 from synk._pure.table_outputs import combined
 from synk._pure.tables import is_table
 from synk._pure.tensors import is_tensor, tensor_of
-from synk._pure.trees import flatten, output_name, unflatten
+from synk._pure.trees import flatten, output_names, unflatten
 from synk._wire.memory import Segment
 from synk._wire.messages import LARGE_NBYTES, Layout, Leaf, Move, is_reduced_on_devices, slot_offsets
 from synk.errors import CollectiveMismatch, add_note
@@ -34,6 +34,9 @@ _ABSENT = Leaf((), None)
 
 class Assembly:
     """How the outputs of the ranks that ran become one result. It serves every call with the same layouts.
+
+    It has many attributes, because all that can be known from the layouts is worked out once, here: which outputs lie
+    where, which are large, what each rank moves, and how the small ones are combined.
 
     Parameters
     ----------
@@ -414,7 +417,7 @@ class Assembly:
         return _tensor(self._finished(leaf, values, counts), is_tensor(values[0]))
 
     def _named(self, leaf: int) -> str:
-        return f"{output_name(self.skeleton, leaf)} of {self.name!r}"
+        return f"{output_names(self.skeleton)[leaf]} of {self.name!r}"
 
     def _finished(self, leaf: int, value: Any, rows: list[int] | None = None) -> Any:
         """Return the result of an op. With ``rows``, ``value`` is the list of values that the op must first combine."""

@@ -101,10 +101,20 @@ def _divide(
             _check_no_rows(function.ops, name, sources)
             ranks = [0]
     num_rows = [bounds[rank][1] - bounds[rank][0] if has_rows else 1 for rank in ranks]
-    indices = index_arrays(selection, owned, rows)
-    chosen = owned, sources, unequal, indices
-    is_timed = bool(function.changes) or session.has_devices
-    return Call(arguments, selection, bounds, ranks, num_rows, None, options, *chosen, is_timed=is_timed)
+    return Call(
+        arguments,
+        selection,
+        bounds,
+        ranks,
+        num_rows,
+        None,
+        options,
+        owned=owned,
+        sources=sources,
+        unequal=unequal,
+        index_arrays=index_arrays(selection, owned, rows),
+        is_timed=bool(function.changes) or session.has_devices,
+    )
 
 
 def divider(session: Session, function: Callee, is_serial: bool = False) -> Divider:

@@ -103,7 +103,6 @@ def launch(
     load(session, function, call, deadline)
     pickled = session.counters["bytes_pickled"] - pickled
     if session.nodes is not None:
-        session.nodes.check(function, call)
         launched: Launched = session.nodes.launched(function, call, lane, deadline, started, pickled, state)
     else:
         cached = plan_call(session, function, call, options, lane)
@@ -177,7 +176,7 @@ def _send_to_nodes(session: Session, launched: Launched, before: Callable[[], bo
 
 
 def _send_new(session: Session, launched: Launched) -> None:
-    """Send a call of which the workers may have to learn something."""
+    """Send a call that may bring the workers something that they do not have: the function, a plan, a segment."""
     workers, call, cached, lane = session.workers, launched.call, launched.cached, launched.cached.lane
     plan_id = cached.plan.plan_id
     call.has_group = session.group.announce(workers, lane, len(call.ranks))

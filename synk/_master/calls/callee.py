@@ -49,6 +49,9 @@ class FunctionHandle:
 class Callee:
     """A function as calls know it. The workers forget it when the last reference to it is gone.
 
+    It has many attributes, because a call starts with nothing else. They are of four kinds: how the user built it; what
+    it captured, and whether the workers have that as it is now; its plans; and what its calls have cost.
+
     Parameters
     ----------
     fn, bcast_inputs, outputs, updates, framework, name, per_rank

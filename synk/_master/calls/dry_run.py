@@ -13,7 +13,7 @@ from synk._master.session import Session
 from synk._master.state.ledger import Transfer
 from synk._pure.ops import Reduction
 from synk._pure.show import Text
-from synk._pure.trees import output_name
+from synk._pure.trees import output_names
 from synk._wire.messages import LARGE_NBYTES, is_reduced_on_devices
 
 
@@ -129,7 +129,8 @@ def _outputs_of(cached: CachedPlan) -> tuple[OutputPlan, ...]:
     if assembly is None:
         return ()
     found = []
-    for position, (op, *leaves) in enumerate(zip(assembly.ops, *(layout.leaves for layout in assembly.layouts))):
+    of_ranks = [layout.leaves for layout in assembly.layouts]
+    for name, op, *leaves in zip(output_names(assembly.skeleton), assembly.ops, *of_ranks):
         nbytes = sum(leaf.nbytes for leaf in leaves)
         if leaves[0].dtype is None:
             way = "pickled by each rank, loaded by the program"
@@ -140,5 +141,5 @@ def _outputs_of(cached: CachedPlan) -> tuple[OutputPlan, ...]:
             way = f"{work} in shared memory"
         else:
             way = "written to shared memory, combined by the program"
-        found.append(OutputPlan(output_name(assembly.skeleton, position), str(op), nbytes, way))
+        found.append(OutputPlan(name, str(op), nbytes, way))
     return tuple(found)

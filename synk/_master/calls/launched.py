@@ -31,8 +31,8 @@ class Launched(Request):
     log_state : int
         The state of the log when it began.
     doorbells : Doorbells or None
-        The doorbells of a call that fits a compiled one. None for a new call, of which the workers may have to learn
-        something.
+        The doorbells of a call that fits a compiled one. None for a new call, which may bring the workers
+        something that they do not have.
     lease : Lease or None
         The buffer for its large outputs, if one was leased.
 

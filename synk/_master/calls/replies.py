@@ -11,7 +11,7 @@ from typing import Any
 
 from synk._master.calls.assembly import Assembly
 from synk._master.calls.launched import Launched, Tried
-from synk._master.calls.plans import CachedPlan
+from synk._master.calls.plans import CachedPlan, Call
 from synk._master.calls.trials import can_check, checking
 from synk._master.session import Session
 from synk._master.state.ledger import Transfer
@@ -55,7 +55,7 @@ def collecting(session: Session, launched: Launched) -> Generator[Request, dict[
     result = conclude(session, launched, objects, lease)
     if launched.function.is_unchecked and can_check(launched.function, call):
         launched.result = (result,)
-        yield from checking(session, launched, assembly)
+        yield from checking(session, launched, assembly, cached.layouts, cached.lane.up_words)
     return result
 
 
@@ -167,9 +167,14 @@ def _tried(
     for variable_id, _ in () if session.has_devices else layouts[0].assigned:
         variable = session.variables[variable_id]
         assigned[variable] = [[leaf.copy() for leaf in variable.assigned_leaves(rank)] for rank in call.ranks]
-    traits = functools.reduce(operator.or_, [up_words[rank][Up.TRAITS] for rank in call.ranks])
     root = None if lease is None else lease.deliver()
     result = assembly.build(call.rows, objects, root, None if call.owned is None else call.owned.order)
+    return tried(call, assembly, result, up_words, assigned)
+
+
+def tried(call: Call, assembly: Assembly, result: Any, up_words: Any, assigned: dict[Any, Any]) -> Tried:
+    """Return what a call on trial showed. ``up_words`` are the numbers that ranks have reported, by rank."""
+    traits = functools.reduce(operator.or_, [up_words[rank][Up.TRAITS] for rank in call.ranks])
     leaves = [_on_trial(leaf) for leaf in leaves_of(assembly.structure, result)]
     return Tried(leaves, assembly.skeleton, call.ranks, call.rows, Traits(traits), assigned)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,19 +16,41 @@ from synk._master.state.guard import GUARDED_NBYTES
 from synk._master.state.lanes import Lane
 from synk._pure.arrays import copy_into
 from synk._wire.control import Down
+from synk._wire.memory import Segment
 from synk._wire.messages import Plan
 
 
+class _Places(NamedTuple):
+    """Where in the staging segment the values of a call go, in bytes from its start.
+
+    ``capacity`` is the room for the pickle of broadcast objects, and ``nbytes`` the room for everything.
+    """
+
+    arrays: list[int]
+    pickle: int
+    buffers: list[int]
+    indices: list[int]
+    capacity: int
+    nbytes: int
+
+
 def plan_call(session: Session, function: Callee, call: Call, options: CallOptions, lane: Lane) -> CachedPlan:
-    """Return the plan for this call's signature, from the cache if it is there."""
-    plans = function.plans
-    index_arrays = call.index_arrays
-    buffer_sizes: tuple[int, ...] = ()
-    capacity = 0
-    if call.objects is not None:
-        capacity = capacity_for(len(call.objects[0]))
-        buffer_sizes = tuple(view.nbytes for view in call.objects[1])
-    key = (
+    """Return the plan for calls like this one, from the cache if it is there."""
+    key = _key(function, call, options, lane)
+    cached = function.plans.get((*key, 0 if lane.staging is None else lane.staging.id))
+    if cached is not None:
+        return cached
+    places = _places(call)
+    staging = session.grow_staging(lane, places.nbytes)
+    plan = _plan(next(session.plan_ids), function, call, options, staging.id, places)
+    cached = _cached_plan(plan, call, lane, staging, places)
+    function.plans.put((*key, staging.id), cached, session.workers.log)
+    return cached
+
+
+def _key(function: Callee, call: Call, options: CallOptions, lane: Lane) -> tuple[Any, ...]:
+    """Return what calls must have in common to have one plan, apart from the staging segment."""
+    return (
         function.id,
         tuple([(argument.keyword, argument.key, argument.nest) for argument in call.arguments]),
         options.num_slices,
@@ -35,86 +58,85 @@ def plan_call(session: Session, function: Callee, call: Call, options: CallOptio
         options.output_subset,
         options.is_trial,
         options.is_apart,
-        tuple([-1 if indices is None else len(indices) for indices in index_arrays]),
-        capacity,
-        buffer_sizes,
+        tuple([-1 if indices is None else len(indices) for indices in call.index_arrays]),
+        0 if call.objects is None else capacity_for(len(call.objects[0])),
+        () if call.objects is None else tuple(view.nbytes for view in call.objects[1]),
         call.nests,
         lane.index,
-        lane.staging.id if lane.staging is not None else 0,
     )
-    cached = plans.get(key)
-    if cached is not None:
-        return cached
-    offset = 0
-    offsets: list[int] = []
+
+
+def _places(call: Call) -> _Places:
+    """Lay the values of a call out one after the other."""
+    end = 0
 
     def reserve(nbytes: int) -> int:
-        nonlocal offset
-        start = aligned(offset, nbytes)
-        offset = start + nbytes
-        offsets.append(start)
+        nonlocal end
+        start = aligned(end, nbytes)
+        end = start + nbytes
         return start
 
-    array_places = [reserve(a.array.size * a.dtype.itemsize) if a.array is not None else 0 for a in call.arguments]
-    pickle_at = reserve(capacity) if capacity else 0
-    buffers_at = [reserve(size) for size in buffer_sizes]
-    indices_at = [reserve(indices.nbytes) if indices is not None else 0 for indices in index_arrays]
-    staging = session.grow_staging(lane, offset)
-    key = (*key[:-1], staging.id)
-    staged: list[np.ndarray] = []
+    capacity = 0 if call.objects is None else capacity_for(len(call.objects[0]))
+    arrays = [reserve(a.array.size * a.dtype.itemsize) if a.array is not None else 0 for a in call.arguments]
+    pickle = reserve(capacity) if capacity else 0
+    buffers = [] if call.objects is None else [reserve(view.nbytes) for view in call.objects[1]]
+    indices = [0 if indices is None else reserve(indices.nbytes) for indices in call.index_arrays]
+    return _Places(arrays, pickle, buffers, indices, capacity, end)
+
+
+def _plan(plan_id: int, function: Callee, call: Call, options: CallOptions, staging_id: int, places: _Places) -> Plan:
+    """Return what the workers are told of a call."""
     inputs = []
     num_objects = 0
-    for argument, place in zip(call.arguments, array_places):
-        inputs.append(input_of(argument, staging.id, num_objects if argument.kind == "object" else place))
+    for argument, place in zip(call.arguments, places.arrays):
+        inputs.append(input_of(argument, staging_id, num_objects if argument.kind == "object" else place))
         num_objects += argument.kind == "object"
-        if argument.array is not None:
-            staged.append(staging.view(place, argument.array.shape, argument.dtype))
-    index_places = [
-        (staging.id, at, len(indices)) if indices is not None else None for at, indices in zip(indices_at, index_arrays)
+    buffers = () if call.objects is None else zip(places.buffers, call.objects[1])
+    rows_place, local_place, order_place = [
+        None if indices is None else (staging_id, at, len(indices))
+        for at, indices in zip(places.indices, call.index_arrays)
     ]
-    plan = Plan(
-        next(session.plan_ids),
+    return Plan(
+        plan_id,
         function.id,
         tuple(inputs),
         options.num_slices,
         options.output_subset,
-        (staging.id, pickle_at, capacity) if capacity else None,
-        tuple((staging.id, at, size) for at, size in zip(buffers_at, buffer_sizes)),
+        (staging_id, places.pickle, places.capacity) if places.capacity else None,
+        tuple((staging_id, at, view.nbytes) for at, view in buffers),
         is_rowless=call.selection is None,
-        indices_place=index_places[0],
-        local_indices_place=index_places[1],
-        order_place=index_places[2],
+        indices_place=rows_place,
+        local_indices_place=local_place,
+        order_place=order_place,
         is_trial=options.is_trial,
         is_apart=options.is_apart,
         nests=pickle_nests(call.arguments, function.name) if call.nests is None else call.nests,
         block_rows=0 if options.is_trial else function.block_rows,
         num_repeats=options.num_repeats,
     )
-    contents = [argument.contents for argument in call.arguments if argument.contents is not None]
-    segments = [each.segment for each in contents if each.segment is not None]
-    if offset:
-        segments.append(staging)
-    cached = CachedPlan(
+
+
+def _cached_plan(plan: Plan, call: Call, lane: Lane, staging: Segment, places: _Places) -> CachedPlan:
+    """Return a plan with the master's views of the places that its calls copy to."""
+    arrays = [(a, a.array, at) for a, at in zip(call.arguments, places.arrays) if a.array is not None]
+    buffers = () if call.objects is None else zip(places.buffers, call.objects[1])
+    files = [argument.contents.segment for argument in call.arguments if argument.contents is not None]
+    segments = [segment for segment in files if segment is not None]
+    return CachedPlan(
         plan,
         lane,
-        segments,
-        staged,
-        [
-            argument.label if argument.array.nbytes >= GUARDED_NBYTES else ""
-            for argument in call.arguments
-            if argument.array is not None
-        ],
-        staging.buffer[pickle_at : pickle_at + capacity] if capacity else None,
-        [staging.buffer[at : at + size] for at, size in zip(buffers_at, buffer_sizes)],
+        [*segments, staging] if places.nbytes else segments,
+        [staging.view(at, array.shape, argument.dtype) for argument, array, at in arrays],
+        [argument.label if array.nbytes >= GUARDED_NBYTES else "" for argument, array, _ in arrays],
+        staging.buffer[places.pickle : places.pickle + places.capacity] if places.capacity else None,
+        [staging.buffer[at : at + view.nbytes] for at, view in buffers],
         [
             (position, staging.view(at, indices.shape, indices.dtype))
-            for position, (at, indices) in enumerate(zip(indices_at, index_arrays))
+            for position, (at, indices) in enumerate(zip(places.indices, call.index_arrays))
             if indices is not None
         ],
         transfers_in(call.arguments, call.objects),
     )
-    plans.put(key, cached, session.workers.log)
-    return cached
 
 
 def values_of(call: Call, cached: CachedPlan) -> list[np.ndarray]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from synk._master.calls.assembly import Assembly
@@ -17,9 +17,9 @@ from synk._master.calls.plans import Call
 from synk._master.processes.output import warn_at_users_line
 from synk._master.session import Session
 from synk._master.workers.requests import Request
-from synk._pure.trees import output_name
+from synk._pure.trees import output_names
 from synk._wire.control import Up
-from synk._wire.messages import MIN_CHECKED_ROWS, Kind, Reply, Status
+from synk._wire.messages import MIN_CHECKED_ROWS, Layout, Reply, Status
 from synk.errors import CallTimeout, OpMismatch, RowShapedOutput, WorkerDied
 
 _MAX_NS, _MAX_NBYTES = 1_000_000_000, 1 << 26
@@ -39,16 +39,18 @@ def can_check(function: Callee, call: Call) -> bool:
     )
 
 
-def checking(session: Session, launched: Launched, assembly: Assembly) -> Generator[Request, dict[int, Reply], None]:
+def checking(
+    session: Session, launched: Launched, assembly: Assembly, layouts: Mapping[int, Layout], up_words: Any
+) -> Generator[Request, dict[int, Reply], None]:
     """Have one rank check whether the average fits the function of a successful call, and tell the user if not.
 
     This happens once in the life of a function, and only if it costs little. Nothing that goes wrong here fails the
-    call.
+    call. ``layouts`` are the ranks' outputs, and ``up_words`` the numbers that ranks have reported, by rank.
     """
     function, call, cached = launched.function, launched.call, launched.cached
     largest = max(range(len(call.rows)), key=call.rows.__getitem__)
     rank = call.ranks[largest]
-    function_ns = cached.lane.up_words[rank][Up.FUNCTION_NS]
+    function_ns = up_words[rank][Up.FUNCTION_NS]
     # The time limit is the call's own: it must not end a worker during the check.
     is_late = launched.later_deadline is not None and (
         time.monotonic() + 10 * (function_ns * 1e-9 + 0.1) > launched.later_deadline
@@ -56,13 +58,15 @@ def checking(session: Session, launched: Launched, assembly: Assembly) -> Genera
     if function_ns > _MAX_NS or is_late or launched.is_cut:
         return
     function.is_unchecked = False
-    if assembly.has_assignments or 4 * sum(leaf.nbytes for leaf in cached.layouts[rank].leaves) > _MAX_NBYTES:
+    if assembly.has_assignments or 4 * sum(leaf.nbytes for leaf in layouts[rank].leaves) > _MAX_NBYTES:
         return
     lane, name = cached.lane.index, repr(function.name)
-    replies = yield session.workers.send(Kind.CHECK, [rank], 0, {}, [], launched.later_deadline, "check", name, lane)
-    misfits = pickle.loads(replies[rank].body)["misfits"] if replies[rank].status == Status.DONE else []
+    request = session.ranks.send_check(rank, launched.later_deadline, name, lane)
+    yield request
+    reply = session.ranks.reply(request, rank)
+    misfits = pickle.loads(reply.body)["misfits"] if reply.status == Status.DONE else []
     if misfits:
-        warn_at_users_line(*_told(function, cached.layouts[rank].skeleton, rank, misfits))
+        warn_at_users_line(*_told(function, layouts[rank].skeleton, rank, misfits))
 
 
 def tell_of_end(launched: Launched, error: BaseException) -> None:
@@ -79,7 +83,8 @@ def _told(
     function: Callee, skeleton: Any, rank: int, misfits: Sequence[tuple[int, tuple[str, ...]]]
 ) -> tuple[str, type[Warning]]:
     """Return what to tell the user about outputs that are not averages, and the class of the warning."""
-    outputs = [(output_name(skeleton, k), ops) for k, ops in misfits if k >= 0]
+    names = output_names(skeleton)
+    outputs = [(names[k], ops) for k, ops in misfits if k >= 0]
     what = ", ".join(name for name, _ in outputs) or "the gradients"
     text = (
         f"op 'avg', the default, does not fit {what} of {function.name!r}: the value for all rows of rank {rank} is "
@@ -88,7 +93,7 @@ def _told(
     category: type[Warning] = OpMismatch
     if function.changes and (misfits[-1][0] < 0 or not all(ops for _, ops in outputs)):
         text += (
-            " backward() averages gradients likewise, so the step learns otherwise than on one worker. Pass a loss "
+            " backward() averages gradients in the same way, so the step differs from that on one worker. Pass a loss "
             "that is a sum over rows through synk.torch.total(loss), and one that is a mean over other things (class "
             "weights, labels of -100, tokens) through synk.torch.mean(sum, count)."
         )

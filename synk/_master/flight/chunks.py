@@ -22,7 +22,7 @@ from synk._master.workers.requests import Request
 from synk._pure.interrupts import HandlerRaised, as_operation, safe_point
 from synk._wire.failures import Failure
 from synk._wire.items import Items, ItemsDone
-from synk._wire.messages import Kind, Reply, Status
+from synk._wire.messages import Reply, Status
 from synk.errors import CallCancelled, CallTimeout, SerializationError
 
 LONG_NS = 200_000_000
@@ -173,8 +173,8 @@ class Chunks:
                 self.cancel(error)
 
     def _send(self, chunk: Chunk) -> None:
-        session, workers = self._session, self._session.workers
-        if self._in_flight and workers.processes.has_dead:  # dead workers are replaced only when nothing is in flight
+        session, processes = self._session, self._session.workers.processes
+        if self._in_flight and processes.has_dead:  # dead workers are replaced only when nothing is in flight
             self.settle(self.verb, None)
         if not self._in_flight:
             self._begin()
@@ -188,15 +188,13 @@ class Chunks:
         deadline = None if chunk.rank in ranks else session.deadline(None)
         session.queue.chunks = self  # before any chunk is in flight: from here on, whatever begins settles it
         try:
-            chunk.request = workers.send(
-                Kind.ITEMS,
-                [chunk.rank],
-                0,
-                {chunk.rank: Items(self._function.id, chunk.pickles)},
+            chunk.request = session.ranks.send_items(
+                chunk.rank,
+                Items(self._function.id, chunk.pickles),
                 [copy.segment for copy in chunk.copies],
                 deadline,
-                "map",
                 f"{self._function.name!r} ({which})",
+                has_residents=bool(self._function.residents),
             )
             self._in_flight.append(chunk)
         except BaseException as error:
@@ -249,13 +247,14 @@ class Chunks:
                     chunk, CallCancelled(f"{request.what} was ended together with another call. Map it again.")
                 )
             elif not request.pending:
-                error = self._note(chunk, request.replies[chunk.rank])
+                error = self._note(chunk, self._session.ranks.reply(request, chunk.rank))
                 requests.pop(request.sequence, None)
                 self._forget(chunk, error)
                 for other in self._in_flight:  # the time of the next chunk begins
                     if other.rank == chunk.rank and other.request is not None:
                         other.began_ns = time.monotonic_ns()
-                        other.request.deadline = self._session.deadline(None)
+                        if other.request.deadline is None:
+                            other.request.deadline = self._session.deadline(None)
         if not self._in_flight and self._session.queue.chunks is self:
             self._session.queue.chunks = None
 
@@ -291,6 +290,7 @@ class Chunks:
         return self._failed(done.failure, item)
 
     def _failed(self, failure: Failure, item: str) -> Exception:
+        failure = failure._replace(device=self._session.devices[failure.rank])  # which names the node, if there are any
         return rebuild([failure], self._session.world_size, self._function.name, item)
 
     def _lose(self, error: BaseException) -> None:
@@ -361,7 +361,7 @@ def check_mapped(function: Callee) -> None:
     for variable in function.variables:
         if variable.is_sharded:
             raise TypeError(
-                f"cannot map {function.name!r}: it refers to the sharded variable {variable.name!r}, of which each "
-                "worker has other rows, expected a function that is the same on all workers. Use a replicated "
+                f"cannot map {function.name!r}: it refers to the sharded variable {variable.name!r}, whose rows "
+                "differ from worker to worker, expected a function that is the same on all workers. Use a replicated "
                 "variable (sharded=False), or synk.function."
             )

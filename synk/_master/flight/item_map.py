@@ -52,7 +52,7 @@ class ItemMap:
         self._items = iter(items)
         self._is_ordered = is_ordered
         self._chunks = Chunks(session, function)
-        self._pickler = ItemPickler(session.memory.copies)
+        self._pickler = ItemPickler(session.memory.copies if session.workers.has_shared_memory else None)
         self._is_adaptive = batch_size is None
         self._size = batch_size or 1
         self._position = 0

@@ -331,20 +331,22 @@ class Queue:
 
     def _on_error(self, pending: PendingCall[Any], launched: Launched, request: Request, error: BaseException) -> None:
         """After ``error`` in a step of ``pending``: end the call, unless the error is not about it."""
-        self._end_lost(error)
         # all ranks have answered it, so the error is about another call
         if request.is_cut and not pending._is_stepping:
+            self._end_lost(error)
             return
         if pending._steps is not None:
             pending._steps.close()
-        ended_by = outcome(pending, error)
+        closed_by = None
         try:
-            abandon(self._session, launched, error)
+            abandon(self._session, launched, error)  # first, for it notes on the error what has become of the call
         # Another thread closed the runtime. What that broke inside means nothing to the user.
         except ClosedError as closed:
-            ended_by = closed
+            closed_by = closed
+        finally:
+            self._end_lost(error)
         if pending._launched is not None:
-            pending._end(None, ended_by)
+            pending._end(None, closed_by or outcome(pending, error))
 
     def _end_lost(self, error: BaseException) -> None:
         """After ``error``: end the calls that were lost with it."""

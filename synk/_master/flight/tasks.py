@@ -48,10 +48,9 @@ class Tasks:
     """
 
     def __init__(self, session: Session, num_ranks: int) -> None:
-        session.check_here("run single tasks", "Use synk.function over an array of the tasks.")
         function = session.functions.mapped.get(call, lambda: Callee(call, _NAME, outputs=None, session=session))
         self._chunks = Chunks(session, function, num_ranks, are_named=False)
-        self._pickler = ItemPickler(session.memory.copies)
+        self._pickler = ItemPickler(session.memory.copies if session.workers.has_shared_memory else None)
         self._waiting: deque[Task] = deque()
         self._sent: list[Task] = []
         self._numbers = itertools.count()

@@ -378,7 +378,6 @@ def make_data(session: Session, value: Any = None, **options: Any) -> Data:
     """Make a :class:`Data` of an open runtime."""
     refuse_inside_worker("make Data")
     session.check_open("make Data")
-    session.check_here("make Data", "Pass the array itself.")
     session.reclaim()
     return Data(session, value, **options)
 

@@ -71,8 +71,8 @@ class Resident(Handle):
         """
         session, resident = self._session, self._referent
         verb = f"get resident object {self.name!r}"
-        if not 0 <= rank < session.world_size:
-            raise IndexError(f"cannot {verb}: got rank {rank}, expected 0 to {session.world_size - 1}.")
+        if not 0 <= rank < session.ranks.num_ranks:
+            raise IndexError(f"cannot {verb}: got rank {rank}, expected 0 to {session.ranks.num_ranks - 1}.")
         with session.entered(verb):
             session.begin(verb)
             resident.check(verb)
@@ -222,9 +222,10 @@ def make_resident(
     if (dump is None) != (load is None):
         raise TypeError("cannot make a resident object: got only one of dump and load, expected both or none.")
     verb = "make a resident object"
-    session.check_here(verb, "Keep such state in the program, and pass it as an argument.")
     with session.entered(verb):
         session.begin(verb)
+        if not session.residents.has_any:  # otherwise the operation has begun with this
+            session.ranks.prepare(session.deadline(None))
         resident = ResidentObject(session.residents, value, name, dump, load)
         session.residents.settle(session.deadline(None))
     return Resident(session, resident)

@@ -179,7 +179,7 @@ class Known:
         The position in the log up to which the rank has read.
     held : dict of str to dict
         By kind and number: ``"segment"`` and ``"parcel"`` (True), ``"plan"`` (the number of the assembly that told the
-        rank its part, 0 before there is one), ``"resident"`` (the ``first_version`` of the rank's object).
+        rank its part, 0 before there is one).
     """
 
     def __init__(self, rank: int, log: Log) -> None:
@@ -191,7 +191,7 @@ class Known:
         """Start from nothing: a new process plays the rank, and it knows nothing."""
         self._log.note()
         self.read = 0
-        self.held: dict[str, dict[int, Any]] = {"segment": {}, "plan": {}, "parcel": {}, "resident": {}}
+        self.held: dict[str, dict[int, Any]] = {"segment": {}, "plan": {}, "parcel": {}}
         # by message: how far the rank had read before it, and what it brought
         self._unanswered: dict[int, tuple[int, Body]] = {}
 

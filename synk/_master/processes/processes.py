@@ -61,6 +61,11 @@ class PollSet:
         self._wake_fd = eventfd()
         self.watch(self._wake_fd, "wake", -1)
 
+    @property
+    def fds(self) -> list[int]:
+        """All of them."""
+        return list(self._fds)
+
     def watch(self, fd: int, kind: str, rank: int) -> None:
         self._fds[int(fd)] = (kind, rank)
         self.poll.register(fd, select.POLLIN)

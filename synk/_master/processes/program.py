@@ -45,7 +45,7 @@ def check_program() -> None:
     start workers of its own.
     """
     if not is_frozen():
-        _interpreter()
+        interpreter()
     elif not cell.has_freeze_support:
         raise StartupError(
             "cannot fork in a frozen program: got no call of synk.freeze_support(), without which each worker would "
@@ -63,7 +63,7 @@ def command(setup_fd: int, module: str, name: str) -> list[str]:
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     if sys.version_info >= (3, 11) and "-P" not in flags and "-I" not in flags:
         flags.append("-P")
-    return [_interpreter(), *flags, "-c", _BOOTSTRAP.format(module=module), WORKER_ARGUMENT, str(setup_fd), name]
+    return [interpreter(), *flags, "-c", _BOOTSTRAP.format(module=module), WORKER_ARGUMENT, str(setup_fd), name]
 
 
 def write_setup(setup: dict[str, Any]) -> Descriptor:
@@ -81,7 +81,7 @@ def search_path() -> list[str]:
     return [entry for entry in sys.path if isinstance(entry, str)]
 
 
-def _interpreter() -> str:
+def interpreter() -> str:
     """Return the path of the interpreter that runs this program."""
     if sys.executable:
         return sys.executable

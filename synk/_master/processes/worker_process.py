@@ -162,17 +162,23 @@ class WorkerProcess:
         message = write_setup({**setup, "fds": numbers, "token": token.hex()})
         self.started = time.monotonic()
         _running.add(self)
-        self._popen = subprocess.Popen(
+        self._popen = self._launch(message, [message, *numbers.values()], stdout, stderr, environment)
+        self.pid = self._popen.pid
+        self.pidfd = Descriptor(os.pidfd_open(self.pid))
+
+    def _launch(
+        self, message: int, fds: Sequence[int], stdout: int, stderr: int, environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """Start the program that reads its first message from the descriptor ``message``."""
+        return subprocess.Popen(
             command(message, self._module, f"synk-{self._kind}-{self.rank}"),
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
-            pass_fds=(message, *numbers.values()),
+            pass_fds=fds,
             start_new_session=True,
             env=environment,
         )
-        self.pid = self._popen.pid
-        self.pidfd = Descriptor(os.pidfd_open(self.pid))
 
     # -- life ---------------------------------------------------------------------------------------------------------
 

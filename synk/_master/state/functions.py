@@ -19,6 +19,7 @@ from synk._master.state.lanes import Lanes
 from synk._master.state.memory import Memory
 from synk._master.workers.failures import rebuild
 from synk._master.workers.workers import Workers
+from synk._wire.failures import Failure
 from synk._wire.logs import levels
 from synk._wire.memory import Segment
 from synk._wire.messages import Kind, LoadOrder, ParcelOrder, Reload, Status
@@ -77,6 +78,9 @@ class Functions:
     mapped : Mapped
     dropped : Dropped, of (int, PlanCache)
         Functions that no longer exist, by id, with their plans. Filled by finalizers.
+    has_on_restart : bool
+        Whether replacement workers run a function before their first call. An agent learns this with the function, of
+        which it has the parcels alone.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class Functions:
         self._lanes = lanes
         self._memory = memory
         self._on_restart = on_restart
+        self.has_on_restart = on_restart is not None
         self._num_loaded_restarts = 0
         self.bound: weakref.WeakSet[Any] = weakref.WeakSet()
         self.ids = itertools.count(1)
@@ -174,7 +179,7 @@ class Functions:
                 reloads += update.reloads
                 sent += update.sent
                 check(function_id)
-            self._load_missing(names, deadline, reloads)
+            self.load_missing(names, deadline, reloads)
         except BaseException:
             book.roll_back()
             raise
@@ -186,29 +191,47 @@ class Functions:
         self.book.roll_back()  # an operation that was broken off may not have done this
         restarts = self._workers.counters["restarts"]
         if restarts != self._num_loaded_restarts:
-            self._load_missing("functions", deadline)
+            self.load_missing("functions", deadline)
             self.prepare_restarted(deadline)
             self._num_loaded_restarts = restarts
+        elif self._is_by_agents:
+            self._bring_on_restart(deadline)
+
+    @property
+    def _is_by_agents(self) -> bool:
+        """Whether agents replace workers, so that they must have ``on_restart`` as it is now at any time."""
+        return self.has_on_restart and not self.has_shared_memory
+
+    def _bring_on_restart(self, deadline: float | None) -> None:
+        if self._on_restart is not None:
+            fn, options = self._on_restart
+            self.bring([(_ON_RESTART, fn, options, False, None)], "on_restart", deadline)
+
+    def note_replacements(self) -> None:
+        """Note that all workers replace others: this session is that of a node that was started again."""
+        self._num_loaded_restarts = -1
+        for worker in self._workers.by_rank:
+            worker.is_prepared = False
 
     def prepare_restarted(self, deadline: float | None) -> None:
         """Run ``on_restart`` on the replacement workers."""
         waiting = [worker for worker in self._workers.by_rank if not worker.is_prepared]
-        if waiting and self._on_restart is not None:
-            fn, options = self._on_restart
-            self.bring([(_ON_RESTART, fn, options, False, None)], "on_restart", deadline)
+        if waiting and self.has_on_restart:
+            self._bring_on_restart(deadline)
             orders = {worker.rank: LoadOrder([], [], search_path(), levels(), _ON_RESTART) for worker in waiting}
             failures, was_interrupted = self._order(orders, "on_restart", deadline)
             if failures or was_interrupted:
                 what = f"{failures[0].type_name}: {failures[0].message}" if failures else "an interrupt"
-                ranks, world_size = ", ".join(str(worker.rank) for worker in waiting), self._workers.total_ranks
+                ranks = self._workers.processes.named(worker.rank for worker in waiting)
                 raise StartupError(
-                    f"cannot use the worker that was started again as rank {ranks} "
-                    f"of {world_size}: on_restart ended with {what}. The next call runs it again."
-                ) from (rebuild(failures, world_size, "on_restart") if failures else None)
+                    f"cannot use the worker that was started again as {ranks}: on_restart ended with {what}. The next "
+                    "call runs it again."
+                ) from (rebuild(failures, self._workers.total_ranks, "on_restart") if failures else None)
         for worker in waiting:
             worker.is_prepared = True
 
-    def _load_missing(self, names: str, deadline: float | None, reloads: Sequence[Reload] = ()) -> None:
+    def load_missing(self, names: str, deadline: float | None, reloads: Sequence[Reload] = ()) -> None:
+        """Send each worker the parcels that it lacks. Raise SerializationError if it cannot load them."""
         failures, was_interrupted = self.send_missing(names, deadline, reloads)
         if failures:
             raise SerializationError(
@@ -228,7 +251,9 @@ class Functions:
             missing = [p for number, p in self.book.parcels.items() if number not in worker.known.held["parcel"]]
             if missing or reloads:
                 parcels = [ParcelOrder(each.number, each.data, each.is_optional) for each in missing]
-                orders[worker.rank] = LoadOrder(list(reloads), parcels, search_path(), levels())
+                orders[worker.rank] = LoadOrder(
+                    list(reloads), parcels, search_path(), levels(), _ON_RESTART if self._is_by_agents else None
+                )
                 segments.update((each.segment.id, each.segment) for each in missing if each.segment is not None)
         return self._order(orders, names, deadline, list(segments.values()))
 
@@ -246,8 +271,9 @@ class Functions:
                 parcels.update((parcel.number, True) for parcel in orders[rank].parcels)
         failures = [pickle.loads(reply.body) for reply in replies.values() if reply.status == Status.ERROR]
         for failure in failures:
-            if isinstance(failure, Exception):  # an agent could not even ask its workers
-                raise failure
+            if not isinstance(failure, Failure):  # an agent could not even ask its workers: its error, and the cause
+                error, error.__cause__ = failure
+                raise error
         return failures, any(reply.status == Status.INTERRUPTED for reply in replies.values())
 
     # -- ending -------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Items in the form in which they travel to the workers: pickles, and copies of their large arrays in shared memory.
 
 An array that many items hold crosses only once. Its copy is remembered as long as the array lives, and used again if
-the array still holds what was copied.
+the array still holds what was copied. To other nodes, which share no memory, an array travels with each item.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from synk._master.code.handles import HandlePickler
 from synk._pure.interrupts import deferred, safe_point
 from synk._pure.nested import PLAIN_TYPES
-from synk._wire.items import array_in_segment
+from synk._wire.items import array_in_pickle, array_in_segment
 from synk._wire.memory import Segment
 from synk.errors import SharedMemoryError
 
@@ -124,10 +124,11 @@ class ItemPickler:
 
     Parameters
     ----------
-    copies : ArrayCopies
+    copies : ArrayCopies or None
+        None where no memory is shared: large arrays lie in the pickle then.
     """
 
-    def __init__(self, copies: ArrayCopies) -> None:
+    def __init__(self, copies: ArrayCopies | None) -> None:
         self._copies = copies
 
     def dumps(self, item: Any) -> tuple[bytes, list[ArrayCopy]]:
@@ -154,7 +155,7 @@ class ItemPickler:
 
 
 class _Pickler(HandlePickler):
-    def __init__(self, file: Any, copies: ArrayCopies) -> None:
+    def __init__(self, file: Any, copies: ArrayCopies | None) -> None:
         super().__init__(file)
         self._copies = copies
         self.used: list[ArrayCopy] = []
@@ -163,10 +164,13 @@ class _Pickler(HandlePickler):
         if type(obj) in (np.ndarray, np.memmap) and obj.nbytes >= LARGE_NBYTES and not obj.dtype.hasobject:
             is_transposed = not obj.flags.c_contiguous
             if obj.flags.c_contiguous or obj.flags.f_contiguous:
+                shape = obj.shape[::-1] if is_transposed else obj.shape
+                if self._copies is None:
+                    data = pickle.PickleBuffer(_bytes_of(obj).data.toreadonly())
+                    return array_in_pickle, (data, shape, obj.dtype, is_transposed)
                 with contextlib.suppress(SharedMemoryError):  # the pickle may still find room
                     copy = self._copies.copy_of(obj)
                     self.used.append(copy)
-                    shape = obj.shape[::-1] if is_transposed else obj.shape
                     return array_in_segment, (copy.segment.id, shape, obj.dtype, is_transposed)
         return super().reducer_override(obj)
 

@@ -93,14 +93,15 @@ class Lane:
     def connect(self, processes: Processes) -> None:
         """Make the segment for ``synk.comm`` if there is none yet."""
         if self.collective is None:
-            nbytes = required_nbytes(processes.world_size, _COLLECTIVE_RANK_NBYTES)
+            num_ranks = processes.placement.total_ranks  # on one of several nodes they keep their numbers
+            nbytes = required_nbytes(num_ranks, _COLLECTIVE_RANK_NBYTES)
             self.collective = Segment.create(
                 nbytes,
                 is_worker_writable=True,
                 segment_id=next(self._ids),
-                tail_nbytes=tail_nbytes(processes.world_size),
+                tail_nbytes=tail_nbytes(num_ranks),
             )
-            reset(self.collective, processes.world_size, processes.eventfds)
+            reset(self.collective, num_ranks, processes.eventfds)
             processes.log.tell("lane", self.index)
 
     def abort_collectives(self, processes: Processes) -> None:
@@ -112,7 +113,7 @@ class Lane:
     def reset_collectives(self, processes: Processes) -> None:
         """Make collectives of functions usable again. All ranks must be idle."""
         if self.collective is not None:
-            reset(self.collective, processes.world_size, processes.eventfds)
+            reset(self.collective, processes.placement.total_ranks, processes.eventfds)
 
     def close(self) -> None:
         """Release the memory. It may be called again."""

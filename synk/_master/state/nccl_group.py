@@ -28,11 +28,15 @@ class Group:
 
     Attributes
     ----------
+    name : str
+        For messages.
     problem : str
         Why NCCL is not used although it could be.
     library : str
         The binding, the version and the path of the library, once the group was joined.
     """
+
+    name = "NCCL"
 
     def __init__(self, is_wanted: bool) -> None:
         self._is_wanted = is_wanted
@@ -42,7 +46,7 @@ class Group:
         self.problem = ""
         self.library = ""
 
-    def prepare(self, workers: Workers) -> bool:
+    def prepare(self, workers: Workers, deadline: float | None) -> bool:
         """Join the group if it is wanted and not joined. Return whether it is joined now.
 
         Raises

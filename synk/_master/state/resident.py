@@ -22,7 +22,7 @@ from synk._master.code.handles import HandlePickler
 from synk._master.processes.log import Dropped
 from synk._master.processes.program import search_path
 from synk._master.workers.failures import raise_failures
-from synk._master.workers.workers import Workers
+from synk._master.workers.ranks import Ranks
 from synk._pure.interrupts import safe_point
 from synk._wire.messages import Kind, Reply
 from synk._wire.residents import NEVER, Adopt, Dump, Report, Restore, methods_of
@@ -131,16 +131,20 @@ class Residents:
         Numbers of objects that no longer exist. Filled by finalizers.
     """
 
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self.ids = itertools.count(1)
         self.is_unsettled = False
-        self.dropped = Dropped(workers.log)
+        self.dropped = Dropped(ranks.log)
         self._living: weakref.WeakValueDictionary[int, ResidentObject] = weakref.WeakValueDictionary()
 
     @property
     def is_closed(self) -> bool:
-        return self._workers.processes.is_closed
+        return self._ranks.is_closed
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self._living)
 
     def add(self, resident: ResidentObject) -> None:
         self._living[resident.id] = resident
@@ -153,13 +157,13 @@ class Residents:
     def note_unsettled(self) -> None:
         """Note that ranks may differ: no call may begin before they were asked."""
         self.is_unsettled = True
-        self._workers.log.note()
+        self._ranks.log.note()
 
     def note_changed(self, residents: Sequence[ResidentObject], number: int, ranks: Sequence[int]) -> None:
         """Note that call ``number`` changed objects and succeeded on ``ranks``."""
         for resident in residents:
             resident.version = number
-        if len(ranks) < self._workers.world_size:
+        if len(ranks) < self._ranks.num_ranks:
             self.note_unsettled()
 
     def note_failed(self, residents: Sequence[ResidentObject], error: BaseException) -> None:
@@ -167,14 +171,15 @@ class Residents:
         self.note_unsettled()
         BaseException.__setattr__(error, "step_counted", None)  # unknown, until the ranks have said what became of it
         BaseException.__setattr__(error, "_is_put_back", False)
-        workers = self._workers
-        living = [each.rank for each in workers.by_rank if each.is_ready and not each.is_dead]
-        if workers.processes.is_closed or workers.requests or not living:
-            return
+        deadline, what = time.monotonic() + ASK_S, "ask for resident objects"
         try:
-            reports = self._reports(residents, living, time.monotonic() + ASK_S)
+            replies = self._ranks.ask_living(Kind.RESIDENT, _report_of(residents), deadline, "resident", what)
+            reports = [[each or (NEVER, False, b"") for each in states] for states in _states(replies)]
         except Exception:
             return  # the next operation asks again
+        if not reports:
+            return
+        living = sorted(replies)
         names = ", ".join(repr(resident.name) for resident in residents)
         whole = [
             max((version for version, is_torn, _ in states if not is_torn), default=NEVER) for states in zip(*reports)
@@ -206,24 +211,27 @@ class Residents:
 
         All workers must be alive. An object is lost if no rank has come as far with it as its calls did.
         """
-        living = self._all()
-        ranks = range(self._workers.world_size)
-        for resident in living:
-            first = resident.first_version
-            lacking = [each for each in self._workers.by_rank if each.known.held["resident"].get(resident.id) != first]
-            version = first if resident.version == first else NEVER
-            adopt = Adopt(resident.id, resident.name, resident.pickle, version, search_path())
-            self._order({each.rank: adopt for each in lacking}, f"load resident object {resident.name!r}", deadline)
-            for each in lacking:
-                each.known.held["resident"][resident.id] = first
-        residents = [resident for resident in living if not resident.lost]
-        if residents:
-            reports = self._reports(residents, ranks, deadline)
-            for position, resident in enumerate(residents):
-                self._settle_one(resident, [states[position] for states in reports], deadline)
+        if residents := self._all():
+            ranks = range(self._ranks.num_ranks)
+            reports = self._order(dict.fromkeys(ranks, _report_of(residents)), "ask for resident objects", deadline)
+            for resident, states in zip(residents, zip(*_states(reports))):
+                self._settle_one(resident, self._adopted(resident, states, deadline), deadline)
         self.is_unsettled = False
 
+    def _adopted(
+        self, resident: ResidentObject, states: Sequence[State | None], deadline: float | None
+    ) -> Sequence[State]:
+        """Give ranks that lack an object the one with which it was set. Return the states of all ranks."""
+        first = resident.first_version
+        version = first if resident.version == first else NEVER
+        adopt = Adopt(resident.id, resident.name, resident.pickle, first, version, search_path())
+        lacking = [rank for rank, state in enumerate(states) if state is None]
+        self._order(dict.fromkeys(lacking, adopt), f"load resident object {resident.name!r}", deadline)
+        return [(version, False, b"") if state is None else state for state in states]
+
     def _settle_one(self, resident: ResidentObject, states: Sequence[State], deadline: float | None) -> None:
+        if resident.lost:
+            return
         whole = [version for version, is_torn, _ in states if not is_torn]
         best = max(whole, default=NEVER)
         if best < resident.version:
@@ -262,14 +270,6 @@ class Residents:
             if not resident.lost and resident.version != resident.first_version:
                 resident.backup = self.fetch(resident, 0, deadline)
 
-    def _reports(
-        self, residents: Sequence[ResidentObject], ranks: Sequence[int], deadline: float | None
-    ) -> list[list[State]]:
-        """Return the states of objects, by rank and object."""
-        order = Report(tuple((resident.id, resident.version) for resident in residents))
-        replies = self._order(dict.fromkeys(ranks, order), "ask for resident objects", deadline)
-        return [pickle.loads(replies[rank].body)["states"] for rank in ranks]
-
     def fetch(self, resident: ResidentObject, rank: int, deadline: float | None, *, is_whole: bool = False) -> bytes:
         """Return the pickled state of a rank's object, or the whole object."""
         what = f"read resident object {resident.name!r}"
@@ -300,21 +300,31 @@ class Residents:
         """
         order = Restore(resident.id, state, version)
         self.note_unsettled()  # until all ranks have it
-        ranks = range(self._workers.world_size)
+        ranks = range(self._ranks.num_ranks)
         self._order(dict.fromkeys(ranks, order), f"set resident object {resident.name!r}", deadline)
         resident.version, self.is_unsettled, resident.lost = version, False, ""
 
     def _order(self, orders: dict[int, Any], what: str, deadline: float | None) -> dict[int, Reply]:
         if not orders:
             return {}
-        replies = self._workers.ask(Kind.RESIDENT, list(orders), 0, orders, [], deadline, "resident", what)
-        raise_failures(replies, self._workers.world_size, what)
+        replies = self._ranks.ask(Kind.RESIDENT, orders, deadline, "resident", what)
+        raise_failures(replies, self._ranks.num_ranks, what)
         return replies
 
     def free_dropped(self) -> None:
         """Have the workers forget objects that no longer exist."""
         while self.dropped:
-            self._workers.log.drop_held("resident", self.dropped.popleft())
+            self._ranks.log.drop("resident", self.dropped.popleft())
+
+
+def _report_of(residents: Sequence[ResidentObject]) -> Report:
+    """Return the order to report how far objects are."""
+    return Report(tuple((resident.id, resident.first_version, resident.version) for resident in residents))
+
+
+def _states(replies: dict[int, Reply]) -> list[list[State | None]]:
+    """Return the states that ranks have reported, by rank and object; None for an object that a rank lacks."""
+    return [pickle.loads(replies[rank].body)["states"] for rank in sorted(replies)]
 
 
 def check_owner(resident: ResidentObject, residents: Residents, what: str) -> None:

@@ -38,7 +38,7 @@ class Executor:
     function_ns, ended : int
         How long the user's function took in the last call, and when it returned by the monotonic clock.
     to_come : float
-        What share of the repetitions of the call under way comes after the one that runs now.
+        The share of the call's repetitions that is still to come after the current one.
     """
 
     def __init__(self, rank: int, backend: Backend, down: np.ndarray) -> None:

@@ -11,7 +11,7 @@ from synk._pure.dtypes import foreign_name
 from synk._pure.ops import Reduction
 from synk._pure.output_ops import match_ops, wanted_leaves
 from synk._pure.table_outputs import num_rows
-from synk._pure.trees import flatten, output_name, skeleton_of
+from synk._pure.trees import flatten, output_names, skeleton_of
 from synk._wire.memory import Segment
 from synk._wire.messages import LARGE_NBYTES, Layout, Leaf, Move, Status
 from synk._worker.call.large_outputs import LargeOutputs, own
@@ -87,7 +87,7 @@ class Outputs:
         leaves: list[Leaf] = []
         objects: list[Any] = []
         wanted = wanted_leaves(skeleton, subset, function.name)
-        for position, (value, op) in enumerate(zip(values, prepared.ops)):
+        for position, (value, op, name) in enumerate(zip(values, prepared.ops, output_names(skeleton))):
             if wanted is not None and position not in wanted:
                 value = None  # neither reduced nor sent
                 outputs.append(None)
@@ -96,7 +96,7 @@ class Outputs:
             partial_of = None
             if isinstance(value, Partial):
                 value, partial_of = value.value, value.dtype
-            array = array_or_object(self._backend, value, op, output_name(skeleton, position), function)
+            array = array_or_object(self._backend, value, op, name, function)
             if self._backend.is_array(array):
                 outputs.append(array)
                 leaves.append(Leaf(tuple(array.shape), array.dtype, function.is_tensor(value), partial_of))

@@ -12,7 +12,6 @@ import numpy as np
 from synk._pure.cores import num_cores
 from synk._wire.control import Down
 from synk._wire.memory import Fence, Segment
-from synk._wire.messages import JoinOrder
 from synk._worker.call.execute import WorkerLane
 from synk._worker.comm.collectives import Collectives
 from synk._worker.comm.user_arrays import StagedArrays, UserArrays
@@ -25,6 +24,7 @@ from synk.errors import CollectiveMismatch
 
 if TYPE_CHECKING:
     from synk._worker.comm.nccl_group import WorkerGroup
+    from synk.communicators._two_level import Host
 
 _CALL, _RESULT = int(Down.CALL), int(Down.RESULT)  # members of an enumeration are slow to look up
 
@@ -140,11 +140,14 @@ class Peers:
 
     def connect(self, lane: WorkerLane, segment: Segment) -> None:
         """Have the functions of a lane communicate through a segment from now on."""
-        # With fewer cores than ranks, a rank that waits awake would keep its core from the very rank it waits for.
-        patience_s = min(self.patience_s, _AWAKE_S) if self._world_size <= num_cores() else 0.0
         lane.collective = segment
-        lane.communicator = ShmCommunicator(segment, self._rank, self._world_size, self._eventfds, patience_s)
+        lane.communicator = ShmCommunicator(segment, self._rank, self._world_size, self._eventfds, self._awake_s())
         lane.left, lane.sleeps = lane.communicator.skip_words()
+
+    def _awake_s(self) -> float:
+        """Return how long this rank waits awake for another one at most."""
+        # With fewer cores than ranks, a rank that waits awake would keep its core from the very rank it waits for.
+        return min(self.patience_s, _AWAKE_S) if self._world_size <= num_cores() else 0.0
 
     def collectives(self, lane: WorkerLane, function: LoadedFunction) -> Collectives:
         """Return the collectives of the current call. The first use in a call joins it."""
@@ -154,20 +157,26 @@ class Peers:
         assert communicator is not None
         slots, ranks = lane.executor.outputs.slots, lane.ranks
         communicator.begin(ranks, lane.first_down[Down.CALL])
-        self.is_communicating = True
-        framework = (function.to_framework, function.from_framework)
         if slots.has_group and self.group is not None and self.group.communicator is not None:
+            self.is_communicating = True
+            framework = (function.to_framework, function.from_framework)
             self._collectives = self.group.collectives_in(communicator, framework)
             return self._collectives
+        return self._opened(communicator, ranks, function)
+
+    def _opened(self, communicator: Host, ranks: tuple[int, ...], function: LoadedFunction) -> Collectives:
+        """Return the collectives of a call that a communicator of host memory has begun."""
+        self.is_communicating = True
+        framework = (function.to_framework, function.from_framework)
         if self._backend.is_device:
             arrays: UserArrays = StagedArrays(self._backend, framework)
         else:
             arrays = UserArrays(self._backend, framework, communicator.results)
-            self.short_path = communicator.short_path if framework == (None, None) else None
+            self.short_path = getattr(communicator, "short_path", None) if framework == (None, None) else None
         self._collectives = Collectives(communicator, self._on_host, len(ranks), arrays, host=communicator)
         return self._collectives
 
-    def join(self, order: JoinOrder, lanes: Sequence[WorkerLane]) -> dict[str, Any]:
+    def join(self, order: Any, lanes: Sequence[WorkerLane]) -> dict[str, Any]:
         """Make the id of a group of NCCL, or join one, and have all lanes reduce by it."""
         backend = cast(NcclBackend, self._backend)
         if self.group is None:

@@ -9,7 +9,7 @@ from synk._pure.ops import EACH, Folded, Op, Reduction
 from synk._pure.output_ops import match_ops
 from synk._pure.partials import Accumulator, Slices
 from synk._pure.tables import is_table
-from synk._pure.trees import flatten, output_name, skeleton_of, unflatten
+from synk._pure.trees import flatten, output_names, skeleton_of, unflatten
 from synk._worker.call.values import Object, Partial, array_or_object, as_object, as_returned, snapshot, take_lists
 from synk._worker.held.plans import LoadedFunction
 from synk._worker.held.rows import Rows
@@ -49,7 +49,7 @@ def run_slices(
             skeleton = skeleton_of(structure, len(values))
             were_tensors = [function.is_tensor(value) for value in values]
             ops = match_ops(function.ops, skeleton, len(values), repr(function.name))
-            names = [output_name(skeleton, position) for position in range(len(values))]
+            names = output_names(skeleton)
             are_tables = [_joins(value, op) for value, op in zip(values, ops)]
             accumulators = [
                 Accumulator(EACH if is_kept else op, f"{name} of {function.name!r}", backend.xp)

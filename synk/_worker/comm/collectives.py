@@ -12,7 +12,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from synk._pure.dtypes import dtype_name
 from synk._pure.ops import REDUCTIONS
@@ -24,7 +24,9 @@ from synk.backends import BufferBackend, NcclBackend
 from synk.communicators import Buffer, Communicator
 from synk.communicators._checks import check_reduction
 from synk.communicators._schedule import Steps
-from synk.communicators._shm import ShmCommunicator
+
+if TYPE_CHECKING:
+    from synk.communicators._two_level import Host
 
 Agree = Callable[..., Iterable[None]]
 
@@ -49,13 +51,13 @@ class Collectives:
     size : int
         Ranks that take part.
     arrays : UserArrays
-        How the arrays of the function under way are taken and given.
+        Takes arrays from the function that runs, and gives it arrays.
     agree : callable
         Steps in which the ranks agree before each collective of a function: ``ShmCommunicator.agree_steps``, if the
         communicator does not compare what the ranks ask for itself.
     guard : callable
         Returns a context for the body in which the other ranks wait for this one. It tells them if the body fails.
-    host : ShmCommunicator, optional
+    host : Host, optional
         For messages between two ranks, and for the order of collectives in flight. None for collectives of the master.
     """
 
@@ -67,7 +69,7 @@ class Collectives:
         arrays: UserArrays,
         agree: Agree = lambda *args, **kwargs: (),
         guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-        host: ShmCommunicator | None = None,
+        host: Host | None = None,
     ) -> None:
         self._communicator = communicator
         self._backend = backend
@@ -86,7 +88,7 @@ class Collectives:
         self._num_launched = 0  # on the function's own stream
 
     @property
-    def host(self) -> ShmCommunicator:
+    def host(self) -> Host:
         """The communicator of host memory in which the current call has begun."""
         assert self._shared is not None
         return self._shared

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from synk._worker.comm.requests import Request
 from synk._worker.comm.user_arrays import UserArrays
-from synk.communicators._shm import ShmCommunicator
+
+if TYPE_CHECKING:
+    from synk.communicators._two_level import Host
 
 
 class Messages:
@@ -16,12 +18,12 @@ class Messages:
 
     Parameters
     ----------
-    host : ShmCommunicator
+    host : Host
         The communicator, which has begun the call.
     arrays : UserArrays
     """
 
-    def __init__(self, host: ShmCommunicator, arrays: UserArrays) -> None:
+    def __init__(self, host: Host, arrays: UserArrays) -> None:
         self._host = host
         self._arrays = arrays
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from synk.communicators._shm import ShmCommunicator
 from synk.errors import CollectiveMismatch
+
+if TYPE_CHECKING:
+    from synk.communicators._two_level import Host
 
 
 class Request:
@@ -28,7 +30,7 @@ class Request:
     [6.0, 3.0]
     """
 
-    def __init__(self, host: ShmCommunicator, test: Callable[[], bool], finish: Callable[[], Any]) -> None:
+    def __init__(self, host: Host, test: Callable[[], bool], finish: Callable[[], Any]) -> None:
         self._host = host
         self._call = host.call
         self._test: Callable[[], bool] = test

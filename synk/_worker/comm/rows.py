@@ -5,16 +5,18 @@ They go through host memory, even between devices.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from synk._pure.dtypes import dtype_name
 from synk._worker.comm.user_arrays import UserArrays
 from synk.communicators._buffers import named_dtype
-from synk.communicators._exchange import Exchange
-from synk.communicators._shm import ShmCommunicator
+
+if TYPE_CHECKING:
+    from synk.communicators._two_level import Host
 
 
 class RowCollectives:
@@ -22,12 +24,12 @@ class RowCollectives:
 
     Parameters
     ----------
-    host : ShmCommunicator
+    host : Host
         The communicator, which has begun the call.
     arrays : UserArrays
     """
 
-    def __init__(self, host: ShmCommunicator, arrays: UserArrays) -> None:
+    def __init__(self, host: Host, arrays: UserArrays) -> None:
         self._host = host
         self._arrays = arrays
         self._position = host.ranks.index(host.rank)
@@ -69,8 +71,8 @@ class RowCollectives:
 
     def _exchange(self, kind: str, rows: np.ndarray | None, sizes: list[int] | None, root: int, out: Any) -> Any:
         host, arrays = self._host, self._arrays
-        exchange = Exchange(host, kind, arrays.apart(rows, out), sizes, root)
-        return host.run(exchange.steps(lambda shape, dtype: arrays.host_place(out, shape, dtype)))
+        place = functools.partial(arrays.host_place, out)
+        return host.run(host.exchange_steps(kind, arrays.apart(rows, out), sizes, root, place))
 
     def _rows(self, kind: str, array: Any) -> np.ndarray:
         rows = self._arrays.to_host(array)

@@ -12,7 +12,7 @@ from synk.communicators._results import ResultMemory
 
 
 class UserArrays:
-    """How the arrays of the function under way are taken and given, where a communicator reaches those of the backend.
+    """Turns the arrays of the function that runs into arrays that a communicator can use, and back.
 
     Parameters
     ----------

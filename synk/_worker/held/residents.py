@@ -31,6 +31,8 @@ class RankResident:
     name : str
     value : object
         This rank's own.
+    first : int
+        The version with which it was set.
     version : float
         Number of the last call that has changed it and came to its end; less than that by the share of its repetitions
         that are still to come.
@@ -40,8 +42,8 @@ class RankResident:
         Set when the object has undone a call's changes. Ranks whose marks differ are given one state again.
     """
 
-    def __init__(self, name: str, made: tuple[Any, Any, Any], version: float) -> None:
-        self.name = name
+    def __init__(self, name: str, made: tuple[Any, Any, Any], first: int, version: float) -> None:
+        self.name, self.first = name, first
         self.value, self._dump, self._load = made
         self.version = version
         self.is_torn = False
@@ -112,19 +114,22 @@ class Residents:
             made = pickle.loads(order.pickle)
             old = self._objects.get(order.resident_id)
             if old is None:
-                self._objects[order.resident_id] = RankResident(order.name, made, order.version)
+                self._objects[order.resident_id] = RankResident(order.name, made, order.first, order.version)
             else:  # functions refer to it
-                old.__init__(order.name, made, order.version)  # type: ignore[misc]
+                old.__init__(order.name, made, order.first, order.version)  # type: ignore[misc]
         elif isinstance(order, Report):
-            known = [(self._objects[resident_id], counted) for resident_id, counted in order.counted]
             with cell.worker.uninterrupted():
-                return {"states": [resident.report(counted) for resident, counted in known]}
+                return {"states": [self._state(*each) for each in order.counted]}
         elif isinstance(order, Dump):
             resident = self._objects[order.resident_id]
             return {"state": dumps(resident.value) if order.is_whole else resident.state()}
         elif isinstance(order, Restore):
             self._objects[order.resident_id].restore(order.state, order.version)
         return {}
+
+    def _state(self, resident_id: int, first: int, counted: float) -> tuple[float, bool, bytes] | None:
+        resident = self._objects.get(resident_id)
+        return None if resident is None or resident.first != first else resident.report(counted)
 
 
 def resident_argument(resident_id: int, *, is_trial: bool) -> Any:

@@ -73,7 +73,8 @@ class WorkerLoop:
             os.sched_setaffinity(0, setup["cpus"])  # before the array library starts its threads
         eventfds = [setup["fds"][f"event{rank}"] for rank in range(setup["world_size"])]
         self._worker = Worker(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
-        self._worker.first_rank, self._worker.total_ranks = setup["first_rank"], setup["total_ranks"]
+        if setup["total_ranks"] > setup["world_size"]:
+            self._worker.play_among(setup["first_rank"], setup["total_ranks"])
         self._worker.failpoint = failpoint
         self._worker.seed = setup["seed"]
         self._worker.peek = self._peek

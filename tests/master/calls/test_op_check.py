@@ -47,9 +47,15 @@ def patient_on(rt: Any) -> Any:
     return rt
 
 
-@pytest.fixture(params=[1, 2, 3])
+@pytest.fixture(params=[1, 2, 3, "1+1"])
 def rt(request: pytest.FixtureRequest, shared_runtimes: Any) -> Iterator[Any]:
     yield patient_on(shared_runtimes[request.param])
+
+
+@pytest.fixture(params=[1, 2, 3])
+def here(request: pytest.FixtureRequest, shared_runtimes: Any) -> Any:
+    """For what does not work over nodes."""
+    return patient_on(shared_runtimes[request.param])
 
 
 def told(call: Callable[[], Any]) -> list[str]:
@@ -239,7 +245,8 @@ def test_however_the_rows_come(shared_runtimes: Any, way: str) -> None:
     assert """Use op "sum" for output[1]['sum'].""" in text
 
 
-def test_rows_of_a_variable_that_the_function_closes_over(rt: Any) -> None:
+def test_rows_of_a_variable_that_the_function_closes_over(here: Any) -> None:
+    rt = here
     s = rt.shared(X, sharded=True)
     assert "sum" in told(rt.function(lambda: s.value.sum()))[0]
     assert told(rt.function(lambda: s.value.mean())) == []
@@ -343,7 +350,8 @@ def test_an_op_that_was_named_is_the_users_word(rt: Any, op: Any) -> None:
     assert told(lambda: rt.function(lambda x: x + x.sum(), outputs=op)(x)) == []
 
 
-def test_effects_and_per_rank_are_silent(rt: Any) -> None:
+def test_effects_and_per_rank_are_silent(here: Any) -> None:
+    rt = here
     w = rt.shared(np.zeros(3), name="w")
     box = rt.resident([0.0])
 
@@ -499,9 +507,10 @@ def test_a_slow_function_and_a_large_one_are_left_to_verify(
     assert told(lambda: rt.function(lambda x: np.full(3_000_000, x.sum()))(X)) == []
 
 
-def test_a_worker_that_ends_in_the_check_is_told_of(reused: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("kind", [2, "1+1"])
+def test_a_worker_that_ends_in_the_check_is_told_of(reused: Callable[..., Any], kind: Any) -> None:
     """The call before is over, and has its result."""
-    rt = patient_on(reused(2))
+    rt = patient_on(reused(kind))
 
     def fragile(x: np.ndarray) -> Any:
         if len(x) < 6:
@@ -516,8 +525,9 @@ def test_a_worker_that_ends_in_the_check_is_told_of(reused: Callable[..., Any]) 
         assert f(X) == result
 
 
-def test_a_time_limit_ends_no_worker_in_the_check(reused: Callable[..., Any]) -> None:
-    rt = patient_on(reused(2))
+@pytest.mark.parametrize("kind", [2, "1+1"])
+def test_a_time_limit_ends_no_worker_in_the_check(reused: Callable[..., Any], kind: Any) -> None:
+    rt = patient_on(reused(kind))
 
     def slow(x: np.ndarray) -> Any:
         time.sleep(0.3 if len(x) in (6, 7) else 3600)

@@ -522,7 +522,15 @@ def kill(rt: Any, rank: int) -> None:
 # ----- after a death
 
 
-def test_on_restart_prepares_replacements_before_their_first_call(runtime: Callable[..., Any], tmp_path: Path) -> None:
+on_one_machine_and_two_nodes = pytest.mark.parametrize(
+    ("num_workers", "options"), [(2, {}), ((1, 1), {"cluster": "here", "nodes": 2})], ids=["local", "1+1"]
+)
+
+
+@on_one_machine_and_two_nodes
+def test_on_restart_prepares_replacements_before_their_first_call(
+    runtime: Callable[..., Any], tmp_path: Path, num_workers: Any, options: Any
+) -> None:
     saved = tmp_path / "state.npy"
     np.save(saved, np.full(1, 5.0))
     state = np.zeros(1)
@@ -534,7 +542,7 @@ def test_on_restart_prepares_replacements_before_their_first_call(runtime: Calla
         state[0] += 1
         return state[0]
 
-    rt = runtime(2, on_restart=load)
+    rt = runtime(num_workers, on_restart=load, **options)
     f = rt.function(step, outputs=None)
     assert f(X) == [1.0, 1.0]
     kill(rt, 0)
@@ -543,14 +551,17 @@ def test_on_restart_prepares_replacements_before_their_first_call(runtime: Calla
     assert f(X) == [7.0, 3.0]
 
 
-def test_an_error_in_on_restart_is_told_and_it_is_run_again(runtime: Callable[..., Any], tmp_path: Path) -> None:
+@on_one_machine_and_two_nodes
+def test_an_error_in_on_restart_is_told_and_it_is_run_again(
+    runtime: Callable[..., Any], tmp_path: Path, num_workers: Any, options: Any
+) -> None:
     fine = tmp_path / "fine"
 
     def load() -> None:
         if not fine.exists():
             raise FileNotFoundError("no checkpoint")
 
-    rt = runtime(2, on_restart=load)
+    rt = runtime(num_workers, on_restart=load, **options)
     f = rt.function(lambda x: x.sum(), outputs="sum")
     assert f(X) == 15
     kill(rt, 1)

@@ -436,6 +436,25 @@ def test_a_step_counts_once_wherever_a_worker_dies(reused: Reused, where: str, r
     assert logs(rt, log) == [[4.0, 8.0, 12.0]] * 2
 
 
+def test_a_submitted_step_says_whether_it_counted(reused: Reused) -> None:
+    rt = reused(2)
+    log = rt.resident(Log())
+
+    def step(x: np.ndarray) -> None:
+        log.value.add(1.0)
+        if synk.comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:
+            pass
+
+    call = rt.function(step, outputs=None, changes=[log]).submit(np.ones(2))
+    with pytest.raises(synk.errors.WorkerDied) as caught:
+        call.result()
+    assert caught.value.step_counted is False  # type: ignore[attr-defined]
+    assert any("'Log'" in note for note in caught.value.__notes__)
+    assert logs(rt, log)[0] == logs(rt, log)[1]
+
+
 @pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
 def test_a_worker_that_dies_while_idle_catches_up(reused: Reused) -> None:
     rt = reused(2)

@@ -1,0 +1,92 @@
+"""Items that the ranks of a node are at: several messages of the head at a time, each for one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Iterator
+
+from synk._master.session import Session
+from synk._master.workers.requests import Request
+from synk._wire.messages import Status
+from synk.cluster.orders import RankOrders, RankReplies, beside
+from synk.errors import CallCancelled
+
+
+class ItemsInFlight:
+    """The items of a node's ranks that the head has sent and that were not answered yet.
+
+    No other operation begins in the meantime: the head settles a map before it sends anything else.
+
+    Parameters
+    ----------
+    session : Session
+        The node's.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._requests: dict[int, tuple[int, Request]] = {}  # by the number of the head's message, with its rank
+
+    def __bool__(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def are_running(self) -> bool:
+        """Whether ranks are at items."""
+        return any(request.pending and not request.is_lost for _, request in self._requests.values())
+
+    def send(self, sequence: int, order: RankOrders) -> None:
+        """Pass items on to their rank, unopened."""
+        ((rank, items),) = order.contents.items()
+        items = items._replace(pickles=[*map(beside, items.pickles)])
+        request = self._session.ranks.send_items(rank, items, [], None, order.what, has_residents=False)
+        self._requests[sequence] = rank, request
+
+    def settle(self) -> None:
+        """Wait until no rank is at items any more."""
+        try:
+            for _, request in self._requests.values():
+                self._session.workers.wait(request)
+        except Exception as error:
+            self._lose(error)
+
+    def end(self) -> None:
+        """End the items that ranks are at."""
+        error = CallCancelled("the items were interrupted.")
+        self._session.workers.recovery.settle_after(error)
+        self._lose(error)
+
+    def answers(self) -> Iterator[tuple[int, Status, RankReplies | None]]:
+        """Take in what has happened, without waiting. Return what to answer to the head: sequence, status and reply."""
+        session = self._session
+        try:
+            with session.entered("map"):
+                session.workers.pump()
+        except Exception as error:
+            self._lose(error)
+        for sequence, (rank, request) in list(self._requests.items()):
+            if request.pending and request.error is None:
+                continue
+            del self._requests[sequence]
+            session.workers.requests.pop(request.sequence, None)
+            if request.error is None:
+                reply = session.ranks.reply(request, rank)
+                yield sequence, Status.DONE, RankReplies({rank: (int(reply.status), beside(reply.body))})
+            elif isinstance(request.error, CallCancelled):  # the head has asked for it, and waits for no answer
+                yield sequence, Status.INTERRUPTED, None
+            else:
+                yield sequence, Status.ERROR, RankReplies(error=pickled(request.error))
+
+    def _lose(self, error: Exception) -> None:
+        """Note the error that has ended items."""
+        for _, request in self._requests.values():
+            if request.is_lost and request.error is None:
+                request.error = error
+
+
+def pickled(error: Exception) -> bytes:
+    """Return an exception of the node's session, with the text of its cause, which a pickle leaves out."""
+    with contextlib.suppress(Exception):
+        return pickle.dumps((error, error.__cause__), protocol=5)
+    return pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), None), protocol=5)

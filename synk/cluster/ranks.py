@@ -1,0 +1,202 @@
+"""Messages from the head to single ranks, which their nodes' agents pass on."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from synk._master.processes.output import warn_at_users_line
+from synk._master.workers.ranks import Ranks
+from synk._master.workers.recovery import Recovery
+from synk._master.workers.requests import Request
+from synk._master.workers.workers import Workers
+from synk._wire.items import Items
+from synk._wire.memory import Segment
+from synk._wire.messages import Kind, Reply, Status
+from synk.cluster.channel import unpacked
+from synk.cluster.orders import NodeReply, RankOrders, RankReplies, beside
+from synk.cluster.split import Layout
+from synk.errors import CallCancelled, ClosedError
+
+
+class RankRequest(Request):
+    """A message in flight to one rank of a node. An error of the node's session ends all that is in flight with it.
+
+    Parameters
+    ----------
+    name : str
+        The rank, in words.
+    node : int
+    recovery : Recovery
+    deadline, phase, what
+        As for :class:`Request`.
+    """
+
+    def __init__(self, name: str, node: int, recovery: Recovery, deadline: float | None, phase: str, what: str) -> None:
+        super().__init__(0, [node], deadline, phase, what)
+        self._name, self._recovery = name, recovery
+        self._failed: RankReplies | None = None
+
+    def take(self, rank: int, reply: Reply) -> None:
+        """Note the reply of the node. If its session has failed, the time of the message is over."""
+        if reply.status == Status.ERROR:
+            self._failed, self.deadline = unpacked(reply.body), time.monotonic()
+        else:
+            super().take(rank, reply)
+
+    def late(self, ranks: str) -> Exception:
+        if self._failed is None:
+            return super().late(self._name)
+        tell_warnings(self._failed)
+        return error_of(self._failed, self._recovery)
+
+
+class NodeRanks(Ranks):
+    """The ranks of all nodes.
+
+    Parameters
+    ----------
+    workers : Workers
+        The agents.
+    layout : Layout
+
+    Attributes
+    ----------
+    num_restarts : dict of int to int
+        By node, how many workers it had replaced when it was last asked by :meth:`prepare`. What ranks keep from call
+        to call is known of these workers only, so a node that has replaced more of them refuses.
+    """
+
+    def __init__(self, workers: Workers, layout: Layout) -> None:
+        super().__init__(workers)
+        self._layout = layout
+        self.num_restarts: dict[int, int] = {}
+
+    @property
+    def num_ranks(self) -> int:
+        return self._layout.total_ranks
+
+    def prepare(self, deadline: float | None) -> bool:
+        nodes = range(len(self._layout.counts))
+        before, self.num_restarts = self.num_restarts, {}
+        request = self._sent(Kind.RESIDENT, {node: {} for node in nodes}, deadline, "restart", "replace workers")
+        found = {node: reply.num_restarts for node, reply in self._answers(request).items()}
+        self.num_restarts = found
+        return found != before
+
+    def send_items(
+        self,
+        rank: int,
+        items: Items,
+        segments: Sequence[Segment],
+        deadline: float | None,
+        what: str,
+        *,
+        has_residents: bool,
+    ) -> Request:
+        items = items._replace(pickles=[*map(beside, items.pickles)])
+        return self._send_one(Kind.ITEMS, rank, items, deadline, "map", what, has_residents=has_residents)
+
+    def send_check(self, rank: int, deadline: float | None, what: str, lane: int) -> Request:
+        return self._send_one(Kind.CHECK, rank, None, deadline, "check", what, is_for_living=True)
+
+    def _send_one(
+        self,
+        kind: Kind,
+        rank: int,
+        content: Any,
+        deadline: float | None,
+        phase: str,
+        what: str,
+        *,
+        has_residents: bool = False,
+        is_for_living: bool = False,
+    ) -> Request:
+        ((node, contents),) = self._by_node({rank: content}).items()
+        num_restarts = self.num_restarts.get(node) if has_residents else None
+        order = RankOrders(contents, num_restarts, phase, what, is_for_living)
+        request = RankRequest(f"rank {rank} of {self.num_ranks}", node, self._workers.recovery, deadline, phase, what)
+        return self._workers.send(kind, [node], 0, {node: order}, [], deadline, phase, what, request=request)
+
+    def reply(self, request: Request, rank: int) -> Reply:
+        ((_, reply),) = request.replies.items()
+        if reply.status == Status.INTERRUPTED:
+            return reply
+        answer: RankReplies = unpacked(reply.body)
+        ((status, body),) = answer.replies.values()
+        tell_warnings(answer)
+        return Reply(Status(status), 0, body)
+
+    def ask(
+        self, kind: Kind, contents: dict[int, Any], deadline: float | None, phase: str, what: str
+    ) -> dict[int, Reply]:
+        return self._replies(self._sent(kind, self._by_node(contents), deadline, phase, what))
+
+    def ask_living(self, kind: Kind, content: Any, deadline: float, phase: str, what: str) -> dict[int, Reply]:
+        workers = self._workers
+        living = [each.rank for each in workers.by_rank if each.is_ready and not each.is_dead]
+        if self.is_closed or workers.requests or not living:
+            return {}
+        ranks = [rank for node in living for rank in self._layout.ranks_of(node)]
+        by_node = self._by_node(dict.fromkeys(ranks, content))
+        return self._replies(self._sent(kind, by_node, deadline, phase, what, is_for_living=True))
+
+    def _by_node(self, contents: dict[int, Any]) -> dict[int, dict[int, Any]]:
+        found: dict[int, dict[int, Any]] = {}
+        for rank, content in contents.items():
+            node = self._layout.node_of(rank)
+            found.setdefault(node, {})[rank - self._layout.ranks_of(node)[0]] = content
+        return found
+
+    def _replies(self, request: Request) -> dict[int, Reply]:
+        found: dict[int, Reply] = {}
+        for node, answer in self._answers(request).items():
+            first = self._layout.ranks_of(node)[0]
+            found |= {first + rank: Reply(Status(status), 0, body) for rank, (status, body) in answer.replies.items()}
+        return found
+
+    def _sent(
+        self,
+        kind: Kind,
+        by_node: dict[int, dict[int, Any]],
+        deadline: float | None,
+        phase: str,
+        what: str,
+        *,
+        is_for_living: bool = False,
+    ) -> Request:
+        orders = {
+            node: RankOrders(contents, self.num_restarts.get(node), phase, what, is_for_living)
+            for node, contents in by_node.items()
+        }
+        return self._workers.send(kind, list(orders), 0, orders, [], deadline, phase, what)
+
+    def _answers(self, request: Request) -> dict[int, RankReplies]:
+        """Wait for the answers of nodes. Raise the error of the lowest that has one."""
+        replies = self._workers.wait(request)
+        if any(reply.status == Status.INTERRUPTED for reply in replies.values()):
+            raise CallCancelled(f"cannot {request.what}: it was interrupted.")
+        answers: dict[int, RankReplies] = {node: unpacked(reply.body) for node, reply in sorted(replies.items())}
+        for answer in answers.values():
+            tell_warnings(answer)
+        for answer in answers.values():
+            if answer.error:
+                raise error_of(answer, self._workers.recovery)
+        return answers
+
+
+def tell_warnings(reply: RankReplies | NodeReply) -> None:
+    """Warn of what a node's session has warned of."""
+    for text, category in reply.warnings:
+        warn_at_users_line(text, category)
+
+
+def error_of(reply: RankReplies | NodeReply, recovery: Recovery) -> Exception:
+    """Return the error that ended a message in a node's session. If that has closed itself, so does the runtime."""
+    error: Exception
+    error, error.__cause__ = pickle.loads(reply.error)
+    if isinstance(error, ClosedError):  # the workers of the node died too often
+        recovery.fail(error)
+    return error

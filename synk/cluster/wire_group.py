@@ -1,0 +1,78 @@
+"""The wires between the ranks of all nodes, seen from the head: when they are joined, and whether a call may use them.
+
+Ranks are joined before the first call, and again after any trouble: an interrupt may have left a message half sent.
+Without pyzmq the runtime goes on without wires, and functions that communicate get an error that says so.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from synk._master.state.nccl_group import Group
+from synk._master.workers.failures import raise_failures
+from synk._master.workers.workers import Workers
+from synk._wire.messages import Kind, WireOrder
+from synk.cluster.ranks import NodeRanks
+from synk.cluster.split import Layout
+
+
+class WireGroup(Group):
+    """The group of the ranks of all nodes.
+
+    Parameters
+    ----------
+    ranks : NodeRanks
+    layout : Layout
+    on_restarts : callable
+        Called if it turns out that a node has replaced workers.
+    """
+
+    name = "synk.comm between nodes"
+
+    def __init__(self, ranks: NodeRanks, layout: Layout, on_restarts: Callable[[], None]) -> None:
+        super().__init__(len(layout.counts) > 1)
+        self._ranks, self._layout, self._on_restarts = ranks, layout, on_restarts
+
+    @property
+    def number(self) -> int:
+        """The number of the group that calls may use; 0 if there is none."""
+        return self._number if self._is_joined else 0
+
+    def prepare(self, workers: Workers, deadline: float | None) -> bool:
+        """Join the ranks if they are not joined. Return whether they are now.
+
+        Raises
+        ------
+        WorkerDied, CallTimeout, CallCancelled, KeyboardInterrupt
+        """
+        if self._is_joined and self._num_restarts == workers.counters["restarts"]:
+            return True
+        if not self._is_wanted:
+            return False
+        self._is_joined = False
+        self._number += 1
+        if self._ranks.prepare(deadline):  # replaces workers that have ended
+            self._on_restarts()
+        self._num_restarts = workers.counters["restarts"]
+        answers = self._ask({}, deadline)
+        self.problem = next((answer["problem"] for answer in answers.values() if "problem" in answer), "")
+        if self.problem:
+            self._is_wanted = False
+            return False
+        self.library = answers[0]["library"]
+        self._ask({rank: answer["place"] for rank, answer in answers.items()}, deadline)
+        self._is_joined = True
+        return True
+
+    def break_up(self, workers: Workers) -> None:
+        """Have the ranks joined anew before the next call."""
+        self._is_joined = False
+
+    def _ask(self, table: dict[int, tuple[str, bytes]], deadline: float | None) -> dict[int, dict[str, Any]]:
+        order, what = WireOrder(self._number, self._layout.counts, table), "join the nodes"
+        contents = dict.fromkeys(range(self._layout.total_ranks), order)
+        replies = self._ranks.ask(Kind.GROUP, contents, deadline, "join", what)
+        raise_failures(replies, self._layout.total_ranks, what)
+        return {rank: pickle.loads(reply.body) for rank, reply in replies.items()}

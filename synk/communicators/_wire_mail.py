@@ -1,0 +1,419 @@
+"""What one rank sends to and gets from the other ranks of a call by wires: tagged messages, and notes.
+
+Between two ranks there is a stream in each direction. Arrays travel in it in pieces, of which only ``WINDOW_NBYTES``
+may be unread: the receiver says how far it has read. As in a ring, whoever waits for anything takes in all that has
+arrived, and keeps what it was not asked for yet.
+
+Notes are short and never wait. They say how far a receiver has read, that a rank has left the call, why nobody can go
+on, and what a rank waits for (a *report*, see ``is_stuck``).
+
+In one file because a rank that waits to send receives in the meantime, and the other way round.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+
+import numpy as np
+
+from synk._pure.dtypes import dtype_name
+from synk._pure.ranges import LINE_NBYTES
+from synk.communicators._messages import Incoming, Outgoing
+from synk.communicators._rendezvous import Request
+
+if TYPE_CHECKING:
+    from synk.communicators._wires import Wires
+
+WINDOW_NBYTES = 1 << 22
+"""How much of a stream may be unread."""
+
+PIECE_NBYTES = 1 << 18
+_INLINE_NBYTES = 1 << 12  # a piece up to this size is part of the head
+_MESSAGE_NBYTES = 1 << 8  # what a piece counts besides its bytes
+_HEAD = struct.Struct("=B3xiq")
+"""kind, sender, number of the call"""
+
+_PIECE, _READ, _LEFT, _VERDICT, _REPORT = range(5)
+_COUNTS = struct.Struct("=qq")
+
+Key = tuple[int, int]
+"""Sender and tag."""
+
+
+class Waiting(Protocol):
+    """What is needed of a ``WiredRendezvous``."""
+
+    def post(self, request: Request) -> None: ...
+    def rouse(self) -> None: ...
+    def wait(self, is_ready: Callable[[], bool], *, is_message: bool = False) -> None: ...
+    def check_joined(self, mail: WireMailbox) -> None: ...
+    def fail(self, text: str, left: Sequence[int] = ()) -> NoReturn: ...
+
+
+class FarIncoming(Incoming):
+    """A message from another node."""
+
+    __slots__ = ()
+
+
+class Left(NamedTuple):
+    """A rank that has left the call: how many collectives it has joined, and what it has read of this rank's stream.
+
+    ``failure``: the text of the CollectiveMismatch by which it has failed, if it has.
+    """
+
+    num_joined: int
+    num_read: int
+    failure: str
+
+
+class Report(NamedTuple):
+    """What a rank says that has slept for a while. It sends nothing and reads nothing in a nap.
+
+    Attributes
+    ----------
+    nap : int
+        The number of its nap.
+    has_unsent : bool
+    sent, read : list of int
+        The bytes of its streams to each rank, and of those from each rank.
+    seen : list of int
+        The nap of each rank in the last report that it has got.
+    request : bytes
+        What it waits for.
+    """
+
+    nap: int
+    has_unsent: bool
+    sent: list[int]
+    read: list[int]
+    seen: list[int]
+    request: bytes
+
+
+class WireMailbox:
+    """One rank's ends of all streams, and what it knows of the others in the current call.
+
+    Parameters
+    ----------
+    rank : int
+    world_size : int
+        Of all nodes.
+    wires : Wires
+    """
+
+    def __init__(self, rank: int, world_size: int, wires: Wires) -> None:
+        self.rank, self.wires = rank, wires
+        self._world_size = world_size
+        self._early: list[tuple[bytes, np.ndarray]] = []
+        self.begin((), -1)
+
+    def begin(self, ranks: tuple[int, ...], number: int) -> None:
+        """Begin a call. What is left of earlier ones is dropped when it is met.
+
+        Of submitted calls, others may have begun a later one already. What comes of that is kept until it begins here.
+        """
+        size = self._world_size
+        self.ranks, self._number, self._has_left = ranks, number, False
+        self._others = tuple(rank for rank in ranks if rank != self.rank)
+        self.num_joined = 0  # collectives of this call
+        self.left: dict[int, Left] = {}
+        self.reports: dict[int, Report] = {}
+        self.verdict = self.failure = ""
+        self._sent, self._acknowledged = [0] * size, [0] * size
+        self._read, self._told = [0] * size, [0] * size
+        self._unsent: dict[int, deque[Outgoing]] = {}
+        # By receiver: the ends in the stream of messages that it may not have read, for the texts of errors.
+        self._unread: dict[int, deque[tuple[int, Request]]] = {}
+        self._arriving: dict[int, Incoming] = {}
+        self._posted: dict[Key, deque[Incoming]] = {}
+        self._arrived: dict[Key, deque[Incoming]] = {}
+
+    def attach(self, rendezvous: Waiting) -> None:
+        """Wait by means of a rendezvous from now on."""
+        self._rendezvous = rendezvous
+
+    def _head(self, kind: int) -> bytes:
+        return _HEAD.pack(kind, self.rank, self._number)
+
+    # -- notes ---------------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Tell all others that this rank has left the call. It reads and sends nothing after that."""
+        head = self._head(_LEFT)
+        for rank in self._others:
+            self.wires.send(rank, head + _COUNTS.pack(self.num_joined, self._read[rank]) + self.failure.encode())
+        self.ranks = self._others = ()
+        self._has_left = True
+
+    def give_verdict(self, text: str) -> None:
+        """Tell all others why nobody can go on."""
+        self.verdict = text
+        head = self._head(_VERDICT) + text.encode()
+        for rank in self._others:
+            self.wires.send(rank, head)
+
+    def report(self, nap: int, request: bytes) -> None:
+        """Tell all others what this rank waits for."""
+        seen = [self.reports[rank].nap if rank in self.reports else -1 for rank in range(self._world_size)]
+        numbers = [nap, bool(self._unsent), *self._sent, *self._read, *seen]
+        head = self._head(_REPORT) + request + np.array(numbers, np.int64).tobytes()
+        for rank in self._others:
+            self.wires.send(rank, head)
+
+    def _note_report(self, sender: int, content: bytes) -> None:
+        size = self._world_size
+        nap, has_unsent, *counts = np.frombuffer(content, np.int64, offset=LINE_NBYTES).tolist()
+        sent, read, seen = counts[:size], counts[size : 2 * size], counts[2 * size :]
+        self.reports[sender] = Report(nap, bool(has_unsent), sent, read, seen, content[:LINE_NBYTES])
+
+    def is_stuck(self, nap: int) -> bool:
+        """Whether every rank of the call has left, or sleeps until something happens that no rank can do any more.
+
+        Every rank that is left has reported that it has seen a report from the same nap of each other one. So there was
+        a moment, between these reports, at which all of them slept. If by then all had read what the others had sent,
+        nothing was on its way that could wake any of them.
+        """
+        others = [rank for rank in self._others if rank not in self.left]
+        if self._unsent or not all(rank in self.reports for rank in others):
+            return False
+        naps = {rank: self.reports[rank].nap for rank in others} | {self.rank: nap}
+        sent = {rank: self.reports[rank].sent for rank in others} | {self.rank: self._sent}
+        read = {rank: self.reports[rank].read for rank in others} | {self.rank: self._read}
+        for rank in others:
+            report = self.reports[rank]
+            if report.has_unsent or any(report.seen[each] != naps[each] for each in naps if each != rank):
+                return False
+        return all(sent[one][other] == read[other][one] for one in naps for other in naps)
+
+    # -- sending -------------------------------------------------------------------------------------------------------
+
+    def put(self, array: np.ndarray, peer: int, tag: int) -> Outgoing:
+        """Queue a C-contiguous array, which must not change until ``is_done``. Send as much as may be unread."""
+        message = Outgoing(array, peer, tag)
+        self._unsent.setdefault(peer, deque()).append(message)
+        self._write(peer)
+        return message
+
+    def send(self, array: np.ndarray, peer: int, tag: int) -> None:
+        """Send a message. Return as soon as its last byte is on its way."""
+        self._finish(self.put(array, peer, tag))
+
+    def isend(self, array: np.ndarray, peer: int, tag: int) -> None:
+        """Send a message without waiting: what cannot be sent yet is copied."""
+        self.put(array, peer, tag).make_own()
+
+    def _finish(self, message: Outgoing) -> None:
+        if not message.is_done:
+            self._rendezvous.post(message.request)
+            self._rendezvous.wait(lambda: self.is_sent(message), is_message=True)
+
+    def is_sent(self, message: Outgoing) -> bool:
+        """Whether all of a message is on its way. Raise CollectiveMismatch if its receiver has left."""
+        if not message.is_done and message.request.peer in self.left:
+            if message.request.tag < 0:
+                self._rendezvous.check_joined(self)
+            self._rendezvous.fail(_unreceived_text(message.request, self.rank), [message.request.peer])
+        return message.is_done
+
+    def _write(self, peer: int) -> None:
+        """Send of the queue for ``peer`` what may be unread."""
+        queue, sent = self._unsent[peer], self._sent
+        while queue:
+            if sent[peer] - self._acknowledged[peer] >= WINDOW_NBYTES:
+                return
+            self._rendezvous.rouse()
+            message = queue[0]
+            head = self._head(_PIECE)
+            if not message.num_written:
+                head += message.line
+                message.num_written = LINE_NBYTES
+            start = message.num_written - LINE_NBYTES
+            piece = message.rest[start : start + PIECE_NBYTES]
+            if piece.size <= _INLINE_NBYTES:
+                self.wires.send(peer, head + piece.tobytes())
+            else:
+                self.wires.send(peer, head, piece)
+            message.num_written += piece.size
+            sent[peer] += piece.size + _MESSAGE_NBYTES
+            if message.is_done:
+                queue.popleft()
+                self._unread.setdefault(peer, deque()).append((sent[peer], message.request))
+        del self._unsent[peer]
+
+    # -- receiving -----------------------------------------------------------------------------------------------------
+
+    def progress(self) -> None:
+        """Take in all that has arrived, and send on."""
+        if self._early:
+            early, self._early = self._early, []
+            for head, body in early:
+                self._sort(head, body)
+        while (head := self.wires.receive()) is not None:  # type: ignore[assignment]
+            self._sort(head, None)
+        for peer in list(self._unsent):
+            self._write(peer)
+
+    def _sort(self, head: bytes, body: np.ndarray | None) -> None:
+        """Take in a message. Its body is still to be received, unless it came early and was kept."""
+        kind, sender, number = _HEAD.unpack_from(head)
+        if number > self._number:
+            if body is None:
+                body = np.empty(PIECE_NBYTES, np.uint8)
+                body = body[: self.wires.take(body)].copy()
+            self._early.append((head, body))
+        elif number < self._number or (kind == _PIECE and self._has_left):
+            self.wires.drop()
+        elif kind == _PIECE:
+            self._take_in(sender, head[_HEAD.size :], body)
+        else:
+            self._note(kind, sender, head[_HEAD.size :])
+
+    def _note(self, kind: int, sender: int, content: bytes) -> None:
+        if kind == _READ:
+            self._note_read(sender, _COUNTS.unpack(content)[1])
+        elif kind == _LEFT:
+            num_joined, num_read = _COUNTS.unpack_from(content)
+            left = Left(num_joined, num_read, content[_COUNTS.size :].decode())
+            self.left[sender] = left
+            self._note_read(sender, left.num_read)
+        elif kind == _VERDICT:
+            self.verdict = self.verdict or content.decode()
+        else:
+            self._note_report(sender, content)
+
+    def _note_read(self, peer: int, num_read: int) -> None:
+        self._acknowledged[peer] = num_read
+        unread = self._unread.get(peer)
+        while unread and unread[0][0] <= num_read:
+            unread.popleft()
+
+    def _take_in(self, sender: int, content: bytes, body: np.ndarray | None) -> None:
+        """Take in a piece of a message, of which ``content`` is the beginning."""
+        self._rendezvous.rouse()
+        message = self._arriving.get(sender)
+        if message is None:
+            message = self._arriving[sender] = self._open(sender, content[:LINE_NBYTES])
+            content = content[LINE_NBYTES:]
+        assert message.body is not None
+        start = message.num_filled
+        if content:
+            message.body[start : start + len(content)] = np.frombuffer(content, np.uint8)
+            num_new = len(content)
+        elif body is not None:
+            message.body[start : start + body.size] = body
+            num_new = body.size
+        else:
+            num_new = self.wires.take(message.body[start:])
+        message.num_filled += num_new
+        if message.is_done:
+            del self._arriving[sender]
+        self._read[sender] += num_new + _MESSAGE_NBYTES
+        if self._read[sender] - self._told[sender] >= WINDOW_NBYTES // 4:
+            self._told[sender] = self._read[sender]
+            self.wires.send(sender, self._head(_READ) + _COUNTS.pack(0, self._read[sender]))
+
+    def _open(self, sender: int, line: bytes) -> Incoming:
+        key = sender, struct.unpack_from("=q", line)[0]
+        message = _take(self._posted, key)
+        if message is None:
+            message = FarIncoming()
+            self._arrived.setdefault(key, deque()).append(message)
+        message.open(line)
+        return message
+
+    def irecv(self, like: np.ndarray | None, peer: int, tag: int) -> Incoming:
+        """Ask for the next message of this sender and tag that no earlier receive asked for."""
+        dtype, count = ("", -1) if like is None else (dtype_name(like.dtype), like.size)
+        request = Request("recv", dtype=dtype, num_elements=count, peer=peer, tag=tag)
+        message = _take(self._arrived, (peer, tag))
+        if message is None:
+            message = FarIncoming(request, like)
+            self._posted.setdefault((peer, tag), deque()).append(message)
+        else:
+            message.request, message.target = request, like
+        return message
+
+    def finish(self, message: Incoming) -> None:
+        """Wait until a message that was asked for is complete.
+
+        Raises
+        ------
+        CollectiveMismatch
+            If the sender has left without sending, or no rank can go on.
+        """
+        assert message.request is not None
+        if not message.is_done:
+            self._rendezvous.post(message.request)
+            self._rendezvous.wait(lambda: self.is_there(message), is_message=True)
+
+    def is_there(self, message: Incoming) -> bool:
+        """Whether a message is complete. Raise CollectiveMismatch if it cannot come any more."""
+        request = message.request
+        assert request is not None
+        if not message.is_done and request.peer in self.left:
+            if request.tag < 0:
+                self._rendezvous.check_joined(self)
+                text = f"cannot finish a collective: rank {request.peer} left the function during it."
+                self._rendezvous.fail(text, [request.peer])
+            self._rendezvous.fail(
+                f"cannot finish {request} on rank {self.rank}: rank {request.peer} left the function without sending "
+                "it. Every recv needs a send of the same tag.",
+                [request.peer],
+            )
+        return message.is_done
+
+    # -- the end of a call ---------------------------------------------------------------------------------------------
+
+    def complete(self) -> None:
+        """Wait for the messages that were asked for, and until those sent are on their way."""
+        for incoming in [message for queue in self._posted.values() for message in queue]:
+            self.finish(incoming)
+        for incoming in list(self._arriving.values()):
+            if incoming.request is not None:
+                self.finish(incoming)
+        for outgoing in [message for queue in self._unsent.values() for message in queue]:
+            self._finish(outgoing)
+
+    def check_received(self) -> None:
+        """After this rank has left: wait until the others have read its messages, and check that none is left over.
+
+        Raises
+        ------
+        CollectiveMismatch
+            If a message to this rank was never asked for, or a rank left without reading one of this rank's.
+        """
+        for (sender, tag), messages in self._arrived.items():
+            first = messages[0]
+            request = Request("send", dtype=first.dtype, num_elements=first.num_elements, peer=self.rank, tag=tag)
+            self._rendezvous.fail(_unreceived_text(request, sender))
+        for peer in self._unread:
+            self._rendezvous.wait(lambda peer=peer: self._is_read(peer))  # type: ignore[misc]
+
+    def _is_read(self, peer: int) -> bool:
+        """Whether ``peer`` has read all that this rank has sent."""
+        unread = self._unread[peer]
+        if unread and peer in self.left:
+            self._rendezvous.fail(_unreceived_text(unread[0][1], self.rank), [peer])
+        return not unread
+
+
+def _unreceived_text(request: Request, sender: int) -> str:
+    return (
+        f"cannot finish {request} of rank {sender}: rank {request.peer} left the function without receiving it. "
+        "Every send needs a recv of the same tag."
+    )
+
+
+def _take(messages: dict[Key, deque[Any]], key: Key) -> Any:
+    """Remove and return the oldest message of a sender and tag, or None."""
+    queue = messages.get(key)
+    if queue is None:
+        return None
+    message = queue.popleft()
+    if not queue:
+        del messages[key]
+    return message

@@ -1,0 +1,58 @@
+"""``Data`` over nodes: its rows travel with each call, and are those that it has at that moment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import synk
+
+BATCHES = [None, 4, slice(8, 2, -2), [7, 1, 3], np.array([9, 9, 0, 4, 2]), np.arange(10) % 3 == 0, []]
+
+
+@pytest.fixture(params=["1+3", "2+2"])
+def nodes(request: pytest.FixtureRequest, shared_runtimes: Any) -> synk.Runtime:
+    runtime: synk.Runtime = shared_runtimes[request.param]
+    return runtime
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+def test_rows_are_those_of_the_array(nodes: synk.Runtime, batch: Any) -> None:
+    values = np.arange(30.0).reshape(10, 3)
+    x = nodes.data(values)
+    twice = nodes.function(lambda x: x * 2, outputs="gather")
+    for _ in range(2):
+        picked = values[:batch] if isinstance(batch, int) else values if batch is None else values[batch]
+        np.testing.assert_array_equal(twice(x, batch=batch), picked * 2)
+        x[2] = values[2] = -1.0
+
+
+def test_rows_of_a_minibatch_go_with_those_that_the_batch_selects(nodes: synk.Runtime) -> None:
+    values, own = np.arange(20.0).reshape(10, 2), np.arange(6.0).reshape(3, 2)
+    chosen = nodes.data(own, minibatch=True)
+    add = nodes.function(lambda x, y: x + 100 * y, outputs="gather")
+    for batch in ([7, 1, 3], slice(9, 3, -2), 3):
+        picked = values[:batch] if isinstance(batch, int) else values[batch]
+        np.testing.assert_array_equal(add(nodes.data(values), chosen, batch=batch), picked + 100 * own)
+
+
+def test_a_submitted_call_has_the_rows_of_its_moment(nodes: synk.Runtime) -> None:
+    x = nodes.data(np.ones(10))
+    total = nodes.function(lambda x: x.sum(), outputs="sum")
+    calls = []
+    for k in range(5):
+        x[:] = k
+        calls.append(total.submit(x))
+    x.set_value(np.zeros(3))
+    assert [call.result() for call in calls] == [10.0 * k for k in range(5)]
+    assert total(x) == 0.0
+
+
+def test_broadcast_and_built_inputs(nodes: synk.Runtime) -> None:
+    values, weights = np.arange(20.0).reshape(10, 2), np.array([1.0, 2.0])
+    f = nodes.function(lambda x, w: x @ w, outputs="gather", bcast_inputs="w")
+    built = f.build_inputs(values, weights)
+    np.testing.assert_array_equal(f(*built), values @ weights)
+    np.testing.assert_array_equal(f(values, nodes.data(weights)), values @ weights)

@@ -1,0 +1,458 @@
+"""Maps over nodes: what goes wrong with their items, with several ranks of a node at items at a time.
+
+What maps give, and one rank for each node, is tested with those of one machine (tests/master/flight/test_map.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.harness import (
+    Scenario,
+    assert_right,
+    kill_and_wait,
+    pids,
+    same_workers,
+    wait_for,
+    wait_until_dead,
+)
+
+import synk
+from synk.errors import CallCancelled, CallTimeout, ClosedError, RemoteError, WorkerDied
+
+NODES = ("1+3", "2+2")
+
+
+@pytest.fixture(params=NODES)
+def nodes(request: pytest.FixtureRequest, reused: Any) -> synk.Runtime:
+    runtime: synk.Runtime = reused(request.param)
+    return runtime
+
+
+def agents(runtime: Any) -> list[int]:
+    """Return the pid of each node's agent."""
+    return [worker.process.pid for worker in runtime._session.workers.by_rank]
+
+
+def square(n: int) -> int:
+    return n * n
+
+
+def assert_maps(runtime: synk.Runtime) -> None:
+    """All ranks take items."""
+    assert list(runtime.map(square, range(50), batch_size=1)) == [n * n for n in range(50)]
+    assert_right(runtime)
+
+
+def stay(gate: Path, *, but: Callable[[int], bool] = lambda n: False) -> Callable[[int], int]:
+    """Return a function that tells at which rank an item is, and stays until the gate opens; not for some items."""
+
+    def step(n: int) -> int:
+        (gate / f"{n} at {synk.comm.rank}").touch()
+        while not but(n) and not (gate / "open").exists():
+            time.sleep(0.005)
+        return n
+
+    return step
+
+
+def are_at(gate: Path, num_items: int) -> Callable[[], bool]:
+    return lambda: len(list(gate.glob("* at *"))) >= num_items
+
+
+def stay_but_for_the_first(gate: Path) -> Callable[[int], int]:
+    """Return a function that stays, but for item 0, which ends as soon as all other ranks are at items."""
+    wait, are_all_at = stay(gate), are_at(gate, 3)
+
+    def step(n: int) -> int:
+        while n == 0 and not are_all_at():
+            time.sleep(0.005)
+        return wait(n) if n else n
+
+    return step
+
+
+def rank_of(gate: Path, item: int) -> int:
+    (path,) = gate.glob(f"{item} at *")
+    return int(path.name.rsplit(" ", 1)[1])
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def test_items_go_to_the_next_free_rank_of_any_node(nodes: synk.Runtime, tmp_path: Path) -> None:
+    """One item stays; the others pass it by on the other ranks."""
+    step = stay(tmp_path, but=lambda n: n != 1)
+    results = nodes.map(step, range(12), batch_size=1, ordered=False)
+    got = list(itertools.islice(results, 10))
+    assert 1 not in got  # one other may wait behind it
+    (tmp_path / "open").touch()
+    assert sorted(got + list(results)) == list(range(12))
+
+
+def test_an_exception_names_item_rank_and_node(nodes: synk.Runtime) -> None:
+    def fail(n: int) -> float:
+        if synk.comm.rank == 3:
+            raise LookupError("three")
+        return n
+
+    with same_workers(nodes), pytest.raises(LookupError, match="three") as caught:
+        list(nodes.map(fail, range(40), batch_size=1))
+    cause = caught.value.__cause__
+    assert isinstance(cause, RemoteError)
+    assert (cause.rank, cause.device) == (3, nodes.devices[3])
+    assert "rank 3 of 4" in str(cause) and "for item" in str(cause)
+
+
+def test_results_before_an_exception_on_another_node_are_given(nodes: synk.Runtime, tmp_path: Path) -> None:
+    """The item that fails is answered first."""
+
+    def step(n: int) -> int:
+        if n == 3:
+            (tmp_path / "failed").touch()
+            return n // 0
+        while not (tmp_path / "failed").exists():
+            time.sleep(0.005)
+        return n
+
+    got = []
+    with same_workers(nodes), pytest.raises(ZeroDivisionError):
+        for n in nodes.map(step, range(8), batch_size=1):
+            got.append(n)
+    assert got == [0, 1, 2]
+
+
+@pytest.mark.parametrize("item", [0, 3], ids=["first node", "last node"])
+def test_a_worker_dies_and_its_node_has_other_items(nodes: synk.Runtime, tmp_path: Path, item: int) -> None:
+    """As on one machine all items in flight are lost, and all other workers live on."""
+    before = agents(nodes)
+    workers = pids(nodes)
+    results = nodes.map(stay(tmp_path), range(9), batch_size=1)
+    kills = threading.Thread(
+        target=lambda: (wait_for(are_at(tmp_path, 4)), kill_and_wait(workers[rank_of(tmp_path, item)]))
+    )
+    kills.start()
+    with pytest.raises(WorkerDied, match=rf"rank \d of 4 .*SIGKILL during 'step' \(item {item}\)") as caught:
+        list(results)
+    kills.join()
+    dead = rank_of(tmp_path, item)
+    assert (caught.value.ranks, caught.value.nodes, caught.value.pids) == ((dead,), (), (workers[dead],))
+    assert_maps(nodes)
+    assert [mine == his for mine, his in zip(pids(nodes), workers)] == [rank != dead for rank in range(4)]
+    assert agents(nodes) == before
+
+
+def test_a_worker_dies_idle_while_its_node_is_at_items(nodes: synk.Runtime, tmp_path: Path) -> None:
+    """It is replaced when those have ended, and its item is lost to nobody."""
+    step = stay(tmp_path, but=lambda n: n in (3, 4))
+
+    def items() -> Iterator[int]:
+        yield from range(4)
+        assert wait_for(are_at(tmp_path, 4))
+        os.kill(before[rank_of(tmp_path, 3)], signal.SIGKILL)
+        assert wait_for(lambda: "ended with SIGKILL" in nodes.where())  # its agent has seen it
+        (tmp_path / "open").touch()
+        yield 4
+
+    before = pids(nodes)
+    with pytest.warns(RuntimeWarning, match=r"rank \d .*was started again"):
+        assert list(nodes.map(step, items(), batch_size=1)) == list(range(5))
+        assert_maps(nodes)
+    assert [mine == his for mine, his in zip(pids(nodes), before)].count(False) == 1
+
+
+def test_a_worker_that_does_not_heed_an_interrupt_is_replaced(nodes: synk.Runtime, tmp_path: Path) -> None:
+    """Its agent kills it; the agent and the ranks beside it live on."""
+    before, workers = agents(nodes), pids(nodes)
+
+    def stop(n: int) -> int:
+        (tmp_path / f"{n} at {synk.comm.rank}").touch()
+        os.kill(os.getpid(), signal.SIGSTOP if n == 3 else 0)
+        time.sleep(600)
+        return n
+
+    results = nodes.map(stop, range(4), batch_size=1)
+    thread = threading.Thread(target=lambda: (wait_for(are_at(tmp_path, 4)), nodes.interrupt()))
+    thread.start()
+    with pytest.raises(CallCancelled):
+        list(results)
+    thread.join()
+    assert_maps(nodes)
+    stopped = rank_of(tmp_path, 3)
+    assert [mine == his for mine, his in zip(pids(nodes), workers)] == [rank != stopped for rank in range(4)]
+    assert agents(nodes) == before
+
+
+# -- one node ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_an_agent_dies(nodes: synk.Runtime, tmp_path: Path, node: int) -> None:
+    before, workers = agents(nodes), pids(nodes)
+    kills = threading.Thread(target=lambda: (wait_for(are_at(tmp_path, 4)), kill_and_wait(before[node])))
+    kills.start()
+    with pytest.raises(WorkerDied, match=rf"node {node} of 2 .*SIGKILL during 'step' \(item \d\)") as caught:
+        list(nodes.map(stay(tmp_path), range(9), batch_size=1))
+    kills.join()
+    ranks = tuple(nodes._session.nodes.layout.ranks_of(node))
+    assert (caught.value.nodes, caught.value.ranks) == ((node,), ranks)
+    for rank in ranks:
+        wait_until_dead(workers[rank])
+    assert_maps(nodes)
+    assert agents(nodes)[1 - node] == before[1 - node]
+
+
+def test_an_agent_dies_between_two_maps_of_a_function(nodes: synk.Runtime) -> None:
+    """The new one is told what the function captures now."""
+    box = {"scale": 2}
+
+    def scaled(n: int) -> int:
+        return n * box["scale"]
+
+    assert list(nodes.map(scaled, range(9), batch_size=1)) == [2 * n for n in range(9)]
+    box["scale"] = 3
+    kill_and_wait(agents(nodes)[1])
+    with pytest.warns(RuntimeWarning, match="node 1 .*was started again"):
+        assert list(nodes.map(scaled, range(9), batch_size=1)) == [3 * n for n in range(9)]
+
+
+def test_an_agent_that_is_frozen_is_replaced(reused: Any) -> None:
+    nodes = reused("1+3")
+    before = agents(nodes)
+    assert_maps(nodes)
+    os.kill(before[1], signal.SIGSTOP)
+    nodes.timeout = 0.5
+    try:
+        with pytest.raises(CallTimeout, match=r"'square' \(item \d\) did not end in time on rank \d of 4"):
+            list(nodes.map(square, range(50), batch_size=1))
+    finally:
+        nodes.timeout = None
+    assert_maps(nodes)
+    after = agents(nodes)
+    assert (after[0], after[1] == before[1]) == (before[0], False)
+
+
+def test_a_runtime_closes_if_workers_of_a_node_die_too_often() -> None:
+    with synk.Runtime(1, cluster="here", nodes=2, max_restarts=1) as rt:
+
+        def die(n: int) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        for _ in range(2):
+            with pytest.raises(WorkerDied):
+                list(rt.map(die, range(1)))
+        with pytest.raises(ClosedError, match="workers died 2 times"):
+            list(rt.map(die, range(1)))
+        assert rt.is_closed
+
+
+# -- interrupts -------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_while_all_ranks_are_at_items(nodes: synk.Runtime, tmp_path: Path) -> None:
+    def press() -> None:
+        assert wait_for(are_at(tmp_path, 4))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with same_workers(nodes):
+        pressed = threading.Thread(target=press)
+        pressed.start()
+        with pytest.raises(KeyboardInterrupt):
+            list(nodes.map(stay(tmp_path), range(30), batch_size=1))
+        pressed.join()
+        assert_maps(nodes)
+
+
+def test_an_iterator_that_is_dropped_ends_its_items(nodes: synk.Runtime, tmp_path: Path) -> None:
+    with same_workers(nodes):
+        for k in range(3):
+            gate = tmp_path / str(k)
+            gate.mkdir()
+            results = nodes.map(stay_but_for_the_first(gate), range(30), batch_size=1)
+            assert next(results) == 0
+            del results
+            assert_maps(nodes)
+
+
+def test_where_and_stacks_show_the_ranks_that_are_at_items(nodes: synk.Runtime, tmp_path: Path) -> None:
+    results = nodes.map(stay_but_for_the_first(tmp_path), range(5), batch_size=1)
+    assert next(results) == 0
+    text, found = nodes.where(), nodes.stacks()
+    assert all(f"rank {rank} (pid" in text for rank in range(4))
+    assert text.count("in step\n") >= 3  # the rank of the first item may have another by now
+    assert sorted(found) == [0, 1, 2, 3]
+    assert sum("in step\n" in each for each in found.values()) >= 3
+    (tmp_path / "open").touch()
+    assert list(results) == [1, 2, 3, 4]
+
+
+# -- beside other things ----------------------------------------------------------------------------------------------
+
+
+def test_calls_between_the_results(nodes: synk.Runtime) -> None:
+    total = nodes.function(lambda x: x.sum(), outputs="sum")
+    for n, result in enumerate(nodes.map(square, range(60), batch_size=2)):
+        assert result == n * n
+        if n % 7 == 0:
+            assert total(np.arange(5.0)) == 10.0
+        if n % 11 == 0:
+            assert total.submit(np.arange(4.0)).result() == 6.0
+
+
+def test_resident_objects(nodes: synk.Runtime) -> None:
+    """They are there on workers that were replaced, too."""
+    kept = nodes.resident({"k": 5})
+
+    def add(n: int) -> int:
+        return n + int(kept.value["k"])
+
+    assert list(nodes.map(add, range(20), batch_size=1)) == [n + 5 for n in range(20)]
+    kill_and_wait(pids(nodes)[3])
+    with pytest.warns(RuntimeWarning, match="rank 3 .*was started again"):
+        assert list(nodes.map(add, range(20), batch_size=1)) == [n + 5 for n in range(20)]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_worker_that_lacks_a_resident_object_gets_no_item(nodes: synk.Runtime, tmp_path: Path) -> None:
+    """It was replaced in the middle of the map, while another node was at an item."""
+    kept = nodes.resident({"k": 5})
+    wait = stay(tmp_path, but=lambda n: n > 0)
+
+    def step(n: int) -> int:
+        return wait(n) + int(kept.value["k"])
+
+    def items() -> Iterator[int]:
+        yield from range(4)
+        assert wait_for(are_at(tmp_path, 4))
+        rank = next(rank for rank in (3, 2, 1) if rank != rank_of(tmp_path, 0))
+        os.kill(before[rank], signal.SIGKILL)
+        assert wait_until_dead(before[rank])
+        yield from range(4, 30)
+
+    before = pids(nodes)
+    with pytest.raises(WorkerDied, match=r"ended while idle and was replaced|ended with SIGKILL"):
+        list(nodes.map(step, items(), batch_size=1))
+    assert list(nodes.map(lambda n: n + kept.value["k"], range(20), batch_size=1)) == [n + 5 for n in range(20)]
+
+
+def test_restart_and_close(runtime: Callable[..., Any]) -> None:
+    rt = runtime((1, 2), cluster="here", nodes=2, backend="auto")
+    results = rt.map(square, range(50), batch_size=1)
+    assert next(results) == 0
+    rt.restart()
+    assert [next(results) for _ in range(5)] == [1, 4, 9, 16, 25]
+    rt.close()
+    with pytest.raises(ClosedError):
+        list(results)
+    with pytest.raises(ClosedError):
+        rt.map(square, [1])
+
+
+def test_what_workers_print(capfd: pytest.CaptureFixture[str], nodes: synk.Runtime) -> None:
+    """It is there when the result is, behind the rank among all nodes."""
+
+    def show(n: int) -> str:
+        rank = worker_rank()
+        print(f"<{n}>")
+        return f"[rank {rank}] <{n}>"
+
+    found = ""
+    for line in nodes.map(show, range(20), batch_size=1):
+        found += capfd.readouterr().out
+        assert line in found.splitlines()
+
+
+def worker_rank() -> int:
+    from synk._wire.cell import cell
+
+    return int(cell.worker.number)
+
+
+def test_messages_that_meet_on_their_way(reused: Any) -> None:
+    """Neither side can send before the other has read: the agent, which has many answers, reads first."""
+    rt = reused("1+7")
+    (_, agent), row = agents(rt), np.zeros(7500)
+
+    def items() -> Iterator[tuple[int, np.ndarray]]:
+        for n in range(60):
+            if n == 30:
+                os.kill(agent, signal.SIGSTOP)
+                threading.Timer(0.5, os.kill, (agent, signal.SIGCONT)).start()
+            yield n, row
+
+    def answered(item: tuple[int, np.ndarray]) -> tuple[int, np.ndarray]:
+        time.sleep(0.02)
+        return item[0], item[1] + item[0]
+
+    for n, (k, found) in enumerate(rt.map(answered, items(), batch_size=1)):
+        assert n == k
+        np.testing.assert_array_equal(found, row + n)
+
+
+def test_a_program_that_is_killed_in_a_map_leaves_nothing() -> None:
+    code = """
+    rt = synk.fork(2, cluster="here", nodes=2)
+    results = rt.map(lambda n: time.sleep(600 if n else 0) or n, range(9), batch_size=1)
+    assert next(results) == 0
+    print("there", flush=True)
+    time.sleep(600)
+    """
+    with Scenario(code) as scenario:
+        scenario.wait_for_line("there")
+        os.kill(scenario.process.pid, signal.SIGKILL)
+        result = scenario.finish()
+    assert not result.leftovers
+
+
+# -- at random --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.storm) for seed in range(4, 20))])
+def test_whatever_dies_results_are_right_as_far_as_they_come(reused: Any, tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    rt = reused(rng.choice(NODES))
+    for k in range(6):
+        length, size = rng.randrange(1, 60), rng.choice([None, 1, 2, 7])
+        fatal, fault = rng.randrange(length), rng.choice(["in an item", *_FAULTS])
+        got = results_until(rt, length, size, fatal, fault, tmp_path / str(k))
+        assert got == [(n, bytes(n) * 100) for n in range(len(got))]
+    assert_maps(rt)
+
+
+_FAULTS: dict[str, Callable[[synk.Runtime, random.Random], None]] = {
+    "agent": lambda rt, rng: kill_and_wait(rng.choice(agents(rt))),
+    "worker": lambda rt, rng: kill_and_wait(rng.choice(pids(rt))),
+    "interrupt": lambda rt, rng: rt.interrupt(),
+}
+
+
+def results_until(rt: synk.Runtime, length: int, size: int | None, fatal: int, fault: str, flag: Path) -> list[Any]:
+    """Return the results of a map up to a fault: at an item, or when its result has come."""
+
+    def step(n: int) -> tuple[int, bytes]:
+        if fault == "in an item" and n == fatal and not flag.exists():
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return n, bytes(n) * 100
+
+    got: list[Any] = []
+    try:
+        for result in rt.map(step, range(length), batch_size=size):
+            got.append(result)
+            if fault in _FAULTS and len(got) - 1 == fatal:
+                _FAULTS[fault](rt, random.Random(fatal))
+    except (WorkerDied, CallCancelled):
+        return got
+    assert len(got) == length
+    return got

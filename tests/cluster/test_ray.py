@@ -1,0 +1,248 @@
+"""Nodes on the machines of a real Ray cluster: raylets on this machine, in a network namespace of their own.
+
+``make ray`` runs these tests. What calls over nodes compute is tested with ``cluster="here"``, where the head and the
+agents are the same; here it is what lies between them that may go wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.harness import TESTS_FOLDER, Scenario, wait_until_dead
+
+import synk
+from synk.errors import CallTimeout, RemoteError, StartupError, WorkerDied
+
+pytestmark = [pytest.mark.ray, pytest.mark.own_start, pytest.mark.timeout(300)]
+
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+TOKEN = "synk-test-" + "0123456789abcdef" * 2
+
+
+class Cluster:
+    """A cluster of machines with two CPUs each, in a process of its own."""
+
+    def __init__(self, num_machines: int, **variables: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(TESTS_FOLDER / "support" / "ray_cluster.py"), str(num_machines), "2"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, **QUIET, **variables},
+        )
+        self.address = self._answer()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:  # Ray prints there, too
+            if line.startswith(("127.", "done")):
+                return line.strip()
+        raise AssertionError("the cluster has ended")
+
+    def tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+        self._answer()
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> None:
+    lines = Path("/proc/net/dev").read_text(encoding="ascii").splitlines()
+    devices = {line.split(":")[0].strip() for line in lines if ":" in line}
+    assert devices == {"lo"}, "run these tests by `make ray`, which gives them a network of their own"
+
+
+@pytest.fixture(scope="module")
+def cluster(alone: None) -> Iterator[Cluster]:
+    cluster = Cluster(4)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def nodes(cluster: Cluster) -> Iterator[synk.Runtime]:
+    """Two nodes with two workers each. Two machines are free."""
+    with synk.Runtime(2, cluster=cluster.address, nodes=2, insecure=True, max_restarts=100) as runtime:
+        yield runtime
+
+
+def worker_pids(runtime: synk.Runtime) -> list[int]:
+    return list(runtime.function(lambda x: os.getpid(), outputs=None)(np.arange(runtime.world_size)))
+
+
+# ----- calls
+
+
+def test_calls_equal_one_machine(nodes: synk.Runtime, shared_runtimes: Any) -> None:
+    """Also large arguments and results, which Ray carries in shared memory of its own."""
+    for shape in ((7, 3), (1001, 200)):
+        x = np.random.default_rng(1).normal(1.0, 0.001, shape)
+        for op in ("avg", "sum", "min", "prod", "gather", "first", None):
+            fn = (lambda x: x * 2) if op == "gather" else (lambda x: x.mean(axis=0))
+            here, there = (rt.function(fn, outputs=op)(x) for rt in (shared_runtimes[4], nodes))
+            np.testing.assert_array_equal(here, there)
+    table, settings = np.arange(4.0), {"scale": 1.0}
+    f = nodes.function(lambda x: (x + table[0]).sum() * settings["scale"], outputs="sum")
+    assert f(np.ones(4)) == 4.0
+    table[0], settings["scale"] = 10.0, 2.0
+    assert f(np.ones(4)) == 88.0
+
+
+def test_errors_prints_and_places(nodes: synk.Runtime, capfd: pytest.CaptureFixture[str]) -> None:
+    class Refused(ValueError):
+        pass
+
+    def refuse(x: np.ndarray) -> None:
+        print(f"from rank {synk.comm.rank}", flush=True)
+        if synk.comm.rank == 3:
+            raise Refused("three")
+
+    with pytest.raises(Refused, match="three") as caught:
+        nodes.function(refuse, outputs=None)(np.arange(4.0))
+    cause = caught.value.__cause__
+    assert isinstance(cause, RemoteError)
+    assert (cause.rank, cause.device) == (3, "node1:cpu:1")
+    assert {f"[rank {rank}] from rank {rank}" for rank in range(4)} <= set(capfd.readouterr().out.splitlines())
+    assert [rank for rank in range(4) if f"    rank {rank} (pid" in nodes.where()] == [0, 1, 2, 3]
+
+
+def test_time_limits_and_interrupts(nodes: synk.Runtime) -> None:
+    before = worker_pids(nodes)
+
+    def stuck(x: np.ndarray) -> None:
+        while True:
+            pass
+
+    f = nodes.function(stuck, outputs=None)
+    with pytest.raises(CallTimeout):
+        f(np.arange(4.0), timeout=1.0)
+    assert worker_pids(nodes) == before
+    call = f.submit(np.arange(4.0))
+    nodes.interrupt()
+    with pytest.raises(synk.errors.CallCancelled):
+        call.result()
+    assert worker_pids(nodes) == before
+
+
+def test_ranks_of_all_machines_communicate(nodes: synk.Runtime) -> None:
+    """By TCP, and with keys."""
+
+    def talk(x: np.ndarray) -> tuple[Any, ...]:
+        rank, size = synk.comm.rank, synk.comm.world_size
+        synk.comm.send(np.full(1 << 18, rank), (rank + 1) % size)
+        got = synk.comm.recv((rank - 1) % size)
+        return synk.comm.all_reduce(x, "sum"), got[-1], synk.comm.all_gather(np.full(1 << 16, float(rank)))[:, -1]
+
+    for sums, neighbour, ranks in zip(*nodes.function(talk, outputs=None)(np.arange(4.0))):
+        assert (sums.tolist(), ranks.tolist()) == ([6.0], [0.0, 1.0, 2.0, 3.0])
+        assert 0 <= neighbour < 4
+
+
+# ----- faults
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_workers_and_agents_are_replaced(nodes: synk.Runtime) -> None:
+    log = nodes.resident([])
+    step = nodes.function(lambda x, log: log.append(1), outputs=None, bcast_inputs="log", changes=[log])
+    step(np.ones(4), log)
+    for victim in (worker_pids(nodes)[1], nodes._session.workers.by_rank[0].process.pid):
+        os.kill(victim, signal.SIGKILL)
+        assert wait_until_dead(victim)
+        step(np.ones(4), log)
+    assert [log.get(rank) for rank in range(4)] == [[1, 1, 1]] * 4
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_spare_machine_takes_over(cluster: Cluster, nodes: synk.Runtime) -> None:
+    """In a step: the survivors' state is everybody's, and the step says whether it counted."""
+    log = nodes.resident([])
+
+    def slow(x: np.ndarray, log: list[int], is_slow: bool) -> None:
+        log.append(1)
+        while is_slow:
+            pass
+
+    step = nodes.function(slow, outputs=None, bcast_inputs=("log", "is_slow"), changes=[log])
+    step(np.ones(4), log, False)
+    pids = worker_pids(nodes)
+    call = step.submit(np.ones(4), log, True)
+    cluster.tell(f"lose {pids[0]}")
+    with pytest.raises(WorkerDied) as caught:
+        call.result()
+    assert caught.value.nodes
+    assert caught.value.step_counted is False  # type: ignore[attr-defined]
+    assert all(map(wait_until_dead, pids[:2])), "the machine's own processes end with it"
+    wait_for_step(step, log)
+    found = [log.get(rank) for rank in range(4)]
+    assert found == [found[0]] * 4
+
+
+def wait_for_step(step: Any, log: Any) -> None:
+    """Take a step once Ray knows that the machine is lost: until then the agent's replacement may be sent there."""
+    for _ in range(20):
+        try:
+            step(np.ones(4), log, False)
+            return
+        except WorkerDied:
+            pass
+    raise AssertionError("no machine took over")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_outlives_the_program(cluster: Cluster, number: int) -> None:
+    code = f"""
+        rt = synk.Runtime(1, cluster={cluster.address!r}, nodes=1, insecure=True)
+        f = rt.function(lambda x: os.getpid(), outputs=None)
+        print("pids", *f(np.arange(1)), flush=True)
+        def stuck(x):
+            while True:
+                pass
+        rt.function(stuck, outputs=None)(np.arange(1))
+        """
+    with Scenario(code, env=QUIET, timeout=120) as scenario:
+        line = scenario.wait_for_line("pids")
+        scenario.process.send_signal(number)
+        scenario.process.wait(60)
+        assert all(wait_until_dead(int(pid)) for pid in line.split()[1:])
+
+
+# ----- refusals
+
+
+def test_what_is_refused(cluster: Cluster) -> None:
+    for options, text in (
+        ({"cluster": cluster.address}, "it asks for no token.*insecure=True"),
+        ({"cluster": cluster.address, "insecure": True, "nodes": 9}, "cannot fork on 9 nodes: the cluster .* has"),
+        ({"cluster": "127.0.0.1:1"}, "cannot fork on the cluster '127.0.0.1:1'"),
+    ):
+        with pytest.raises(StartupError, match=text):
+            synk.Runtime(1, **options)
+
+
+def test_a_cluster_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+    cluster = Cluster(1, **secret)
+    try:
+        for name, value in secret.items():
+            monkeypatch.setenv(name, value)
+        with synk.Runtime(1, cluster=cluster.address) as rt:
+            assert rt.function(lambda x: x.sum(), outputs="sum")(np.arange(4.0)) == 6.0
+        monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN[::-1])
+        with pytest.raises(StartupError, match="cannot fork on the cluster"):
+            synk.Runtime(1, cluster=cluster.address)
+    finally:
+        cluster.close()
