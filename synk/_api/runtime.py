@@ -128,6 +128,7 @@ class Runtime:
             from synk.cluster.head import open_session, refuse
 
             refuse(
+                cluster,
                 backend=("numpy" if backend == "auto" else backend, "numpy"), devices=(devices, None),
                 inline=(inline, False), transfer_guard=(transfer_guard, "allow"),
                 balance=(balance, "even"),

@@ -15,6 +15,8 @@ import fcntl
 import mmap
 import os
 import signal
+from collections.abc import Mapping
+from typing import Any
 
 from synk._wire.descriptors import NONE, Descriptor
 from synk._wire.memory import create_fd
@@ -48,6 +50,27 @@ class Pulse:
         if self._pid == os.getpid():
             while self._address:
                 _libc().munmap(self._address.pop(), mmap.PAGESIZE)
+
+
+def tie_to_master(setup: Mapping[str, Any]) -> tuple[Descriptor, Descriptor | None]:
+    """End this process when the process ends that has started it.
+
+    Parameters
+    ----------
+    setup : mapping
+        The first message to this process.
+
+    Returns
+    -------
+    tuple
+        A pidfd of the master, and the pulse, which must stay open.
+    """
+    tie_to_pipe(setup["fds"]["lifeline"])
+    pulse = tie_to_pulse(setup["fds"]["pulse"])
+    master = Descriptor(os.pidfd_open(setup["master_pid"]))
+    if os.getppid() != setup["master_pid"]:
+        os._exit(1)  # the master ended before the pidfd was open, which may name another process now
+    return master, pulse
 
 
 def tie_to_pipe(fd: int) -> None:

@@ -11,7 +11,7 @@ import pickle
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from synk._master.calls.arguments import Argument
@@ -29,11 +29,10 @@ from synk._master.processes.worker_process import WorkerProcess
 from synk._master.session import Session
 from synk._pure.shards import Selection
 from synk._wire.control import Down
-from synk._wire.failures import Failure
 from synk._wire.logs import set_levels
 from synk._wire.messages import Body, Kind, LoadOrder, ParcelOrder, Status, WireOrder
 from synk._wire.residents import Adopt
-from synk.cluster.channel import with_code
+from synk.cluster.channel import Parts, with_code
 from synk.cluster.items import ItemsInFlight, pickled
 from synk.cluster.orders import CallOrder, FunctionNote, NodeReply, RankOrders, RankReplies
 from synk.cluster.relayed import NodeFunction, Numbered, RelayedReader, RelayedSettings
@@ -70,6 +69,7 @@ class Agent:
                 first_rank=first_rank,
                 ranks_elsewhere=setup["ranks_elsewhere"],
                 generation=starts[0] if starts else 1,
+                node=f"node{self.node}:",
             ),
             timeout=None,
             seed=setup["runtime_seed"],
@@ -84,7 +84,7 @@ class Agent:
         self.session.workers.settings = RelayedReader(self.session)  # type: ignore[assignment]
         self._functions: dict[int, NodeFunction] = {}
         self._items = ItemsInFlight(self.session)
-        self._untold: list[tuple[str, type[Warning]]] = []  # warnings that the next answer to items brings
+        self._untold: list[tuple[str, type[Warning]]] = []  # warnings that the next reply brings
 
     @property
     def description(self) -> str:
@@ -98,11 +98,7 @@ class Agent:
     def answers(self) -> Iterator[tuple[int, Reply]]:
         """Return the replies to messages with items that were answered, each with the number of its message."""
         for sequence, status, reply in self._items.answers() if self._items else ():
-            if reply is None:
-                yield sequence, (status, pickle.dumps(None))
-            else:
-                warned, self._untold = self._untold, []
-                yield sequence, (status, with_code(reply._replace(warnings=warned)))
+            yield sequence, (status, pickle.dumps(None) if reply is None else self._packed(reply))
 
     def end_items(self) -> None:
         """End the items that ranks are at: the head wants all ranks to be idle."""
@@ -111,6 +107,7 @@ class Agent:
 
     def act(self, kind: int, body: Body | None, sequence: int) -> Reply | None:
         """Do what a message says. Return the status and the body of the reply; None if ranks are at items now."""
+        reply: NodeReply | RankReplies
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", RuntimeWarning)  # of workers that ended while nothing ran
@@ -119,12 +116,10 @@ class Agent:
                     self._take_in(body)
                 if kind == Kind.LOAD and body is not None:
                     return self._load(body.content)
-                reply: NodeReply | RankReplies
                 if kind == Kind.CALL and body is not None:
                     reply = self._call(body.content)
                 elif kind == Kind.ITEMS and body is not None:
                     self._send_items(sequence, body.content)
-                    self._untold += _told(caught)
                     return None
                 elif body is not None and isinstance(body.content, RankOrders):
                     reply = self._relay(Kind(kind), body.content)
@@ -136,9 +131,15 @@ class Agent:
                 if kind == Kind.LOAD:
                     return Status.ERROR, pickled(error)
                 reply = (NodeReply if kind == Kind.CALL else RankReplies)(error=pickled(error))
-        reply = reply._replace(warnings=_told(caught))
+            finally:
+                self._untold += [(str(each.message), each.category) for each in caught]
         has_failed = reply.error or (isinstance(reply, NodeReply) and reply.failures)
-        return Status.ERROR if has_failed else Status.DONE, with_code(reply)
+        return Status.ERROR if has_failed else Status.DONE, self._packed(reply)
+
+    def _packed(self, reply: NodeReply | RankReplies) -> Parts:
+        """Pack a reply, and with it what the node's session has warned of since the last one."""
+        warned, self._untold = self._untold, []
+        return with_code(reply._replace(warnings=warned))
 
     def _take_in(self, body: Body) -> None:
         """Pass on what a message brings besides its content: what to forget, and the program's settings."""
@@ -178,7 +179,7 @@ class Agent:
                 for each in order.parcels:
                     functions.drop_parcel(functions.book.parcels.pop(each.number), [])
         if failures:
-            return Status.ERROR, pickle.dumps(self._placed(failures)[0], protocol=5)
+            return Status.ERROR, pickle.dumps(failures[0], protocol=5)
         if was_interrupted:
             return Status.INTERRUPTED, pickle.dumps(None)
         functions.ensure_loaded(None)  # replacement workers run on_restart, as it is now
@@ -218,12 +219,7 @@ class Agent:
             living = {each.rank for each in session.workers.by_rank if each.is_ready and not each.is_dead}
             contents = {rank: self._own(content) for rank, content in order.contents.items() if rank in living}
             replies = session.ranks.ask(kind, contents, None, order.phase, order.what) if contents else {}
-        found = {}
-        for rank, reply in replies.items():
-            body = reply.body
-            if reply.status == Status.ERROR:
-                body = pickle.dumps(self._placed([pickle.loads(body)])[0], protocol=5)
-            found[rank] = int(reply.status), body
+        found = {rank: (int(reply.status), reply.body) for rank, reply in replies.items()}
         return RankReplies(found, session.counters["restarts"])
 
     def _send_items(self, sequence: int, order: RankOrders) -> None:
@@ -283,7 +279,7 @@ class Agent:
             records = [pickle.loads(reply.body) for reply in failed if reply.status == Status.ERROR]
             if not records:
                 raise CallCancelled(f"{name!r} was interrupted.")
-            return NodeReply(failures=self._placed(records))
+            return NodeReply(failures=records)
         packed = take_layouts(name, cached, call.ranks, replies)
         up = [session.lanes.first.up[rank].tolist() for rank in call.ranks]
         try:
@@ -306,14 +302,6 @@ class Agent:
             return found
         finally:
             steps.close()
-
-    def _placed(self, failures: list[Failure]) -> list[Failure]:
-        """Return failures whose devices name the node."""
-        return [each._replace(device=f"node{self.node}:{each.device}") for each in failures]
-
-
-def _told(caught: Sequence[warnings.WarningMessage]) -> list[tuple[str, type[Warning]]]:
-    return [(str(each.message), each.category) for each in caught]
 
 
 def _parcel(order: ParcelOrder) -> Parcel:

@@ -322,8 +322,8 @@ def open_session(
     num_nodes = check_nodes(cluster, nodes)
     if is_frozen():
         raise UnsupportedError(
-            "cannot fork with cluster='here': got a frozen program, expected one that the interpreter runs, for a copy "
-            "of a frozen one becomes a worker and no agent. Fork without cluster=."
+            f"cannot fork with cluster={cluster!r}: got a frozen program, expected one that the interpreter runs, for "
+            "a copy of a frozen one becomes a worker and no agent. Fork without cluster=."
         )
     if cluster == "here":
         assert num_nodes is not None
@@ -352,11 +352,11 @@ def open_session(
     )
 
 
-def refuse(**options: Any) -> None:
+def refuse(cluster: Any, **options: Any) -> None:
     """Raise for an option of ``fork`` that has no meaning over nodes, so far."""
     for name, (value, default) in options.items():
         if value != default:
             raise UnsupportedError(
-                f"cannot fork with cluster='here': got {name}={value!r}, expected {default!r}, for it does not work "
-                "over nodes yet. Leave it out, or fork without cluster=."
+                f"cannot fork with cluster={cluster!r}: got {name}={value!r}, expected {default!r}, for it does not "
+                "work over nodes yet. Leave it out, or fork without cluster=."
             )

@@ -14,7 +14,7 @@ from synk._master.processes.reports import where
 from synk._master.workers.starting import own_versions
 from synk._wire.control import Down, Phase, Up, control_blocks, is_interrupted
 from synk._wire.descriptors import Descriptor
-from synk._wire.lifeline import tie_to_pipe, tie_to_pulse
+from synk._wire.lifeline import tie_to_master
 from synk._wire.logs import send_records
 from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, Body, Kind, Status
@@ -30,11 +30,7 @@ class AgentLoop:
         for fd in fds.values():
             os.set_inheritable(fd, False)
         self._channel = NodeChannel(sock, Descriptor(fds["down"]), Descriptor(fds["up"]), bytes.fromhex(setup["token"]))
-        tie_to_pipe(fds["lifeline"])
-        self._pulse = tie_to_pulse(fds["pulse"])
-        self._head_fd = Descriptor(os.pidfd_open(setup["master_pid"]))
-        if os.getppid() != setup["master_pid"]:
-            os._exit(1)  # the head ended before the pidfd was open, which may name another process now
+        self._head_fd, self._pulse = tie_to_master(setup)
         self._stacks_fd = fds["stacks"]
         self._control = Segment(fds["control"], setup["control_nbytes"], is_writable=True, segment_id=0)
         down, up = control_blocks(self._control.buffer, setup["world_size"], 0)

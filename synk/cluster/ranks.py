@@ -134,12 +134,10 @@ class NodeRanks(Ranks):
     ) -> dict[int, Reply]:
         return self._replies(self._sent(kind, self._by_node(contents), deadline, phase, what))
 
-    def ask_living(self, kind: Kind, content: Any, deadline: float, phase: str, what: str) -> dict[int, Reply]:
-        workers = self._workers
-        living = [each.rank for each in workers.by_rank if each.is_ready and not each.is_dead]
-        if self.is_closed or workers.requests or not living:
-            return {}
-        ranks = [rank for node in living for rank in self._layout.ranks_of(node)]
+    def _ask_of(
+        self, processes: list[int], kind: Kind, content: Any, deadline: float, phase: str, what: str
+    ) -> dict[int, Reply]:
+        ranks = [rank for node in processes for rank in self._layout.ranks_of(node)]
         by_node = self._by_node(dict.fromkeys(ranks, content))
         return self._replies(self._sent(kind, by_node, deadline, phase, what, is_for_living=True))
 

@@ -27,7 +27,7 @@ from synk._master.processes.worker_process import WorkerProcess
 from synk._pure.cores import num_cores
 from synk._wire.control import Down, Phase, Up, control_blocks
 from synk._wire.descriptors import Descriptor
-from synk._wire.lifeline import tie_to_pipe, tie_to_pulse
+from synk._wire.lifeline import tie_to_master
 from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, Kind, Status
 from synk.cluster.channel import NodeChannel
@@ -186,9 +186,7 @@ class Tunnel:
         for fd in fds.values():
             os.set_inheritable(fd, False)
         self._channel = NodeChannel(sock, Descriptor(fds["down"]), Descriptor(fds["up"]), bytes.fromhex(setup["token"]))
-        tie_to_pipe(fds["lifeline"])
-        self._pulse = tie_to_pulse(fds["pulse"])
-        self._head_fd = Descriptor(os.pidfd_open(setup["master_pid"]))
+        self._head_fd, self._pulse = tie_to_master(setup)
         self._streams = {"stdout": os.dup(1), "stderr": os.dup(2), "log": fds["log"]}
         self._stacks_fd = fds["stacks"]
         self._control = Segment(fds["control"], setup["control_nbytes"], is_writable=True, segment_id=0)

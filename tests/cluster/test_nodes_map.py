@@ -100,8 +100,11 @@ def test_items_go_to_the_next_free_rank_of_any_node(nodes: synk.Runtime, tmp_pat
     assert sorted(got + list(results)) == list(range(12))
 
 
-def test_an_exception_names_item_rank_and_node(nodes: synk.Runtime) -> None:
+def test_an_exception_names_item_rank_and_node(nodes: synk.Runtime, tmp_path: Path) -> None:
     def fail(n: int) -> float:
+        (tmp_path / str(synk.comm.rank)).touch()
+        while len(list(tmp_path.iterdir())) < 4:  # until every rank is at an item
+            time.sleep(0.005)
         if synk.comm.rank == 3:
             raise LookupError("three")
         return n

@@ -290,7 +290,6 @@ class Chunks:
         return self._failed(done.failure, item)
 
     def _failed(self, failure: Failure, item: str) -> Exception:
-        failure = failure._replace(device=self._session.devices[failure.rank])  # which names the node, if there are any
         return rebuild([failure], self._session.world_size, self._function.name, item)
 
     def _lose(self, error: BaseException) -> None:

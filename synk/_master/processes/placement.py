@@ -33,6 +33,8 @@ class Placement:
         What one of them is called in errors: the head of a cluster counts nodes.
     generation : int
         How many sessions have played the same ranks, with this one: a node may be started again.
+    node : str
+        What the names of devices begin with: "node1:" on the second of several nodes.
     """
 
     backend: str
@@ -41,12 +43,13 @@ class Placement:
     ranks_elsewhere: int = 0
     unit: str = "rank"
     generation: int = 1
+    node: str = ""
 
     has_shared_memory: ClassVar[bool] = True
 
     @property
     def devices(self) -> tuple[str, ...]:
-        return self.assignment.devices
+        return tuple(f"{self.node}{device}" for device in self.assignment.devices)
 
     @property
     def total_ranks(self) -> int:

@@ -75,6 +75,12 @@ class Ranks:
         """Send a message to the ranks that live and return their replies. No rank is asked while any is busy."""
         workers = self._workers
         living = [each.rank for each in workers.by_rank if each.is_ready and not each.is_dead]
-        if workers.processes.is_closed or workers.requests or not living:
+        if self.is_closed or workers.requests or not living:
             return {}
-        return self.ask(kind, dict.fromkeys(living, content), deadline, phase, what)
+        return self._ask_of(living, kind, content, deadline, phase, what)
+
+    def _ask_of(
+        self, processes: list[int], kind: Kind, content: Any, deadline: float, phase: str, what: str
+    ) -> dict[int, Reply]:
+        """Send a message to all ranks of living processes and return their replies."""
+        return self.ask(kind, dict.fromkeys(processes, content), deadline, phase, what)

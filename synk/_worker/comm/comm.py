@@ -114,7 +114,7 @@ class Comm:
 
     @property
     def device(self) -> str:
-        return str(_worker().device)
+        return str(_worker().backend.device)
 
     @property
     def rng(self) -> np.random.Generator:

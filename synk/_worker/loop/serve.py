@@ -20,7 +20,7 @@ from synk._version import __version__
 from synk._wire.channel import Channel, Patience
 from synk._wire.control import Down, control_nbytes, is_interrupted
 from synk._wire.descriptors import NONE, Descriptor
-from synk._wire.lifeline import tie_to_pipe, tie_to_pulse
+from synk._wire.lifeline import tie_to_master
 from synk._wire.logs import send_records
 from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, IS_UNRECEIVED, LANE_SHIFT, Body, Kind, Status
@@ -54,11 +54,7 @@ class WorkerLoop:
     def start(self) -> None:
         """Tie this process to the master's life, set up signals, and say hello."""
         setup = self._setup
-        tie_to_pipe(setup["fds"]["lifeline"])
-        self._pulse = tie_to_pulse(setup["fds"]["pulse"])
-        self._master_fd = Descriptor(os.pidfd_open(setup["master_pid"]))
-        if os.getppid() != setup["master_pid"]:
-            os._exit(1)  # the master ended before the pidfd was open, which may name another process now
+        self._master_fd, self._pulse = tie_to_master(setup)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         signal.signal(signal.SIGINT, self._on_interrupt)
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
@@ -73,6 +69,7 @@ class WorkerLoop:
             os.sched_setaffinity(0, setup["cpus"])  # before the array library starts its threads
         eventfds = [setup["fds"][f"event{rank}"] for rank in range(setup["world_size"])]
         self._worker = Worker(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
+        self._worker.device = setup["node"] + setup["device"]
         if setup["total_ranks"] > setup["world_size"]:
             self._worker.play_among(setup["first_rank"], setup["total_ranks"])
         self._worker.failpoint = failpoint
