@@ -120,6 +120,12 @@ def test_a_worker_dies(nodes: synk.Runtime, reused: Any, rank: int, step: str) -
     assert_right(nodes)
 
 
+def test_a_worker_that_died_while_idle_is_told_of_though_a_function_is_loaded_first(nodes: synk.Runtime) -> None:
+    kill_and_wait(pids(nodes)[3])
+    with pytest.warns(RuntimeWarning, match="rank 3 .*was started again"):
+        assert nodes.function(lambda x: x.sum() + 1, outputs="sum")(np.arange(4.0)) == 10.0
+
+
 def _arm(rank: int, step: str) -> None:
     """Have the worker of a rank kill itself at a step of its next call."""
     from synk._wire.cell import cell
