@@ -211,7 +211,6 @@ class Runtime:
         """Make a :class:`synk.Shared` of this runtime; see :func:`synk.shared`."""
         refuse_inside_worker("make a shared variable")
         session = self._session
-        session.check_here("make a shared variable", "Pass its value as a broadcast argument.")
         session.check_open("make a shared variable")
         session.reclaim()
         return Shared(session, Variable(session.variables, value, sharded=sharded, name=name))

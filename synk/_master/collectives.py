@@ -2,7 +2,8 @@
 
 Values lie in shared memory, so a collective is a set of copies and reductions between segments. No array byte passes
 through the master's pipes. The master carries out small collectives itself, since a message would cost more than the
-arithmetic. Large ones are divided among the workers, by rows or by elements. Results go to the second buffers of the
+arithmetic. Large ones are divided among the workers, by rows or by elements; over nodes, which share no memory, the
+master does those as well. Results go to the second buffers of the
 variables and take effect together, so a failure in the middle changes nothing.
 """
 
@@ -57,7 +58,7 @@ def _do(session: Session, variable: Variable, steps: dict[int, list[Step]], extr
     """Carry out the steps of each rank: in the master if they are small, else on the workers."""
     segments = [segment for rank in range(session.world_size) for segment in variable.segments(rank)] + list(extra)
     nbytes = sum(_step_nbytes(step) for own in steps.values() for step in own)
-    if nbytes <= _MASTER_NBYTES or session.world_size == 1:
+    if nbytes <= _MASTER_NBYTES or session.world_size == 1 or not session.workers.has_shared_memory:
         by_id = {segment.id: segment for segment in segments}
         for own in steps.values():
             run_steps(own, by_id)

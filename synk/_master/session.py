@@ -133,8 +133,8 @@ class Session:
         self.lanes = Lanes()
         self.memory = Memory(self.workers.processes)
         self.functions = Functions(self.workers, self.lanes, self.memory, on_restart)
-        self.variables = Variables(self.workers.processes, self.memory)
         self.ranks: Ranks = self._make_ranks()
+        self.variables = Variables(self.ranks, self.memory, has_devices=self.has_devices)
         self.residents = Residents(self.ranks)
         self.workers.sources |= {"variable": self.variables.told, "lane": self.lanes.told}
         self.device_values = DeviceValues(self.workers, self.lanes, self.group, self.variables, self.numbers)

@@ -27,16 +27,17 @@ from synk._master.processes.placement import Placement, place
 from synk._master.processes.processes import ARMED
 from synk._master.processes.worker_process import WorkerProcess
 from synk._master.session import Session
-from synk._pure.shards import Selection
+from synk._pure.shards import Assignment, Selection
 from synk._wire.control import Down
 from synk._wire.logs import set_levels
 from synk._wire.messages import Body, Kind, LoadOrder, ParcelOrder, Status, WireOrder
 from synk._wire.residents import Adopt
 from synk.cluster.channel import Parts, with_code
 from synk.cluster.items import ItemsInFlight, pickled
-from synk.cluster.orders import CallOrder, FunctionNote, NodeReply, RankOrders, RankReplies
+from synk.cluster.orders import HELD, CallOrder, FunctionNote, NodeReply, Part, RankOrders, RankReplies
 from synk.cluster.relayed import NodeFunction, Numbered, RelayedReader, RelayedSettings
 from synk.cluster.split import merged
+from synk.cluster.variables import NodeVariables
 from synk.errors import CallCancelled, CollectiveMismatch, WorkerDied
 
 Reply = tuple[Status, Any]
@@ -84,6 +85,7 @@ class Agent:
         self.session.workers.settings = RelayedReader(self.session)  # type: ignore[assignment]
         self._functions: dict[int, NodeFunction] = {}
         self._items = ItemsInFlight(self.session)
+        self._variables = NodeVariables(self.session)
         self._untold: list[tuple[str, type[Warning]]] = []  # warnings that the next reply brings
 
     @property
@@ -155,10 +157,15 @@ class Agent:
             session.workers.log.drop("function", number)
         for number in body.dropped.get("resident", ()):
             session.workers.log.drop("resident", number)
-        for kind, _, value in body.news:
+        self._variables.forget(body.dropped.get("variable", ()))
+        news = {(kind, number): value for kind, number, value in body.news}
+        self._variables.settle(news.pop(("commit", 0), None))  # before the values that the head has set since
+        for (kind, number), value in news.items():
             if kind == "settings":
                 session.workers.log.settings = RelayedSettings(value)
                 session.workers.log.tell("settings")
+            elif kind == "variable":
+                self._variables.take(number, value)
 
     def _load(self, order: LoadOrder) -> Reply:
         """Have the workers load parcels, which are kept for workers that are started later."""
@@ -244,7 +251,7 @@ class Agent:
             self._check_restarts(order.num_restarts)
             session.numbers = itertools.repeat(order.number)
             function = self._function(order.function)
-            call = _bound(order)
+            call = _bound(order, self._variables)
             function.copies.ignore(argument.label for argument in call.arguments)
             load(session, function, call, None)  # type: ignore[arg-type]
             state = session.workers.log.state
@@ -289,7 +296,8 @@ class Agent:
             return NodeReply(layouts, [[None] * len(layout.leaves) for layout in layouts], packed, up)
         layouts, arrays = assembly.outputs(None if lease is None else lease.deliver())
         cached.is_agreed = True
-        return NodeReply(layouts, arrays, packed, up)
+        assigned = self._variables.assigned(launched, layouts)
+        return NodeReply(layouts, arrays, packed, up, assigned=assigned)
 
     def _published(self, launched: Launched, replies: dict[int, Any]) -> tuple[Assembly, list[Any], Any]:
         steps = publishing(self.session, launched, replies)
@@ -310,7 +318,7 @@ def _parcel(order: ParcelOrder) -> Parcel:
     return parcel
 
 
-def _bound(order: CallOrder) -> Call:
+def _bound(order: CallOrder, variables: NodeVariables) -> Call:
     """Return a call as binding its arguments would: the rows of the node, divided among its ranks."""
     arguments = [
         Argument(
@@ -319,7 +327,7 @@ def _bound(order: CallOrder) -> Call:
             dtype=None if part.array is None else part.array.dtype,
             tensor_dtype=part.tensor_dtype,
             is_tensor=part.is_tensor,
-            value=Numbered(part.number) if part.kind == "resident" else None,
+            value=_held(part, variables),
         )
         for part in order.parts
     ]  # fmt: skip
@@ -327,6 +335,9 @@ def _bound(order: CallOrder) -> Call:
     if order.objects is not None:
         objects = order.objects[0], [memoryview(buffer) for buffer in order.objects[1]]
     selection = Selection(order.bounds[-1][1]) if order.has_rows else None
+    owned = None
+    if selection is not None and order.local_ranges is not None:
+        owned = Assignment(selection, order.bounds, order.local_ranges, order.local_indices)
     options = CallOptions(
         num_slices=order.num_slices,
         output_subset=order.output_subset,
@@ -335,5 +346,16 @@ def _bound(order: CallOrder) -> Call:
         is_apart=order.is_apart,
     )
     return Call(
-        arguments, selection, order.bounds, order.ranks, order.rows, objects, options, is_timed=False, nests=order.nests
-    )
+        arguments, selection, order.bounds, order.ranks, order.rows, objects, options,
+        owned=owned,
+        index_arrays=(None, order.local_indices, None),
+        is_timed=False,
+        nests=order.nests,
+    )  # fmt: skip
+
+
+def _held(part: Part, variables: NodeVariables) -> Any:
+    """Return the value of an argument that lies on the ranks; None for others."""
+    if part.kind not in HELD:
+        return None
+    return Numbered(part.number) if part.kind == "resident" else variables[part.number]

@@ -17,7 +17,7 @@ from synk._master.calls.arguments import pickle_nests, transfers_in
 from synk._master.calls.callee import Callee
 from synk._master.calls.launched import Launched
 from synk._master.calls.plans import CachedPlan, Call
-from synk._master.calls.replies import tried, unpickled
+from synk._master.calls.replies import check_serial_assignments, tried, unpickled
 from synk._master.calls.trials import can_check, checking
 from synk._master.processes.processes import Processes
 from synk._master.processes.reports import stacks, stacks_in
@@ -29,13 +29,15 @@ from synk._master.workers.recovery import GRACE_S
 from synk._master.workers.requests import Request
 from synk._pure.cores import num_cores
 from synk._pure.ops import EACH
+from synk._wire.memory import Segment
+from synk._wire.messages import Layout as OutputLayout
 from synk._wire.messages import Plan, Status
 from synk._wire.messages import Reply as WorkerReply
 from synk._wire.program import is_frozen
 from synk.backends._assignment import DeviceAssignment
 from synk.cluster.channel import unpacked
 from synk.cluster.here import AgentProcess, NodePlacement, agents
-from synk.cluster.orders import CallOrder, FunctionNote, NodeReply, Part, without_code
+from synk.cluster.orders import HELD, CallOrder, FunctionNote, NodeReply, Part, VariableNote, without_code
 from synk.cluster.outputs import GatheredOutputs
 from synk.cluster.ranks import NodeRanks, error_of, tell_warnings
 from synk.cluster.split import Layout, counts_of, own_bounds, rows_between
@@ -102,6 +104,16 @@ class Nodes:
             found |= stacks_in(text)
         return found
 
+    def told(self, node: int, variable_id: int) -> tuple[VariableNote, list[Segment]] | None:
+        """Return what a node must know of a variable, as the source of the log does."""
+        variable = self._session.variables.get(variable_id)
+        if variable is None:
+            return None
+        values = [variable.leaves(rank) for rank in self.layout.ranks_of(node)]
+        if len({leaves[0].ctypes.data for leaves in values}) == 1:
+            values = values[:1]
+        return VariableNote(variable.name, variable.is_sharded, variable.skeleton(), values), []
+
     def launched(
         self,
         function: Callee,
@@ -160,6 +172,8 @@ class Nodes:
                 len(call.ranks),
                 sum(call.rows),
                 group.number,
+                None if call.owned is None else call.owned.local_ranges[ranks[0] : ranks[-1] + 1],
+                None if call.index_arrays[1] is None else call.index_arrays[1][low:high],
             )
         return found
 
@@ -188,11 +202,16 @@ class Nodes:
         )
         packed = [parts for answer in answers for parts in answer.packed]
         objects = [unpickled(parts, function.name, rank) for rank, parts in zip(call.ranks, packed)]
-        result = outputs.build(call.rows, objects, None, None)
-        session.workers.requests.pop(launched.sequence, None)
+        result = outputs.build(call.rows, objects, None, None if call.owned is None else call.owned.order)
         words = dict(zip(call.ranks, (words for answer in answers for words in answer.up)))
+        assigned = [values for answer in answers for values in answer.assigned]
         if call.options.is_trial:
-            return tried(call, outputs, result, words, {})
+            session.workers.requests.pop(launched.sequence, None)
+            of_variables = zip(layouts[0].assigned, zip(*assigned))
+            return tried(call, outputs, result, words, {session.variables[k]: list(v) for (k, _), v in of_variables})
+        if outputs.has_assignments:
+            self._commit(launched, layouts, assigned)
+        session.workers.requests.pop(launched.sequence, None)
         if function.changes:
             session.residents.note_changed(function.changes, launched.number, call.ranks)
         launched.assembly = outputs
@@ -208,19 +227,33 @@ class Nodes:
             yield from checking(session, launched, outputs, dict(zip(call.ranks, layouts)), words)
         return result
 
+    def _commit(self, launched: NodesCall, layouts: list[OutputLayout], assigned: list[list[list[np.ndarray]]]) -> None:
+        """Take in the new values of variables, and make them the values on all ranks."""
+        session, call = self._session, launched.call
+        if call.options.is_serial:
+            check_serial_assignments(session, layouts[0], launched.function.name)
+        for rank, layout, values in zip(call.ranks, layouts, assigned):
+            for (variable_id, shapes), leaves in zip(layout.assigned, values):
+                for target, source in zip(session.variables[variable_id].back(rank, shapes), leaves):
+                    np.copyto(target, source)
+        session.variables.commit(call.ranks, layouts, launched.number)
+
 
 def _parts(call: Call, low: int, high: int) -> list[Part]:
     """Return the arguments of a call as a node gets them: of scattered arrays rows ``low`` to ``high``."""
     found = []
+    order = None if call.owned is None else call.owned.order
     for argument in call.arguments:
         array = argument.array if argument.contents is None else argument.contents.array
         if array is not None and argument.kind == "rows":
             assert call.selection is not None
-            is_chosen = argument.is_minibatch  # it has the rows of the batch alone
-            array = array[low:high] if is_chosen else rows_between(array, call.selection, low, high)
+            if not argument.is_minibatch:
+                array = rows_between(array, call.selection, low, high)
+            else:  # it has the rows of the batch alone
+                array = array[low:high] if order is None else array[order[low:high]]
         if array is not None:
             array = np.asarray(array)
-        number = argument.value.id if argument.kind == "resident" else 0
+        number = argument.value.id if argument.kind in HELD else 0
         kind, label, keyword = argument.kind, argument.label, argument.keyword
         found.append(Part(label, keyword, kind, array, argument.tensor_dtype, argument.is_tensor, number))
     return found
@@ -272,6 +305,8 @@ class ClusterSession(Session):
         )
         self.workers.recovery.grace_s = AGENT_GRACE_S
         self.workers.sources["lane"] = lambda rank, number: None  # agents share no memory with the head
+        self.workers.sources["commit"] = lambda rank, number: (self.ranks.committed, [])
+        self.workers.sources["variable"] = self.nodes.told
 
     def _make_ranks(self) -> NodeRanks:
         return NodeRanks(self.workers, self._layout)

@@ -18,6 +18,9 @@ from synk._wire.messages import Layout
 
 _LARGE_NBYTES = 1 << 16
 
+HELD = ("resident", "shard", "replica")
+"""The kinds of arguments that lie on the ranks."""
+
 
 class FunctionNote(NamedTuple):
     """What an agent knows of a function. The function itself is loaded by the workers alone.
@@ -37,11 +40,28 @@ class FunctionNote(NamedTuple):
     block_rows: int
 
 
+class VariableNote(NamedTuple):
+    """A shared variable as it is told to a node.
+
+    Attributes
+    ----------
+    skeleton : bytes
+        The pickled nesting of the value, with the position of each leaf in its place.
+    values : list of lists of ndarray
+        The leaves of each rank of the node; of one alone if they lie in the same memory.
+    """
+
+    name: str
+    is_sharded: bool
+    skeleton: bytes
+    values: list[list[np.ndarray]]
+
+
 class Part(NamedTuple):
     """One argument of a call, or one leaf of a nested one, as a node gets it: with the rows of its ranks.
 
     The attributes are those of ``synk._master.calls.arguments.Argument``. ``array`` is None for an object, and for a
-    resident object, which has a ``number``.
+    resident object and a variable, which have a ``number``.
     """
 
     label: str
@@ -82,6 +102,9 @@ class CallOrder(NamedTuple):
         How many ranks of all nodes run the call, and the sum of their rows.
     group : int
         The number of the group by which the ranks of all nodes are joined; 0: none.
+    local_ranges, local_indices
+        Where the rows of the node's ranks lie in their shards, as in ``synk._pure.shards.Assignment``. None if no
+        argument is sharded.
     """
 
     function: FunctionNote
@@ -102,6 +125,8 @@ class CallOrder(NamedTuple):
     all_ranks: int
     all_rows: int
     group: int
+    local_ranges: list[tuple[int, int]] | None
+    local_indices: np.ndarray | None
 
 
 class RankOrders(NamedTuple):
@@ -160,6 +185,9 @@ class NodeReply(NamedTuple):
         The numbers that each rank reports; see ``synk._wire.control.Up``.
     failures : list of Failure
         The exceptions of ranks. Then there are no outputs.
+    assigned : list of lists of lists of ndarray
+        The new values of variables: for each rank that ran, the leaves of each variable in ``Layout.assigned``. The
+        node makes them its own when the head has committed the call.
     error : bytes
         The pickle of what the node's session raised: a death, or a lack of memory. Then there are no outputs.
     warnings : list of (text, category)
@@ -171,6 +199,7 @@ class NodeReply(NamedTuple):
     packed: Sequence[list[bytes]] = ()
     up: Sequence[list[int]] = ()
     failures: Sequence[Failure] = ()
+    assigned: Sequence[list[list[np.ndarray]]] = ()
     error: bytes = b""
     warnings: Sequence[tuple[str, type[Warning]]] = ()
 

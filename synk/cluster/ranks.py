@@ -67,12 +67,15 @@ class NodeRanks(Ranks):
     num_restarts : dict of int to int
         By node, how many workers it had replaced when it was last asked by :meth:`prepare`. What ranks keep from call
         to call is known of these workers only, so a node that has replaced more of them refuses.
+    committed : int
+        The number of the last call whose new values of variables have become their values.
     """
 
     def __init__(self, workers: Workers, layout: Layout) -> None:
         super().__init__(workers)
         self._layout = layout
         self.num_restarts: dict[int, int] = {}
+        self.committed = -1
 
     @property
     def num_ranks(self) -> int:
@@ -85,6 +88,13 @@ class NodeRanks(Ranks):
         found = {node: reply.num_restarts for node, reply in self._answers(request).items()}
         self.num_restarts = found
         return found != before
+
+    def commit(self, ranks: Sequence[int], number: int) -> None:
+        self.log.tell("commit")  # the nodes learn of it with their next messages
+        self.committed = number
+
+    def is_committed(self, rank: int, number: int) -> bool:
+        return self.committed == number
 
     def send_items(
         self,

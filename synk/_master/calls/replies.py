@@ -51,7 +51,7 @@ def collecting(session: Session, launched: Launched) -> Generator[Request, dict[
         cached.is_agreed = True
         return _tried(session, launched, assembly, layouts, objects, lease)
     if assembly.has_assignments and call.options.is_serial:
-        _check_serial_assignments(session, layouts[0], name)
+        check_serial_assignments(session, layouts[0], name)
     result = conclude(session, launched, objects, lease)
     if launched.function.is_unchecked and can_check(launched.function, call):
         launched.result = (result,)
@@ -186,7 +186,8 @@ def _on_trial(leaf: Any) -> Any:
     return array_of(leaf) if is_tensor(leaf) and is_plain(leaf) else leaf
 
 
-def _check_serial_assignments(session: Session, layout: Layout, name: str) -> None:
+def check_serial_assignments(session: Session, layout: Layout, name: str) -> None:
+    """Raise ValueError if a serial call has assigned a sharded variable: one rank has no rows of others."""
     for variable_id, _ in layout.assigned:
         variable = session.variables[variable_id]
         if variable.is_sharded:

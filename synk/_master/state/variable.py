@@ -15,13 +15,12 @@ import cloudpickle
 import numpy as np
 
 from synk._master.processes.log import Dropped
-from synk._master.processes.processes import Processes
 from synk._master.state.memory import Memory
+from synk._master.workers.ranks import Ranks
 from synk._pure.arrays import as_plain_array, check_shareable, copy_into
 from synk._pure.read_only import ordinary
 from synk._pure.shards import shard_bounds
 from synk._pure.trees import describe, skeleton_of, unflatten
-from synk._wire.control import Down
 from synk._wire.memory import Segment
 from synk._wire.messages import Layout
 from synk._wire.variables import (
@@ -45,6 +44,8 @@ class Variable:
     value : array-like, or nesting of arrays
     sharded : bool
     name : str or None
+    number : int or None
+        Its id; None: the next one that is free.
 
     Attributes
     ----------
@@ -67,9 +68,17 @@ class Variable:
         "is_stale", "lost", "name", "shapes", "structure", "variables", "version",
     )  # fmt: skip
 
-    def __init__(self, variables: Variables, value: Any, *, sharded: bool = False, name: str | None = None) -> None:
+    def __init__(
+        self,
+        variables: Variables,
+        value: Any,
+        *,
+        sharded: bool = False,
+        name: str | None = None,
+        number: int | None = None,
+    ) -> None:
         self.variables = variables
-        self.id = next(variables.ids)
+        self.id = next(variables.ids) if number is None else number
         self.name = name or f"shared{self.id}"
         self.is_sharded = bool(sharded)
         leaves, self.structure = flatten_value(ordinary(value))
@@ -231,12 +240,11 @@ class Variable:
     def declaration(self, rank: int) -> Declaration:
         """Return what the worker of ``rank`` must know."""
         ids = tuple(0 if segment is None else segment.id for segment in self.buffers[rank])
-        skeleton = cloudpickle.dumps(skeleton_of(self.structure, len(self.dtypes)), protocol=5)
         shapes = (self.shapes[rank][0], self.shapes[rank][1])
         return Declaration(
             self.id,
             self.name,
-            skeleton,
+            self.skeleton(),
             self.dtypes,
             self.is_sharded,
             (ids[0], ids[1]),
@@ -244,6 +252,10 @@ class Variable:
             self.front[rank],
             self.content[rank],
         )
+
+    def skeleton(self) -> bytes:
+        """Return the pickled nesting of the value, with the position of each leaf in its place."""
+        return cloudpickle.dumps(skeleton_of(self.structure, len(self.dtypes)), protocol=5)
 
     def segments(self, rank: int) -> list[Segment]:
         """Return the buffers that the worker of ``rank`` uses."""
@@ -310,8 +322,10 @@ class Variables:
 
     Parameters
     ----------
-    processes : Processes
+    ranks : Ranks
     memory : Memory
+    has_devices : bool
+        Whether functions leave new values on devices.
 
     Attributes
     ----------
@@ -323,20 +337,24 @@ class Variables:
         The changes of a commit that are not recorded yet, because it is running or an interrupt broke it off.
     """
 
-    def __init__(self, processes: Processes, memory: Memory) -> None:
+    def __init__(self, ranks: Ranks, memory: Memory, *, has_devices: bool) -> None:
         self.memory = memory
-        self.world_size = processes.world_size
+        self.world_size = ranks.num_ranks
         self.is_closed = False
         self.ids = itertools.count(1)
-        self.dropped = Dropped(processes.log)
-        self._processes = processes
-        self._has_devices = processes.placement.assignment.has_devices
+        self.dropped = Dropped(ranks.log)
+        self._ranks = ranks
+        self._has_devices = has_devices
         self._living: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
         self.to_flip: list[tuple[Variable, int, int, bool]] = []
         self._flip_call = -1
 
     def __getitem__(self, variable_id: int) -> Variable:
         return self._living[variable_id]
+
+    def get(self, variable_id: int) -> Variable | None:
+        """Return a variable, or None if it no longer exists."""
+        return self._living.get(variable_id)
 
     def add(self, variable: Variable) -> None:
         self._living[variable.id] = variable
@@ -348,17 +366,17 @@ class Variables:
 
     def note_change(self, variable_id: int) -> None:
         """Note that a variable is new, or that the master changed it. Workers learn of it with the next message."""
-        self._processes.log.tell("variable", variable_id)
+        self._ranks.log.tell("variable", variable_id)
 
     def told(self, rank: int, variable_id: int) -> tuple[Declaration, list[Segment]] | None:
         """Return what a rank must know of a variable, and the memory that it uses."""
-        variable = self._living.get(variable_id)
+        variable = self.get(variable_id)
         return None if variable is None else (variable.declaration(rank), variable.segments(rank))
 
     def free_dropped(self) -> None:
         """Have the workers forget variables that no longer exist."""
         while self.dropped:
-            self._processes.log.drop("variable", self.dropped.popleft())
+            self._ranks.log.drop("variable", self.dropped.popleft())
 
     def commit(self, ranks: Sequence[int], layouts: Sequence[Layout], number: int) -> None:
         """Commit the assignments of call ``number``, on all of its ranks at once.
@@ -385,7 +403,7 @@ class Variables:
         # rest to finish_commit. The ranks are idle and read the word only after their next doorbell.
         self._flip_call = number
         self.to_flip = flips
-        self._processes.down[list(ranks), Down.COMMITTED] = number
+        self._ranks.commit(ranks, number)
         self.finish_commit()
 
     def finish_commit(self) -> None:
@@ -393,7 +411,7 @@ class Variables:
         flips = self.to_flip
         if not flips:
             return
-        if int(self._processes.down[flips[0][1], Down.COMMITTED]) == self._flip_call:
+        if self._ranks.is_committed(flips[0][1], self._flip_call):
             for variable, rank, front, is_followed in flips:
                 variable.front[rank] = front
                 if is_followed:
