@@ -146,6 +146,8 @@ class Agent:
     def _take_in(self, body: Body) -> None:
         """Pass on what a message brings besides its content: what to forget, and the program's settings."""
         session = self.session
+        committed = next((value for kind, _, value in body.news if kind == "commit"), None)
+        self._variables.settle(committed)  # before what the head has set, or dropped, since then
         for number, unbound in body.dropped.get("parcel", {}).items():
             parcel = session.functions.book.parcels.pop(number, None)
             if parcel is not None:
@@ -158,9 +160,7 @@ class Agent:
         for number in body.dropped.get("resident", ()):
             session.workers.log.drop("resident", number)
         self._variables.forget(body.dropped.get("variable", ()))
-        news = {(kind, number): value for kind, number, value in body.news}
-        self._variables.settle(news.pop(("commit", 0), None))  # before the values that the head has set since
-        for (kind, number), value in news.items():
+        for kind, number, value in body.news:
             if kind == "settings":
                 session.workers.log.settings = RelayedSettings(value)
                 session.workers.log.tell("settings")

@@ -18,7 +18,7 @@ from synk._wire.messages import Layout
 
 _LARGE_NBYTES = 1 << 16
 
-HELD = ("resident", "shard", "replica")
+HELD = ("resident", "shard", "replica", "closed over")
 """The kinds of arguments that lie on the ranks."""
 
 

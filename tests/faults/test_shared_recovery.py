@@ -24,6 +24,9 @@ from synk._wire.memory import Segment
 from synk.errors import CallTimeout, CollectiveMismatch, SerializationError, SharedMemoryError, WorkerDied
 
 Fork = Callable[..., Any]
+WHERE = (2, "1+1")
+"""Workers of one machine, and of two nodes."""
+
 BIG = 700_000
 """Elements of a variable that workers move: 5.6 MB."""
 
@@ -115,10 +118,11 @@ CALL_STEPS = (
 )
 
 
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize(("step", "rank"), [(step, k % 2) for k, step in enumerate(CALL_STEPS)])
-def test_a_death_inside_a_call_changes_nothing(reused: Fork, step: str, rank: int) -> None:
+def test_a_death_inside_a_call_changes_nothing(reused: Fork, where: Any, step: str, rank: int) -> None:
     """The calls of a rank before the one that fails: pids, one step, four reads of the values."""
-    rt = reused(2, failpoint(step, rank, nth=7))
+    rt = reused(where, failpoint(step, rank, nth=7))
     state = State(rt)
     before = pids(rt)
     with state.unchanged(), pytest.raises(WorkerDied) as died:
@@ -178,8 +182,9 @@ def test_a_death_while_idle_loses_nothing(reused: Fork, victims: tuple[int, ...]
     state.check_steps(values)
 
 
-def test_a_worker_that_dies_again_and_again_never_takes_a_value_with_it(reused: Fork) -> None:
-    rt = reused(2)
+@pytest.mark.parametrize("where", WHERE)
+def test_a_worker_that_dies_again_and_again_never_takes_a_value_with_it(reused: Fork, where: Any) -> None:
+    rt = reused(where)
     state = State(rt)
     dying = state.function(lambda rank: saboteurs.kill_self() if rank else None)
     for _ in range(2):
@@ -239,10 +244,13 @@ def test_a_death_inside_a_collective_of_a_function_changes_nothing(reused: Fork)
 # ----- errors, in functions and after them
 
 
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("output", [1, BIG])
-def test_an_exception_on_one_rank_changes_nothing_on_any(shared_runtimes: Any, rank: int, output: int) -> None:
-    rt = shared_runtimes[2]
+def test_an_exception_on_one_rank_changes_nothing_on_any(
+    shared_runtimes: Any, where: Any, rank: int, output: int
+) -> None:
+    rt = shared_runtimes[where]
     state = State(rt, output)
 
     def fail(here: int) -> None:
@@ -254,8 +262,9 @@ def test_an_exception_on_one_rank_changes_nothing_on_any(shared_runtimes: Any, r
         failing(state.rows)
 
 
-def test_an_exception_after_the_new_values_were_written_changes_nothing(reused: Fork) -> None:
-    rt = reused(2, failpoint("call.published", rank=1, nth=6, action="raise"))
+@pytest.mark.parametrize("where", WHERE)
+def test_an_exception_after_the_new_values_were_written_changes_nothing(reused: Fork, where: Any) -> None:
+    rt = reused(where, failpoint("call.published", rank=1, nth=6, action="raise"))
     state = State(rt)
     with state.unchanged(), pytest.raises(RuntimeError, match=r"failpoint call\.published"):
         state.step(state.rows)
@@ -266,6 +275,7 @@ def fold_and_fail(left: Any, right: Any) -> Any:
     raise ArithmeticError("the fold failed in the master")
 
 
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize(
     ("options", "then", "error"),
     [
@@ -277,10 +287,10 @@ def fold_and_fail(left: Any, right: Any) -> Any:
     ],
 )
 def test_an_error_on_the_way_to_the_result_changes_nothing(
-    shared_runtimes: Any, options: dict[str, Any], then: Any, error: type[Exception]
+    shared_runtimes: Any, where: Any, options: dict[str, Any], then: Any, error: type[Exception]
 ) -> None:
     """In the master's own part of the call too: the user's fold, the ranks' agreement, the loading of results."""
-    rt = shared_runtimes[2]
+    rt = shared_runtimes[where]
     state = State(rt)
     body, master = state.body, os.getpid()
 
@@ -311,16 +321,18 @@ class AtLoadInMaster:
 # ----- time limits and interrupts
 
 
-def test_a_timeout_changes_nothing(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+@pytest.mark.parametrize("where", WHERE)
+def test_a_timeout_changes_nothing(shared_runtimes: Any, where: Any) -> None:
+    rt = shared_runtimes[where]
     state = State(rt)
     slow = state.function(lambda rank: saboteurs.loop_for_ever() if rank else None)
     with same_workers(rt), state.unchanged(), pytest.raises(CallTimeout):
         slow(state.rows, timeout=0.3)
 
 
-def test_a_timeout_that_ends_in_a_kill_changes_nothing(reused: Fork) -> None:
-    rt = reused(2)
+@pytest.mark.parametrize("where", WHERE)
+def test_a_timeout_that_ends_in_a_kill_changes_nothing(reused: Fork, where: Any) -> None:
+    rt = reused(where)
     state = State(rt)
     stuck = state.function(lambda rank: saboteurs.loop_in_c() if rank else None)
     with state.unchanged(), pytest.raises(CallTimeout):
@@ -386,9 +398,10 @@ def test_no_memory_for_a_new_value_changes_nothing(
 # ----- what a replacement sees
 
 
-def test_a_replacement_sees_every_way_a_value_came_to_be(reused: Fork) -> None:
+@pytest.mark.parametrize("where", WHERE)
+def test_a_replacement_sees_every_way_a_value_came_to_be(reused: Fork, where: Any) -> None:
     """Set by the master, assigned, resized, reduced, scattered, made after the death, dropped before it."""
-    rt = reused(2)
+    rt = reused(where)
     state = State(rt)
     state.step(state.rows)
     rt.all_reduce(state.replicated, "sum")
@@ -406,8 +419,9 @@ def test_a_replacement_sees_every_way_a_value_came_to_be(reused: Fork) -> None:
     state.check_steps(values)
 
 
-def test_a_function_whose_update_failed_updates_again_after_a_death(reused: Fork) -> None:
-    rt = reused(2)
+@pytest.mark.parametrize("where", WHERE)
+def test_a_function_whose_update_failed_updates_again_after_a_death(reused: Fork, where: Any) -> None:
+    rt = reused(where)
     w = rt.shared(np.zeros(2))
 
     def update(kill: bool, x: np.ndarray) -> Any:

@@ -12,7 +12,7 @@ from support.rank_arrays import OPS, REDUCIBLE, assert_same, everywhere, is_redu
 from synk._wire.messages import LARGE_NBYTES
 
 WORKERS = (1, 2, 3, 4)
-EVERYWHERE = (*WORKERS, "inline")
+EVERYWHERE = (*WORKERS, "inline", "1+3")
 ANY_DTYPE = ("f2", "f8", "i1", "u8", "c16", "?", "S3", "U2", "i4,f8", "M8[s]")
 
 
@@ -40,7 +40,7 @@ def unequal(rt: Any, dtype: Any = "f8", **options: Any) -> tuple[Any, list[np.nd
 # ----- reductions
 
 
-@pytest.mark.parametrize("where", [1, 2, 4, "inline"])
+@pytest.mark.parametrize("where", [1, 2, 4, "inline", "1+3"])
 @pytest.mark.parametrize(("op", "dtype"), REDUCIBLE)
 @pytest.mark.sampled(20)
 def test_reductions_equal_numpy(shared_runtimes: Any, where: Any, op: str, dtype: str) -> None:
@@ -75,7 +75,7 @@ def test_nan_infinity_and_overflow_are_numpys(shared_runtimes: Any, op: str) -> 
         assert_same(n.value, reduced(op, counts))  # wraps
 
 
-@pytest.mark.parametrize("where", [1, 2, "inline"])
+@pytest.mark.parametrize("where", [1, 2, "inline", "1+3"])
 def test_an_op_without_a_meaning_changes_nothing(shared_runtimes: Any, where: Any) -> None:
     rt = shared_runtimes[where]
     for dtype in ANY_DTYPE:
@@ -340,7 +340,7 @@ def test_results_of_reductions_are_the_callers_own(shared_runtimes: Any) -> None
         assert_same(kept[2], values[0] + values[1])
 
 
-@pytest.mark.parametrize("where", [2, "inline"])
+@pytest.mark.parametrize("where", [2, "inline", "1+3"])
 def test_small_collectives_send_no_message(shared_runtimes: Any, where: Any) -> None:
     """The master does them in shared memory: a message would cost more than the arithmetic."""
     rt = shared_runtimes[where]

@@ -15,7 +15,7 @@ import pytest
 from support.rank_arrays import assert_same, assigner, everywhere, numbers
 
 WORKERS = (1, 2, 3, 4)
-EVERYWHERE = (*WORKERS, "inline")
+EVERYWHERE = (*WORKERS, "inline", "1+3")
 DTYPES = ("f2", "f4", "f8", "i1", "i8", "u4", "c8", "c16", "?", "S3", "U2", "i4,f8", "M8[s]")
 
 
@@ -58,7 +58,7 @@ def test_shards_are_what_array_split_gives(shared_runtimes: Any, where: Any, num
     assert rt.get_shapes(x) == [part.shape for part in rows_of(rt, value)]
 
 
-@pytest.mark.parametrize("where", [1, 2, "inline"])
+@pytest.mark.parametrize("where", [1, 2, "inline", "1+3"])
 @pytest.mark.parametrize(
     "value",
     [1.5, np.float32(2), np.zeros(()), True, [1.0, 2.0], [[1, 2], [3, 4]], np.zeros((0, 3)), np.zeros((2, 0)),
@@ -125,7 +125,7 @@ def test_an_assignment_is_the_ranks_own_and_holds_from_the_next_call_on(shared_r
     assert_same(w.value, expected[0])
 
 
-@pytest.mark.parametrize("where", [2, "inline"])
+@pytest.mark.parametrize("where", [2, "inline", "1+3"])
 def test_values_are_read_only_in_functions_and_the_error_says_what_to_do(shared_runtimes: Any, where: Any) -> None:
     rt = shared_runtimes[where]
     w = rt.shared(np.zeros(2))
@@ -237,7 +237,7 @@ def test_a_second_message_keeps_what_was_stored_before_it(
         assert_same(everywhere(rt, x), expected)
 
 
-@pytest.mark.parametrize("where", [1, 2, "inline"])
+@pytest.mark.parametrize("where", [1, 2, "inline", "1+3"])
 def test_values_without_axes_keep_none(shared_runtimes: Any, where: Any) -> None:
     rt = shared_runtimes[where]
     for start in (np.float32(1.5), np.int64(3)):
@@ -273,7 +273,7 @@ def test_variables_can_be_swapped_and_views_of_them_assigned(shared_runtimes: An
 # ----- which functions share a variable
 
 
-@pytest.mark.parametrize("where", [2, "inline"])
+@pytest.mark.parametrize("where", [2, "inline", "1+3"])
 def test_all_functions_share_the_one_replica_of_each_rank(shared_runtimes: Any, where: Any) -> None:
     """Built together or later, redefined, through closures, partials, methods and objects."""
     rt = shared_runtimes[where]

@@ -14,7 +14,7 @@ from support.seeds import examples
 from synk.errors import CollectiveMismatch
 
 WORKERS = (1, 2, 3, 4)
-EVERYWHERE = (*WORKERS, "inline")
+EVERYWHERE = (*WORKERS, "inline", "1+3")
 
 
 class Sharded:

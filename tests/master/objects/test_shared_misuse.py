@@ -42,7 +42,7 @@ def test_a_value_of_another_structure_is_an_error(shared_runtimes: Any, wrong: A
     assert_same(everywhere(rt, w), [value] * 2)
 
 
-@pytest.mark.parametrize("where", [2, "inline"])
+@pytest.mark.parametrize("where", [2, "inline", "1+3"])
 @pytest.mark.parametrize(
     ("value", "error", "words"),
     [
@@ -79,7 +79,7 @@ def test_a_value_that_does_not_fit_is_refused_in_the_master_and_in_functions(
     assert_same(everywhere(rt, w), [np.ones((2, 2), "f4")] * rt.world_size)
 
 
-@pytest.mark.parametrize("where", [2, "inline"])
+@pytest.mark.parametrize("where", [2, "inline", "1+3"])
 def test_python_numbers_fit_by_kind(shared_runtimes: Any, where: Any) -> None:
     """They have no width: 0.1 fits a float32 variable; but no number loses its fraction."""
     rt = shared_runtimes[where]

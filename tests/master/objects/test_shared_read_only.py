@@ -181,7 +181,7 @@ def test_what_was_read_works_as_before(shared_runtimes: Any) -> None:
 # ----- in functions
 
 
-@pytest.mark.parametrize("where", [2, "inline"])
+@pytest.mark.parametrize("where", [2, "inline", "1+3"])
 @pytest.mark.parametrize("num_slices", [1, 2])
 @pytest.mark.parametrize(
     "change",

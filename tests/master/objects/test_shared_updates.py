@@ -9,7 +9,7 @@ import pytest
 from support.rank_arrays import OPS, REDUCIBLE, accumulated, assert_same, everywhere, numbers
 
 WORKERS = (1, 2, 3, 4)
-EVERYWHERE = (*WORKERS, "inline")
+EVERYWHERE = (*WORKERS, "inline", "1+3")
 
 
 def step(old: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -118,7 +118,7 @@ def test_several_variables_each_with_its_op(shared_runtimes: Any, where: Any) ->
         assert_same(everywhere(rt, counts), [np.array([len(part)]) for part in parts])
 
 
-@pytest.mark.parametrize("where", [1, 3, "inline"])
+@pytest.mark.parametrize("where", [1, 3, "inline", "1+3"])
 @pytest.mark.parametrize("kind", ["variable", "pair", "list", "tuple"])
 def test_the_ways_to_name_one_variable(shared_runtimes: Any, where: Any, kind: str) -> None:
     rt = shared_runtimes[where]
@@ -130,7 +130,7 @@ def test_the_ways_to_name_one_variable(shared_runtimes: Any, where: Any, kind: s
     assert_same(everywhere(rt, w), [np.full(2, 3.0)] * rt.world_size)
 
 
-@pytest.mark.parametrize("where", [1, 2, "inline"])
+@pytest.mark.parametrize("where", [1, 2, "inline", "1+3"])
 @pytest.mark.parametrize("op", ["avg", "sum", "max"])
 def test_a_function_may_fill_one_buffer_for_all_slices(shared_runtimes: Any, where: Any, op: str) -> None:
     rt = shared_runtimes[where]
@@ -266,7 +266,7 @@ def test_updates_are_checked_when_the_function_is_built(
         shared_runtimes[2].function(lambda x: (0.0, 0.0), updates=updates)
 
 
-@pytest.mark.parametrize("where", [2, "inline"])
+@pytest.mark.parametrize("where", [2, "inline", "1+3"])
 def test_direct_assignment_and_updates_exclude_each_other(shared_runtimes: Any, where: Any) -> None:
     rt = shared_runtimes[where]
     w, v = rt.shared(np.ones(2), name="w"), rt.shared(np.ones(2), name="v")
