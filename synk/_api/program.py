@@ -484,7 +484,7 @@ def _set_streams(session: Session, streams: Sequence[Any]) -> None:
     def go_on(states: Any) -> None:
         from synk._wire.cell import cell
 
-        cell.worker.rng.bit_generator.state = states[cell.worker.rank]
+        cell.worker.rng.bit_generator.state = states[cell.worker.number]
 
     if len(streams) == session.world_size:
         Function(go_on, bcast_inputs="states", outputs=None, per_rank=True, name="comm.rng", session=session)(streams)

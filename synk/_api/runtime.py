@@ -125,7 +125,7 @@ class Runtime:
             raise ValueError(f"cannot fork: got max_restarts={max_restarts!r}, expected an integer of 0 or more.")
         seed = entropy_of(seed)
         if cluster is not None:
-            from synk.cluster.head import open_session, refuse
+            from synk.cluster.forking import open_session, refuse
 
             refuse(
                 cluster,

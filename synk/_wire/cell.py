@@ -58,6 +58,6 @@ def refuse_inside_worker(verb: str) -> None:
     """Raise ReentrancyError if this process runs a function: synk's verbs cannot be used there."""
     if cell.worker is not None:
         raise ReentrancyError(
-            f"cannot {verb} inside worker rank {cell.worker.rank}: a function runs on one device and cannot use the "
+            f"cannot {verb} inside worker rank {cell.worker.number}: a function runs on one device and cannot use the "
             "runtime. Use synk.comm for collectives inside a function."
         )

@@ -32,10 +32,9 @@ class Down(IntEnum):
     BROKEN = 13  # number of the last NCCL group that was given up
     # segment for the call's large outputs; 0: the master asks for them later; rank 0's entry counts for all
     RESULT = 14
-    # on one of several nodes: how many ranks of all nodes run the call, and their rows; rank 0's entry counts for all
-    ALL_RANKS = 15
-    ALL_ROWS = 16
-    ALL_GROUP = 17  # number of the group by which the ranks of all nodes are joined; 0: none
+    # on one of several nodes: the rows of the ranks of all nodes that run the call; rank 0's entry counts for all
+    ALL_ROWS = 15
+    ALL_GROUP = 16  # number of the group by which the ranks of all nodes are joined; 0: none
 
 
 class Up(IntEnum):

@@ -150,6 +150,8 @@ class Plan(NamedTuple):
         How many rows each block has for which the function is called once; 0 for no blocks.
     num_repeats : int
         How often the call runs on each rank; what one run changes, the next one finds.
+    all_ranks : tuple of int
+        On one of several nodes: the ranks of all nodes that run the call.
     """
 
     plan_id: int
@@ -168,6 +170,7 @@ class Plan(NamedTuple):
     nests: bytes = b""
     block_rows: int = 0
     num_repeats: int = 1
+    all_ranks: tuple[int, ...] = ()
 
 
 class Leaf(NamedTuple):

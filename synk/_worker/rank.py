@@ -42,7 +42,7 @@ RSS_INTERVAL_NS = 1_000_000_000
 
 # Members of an enumeration are slow to look up.
 _PHASE, _FUNCTION, _INTERRUPT = int(Up.PHASE), int(Phase.FUNCTION), int(Down.INTERRUPT)
-_ALL_RANKS, _ALL_ROWS = int(Down.ALL_RANKS), int(Down.ALL_ROWS)
+_ALL_ROWS = int(Down.ALL_ROWS)
 _CALL, _DONE = int(Kind.CALL), int(Status.DONE)
 _CALLS = (_CALL, int(Kind.CHECK))
 _WITH_OUTPUTS = (_CALL, int(Kind.PUBLISH), int(Kind.ASSEMBLE))
@@ -180,7 +180,7 @@ class Worker:
     def ranks(self) -> tuple[int, ...]:
         """The ranks among which a function counts: the current call's; outside a call, and in a map, all."""
         if self.mapped is None and self.own_up[_PHASE] == _FUNCTION:
-            return tuple(range(self.lane.first_down[_ALL_RANKS])) if self.has_other_nodes else self.lane.ranks
+            return self.peers.ranks(self.lane)
         return tuple(range(self.total_ranks))
 
     @property

@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from synk._master.calls.arguments import Argument
 from synk._master.calls.assembly import Assembly
 from synk._master.calls.call import abandon, load, send
@@ -258,7 +260,6 @@ class Agent:
             cached = plan_call(session, function, call, call.options, session.lanes.first)  # type: ignore[arg-type]
             values, began = values_of(call, cached), time.monotonic_ns()
             launched = Launched(function, call, cached, values, None, began, 0, state)  # type: ignore[arg-type]
-            session.lanes.first.first_down[Down.ALL_RANKS] = order.all_ranks
             session.lanes.first.first_down[Down.ALL_ROWS] = order.all_rows
             session.lanes.first.first_down[Down.ALL_GROUP] = order.group
             try:
@@ -289,15 +290,17 @@ class Agent:
             return NodeReply(failures=records)
         packed = take_layouts(name, cached, call.ranks, replies)
         up = [session.lanes.first.up[rank].tolist() for rank in call.ranks]
+        num_restarts = session.counters["restarts"]
         try:
             assembly, layouts, lease = self._published(launched, replies)
         except CollectiveMismatch:  # the head sees the ranks of all nodes, so it says which differ
             layouts = [cached.layouts[rank] for rank in call.ranks]
-            return NodeReply(layouts, [[None] * len(layout.leaves) for layout in layouts], packed, up)
+            nothing: list[list[np.ndarray | None]] = [[None] * len(layout.leaves) for layout in layouts]
+            return NodeReply(layouts, nothing, packed, up, num_restarts)
         layouts, arrays = assembly.outputs(None if lease is None else lease.deliver())
         cached.is_agreed = True
         assigned = self._variables.assigned(launched, layouts)
-        return NodeReply(layouts, arrays, packed, up, assigned=assigned)
+        return NodeReply(layouts, arrays, packed, up, num_restarts, assigned)
 
     def _published(self, launched: Launched, replies: dict[int, Any]) -> tuple[Assembly, list[Any], Any]:
         steps = publishing(self.session, launched, replies)
@@ -351,6 +354,7 @@ def _bound(order: CallOrder, variables: NodeVariables) -> Call:
         index_arrays=(None, order.local_indices, None),
         is_timed=False,
         nests=order.nests,
+        all_ranks=order.all_ranks,
     )  # fmt: skip
 
 

@@ -27,22 +27,20 @@ from synk._master.state.lanes import Lane
 from synk._master.workers.failures import rebuild
 from synk._master.workers.recovery import GRACE_S
 from synk._master.workers.requests import Request
-from synk._pure.cores import num_cores
 from synk._pure.ops import EACH
 from synk._wire.memory import Segment
 from synk._wire.messages import Layout as OutputLayout
 from synk._wire.messages import Plan, Status
 from synk._wire.messages import Reply as WorkerReply
-from synk._wire.program import is_frozen
 from synk.backends._assignment import DeviceAssignment
 from synk.cluster.channel import unpacked
-from synk.cluster.here import AgentProcess, NodePlacement, agents
+from synk.cluster.here import AgentProcess, NodePlacement
 from synk.cluster.orders import HELD, CallOrder, FunctionNote, NodeReply, Part, VariableNote, without_code
 from synk.cluster.outputs import GatheredOutputs
 from synk.cluster.ranks import NodeRanks, error_of, tell_warnings
-from synk.cluster.split import Layout, counts_of, own_bounds, rows_between
+from synk.cluster.split import Layout, own_bounds, rows_between
 from synk.cluster.wire_group import WireGroup
-from synk.errors import CallCancelled, StartupError, UnsupportedError
+from synk.errors import CallCancelled
 
 AGENT_GRACE_S = 2 * GRACE_S + 1
 """How long an agent may take to answer an interrupt: it gives its workers ``GRACE_S``."""
@@ -91,10 +89,11 @@ class Nodes:
     session : Session
     layout : Layout
     ranks : NodeRanks
+    group : WireGroup
     """
 
-    def __init__(self, session: Session, layout: Layout, ranks: NodeRanks) -> None:
-        self._session, self._ranks = session, ranks
+    def __init__(self, session: Session, layout: Layout, ranks: NodeRanks, group: WireGroup) -> None:
+        self._session, self._ranks, self._group = session, ranks, group
         self.layout = layout
 
     def stacks(self, processes: Processes) -> dict[int, str]:
@@ -146,8 +145,6 @@ class Nodes:
         weights = dict(zip(call.ranks, call.rows))
         has_residents = function.residents or function.changes or any(a.kind == "resident" for a in call.arguments)
         known = self._ranks.num_restarts if has_residents else {}
-        group = self._session.group
-        assert isinstance(group, WireGroup)
         found = {}
         for node in launched.nodes:
             ranks = self.layout.ranks_of(node)
@@ -169,9 +166,9 @@ class Nodes:
                 call.options.num_repeats,
                 call.options.is_trial,
                 call.options.is_apart,
-                len(call.ranks),
+                tuple(call.ranks),
                 sum(call.rows),
-                group.number,
+                self._group.number,
                 None if call.owned is None else call.owned.local_ranges[ranks[0] : ranks[-1] + 1],
                 None if call.index_arrays[1] is None else call.index_arrays[1][low:high],
             )
@@ -182,24 +179,17 @@ class Nodes:
         session, call, function = self._session, launched.call, launched.function
         replies = yield launched
         if launched.failed:
-            session.group.break_up(session.workers)
+            self._group.break_up(session.workers)
             raise launched.error_of_nodes()
         if any(reply.status == Status.INTERRUPTED for reply in replies.values()):
-            session.group.break_up(session.workers)
+            self._group.break_up(session.workers)
             raise CallCancelled(f"the call of {function.name!r} was ended by an interrupt. Call it again.")
         answers: list[NodeReply] = [unpacked(replies[node].body) for node in launched.nodes]
-        for answer in answers:
+        for node, answer in zip(launched.nodes, answers):
             tell_warnings(answer)
+            self._group.note_restarts(node, answer.num_restarts)
         layouts = [layout for answer in answers for layout in answer.layouts]
-        outputs = GatheredOutputs(
-            function.name,
-            EACH if call.options.is_apart else function.ops,
-            call.options.output_subset,
-            call.ranks,
-            layouts,
-            [arrays for answer in answers for arrays in answer.arrays],
-            session.world_size,
-        )
+        outputs = launched.assembly = self._outputs(launched, layouts, answers)
         packed = [parts for answer in answers for parts in answer.packed]
         objects = [unpickled(parts, function.name, rank) for rank, parts in zip(call.ranks, packed)]
         result = outputs.build(call.rows, objects, None, None if call.owned is None else call.owned.order)
@@ -214,7 +204,6 @@ class Nodes:
         session.workers.requests.pop(launched.sequence, None)
         if function.changes:
             session.residents.note_changed(function.changes, launched.number, call.ranks)
-        launched.assembly = outputs
         ended_ns = time.monotonic_ns()
         wall_ns = ended_ns - launched.started_ns
         function.record.add(launched.cached.transfers, call.ranks, call.rows, words, wall_ns)
@@ -226,6 +215,24 @@ class Nodes:
             launched.result = (result,)
             yield from checking(session, launched, outputs, dict(zip(call.ranks, layouts)), words)
         return result
+
+    def _outputs(
+        self, launched: NodesCall, layouts: list[OutputLayout], answers: Sequence[NodeReply]
+    ) -> GatheredOutputs:
+        """Return how the outputs of all ranks are put together. Raise if they do not fit."""
+        function, call = launched.function, launched.call
+        outputs = GatheredOutputs(
+            function.name,
+            EACH if call.options.is_apart else function.ops,
+            call.options.output_subset,
+            call.ranks,
+            layouts,
+            [arrays for answer in answers for arrays in answer.arrays],
+            self._session.world_size,
+        )
+        if call.unequal and outputs.has_weights:
+            raise ValueError(call.unequal)
+        return outputs
 
     def _commit(self, launched: NodesCall, layouts: list[OutputLayout], assigned: list[list[list[np.ndarray]]]) -> None:
         """Take in the new values of variables, and make them the values on all ranks."""
@@ -297,8 +304,8 @@ class ClusterSession(Session):
             process_type=process_type,
             make_queue=make_queue,
         )
-        self.nodes = Nodes(self, layout, self.ranks)
         self.group = WireGroup(self.ranks, layout, self.residents.note_unsettled)
+        self.nodes = Nodes(self, layout, self.ranks, self.group)
         self.world_size = layout.total_ranks
         self.devices = tuple(
             f"node{node}:cpu:{position}" for node, count in enumerate(layout.counts) for position in range(count)
@@ -310,88 +317,3 @@ class ClusterSession(Session):
 
     def _make_ranks(self) -> NodeRanks:
         return NodeRanks(self.workers, self._layout)
-
-
-def check_nodes(cluster: Any, nodes: Any) -> int | None:
-    """Return the number of nodes to start; None for all machines of a cluster.
-
-    Raises
-    ------
-    ValueError
-        If there is no such cluster.
-    """
-    is_address = isinstance(cluster, str) and (cluster == "auto" or ":" in cluster)
-    if cluster != "here" and not is_address:
-        raise ValueError(
-            f"cannot fork: got cluster={cluster!r}, expected None, 'here' (the nodes are processes of this machine), "
-            "'auto' or the address of a Ray cluster, such as '10.0.0.1:6379'."
-        )
-    if nodes is None and is_address:
-        return None
-    if isinstance(nodes, bool) or not isinstance(nodes, (int, np.integer)) or nodes < 1:
-        raise ValueError(f"cannot fork: got nodes={nodes!r}, expected how many nodes to start: an integer above 0.")
-    return int(nodes)
-
-
-def open_session(
-    num_workers: int | Sequence[int] | None,
-    cluster: Any,
-    nodes: Any,
-    *,
-    insecure: bool,
-    timeout: float | None,
-    seed: int,
-    max_restarts: int,
-    on_restart: tuple[Any, dict[str, Any]] | None,
-    make_queue: Callable[[Session], SubmittedCalls],
-) -> ClusterSession:
-    """Start the nodes of a runtime, with one worker for each core where ``num_workers`` does not say how many.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If an argument makes no sense.
-    StartupError
-        If an agent cannot be started.
-    """
-    num_nodes = check_nodes(cluster, nodes)
-    if is_frozen():
-        raise UnsupportedError(
-            f"cannot fork with cluster={cluster!r}: got a frozen program, expected one that the interpreter runs, for "
-            "a copy of a frozen one becomes a worker and no agent. Fork without cluster=."
-        )
-    if cluster == "here":
-        assert num_nodes is not None
-        counts = counts_of(max(num_cores() // num_nodes, 1) if num_workers is None else num_workers, num_nodes)
-        process_type = agents(Layout(counts), max_restarts, seed)
-    else:
-        from synk.cluster.remote import machines_of, remote_agents
-
-        cpus = machines_of(cluster, insecure=insecure)
-        if num_nodes is not None and num_nodes > len(cpus):
-            raise StartupError(
-                f"cannot fork on {num_nodes} nodes: the cluster {cluster!r} has {len(cpus)} machines with CPUs. Add "
-                "machines, or fork on fewer."
-            )
-        cpus = cpus[:num_nodes]
-        counts = counts_of(cpus if num_workers is None else num_workers, len(cpus))
-        process_type = remote_agents(Layout(counts), max_restarts, seed, cluster)
-    return ClusterSession(
-        Layout(counts),
-        process_type,
-        timeout=timeout,
-        seed=seed,
-        max_restarts=max_restarts,
-        on_restart=on_restart,
-        make_queue=make_queue,
-    )
-
-
-def refuse(cluster: Any, **options: Any) -> None:
-    """Raise for an option of ``fork`` that has no meaning over nodes, so far."""
-    for name, (value, default) in options.items():
-        if value != default:
-            raise UnsupportedError(
-                f"cannot fork with cluster={cluster!r}: got {name}={value!r}, expected {default!r}, for it does not "
-                "work over nodes yet. Leave it out, or fork without cluster=."
-            )

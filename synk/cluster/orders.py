@@ -98,8 +98,10 @@ class CallOrder(NamedTuple):
         The weights of these ranks.
     num_slices, output_subset, num_repeats, is_trial, is_apart
         As in ``Plan``.
-    all_ranks, all_rows : int
-        How many ranks of all nodes run the call, and the sum of their rows.
+    all_ranks : tuple of int
+        The ranks of all nodes that run the call.
+    all_rows : int
+        The sum of their rows.
     group : int
         The number of the group by which the ranks of all nodes are joined; 0: none.
     local_ranges, local_indices
@@ -122,7 +124,7 @@ class CallOrder(NamedTuple):
     num_repeats: int
     is_trial: bool
     is_apart: bool
-    all_ranks: int
+    all_ranks: tuple[int, ...]
     all_rows: int
     group: int
     local_ranges: list[tuple[int, int]] | None
@@ -183,11 +185,13 @@ class NodeReply(NamedTuple):
         The outputs of each rank that are not arrays, pickled by the rank.
     up : list of lists of int
         The numbers that each rank reports; see ``synk._wire.control.Up``.
-    failures : list of Failure
-        The exceptions of ranks. Then there are no outputs.
+    num_restarts : int
+        How many workers the node has replaced so far.
     assigned : list of lists of lists of ndarray
         The new values of variables: for each rank that ran, the leaves of each variable in ``Layout.assigned``. The
         node makes them its own when the head has committed the call.
+    failures : list of Failure
+        The exceptions of ranks. Then there are no outputs.
     error : bytes
         The pickle of what the node's session raised: a death, or a lack of memory. Then there are no outputs.
     warnings : list of (text, category)
@@ -198,8 +202,9 @@ class NodeReply(NamedTuple):
     arrays: Sequence[list[np.ndarray | None]] = ()
     packed: Sequence[list[bytes]] = ()
     up: Sequence[list[int]] = ()
-    failures: Sequence[Failure] = ()
+    num_restarts: int = 0
     assigned: Sequence[list[list[np.ndarray]]] = ()
+    failures: Sequence[Failure] = ()
     error: bytes = b""
     warnings: Sequence[tuple[str, type[Warning]]] = ()
 

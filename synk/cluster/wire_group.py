@@ -34,6 +34,11 @@ class WireGroup(Group):
     def __init__(self, ranks: NodeRanks, layout: Layout, on_restarts: Callable[[], None]) -> None:
         super().__init__(len(layout.counts) > 1)
         self._ranks, self._layout, self._on_restarts = ranks, layout, on_restarts
+        self._joined: dict[int, int] = {}  # by node, how many workers it had replaced when its ranks were joined
+
+    @property
+    def is_settled(self) -> bool:
+        return self._is_joined or not self._is_wanted
 
     @property
     def number(self) -> int:
@@ -55,7 +60,7 @@ class WireGroup(Group):
         self._number += 1
         if self._ranks.prepare(deadline):  # replaces workers that have ended
             self._on_restarts()
-        self._num_restarts = workers.counters["restarts"]
+        self._num_restarts, self._joined = workers.counters["restarts"], self._ranks.num_restarts
         answers = self._ask({}, deadline)
         self.problem = next((answer["problem"] for answer in answers.values() if "problem" in answer), "")
         if self.problem:
@@ -69,6 +74,11 @@ class WireGroup(Group):
     def break_up(self, workers: Workers) -> None:
         """Have the ranks joined anew before the next call."""
         self._is_joined = False
+
+    def note_restarts(self, node: int, num_restarts: int) -> None:
+        """Note how many workers a node has replaced. Have the ranks joined anew if a new one is among them."""
+        if num_restarts != self._joined.get(node):
+            self._is_joined = False
 
     def _ask(self, table: dict[int, tuple[str, bytes]], deadline: float | None) -> dict[int, dict[str, Any]]:
         order, what = WireOrder(self._number, self._layout.counts, table), "join the nodes"

@@ -170,16 +170,17 @@ def test_all_options_of_a_function_move(shared_runtimes: Any) -> None:
     assert q.retried._callee.retry == 2
 
 
-def test_random_numbers_go_on_where_they_were(reused: Reused, shared_runtimes: Any) -> None:
-    rt = reused(2)
+@pytest.mark.parametrize("where", [2, "1+1"])
+def test_random_numbers_go_on_where_they_were(where: Any, reused: Reused, shared_runtimes: Any) -> None:
+    rt = reused(where)
     draw = rt.function(lambda: synk.comm.rng.random(), per_rank=True, outputs=None)
     program = synk.Program(draw=draw)
     draw()
-    q = pickle.loads(pickle.dumps(program)).on(shared_runtimes[2])
+    q = pickle.loads(pickle.dumps(program)).on(shared_runtimes[where])
     expected = draw()
     assert q.draw() == expected
     q.sync_to_parent()  # a loaded program has no open parent: it keeps the streams itself
-    later = q.program.on(shared_runtimes[2])
+    later = q.program.on(shared_runtimes[where])
     assert later.draw() == draw()
 
 

@@ -235,8 +235,9 @@ def test_a_note_says_that_some_runs_hold(shared_runtimes: Any) -> None:
     assert [log.get(rank) for rank in range(2)] == [[0, 1, 2, 3]] * 2
 
 
-def test_a_death_in_a_later_run(reused: Reused) -> None:
-    rt = reused(2)
+@pytest.mark.parametrize("where", [2, "1+1"])
+def test_a_death_in_a_later_run(where: Any, reused: Reused) -> None:
+    rt = reused(where)
 
     def fails(rank: int, runs: int) -> None:
         if rank == 1 and runs == 3:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import PACKAGE_FOLDER, same_workers, script
+from support.harness import PACKAGE_FOLDER, script
 
 import synk
 import synk.profiler

@@ -197,3 +197,4 @@ class Call:
     has_group: bool = False  # whether NCCL reduces its large outputs
     block: np.ndarray | None = None  # the numbers that tell each rank its rows, once they were written
     nests: bytes | None = None  # the structure of nested arguments, if it came pickled
+    all_ranks: tuple[int, ...] = ()  # on one of several nodes: the ranks of all nodes that run it

@@ -62,6 +62,7 @@ def _key(function: Callee, call: Call, options: CallOptions, lane: Lane) -> tupl
         0 if call.objects is None else capacity_for(len(call.objects[0])),
         () if call.objects is None else tuple(view.nbytes for view in call.objects[1]),
         call.nests,
+        call.all_ranks,
         lane.index,
     )
 
@@ -113,6 +114,7 @@ def _plan(plan_id: int, function: Callee, call: Call, options: CallOptions, stag
         nests=pickle_nests(call.arguments, function.name) if call.nests is None else call.nests,
         block_rows=0 if options.is_trial else function.block_rows,
         num_repeats=options.num_repeats,
+        all_ranks=call.all_ranks,
     )
 
 

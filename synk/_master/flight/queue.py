@@ -152,6 +152,7 @@ class Queue:
             and function in session.functions.bound
             and not function.is_stale
             and not session.has_dropped
+            and session.group.is_settled
             and not workers.processes.has_dead
             and len(workers.requests) == len(self.calls)  # otherwise an interrupt has left one without an owner
         )

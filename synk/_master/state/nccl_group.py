@@ -46,6 +46,11 @@ class Group:
         self.problem = ""
         self.library = ""
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether calls can be sent as things are; otherwise :meth:`prepare` must come first."""
+        return True
+
     def prepare(self, workers: Workers, deadline: float | None) -> bool:
         """Join the group if it is wanted and not joined. Return whether it is joined now.
 

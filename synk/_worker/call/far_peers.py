@@ -89,16 +89,20 @@ class FarPeers(Peers):
         self._mail = WireMailbox(self._first_rank + self._rank, self._total_ranks, wires)
         return {"place": (wires.address, wires.key), "library": _wires.version()}
 
+    def ranks(self, lane: WorkerLane) -> tuple[int, ...]:
+        """Return the ranks of all nodes that run the current call; if its message could not be read, all there are."""
+        return tuple(range(self._total_ranks)) if lane.called is None else lane.called.plan.all_ranks
+
     def collectives(self, lane: WorkerLane, function: LoadedFunction) -> Collectives:
         if self._collectives is not None:
             return self._collectives
         assert lane.communicator is not None
-        call, num_ranks = lane.first_down[Down.CALL], lane.first_down[Down.ALL_RANKS]
+        call, ranks = lane.first_down[Down.CALL], self.ranks(lane)
         own = tuple(self._first_rank + rank for rank in lane.ranks)
-        if len(own) == num_ranks:
+        if own == ranks:
             lane.communicator.begin(own, call)
             return self._opened(lane.communicator, own, function)
-        groups = [tuple(rank for rank in node if rank < num_ranks) for node in self._checked_group(lane)]
+        groups = [tuple(rank for rank in ranks if rank in node) for node in self._checked_group(lane)]
         groups = [group for group in groups if group]
         assert self._mail is not None
         two_level = self._two_level = TwoLevel(lane.communicator, self._mail, groups)
@@ -130,9 +134,9 @@ class FarPeers(Peers):
         if two_level is not None:
             two_level.end()
         elif self._number and lane.first_down[Down.ALL_GROUP] == self._number and self._mail is not None:
-            num_ranks = lane.first_down[Down.ALL_RANKS]
-            if num_ranks > len(lane.ranks):
-                self._mail.begin(tuple(range(num_ranks)), lane.first_down[Down.CALL])
+            ranks = self.ranks(lane)
+            if len(ranks) > len(lane.ranks):
+                self._mail.begin(ranks, lane.first_down[Down.CALL])
                 self._mail.leave()
                 self._mail.progress()
         super().leave_call(lane)

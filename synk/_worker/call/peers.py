@@ -111,6 +111,10 @@ class Peers:
         if has_started and self.group is not None and lane.executor.outputs.slots.has_group:
             self.group.give_up()
 
+    def ranks(self, lane: WorkerLane) -> tuple[int, ...]:
+        """Return the ranks that run the current call."""
+        return lane.ranks
+
     def leave_call(self, lane: WorkerLane) -> None:
         """Say that this rank has left the call, so that no rank waits for it. :meth:`wake` follows after the reply."""
         rank, call = self._rank, lane.first_down[_CALL]

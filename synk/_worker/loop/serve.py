@@ -134,6 +134,7 @@ class WorkerLoop:
         """Reply with an error to a message that could not be received."""
         if kind == _CALL:
             worker.lane = worker.lanes[flags >> LANE_SHIFT]
+            worker.lane.called = None
             worker.peers.leave_call(worker.lane)
         failure = pack_failure(error, worker.number, worker.device)
         self._reply(Status.ERROR, IS_UNRECEIVED, sequence, pickle.dumps(failure, protocol=5))

@@ -115,8 +115,9 @@ def test_a_nested_sharded_variable_is_whole_in_a_serial_call(shared_runtimes: An
     np.testing.assert_array_equal(f(), expected)  # and each rank sees its own shard again
 
 
-def test_variables_that_are_divided_unlike_give_no_average(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+@pytest.mark.parametrize("where", [2, "1+1"])
+def test_variables_that_are_divided_unlike_give_no_average(where: Any, shared_runtimes: Any) -> None:
+    rt = shared_runtimes[where]
     s, t = rt.shared(np.arange(5.0), sharded=True, name="s"), rt.shared(np.arange(7.0), sharded=True, name="t")
     double = rt.shared(np.arange(10.0), sharded=True, name="double")
     rt.set_value(double, np.arange(6.0), rank=0)

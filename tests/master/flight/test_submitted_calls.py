@@ -242,8 +242,9 @@ def test_functions_communicate_while_calls_overlap(reused: Any) -> None:
             np.testing.assert_array_equal(gathered[:, 0], np.arange(3) + 10.0 * k)
 
 
-def test_ranks_that_do_not_communicate_release_those_that_do(reused: Any) -> None:
-    rt = reused(2)
+@pytest.mark.parametrize("where", [2, "1+1"])
+def test_ranks_that_do_not_communicate_release_those_that_do(where: Any, reused: Any) -> None:
+    rt = reused(where)
 
     def work(x: Any, number: Any) -> Any:
         if number == 3 and synk.comm.rank == 1:

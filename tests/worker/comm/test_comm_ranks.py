@@ -64,10 +64,11 @@ def everything(comm: Any, count: int) -> bool:
     return True
 
 
+@pytest.mark.parametrize("where", [3, "1+2"])
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("ranks", CHOSEN, ids=str)
-def test_ranks_count_within_their_call(shared_runtimes: Any, ranks: tuple[int, ...], count: int) -> None:
-    rt = shared_runtimes[3]
+def test_ranks_count_within_their_call(where: Any, shared_runtimes: Any, ranks: tuple[int, ...], count: int) -> None:
+    rt = shared_runtimes[where]
     x = rt.shared(np.arange(6.0), sharded=True)
 
     def body(x: np.ndarray) -> Any:
@@ -124,8 +125,9 @@ def test_a_program_with_neighbours_is_its_own_oracle(shared_runtimes: Any, where
             np.testing.assert_array_equal(found, plain(points))
 
 
-def test_errors_name_the_ranks_of_the_runtime(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[3]
+@pytest.mark.parametrize("where", [3, "1+2"])
+def test_errors_name_the_ranks_of_the_runtime(where: Any, shared_runtimes: Any) -> None:
+    rt = shared_runtimes[where]
     x = rt.shared(np.arange(6.0), sharded=True)
     f = rt.function(lambda x: synk.comm.recv(1 - synk.comm.rank, 4), outputs=None)
     with same_workers(rt), pytest.raises(CollectiveMismatch) as caught:
