@@ -7,7 +7,6 @@ From the heads all ranks know how many pieces follow.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +15,10 @@ from synk._pure.dtypes import dtype_name
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk.communicators._buffers import DTYPE_NAMES, named_dtype
 from synk.communicators._layout import MAX_HEAD_WORDS, WORD_NBYTES
+from synk.communicators._results import Place
 from synk.communicators._schedule import Steps
 from synk.communicators._shm_collectives import Frame, Reading, ShmCollectives, flat_bytes
 from synk.errors import CollectiveMismatch
-
-Place = Callable[[tuple[int, ...], np.dtype], np.ndarray]
-"""Returns the array for a result of a shape and a dtype."""
 
 FROM_ROOT, TO_ROOT = ("scatter",), ("gather",)
 DIVIDED = ("scatter", "all_to_all")

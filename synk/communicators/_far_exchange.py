@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from synk._pure.dtypes import dtype_name
-from synk.communicators._exchange import DIVIDED, FROM_ROOT, TO_ROOT, Head, Place
+from synk.communicators._exchange import DIVIDED, FROM_ROOT, TO_ROOT, Head
 from synk.communicators._layout import WORD_NBYTES
+from synk.communicators._results import Place
 from synk.communicators._shm_collectives import flat_bytes
 
 

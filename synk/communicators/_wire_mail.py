@@ -53,12 +53,6 @@ class Waiting(Protocol):
     def fail(self, text: str, left: Sequence[int] = ()) -> NoReturn: ...
 
 
-class FarIncoming(Incoming):
-    """A message from another node."""
-
-    __slots__ = ()
-
-
 class Left(NamedTuple):
     """A rank that has left the call: how many collectives it has joined, and what it has read of this rank's stream.
 
@@ -320,7 +314,7 @@ class WireMailbox:
         key = sender, struct.unpack_from("=q", line)[0]
         message = _take(self._posted, key)
         if message is None:
-            message = FarIncoming()
+            message = Incoming()
             self._arrived.setdefault(key, deque()).append(message)
         message.open(line)
         return message
@@ -331,7 +325,7 @@ class WireMailbox:
         request = Request("recv", dtype=dtype, num_elements=count, peer=peer, tag=tag)
         message = _take(self._arrived, (peer, tag))
         if message is None:
-            message = FarIncoming(request, like)
+            message = Incoming(request, like)
             self._posted.setdefault((peer, tag), deque()).append(message)
         else:
             message.request, message.target = request, like
