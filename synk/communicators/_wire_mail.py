@@ -15,13 +15,12 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
-from synk._pure.dtypes import dtype_name
 from synk._pure.ranges import LINE_NBYTES
-from synk.communicators._messages import Incoming, Outgoing
+from synk.communicators._messages import Inbox, Incoming, Outgoing, unreceived_text, unsent_text
 from synk.communicators._rendezvous import Request
 
 if TYPE_CHECKING:
@@ -38,9 +37,6 @@ _HEAD = struct.Struct("=B3xiq")
 
 _PIECE, _READ, _LEFT, _VERDICT, _REPORT = range(5)
 _COUNTS = struct.Struct("=qq")
-
-Key = tuple[int, int]
-"""Sender and tag."""
 
 
 class Waiting(Protocol):
@@ -123,8 +119,7 @@ class WireMailbox:
         # By receiver: the ends in the stream of messages that it may not have read, for the texts of errors.
         self._unread: dict[int, deque[tuple[int, Request]]] = {}
         self._arriving: dict[int, Incoming] = {}
-        self._posted: dict[Key, deque[Incoming]] = {}
-        self._arrived: dict[Key, deque[Incoming]] = {}
+        self._inbox = Inbox()
 
     def attach(self, rendezvous: Waiting) -> None:
         """Wait by means of a rendezvous from now on."""
@@ -210,7 +205,7 @@ class WireMailbox:
         if not message.is_done and message.request.peer in self.left:
             if message.request.tag < 0:
                 self._rendezvous.check_joined(self)
-            self._rendezvous.fail(_unreceived_text(message.request, self.rank), [message.request.peer])
+            self._rendezvous.fail(unreceived_text(message.request, self.rank), [message.request.peer])
         return message.is_done
 
     def _write(self, peer: int) -> None:
@@ -290,7 +285,7 @@ class WireMailbox:
         self._rendezvous.rouse()
         message = self._arriving.get(sender)
         if message is None:
-            message = self._arriving[sender] = self._open(sender, content[:LINE_NBYTES])
+            message = self._arriving[sender] = self._inbox.open(sender, content[:LINE_NBYTES])
             content = content[LINE_NBYTES:]
         assert message.body is not None
         start = message.num_filled
@@ -310,26 +305,9 @@ class WireMailbox:
             self._told[sender] = self._read[sender]
             self.wires.send(sender, self._head(_READ) + _COUNTS.pack(0, self._read[sender]))
 
-    def _open(self, sender: int, line: bytes) -> Incoming:
-        key = sender, struct.unpack_from("=q", line)[0]
-        message = _take(self._posted, key)
-        if message is None:
-            message = Incoming()
-            self._arrived.setdefault(key, deque()).append(message)
-        message.open(line)
-        return message
-
     def irecv(self, like: np.ndarray | None, peer: int, tag: int) -> Incoming:
         """Ask for the next message of this sender and tag that no earlier receive asked for."""
-        dtype, count = ("", -1) if like is None else (dtype_name(like.dtype), like.size)
-        request = Request("recv", dtype=dtype, num_elements=count, peer=peer, tag=tag)
-        message = _take(self._arrived, (peer, tag))
-        if message is None:
-            message = Incoming(request, like)
-            self._posted.setdefault((peer, tag), deque()).append(message)
-        else:
-            message.request, message.target = request, like
-        return message
+        return self._inbox.ask(like, peer, tag)
 
     def finish(self, message: Incoming) -> None:
         """Wait until a message that was asked for is complete.
@@ -353,20 +331,14 @@ class WireMailbox:
                 self._rendezvous.check_joined(self)
                 text = f"cannot finish a collective: rank {request.peer} left the function during it."
                 self._rendezvous.fail(text, [request.peer])
-            self._rendezvous.fail(
-                f"cannot finish {request} on rank {self.rank}: rank {request.peer} left the function without sending "
-                "it. Every recv needs a send of the same tag.",
-                [request.peer],
-            )
+            self._rendezvous.fail(unsent_text(request, self.rank), [request.peer])
         return message.is_done
 
     # -- the end of a call ---------------------------------------------------------------------------------------------
 
     def complete(self) -> None:
         """Wait for the messages that were asked for, and until those sent are on their way."""
-        for incoming in [message for queue in self._posted.values() for message in queue]:
-            self.finish(incoming)
-        for incoming in list(self._arriving.values()):
+        for incoming in (*self._inbox.asked, *self._arriving.values()):
             if incoming.request is not None:
                 self.finish(incoming)
         for outgoing in [message for queue in self._unsent.values() for message in queue]:
@@ -380,10 +352,7 @@ class WireMailbox:
         CollectiveMismatch
             If a message to this rank was never asked for, or a rank left without reading one of this rank's.
         """
-        for (sender, tag), messages in self._arrived.items():
-            first = messages[0]
-            request = Request("send", dtype=first.dtype, num_elements=first.num_elements, peer=self.rank, tag=tag)
-            self._rendezvous.fail(_unreceived_text(request, sender))
+        self._inbox.check_asked(self.rank, self._rendezvous.fail)
         for peer in self._unread:
             self._rendezvous.wait(lambda peer=peer: self._is_read(peer))  # type: ignore[misc]
 
@@ -391,23 +360,5 @@ class WireMailbox:
         """Whether ``peer`` has read all that this rank has sent."""
         unread = self._unread[peer]
         if unread and peer in self.left:
-            self._rendezvous.fail(_unreceived_text(unread[0][1], self.rank), [peer])
+            self._rendezvous.fail(unreceived_text(unread[0][1], self.rank), [peer])
         return not unread
-
-
-def _unreceived_text(request: Request, sender: int) -> str:
-    return (
-        f"cannot finish {request} of rank {sender}: rank {request.peer} left the function without receiving it. "
-        "Every send needs a recv of the same tag."
-    )
-
-
-def _take(messages: dict[Key, deque[Any]], key: Key) -> Any:
-    """Remove and return the oldest message of a sender and tag, or None."""
-    queue = messages.get(key)
-    if queue is None:
-        return None
-    message = queue.popleft()
-    if not queue:
-        del messages[key]
-    return message
