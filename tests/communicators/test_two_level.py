@@ -14,8 +14,9 @@ import zmq
 from support import conformance, disagreement
 from support.conformance import CommunicatorConformance, assert_all_raise, itemsize, reduce_array
 from support.disagreement import Disagreement, Messages
-from support.shm_group import Died, ShmEndpoint
+from support.shm_group import ShmEndpoint
 from support.wired_group import WiredGroup, wired_group
+from support.worker_group import Died
 
 from synk.communicators._shm import Aborted
 from synk.communicators._wire_mail import PIECE_NBYTES, WINDOW_NBYTES
