@@ -203,10 +203,18 @@ class WireMailbox:
     def is_sent(self, message: Outgoing) -> bool:
         """Whether all of a message is on its way. Raise CollectiveMismatch if its receiver has left."""
         if not message.is_done and message.request.peer in self.left:
-            if message.request.tag < 0:
-                self._rendezvous.check_joined(self)
-            self._rendezvous.fail(unreceived_text(message.request, self.rank), [message.request.peer])
+            self._fail(message.request, unreceived_text(message.request, self.rank))
         return message.is_done
+
+    def _fail(self, request: Request, text: str) -> NoReturn:
+        """Raise that the other side of a message has left. ``text``: what to say if no collective has sent it."""
+        if request.tag < 0:
+            self._rendezvous.check_joined(self)
+            text = (
+                f"cannot finish a collective: rank {request.peer} left the function in the middle of it. "
+                "Let exceptions of synk.comm leave the function."
+            )
+        self._rendezvous.fail(text, [request.peer])
 
     def _write(self, peer: int) -> None:
         """Send of the queue for ``peer`` what may be unread."""
@@ -327,11 +335,7 @@ class WireMailbox:
         request = message.request
         assert request is not None
         if not message.is_done and request.peer in self.left:
-            if request.tag < 0:
-                self._rendezvous.check_joined(self)
-                text = f"cannot finish a collective: rank {request.peer} left the function during it."
-                self._rendezvous.fail(text, [request.peer])
-            self._rendezvous.fail(unsent_text(request, self.rank), [request.peer])
+            self._fail(request, unsent_text(request, self.rank))
         return message.is_done
 
     # -- the end of a call ---------------------------------------------------------------------------------------------
@@ -360,5 +364,5 @@ class WireMailbox:
         """Whether ``peer`` has read all that this rank has sent."""
         unread = self._unread[peer]
         if unread and peer in self.left:
-            self._rendezvous.fail(unreceived_text(unread[0][1], self.rank), [peer])
+            self._fail(unread[0][1], unreceived_text(unread[0][1], self.rank))
         return not unread
