@@ -324,10 +324,17 @@ class HostCommunicator(abc.ABC):
         return message.array()
 
     def test_message(self, message: Incoming) -> bool:
-        """Take in what has arrived. Return whether a message that ``irecv_array`` asked for is complete."""
+        """Take in what has arrived. Return whether a message that ``irecv_array`` asked for is complete.
+
+        Raises
+        ------
+        CollectiveMismatch
+            If its sender has left without sending it.
+        """
         if not message.is_done:
+            assert message.request is not None
             self.check_whole()
             self._rendezvous.is_unfinished = True
-            self._mailbox.progress()
+            self._box(message.request.peer).is_there(message)
             self._rendezvous.is_unfinished = False
         return message.is_done

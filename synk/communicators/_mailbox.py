@@ -304,9 +304,16 @@ class Mailbox:
                     self._take_in(sender)
         if not message.is_done:
             self._rendezvous.post(message.request)
-            self._rendezvous.wait(lambda: self._is_there(message), is_message=True)
+            self._rendezvous.wait(lambda: self.is_there(message), is_message=True)
 
-    def _is_there(self, message: Incoming) -> bool:
+    def is_there(self, message: Incoming) -> bool:
+        """Take in what has arrived. Return whether a message is complete.
+
+        Raises
+        ------
+        CollectiveMismatch
+            If it cannot come any more.
+        """
         rendezvous, request = self._rendezvous, message.request
         assert request is not None
         has_left = rendezvous.has_left(request.peer)  # first, so that what it sent before it left counts

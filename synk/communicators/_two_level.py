@@ -50,4 +50,5 @@ class TwoLevel(NodeCollectives):
 
     def test_message(self, message: Incoming) -> bool:
         self._mail.progress()
+        self._mailbox.progress()
         return super().test_message(message)

@@ -57,6 +57,11 @@ class Request:
 
         On CPU workers this also advances everything in flight, as far as the other ranks are ready. Nothing makes
         progress by itself there, only in ``test`` and ``wait``, and while other calls of ``synk.comm`` wait.
+
+        Raises
+        ------
+        CollectiveMismatch
+            If the ranks' requests differ, or the other rank has left the function: then it will never be done.
         """
         self._check_call("test")
         return self._finish is None or self._test()
