@@ -38,6 +38,9 @@ _HEAD = struct.Struct("=B3xiq")
 _PIECE, _READ, _LEFT, _VERDICT, _REPORT = range(5)
 _COUNTS = struct.Struct("=qq")
 
+_UNKNOWN, _GONE = -1, -2
+"""What is known of a rank in the place of its nap."""
+
 
 class Waiting(Protocol):
     """What is needed of a ``WiredRendezvous``."""
@@ -71,7 +74,7 @@ class Report(NamedTuple):
     sent, read : list of int
         The bytes of its streams to each rank, and of those from each rank.
     seen : list of int
-        The nap of each rank in the last report that it has got.
+        The nap of each rank in the last report that it has got; ``_GONE`` for a rank that it knows to have left.
     request : bytes
         What it waits for.
     """
@@ -113,6 +116,7 @@ class WireMailbox:
         self.left: dict[int, Left] = {}
         self.reports: dict[int, Report] = {}
         self.verdict = self.failure = ""
+        self._reported = b""
         self._sent, self._acknowledged = [0] * size, [0] * size
         self._read, self._told = [0] * size, [0] * size
         self._unsent: dict[int, deque[Outgoing]] = {}
@@ -146,12 +150,18 @@ class WireMailbox:
             self.wires.send(rank, head)
 
     def report(self, nap: int, request: bytes) -> None:
-        """Tell all others what this rank waits for."""
-        seen = [self.reports[rank].nap if rank in self.reports else -1 for rank in range(self._world_size)]
+        """Tell all others what this rank waits for, unless they know all of it."""
+        seen = [_UNKNOWN] * self._world_size
+        for rank, report in self.reports.items():
+            seen[rank] = report.nap
+        for rank in self.left:
+            seen[rank] = _GONE
         numbers = [nap, bool(self._unsent), *self._sent, *self._read, *seen]
-        head = self._head(_REPORT) + request + np.array(numbers, np.int64).tobytes()
-        for rank in self._others:
-            self.wires.send(rank, head)
+        note = self._head(_REPORT) + request + np.array(numbers, np.int64).tobytes()
+        if note != self._reported:
+            for rank in self._others:
+                self.wires.send(rank, note)
+            self._reported = note
 
     def _note_report(self, sender: int, content: bytes) -> None:
         size = self._world_size
@@ -164,17 +174,19 @@ class WireMailbox:
 
         Every rank that is left has reported that it has seen a report from the same nap of each other one. So there was
         a moment, between these reports, at which all of them slept. If by then all had read what the others had sent,
-        nothing was on its way that could wake any of them.
+        and knew which ranks have left, nothing was on its way that could wake any of them: a rank takes in what another
+        one has sent before it learns that it has left.
         """
         others = [rank for rank in self._others if rank not in self.left]
         if self._unsent or not all(rank in self.reports for rank in others):
             return False
         naps = {rank: self.reports[rank].nap for rank in others} | {self.rank: nap}
+        known = naps | dict.fromkeys(self.left, _GONE)
         sent = {rank: self.reports[rank].sent for rank in others} | {self.rank: self._sent}
         read = {rank: self.reports[rank].read for rank in others} | {self.rank: self._read}
         for rank in others:
             report = self.reports[rank]
-            if report.has_unsent or any(report.seen[each] != naps[each] for each in naps if each != rank):
+            if report.has_unsent or any(report.seen[each] != known[each] for each in known if each != rank):
                 return False
         return all(sent[one][other] == read[other][one] for one in naps for other in naps)
 
