@@ -263,9 +263,8 @@ class NodeCollectives(Agreement):
         if local and len(self._group) > 1:
             streams: dict[int, np.ndarray] = {}
             if self.rank in local:
-                streams = {k: exchange.own_block(rank) for k, rank in enumerate(self._group)}
-                if kind not in DIVIDED:
-                    streams = {0: streams[0]}
+                readers = self._group if kind in DIVIDED else self._group[:1]  # one stream is for all others
+                streams = {k: exchange.own_block(rank) for k, rank in enumerate(readers)}
             index = self._group.index(self.rank) if kind in DIVIDED else 0
             readings = [Reading(rank, index, target) for rank, target in targets.items() if rank in local]
             longest = max(exchange.heads[rank].longest for rank in local)
