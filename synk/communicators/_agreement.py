@@ -14,7 +14,7 @@ import numpy as np
 
 from synk._pure.ranges import LINE_NBYTES
 from synk.communicators._buffers import named_dtype
-from synk.communicators._checks import check_place
+from synk.communicators._host import HostCommunicator
 from synk.communicators._layout import WORD_NBYTES
 from synk.communicators._messages import Incoming, Outgoing
 from synk.communicators._rendezvous import Request, agreed_weights, packed
@@ -23,7 +23,6 @@ from synk.communicators._shm import ShmCommunicator
 from synk.communicators._shm_collectives import flat_bytes
 from synk.communicators._wire_mail import WireMailbox
 from synk.communicators._wired import WiredRendezvous
-from synk.errors import SynkError
 
 # Up to this size an array travels with what its rank asks for.
 SMALL_NBYTES = 1 << 15
@@ -34,7 +33,7 @@ OWN_TAG = -1
 NOTHING = np.empty(0, np.uint8)
 
 
-class Agreement:
+class Agreement(HostCommunicator):
     """What one rank has to do with those of all nodes in one call.
 
     Parameters
@@ -45,15 +44,14 @@ class Agreement:
     groups : sequence of tuple of int
         The ranks of each node that take part, ascending. This rank is one of them.
 
-    Attributes
-    ----------
-    ranks : tuple of int
-        Of all groups.
     """
+
+    _rendezvous: WiredRendezvous
 
     def __init__(self, local: ShmCommunicator, mail: WireMailbox, groups: Sequence[tuple[int, ...]]) -> None:
         self._local, self._mail = local, mail
         rendezvous, self._schedule, self._mailbox = local.parts()
+        self._boxes = self._mailbox, mail
         assert isinstance(rendezvous, WiredRendezvous)
         self._rendezvous = rendezvous
         self.rank, self.world_size = local.rank, local.world_size
@@ -69,34 +67,9 @@ class Agreement:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of the current call, ascending; empty outside a call."""
         return self._all if self._local.ranks else ()
 
-    @property
-    def call(self) -> int:
-        """The number of the current call; -1 outside a call."""
-        return self._local.call
-
     # -- what the ranks ask for ----------------------------------------------------------------------------------------
-
-    def member(self, kind: str, role: str, place: Any) -> int:
-        """Return the number of a rank that a function names by its position among the ranks of the call."""
-        self._check_active(kind)
-        check_place(kind, role, place, len(self._all))
-        return self._all[place]
-
-    def check_member(self, kind: str, role: str, rank: int) -> None:
-        """Raise ValueError unless ``rank`` takes part in the call."""
-        self._check_active(kind)
-        if rank not in self._all:
-            raise ValueError(f"cannot {kind}: got {role}={rank}, expected a rank of this call: one of {self._all}.")
-
-    def _check_active(self, kind: str) -> None:
-        if not self._local.ranks:
-            raise SynkError(
-                f"cannot run {kind} on rank {self.rank}: no call is running here. "
-                "Use collectives inside a function that the runtime called."
-            )
 
     def _is_small(self, nbytes: int) -> bool:
         """Whether arrays of this size travel with what the ranks ask for: there is room for one of each rank."""
@@ -176,12 +149,7 @@ class Agreement:
             yield is_ready
 
     def barrier_steps(self) -> Steps:
-        """Wait until every rank of the call has called it."""
         yield from self._agree("barrier")
-
-    def group(self) -> Any:
-        """Do nothing: each operation returns with its result."""
-        return self._local.group()
 
 
 def _size(entry: np.ndarray) -> int:

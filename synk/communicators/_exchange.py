@@ -7,7 +7,7 @@ From the heads all ranks know how many pieces follow.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +16,10 @@ from synk._pure.dtypes import dtype_name
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk.communicators._buffers import DTYPE_NAMES, named_dtype
 from synk.communicators._layout import MAX_HEAD_WORDS, WORD_NBYTES
+from synk.communicators._results import Place
 from synk.communicators._schedule import Steps
 from synk.communicators._shm_collectives import Frame, Reading, ShmCollectives, flat_bytes
 from synk.errors import CollectiveMismatch
-
-Place = Callable[[tuple[int, ...], np.dtype], np.ndarray]
-"""Returns the array for a result of a shape and a dtype."""
 
 FROM_ROOT, TO_ROOT = ("scatter",), ("gather",)
 DIVIDED = ("scatter", "all_to_all")
@@ -49,18 +47,21 @@ class Head(NamedTuple):
     def row_size(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64))
 
-    def check_like(self, own: Head, kind: str, rank: int, sender: int) -> None:
-        """Raise CollectiveMismatch unless the rows of ``sender`` have the shape of those of ``rank``."""
-        if self.shape != own.shape:
-            raise CollectiveMismatch(
-                f"cannot {kind.split()[0]} on rank {rank}: got rows of shape {self.shape} from rank {sender}, "
-                f"expected {own.shape}. Bring rows of one shape on all ranks."
-            )
-
     @property
     def longest(self) -> int:
         """The size of the largest block, in bytes."""
         return max(self.sizes) * self.row_size * self.dtype.itemsize
+
+
+def check_shapes(kind: str, heads: Mapping[int, Head]) -> None:
+    """Raise CollectiveMismatch unless all senders bring rows of one shape. All ranks that look raise the same."""
+    (first, head), *others = heads.items()
+    for rank, other in others:
+        if other.shape != head.shape:
+            raise CollectiveMismatch(
+                f"cannot {kind.split()[0]}: got rows of shape {other.shape} from rank {rank}, expected {head.shape} as "
+                f"from rank {first}. Bring rows of one shape on all ranks."
+            )
 
 
 class Exchange:
@@ -124,6 +125,7 @@ class Exchange:
         """Take the steps that follow the first meeting."""
         collectives = self._collectives
         heads = {rank: self._read_head(rank, half) for rank in collectives.ranks if rank in self._senders}
+        check_shapes(self._kind, heads)
         joined, readings = self._open(heads, place) if self._is_receiver else (None, [])
         longest = max(head.longest for head in heads.values())
         yield from collectives.read_steps(self._frame, self._streams, readings, longest, half)
@@ -136,9 +138,7 @@ class Exchange:
     def _open(self, heads: dict[int, Head], place: Place) -> tuple[np.ndarray, list[Reading]]:
         """Return the result, with this rank's own rows in place, and what is to be read from the others."""
         own, index = self._collectives.rank, self._index
-        first = heads[self._senders[0]] if self._head is None else self._head
-        for rank, head in heads.items():
-            head.check_like(first, self._kind, own, rank)
+        first = heads[self._senders[0]]
         counts = [head.sizes[index] for head in heads.values()]
         joined = place((sum(counts), *first.shape), first.dtype)
         bounds = itertools.pairwise(itertools.accumulate(counts, initial=0))

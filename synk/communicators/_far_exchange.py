@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from synk._pure.dtypes import dtype_name
-from synk.communicators._exchange import DIVIDED, FROM_ROOT, TO_ROOT, Head, Place
+from synk.communicators._exchange import DIVIDED, FROM_ROOT, TO_ROOT, Head, check_shapes
 from synk.communicators._layout import WORD_NBYTES
+from synk.communicators._results import Place
 from synk.communicators._shm_collectives import flat_bytes
 
 
@@ -81,13 +82,12 @@ class FarExchange:
         Raises
         ------
         CollectiveMismatch
-            If the ranks bring rows of different shapes.
+            On every rank, if the ranks bring rows of different shapes.
         """
+        check_shapes(self._kind, self.heads)
         if not self._is_receiver:
             return None, {}
-        first = self.heads[self._senders[0]] if self.head is None else self.head
-        for rank, head in self.heads.items():
-            head.check_like(first, self._kind, self._rank, rank)
+        first = self.heads[self._senders[0]]
         index = self._index(self._rank)
         counts = [head.sizes[index] for head in self.heads.values()]
         joined = place((sum(counts), *first.shape), first.dtype)

@@ -20,14 +20,9 @@ from collections import deque
 
 import numpy as np
 
-from synk._pure.dtypes import dtype_name
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk.communicators._buffers import DTYPE_NAMES, named_dtype
-from synk.communicators._messages import (
-    HEADER,
-    Incoming,
-    Outgoing,
-)
+from synk.communicators._messages import HEADER, Inbox, Incoming, Outgoing, unreceived_text, unsent_text
 from synk.communicators._outbox import CHUNK_NBYTES, Outbox
 from synk.communicators._rendezvous import SPIN_YIELDS, Rendezvous, Request
 from synk.communicators._schedule import Schedule
@@ -36,9 +31,6 @@ from synk.communicators._schedule import Schedule
 SMALL_NBYTES = 1 << 12
 # The largest piece that is written at once. The receiver finds it in the cache and copies it during the next one.
 GRAIN_NBYTES = 1 << 17
-
-Key = tuple[int, int]
-"""Sender and tag."""
 
 
 class Mailbox:
@@ -79,19 +71,18 @@ class Mailbox:
         self._in_pieces: dict[int, deque[tuple[int, int, Request]]] = {}
         self._arriving: dict[int, Incoming] = {}  # by sender: the message whose first line was read
         self._fetched: list[Incoming] = []  # asked for, and not yet complete in the sender's outbox
-        self._posted: dict[Key, deque[Incoming]] = {}  # asked for, and not yet arrived
-        self._arrived: dict[Key, deque[Incoming]] = {}  # arrived, and not yet asked for
+        self._inbox = Inbox()
         self.is_used = False
 
     def is_idle(self) -> bool:
         """Whether no message is asked for, kept or waiting to be written, and no collective is in flight."""
-        is_busy = self._arriving or self._fetched or self._posted or self._arrived or self._unsent
+        is_busy = self._arriving or self._fetched or self._inbox or self._unsent
         return not (is_busy or self._schedule.operations)
 
     def clear(self) -> None:
         """Forget all messages. Call this before the rendezvous begins a call, so that no rank reads old counts."""
         if self.is_used:
-            for messages in (self._unsent, self._in_pieces, self._arriving, self._fetched, self._posted, self._arrived):
+            for messages in (self._unsent, self._in_pieces, self._arriving, self._fetched, self._inbox):
                 messages.clear()
             self._outbox.clear()
             rank, rendezvous = self._rank, self._rendezvous
@@ -124,10 +115,7 @@ class Mailbox:
 
     def complete(self) -> None:
         """Wait for the messages that were asked for, and until those sent are in the rings or the outbox."""
-        for messages in list(self._posted.values()):
-            for message in list(messages):
-                self.finish(message)
-        for message in list(self._fetched):
+        for message in (*self._inbox.asked, *self._fetched):
             self.finish(message)
         for outgoing in [message for queue in self._unsent.values() for message in queue]:
             self._finish_sending(outgoing)
@@ -144,10 +132,7 @@ class Mailbox:
             If a message to this rank was never asked for, or a peer left without taking one of this rank's in.
         """
         rank, rendezvous = self._rank, self._rendezvous
-        for (sender, tag), messages in self._arrived.items():
-            message = messages[0]
-            request = Request("send", dtype=message.dtype, num_elements=message.num_elements, peer=rank, tag=tag)
-            rendezvous.fail(_unreceived_text(request, sender))
+        self._inbox.check_asked(rank, rendezvous.fail)
         for peer, written in enumerate(rendezvous.written[rank].tolist() if self.is_used else ()):
             if written:
                 rendezvous.wait(functools.partial(self._is_taken_in, peer))
@@ -160,7 +145,7 @@ class Mailbox:
         if num_read == rendezvous.written[rank][peer]:
             return True
         if has_left:
-            rendezvous.fail(_unreceived_text(self._first_unread(peer, num_read), rank), [peer])
+            rendezvous.fail(unreceived_text(self._first_unread(peer, num_read), rank), [peer])
         return False
 
     def _first_unread(self, peer: int, num_read: int) -> Request:
@@ -242,7 +227,7 @@ class Mailbox:
         if message.is_done:
             return True
         if has_left:
-            rendezvous.fail(_unreceived_text(message.request, self._rank), [peer])
+            rendezvous.fail(unreceived_text(message.request, self._rank), [peer])
         return False
 
     def write_on(self) -> None:
@@ -295,16 +280,8 @@ class Mailbox:
     def irecv(self, like: np.ndarray | None, peer: int, tag: int) -> Incoming:
         """Ask for the next message of this sender and tag that no earlier receive asked for."""
         self.is_used = True
-        dtype, count = ("", -1) if like is None else (dtype_name(like.dtype), like.size)
-        request = Request("recv", dtype=dtype, num_elements=count, peer=peer, tag=tag)
-        key = peer, tag
-        message = _take(self._arrived, key)
-        if message is None:
-            message = Incoming(request, like)
-            self._posted.setdefault(key, deque()).append(message)
-        else:
-            message.request, message.target = request, like
-            self._begin_to_fetch(message)
+        message = self._inbox.ask(like, peer, tag)
+        self._begin_to_fetch(message)
         return message
 
     def finish(self, message: Incoming) -> None:
@@ -327,9 +304,16 @@ class Mailbox:
                     self._take_in(sender)
         if not message.is_done:
             self._rendezvous.post(message.request)
-            self._rendezvous.wait(lambda: self._is_there(message), is_message=True)
+            self._rendezvous.wait(lambda: self.is_there(message), is_message=True)
 
-    def _is_there(self, message: Incoming) -> bool:
+    def is_there(self, message: Incoming) -> bool:
+        """Take in what has arrived. Return whether a message is complete.
+
+        Raises
+        ------
+        CollectiveMismatch
+            If it cannot come any more.
+        """
         rendezvous, request = self._rendezvous, message.request
         assert request is not None
         has_left = rendezvous.has_left(request.peer)  # first, so that what it sent before it left counts
@@ -337,11 +321,7 @@ class Mailbox:
         if message.is_done:
             return True
         if has_left:
-            rendezvous.fail(
-                f"cannot finish {request} on rank {self._rank}: rank {request.peer} left the function without "
-                "sending it. Every recv needs a send of the same tag.",
-                [request.peer],
-            )
+            rendezvous.fail(unsent_text(request, self._rank), [request.peer])
         return False
 
     def _take_in(self, sender: int) -> None:
@@ -374,12 +354,7 @@ class Mailbox:
     def _open(self, sender: int, line: bytes) -> Incoming:
         """Begin to take in the message with this first line: for its recv, or to be kept until a recv asks for it."""
         self.is_used = True
-        key = sender, HEADER.unpack_from(line)[0]
-        message = _take(self._posted, key)
-        if message is None:
-            message = Incoming()
-            self._arrived.setdefault(key, deque()).append(message)
-        message.open(line)
+        message = self._inbox.open(sender, line)
         if message.place < 0:
             self._arriving[sender] = message
         elif message.request is not None:
@@ -416,21 +391,3 @@ class Mailbox:
         if message.is_done:
             rendezvous.fence()  # the bytes must be read before their place goes back to the sender
             outbox.release(place)
-
-
-def _unreceived_text(request: Request, sender: int) -> str:
-    return (
-        f"cannot finish {request} of rank {sender}: rank {request.peer} left the function without receiving it. "
-        "Every send needs a recv of the same tag."
-    )
-
-
-def _take(messages: dict[Key, deque[Incoming]], key: Key) -> Incoming | None:
-    """Remove and return the oldest message of a sender and tag, or None."""
-    queue = messages.get(key)
-    if queue is None:
-        return None
-    message = queue.popleft()
-    if not queue:
-        del messages[key]
-    return message

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import struct
+from collections import deque
+from collections.abc import Callable
+from typing import NoReturn
 
 import numpy as np
 
@@ -183,3 +186,78 @@ class Incoming:
         if not np.may_share_memory(target, self.body):
             np.copyto(target.reshape(-1).view(np.uint8), self.body[self._num_apart :])
         return target
+
+
+Key = tuple[int, int]
+"""Sender and tag."""
+
+
+class Inbox:
+    """The messages to one rank that were asked for and have not begun to arrive, or the other way round."""
+
+    def __init__(self) -> None:
+        self._asked: dict[Key, deque[Incoming]] = {}
+        self._arrived: dict[Key, deque[Incoming]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._asked or self._arrived)
+
+    def clear(self) -> None:
+        """Forget all messages."""
+        self._asked.clear()
+        self._arrived.clear()
+
+    @property
+    def asked(self) -> list[Incoming]:
+        """Those that were asked for."""
+        return [message for messages in self._asked.values() for message in messages]
+
+    def ask(self, like: np.ndarray | None, peer: int, tag: int) -> Incoming:
+        """Ask for the next message of this sender and tag that no earlier receive asked for."""
+        dtype, count = ("", -1) if like is None else (dtype_name(like.dtype), like.size)
+        request = Request("recv", dtype=dtype, num_elements=count, peer=peer, tag=tag)
+        message = _match(self._arrived, self._asked, (peer, tag))
+        message.request, message.target = request, like
+        return message
+
+    def open(self, sender: int, line: bytes) -> Incoming:
+        """Begin to take in the message with this first line: for its recv, or to be kept until a recv asks for it."""
+        message = _match(self._asked, self._arrived, (sender, HEADER.unpack_from(line)[0]))
+        message.open(line)
+        return message
+
+    def check_asked(self, rank: int, fail: Callable[[str], NoReturn]) -> None:
+        """Fail if a message has arrived at ``rank`` that nobody has asked for."""
+        for (sender, tag), messages in self._arrived.items():
+            first = messages[0]
+            request = Request("send", dtype=first.dtype, num_elements=first.num_elements, peer=rank, tag=tag)
+            fail(unreceived_text(request, sender))
+
+
+def _match(waiting: dict[Key, deque[Incoming]], others: dict[Key, deque[Incoming]], key: Key) -> Incoming:
+    """Remove and return the oldest message that waits under a key. If none does, return a new one among the others."""
+    queue = waiting.get(key)
+    if queue is None:
+        message = Incoming()
+        others.setdefault(key, deque()).append(message)
+        return message
+    message = queue.popleft()
+    if not queue:
+        del waiting[key]
+    return message
+
+
+def unreceived_text(request: Request, sender: int) -> str:
+    """Return what is said of a message that its receiver has not taken in before it left."""
+    return (
+        f"cannot finish {request} of rank {sender}: rank {request.peer} left the function without receiving it. "
+        "Every send needs a recv of the same tag."
+    )
+
+
+def unsent_text(request: Request, rank: int) -> str:
+    """Return what is said of a message that ``rank`` has asked for, and whose sender has left."""
+    return (
+        f"cannot finish {request} on rank {rank}: rank {request.peer} left the function without sending it. "
+        "Every recv needs a send of the same tag."
+    )

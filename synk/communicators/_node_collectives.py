@@ -15,15 +15,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from synk._pure.dtypes import dtype_name
 from synk._pure.ops import REDUCTIONS, accumulator_dtype
 from synk._pure.ranges import LINE_NBYTES
 from synk.communicators import Buffer
 from synk.communicators._agreement import NOTHING, OWN_TAG, Agreement
 from synk.communicators._buffers import as_array
-from synk.communicators._checks import check_buffers, check_reduction
-from synk.communicators._exchange import DIVIDED, Place, stream_nbytes
+from synk.communicators._checks import check_buffers
+from synk.communicators._exchange import DIVIDED, stream_nbytes
 from synk.communicators._far_exchange import FarExchange
 from synk.communicators._messages import Incoming, Outgoing
+from synk.communicators._results import Place
 from synk.communicators._schedule import Steps
 from synk.communicators._shm_collectives import Reading, flat_bytes
 
@@ -36,15 +38,11 @@ class NodeCollectives(Agreement):
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
-    def all_reduce_steps(
-        self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0
-    ) -> Steps:
-        check_reduction(op, send.dtype, weight)
-        check_buffers("all_reduce", send, recv, send_count=send.count, recv_count=send.count)
-        source, target = as_array(send), as_array(recv)
+    def all_reduce_arrays(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
         is_small = self._is_small(source.nbytes)
         carried = source if is_small else NOTHING
-        found = yield from self._agree("all_reduce", send.dtype, send.count, op, weight=weight, carried=carried)
+        dtype = dtype_name(source.dtype)
+        found = yield from self._agree("all_reduce", dtype, source.size, op, weight=weight, carried=carried)
         if is_small:
             self._fold(found, op, target)
             return
@@ -54,16 +52,10 @@ class NodeCollectives(Agreement):
             yield from self._fold_nodes(partial, bounds, op, target, self._leaders)
         yield from self._from_rank(self._group[0], flat_bytes(target), self._group)
 
-    def reduce_steps(
-        self, send: Buffer, recv: Buffer, op: str, root: int, *, weight: float | None = None, stream: int = 0
-    ) -> Steps:
-        check_reduction(op, send.dtype, weight)
-        check_buffers("reduce", send, recv, send_count=send.count, recv_count=send.count)
-        self.check_member("reduce", "root", root)
-        source, target = as_array(send), as_array(recv)
+    def reduce_arrays(self, source: np.ndarray, target: np.ndarray, op: str, root: int, weight: float | None) -> Steps:
         is_small, is_root = self._is_small(source.nbytes), self.rank == root
         carried = source if is_small else NOTHING
-        found = yield from self._agree("reduce", send.dtype, send.count, op, root, weight, carried)
+        found = yield from self._agree("reduce", dtype_name(source.dtype), source.size, op, root, weight, carried)
         if is_small:
             if is_root:
                 self._fold(found, op, target)
@@ -78,17 +70,11 @@ class NodeCollectives(Agreement):
         if self._group == group:
             yield from self._from_rank(group[0], flat_bytes(target), (root,))
 
-    def reduce_scatter_steps(
-        self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0
-    ) -> Steps:
-        self._check_active("reduce_scatter")
-        check_reduction(op, send.dtype, weight)
-        count, size = recv.count, len(self._all)
-        check_buffers("reduce_scatter", send, recv, send_count=size * count, recv_count=count)
-        source, target = as_array(send), as_array(recv)
-        is_small = self._is_small(source.nbytes)
+    def reduce_scatter_arrays(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
+        count, is_small = target.size, self._is_small(source.nbytes)
         carried = source if is_small else NOTHING
-        found = yield from self._agree("reduce_scatter", send.dtype, count, op, weight=weight, carried=carried)
+        dtype = dtype_name(source.dtype)
+        found = yield from self._agree("reduce_scatter", dtype, count, op, weight=weight, carried=carried)
         if is_small:
             start = self._all.index(self.rank) * target.nbytes
             self._fold([each[start : start + target.nbytes] for each in found], op, target)
@@ -277,9 +263,8 @@ class NodeCollectives(Agreement):
         if local and len(self._group) > 1:
             streams: dict[int, np.ndarray] = {}
             if self.rank in local:
-                streams = {k: exchange.own_block(rank) for k, rank in enumerate(self._group)}
-                if kind not in DIVIDED:
-                    streams = {0: streams[0]}
+                readers = self._group if kind in DIVIDED else self._group[:1]  # one stream is for all others
+                streams = {k: exchange.own_block(rank) for k, rank in enumerate(readers)}
             index = self._group.index(self.rank) if kind in DIVIDED else 0
             readings = [Reading(rank, index, target) for rank, target in targets.items() if rank in local]
             longest = max(exchange.heads[rank].longest for rank in local)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,10 @@ import numpy as np
 MIN_NBYTES = 1 << 17
 # How much memory that is not in use a rank keeps between calls.
 KEPT_NBYTES = 1 << 27
+
+
+Place = Callable[[tuple[int, ...], np.dtype], np.ndarray]
+"""Returns the array for a result of a shape and a dtype."""
 
 
 class ResultMemory:

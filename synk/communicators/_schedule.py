@@ -2,9 +2,9 @@
 
 A collective is a generator, its *steps*. It yields first when it has checked its arguments and shown nothing to the
 other ranks yet, and then each time it has raised the rank's tick, to go on when all ranks have met. Over several nodes
-it also yields a function that says whether what it waits for has come by wire. All ranks start the
-same collectives in the same order, so only the first one in flight takes steps. It does so whenever the rank waits for
-anything, and whenever the function asks for its state.
+it also yields a function that says whether what it waits for has come by wire. All ranks start the same collectives in
+the same order, so only the first one in flight takes steps. It does so whenever the rank waits for anything, and
+whenever the function asks for its state.
 """
 
 from __future__ import annotations

@@ -10,32 +10,28 @@ idle again ``reset``.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from synk._pure.dtypes import dtype_name
 from synk._pure.ops import REDUCE_OPS
 from synk._wire.channel import Patience
 from synk._wire.memory import Segment
 from synk._wire.process_memory import let_siblings_read
-from synk.communicators import Buffer, Capabilities
-from synk.communicators._buffers import DTYPE_NAMES, named_dtype
-from synk.communicators._exchange import Exchange, Place
+from synk.communicators import Capabilities
+from synk.communicators._buffers import DTYPE_NAMES
+from synk.communicators._exchange import Exchange
 from synk.communicators._layout import Layout
 from synk.communicators._mailbox import Mailbox
-from synk.communicators._messages import Incoming
 from synk.communicators._outbox import Outbox
 from synk.communicators._rendezvous import SPIN_YIELDS, Aborted, Rendezvous
-from synk.communicators._results import ResultMemory
-from synk.communicators._schedule import Operation, Schedule, Steps
+from synk.communicators._results import Place, ResultMemory
+from synk.communicators._schedule import Schedule, Steps
 from synk.communicators._shm_collectives import ShmCollectives
 from synk.communicators._short_collectives import ShortCollectives
 from synk.communicators._short_path import ShortPath
-from synk.errors import CollectiveMismatch, SharedMemoryError
 
 __all__ = ["Aborted", "ShmCommunicator"]
 
@@ -61,8 +57,6 @@ class ShmCommunicator(ShmCollectives):
     ----------
     short_path : ShortPath
         The quick way for messages and collectives of plain arrays.
-    results : ResultMemory
-        Memory for this rank's large results.
 
     Raises
     ------
@@ -97,6 +91,7 @@ class ShmCommunicator(ShmCollectives):
             segment.view(layout.rings, rings, np.dtype(np.uint8)),
             Outbox(segment.tail(), rank, world_size),
         )
+        self._boxes = (self._mailbox,)
         self.results = ResultMemory()
         let_siblings_read()
         short = ShortCollectives(self, rendezvous, self._schedule, self.results, self.meet, self.run, self.go_on)
@@ -108,11 +103,6 @@ class ShmCommunicator(ShmCollectives):
         return self._rendezvous, self._schedule, self._mailbox
 
     # -- the call ------------------------------------------------------------------------------------------------
-
-    @property
-    def call(self) -> int:
-        """The number of the current call; -1 outside a call."""
-        return self._rendezvous.sequence if self._rendezvous.ranks else -1
 
     def begin(self, ranks: tuple[int, ...], sequence: int) -> None:
         """Enter a call, before its first operation. Only ``ranks`` may call this. ``end`` follows.
@@ -134,29 +124,7 @@ class ShmCommunicator(ShmCollectives):
         self.short_path.collectives.begin(ranks)
         self._rendezvous.begin(ranks, sequence)
 
-    def complete(self) -> None:
-        """Finish what this rank has started in the call, and leave the call. The function has returned.
-
-        Raises
-        ------
-        CollectiveMismatch
-            If something cannot be finished, or a message is left that nobody has received.
-        """
-        if self._rendezvous.is_unfinished:  # an operation failed, and the function caught its error
-            self.end()
-            return
-        while self._schedule:
-            self.finish(self._schedule.last)
-        self._rendezvous.is_unfinished = True
-        self._mailbox.complete()
-        self._rendezvous.is_unfinished = False
-        self.end()
-        self._mailbox.check_received()
-        self._mailbox.trim()
-        self.results.trim()
-
-    def end(self) -> None:
-        """Leave the call, after the function returned or raised. Peers that wait for this rank are woken and told."""
+    def _leave(self) -> None:
         self._rendezvous.end()
 
     def skip_words(self) -> tuple[memoryview, memoryview]:
@@ -169,50 +137,9 @@ class ShmCommunicator(ShmCollectives):
 
     # -- collectives in flight -------------------------------------------------------------------------------------
 
-    def start(self, steps: Steps) -> Operation:
-        """Start a collective, behind those in flight, and take the steps for which the other ranks are ready.
-
-        If the steps raise before they have shown anything to the other ranks, nothing has happened.
-
-        Raises
-        ------
-        CollectiveMismatch
-            If an earlier operation of this call has failed.
-        """
-        operation = Operation(steps)
-        self.check_whole()
-        self._rendezvous.is_unfinished = True
-        self._schedule.append(operation)
-        self._rendezvous.is_unfinished = False
-        return operation
-
-    @property
-    def has_started(self) -> bool:
-        """Whether a collective of this call is in flight."""
-        return bool(self._schedule)
-
-    def finish(self, operation: Operation) -> Any:
-        """Wait until a collective is done. Return what its steps returned."""
-        if not operation.is_done:
-            self.check_whole()
-            self._rendezvous.is_unfinished = True
-            self._rendezvous.wait(lambda: self._advance(operation))
-            self._rendezvous.is_unfinished = False
-        return operation.value
-
-    def test(self, operation: Operation) -> bool:
-        """Take the steps for which the other ranks are ready. Return whether a collective is done."""
-        if not operation.is_done:
-            self.check_whole()
-            self._rendezvous.is_unfinished = True
-            self._advance(operation)
-            self._rendezvous.is_unfinished = False
-        return operation.is_done
-
     def run(self, steps: Steps) -> Any:
-        """Run a collective to its end. Return what its steps returned."""
         if self._schedule:  # behind the collectives in flight
-            return self.finish(self.start(steps))
+            return super().run(steps)
         rendezvous = self._rendezvous
         try:
             next(steps)  # all checks of the arguments come before the first yield
@@ -249,20 +176,6 @@ class ShmCommunicator(ShmCollectives):
         self._mailbox.progress()  # a rank that is late may be stuck in a send until this one takes its message in
         return False
 
-    def _advance(self, operation: Operation) -> bool:
-        self._schedule.advance()
-        if not operation.is_done:  # as in _has_met
-            self._mailbox.progress()
-        return operation.is_done
-
-    def barrier(self) -> None:
-        """Return when every rank of the call has called it."""
-        self.run(self.barrier_steps())
-
-    def group(self) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: each operation returns with its result."""
-        return contextlib.nullcontext()
-
     def close(self) -> None:
         """Leave the call and release the segment. The eventfds stay open: they belong to the caller."""
         if not self._is_closed:
@@ -274,101 +187,9 @@ class ShmCommunicator(ShmCollectives):
             self._halves = np.empty((0, 2, 0), np.uint8)
 
     def capabilities(self) -> Capabilities:
-        """Say what this communicator can do in this process."""
         return Capabilities(name="shm", ops=REDUCE_OPS, dtypes=DTYPE_NAMES)
-
-    # -- reductions ----------------------------------------------------------------------------------------------
-
-    def all_reduce(self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0) -> None:
-        """Reduce ``send`` of all ranks into ``recv`` of every rank."""
-        self.run(self.all_reduce_steps(send, recv, op, weight=weight))
-
-    def reduce(
-        self, send: Buffer, recv: Buffer, op: str, root: int, *, weight: float | None = None, stream: int = 0
-    ) -> None:
-        """Reduce ``send`` of all ranks into ``recv`` of rank ``root``; elsewhere ``recv`` is not touched."""
-        self.run(self.reduce_steps(send, recv, op, root, weight=weight))
-
-    def reduce_scatter(
-        self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0
-    ) -> None:
-        """Reduce ``send`` (one block for each of ``ranks``) and leave this rank's block in ``recv``."""
-        self.run(self.reduce_scatter_steps(send, recv, op, weight=weight))
-
-    # -- copies --------------------------------------------------------------------------------------------------
-
-    def broadcast(self, buffer: Buffer, root: int, *, stream: int = 0) -> None:
-        """Copy ``buffer`` of rank ``root`` into ``buffer`` of every rank."""
-        self.run(self.broadcast_steps(buffer, root))
-
-    def all_gather(self, send: Buffer, recv: Buffer, *, stream: int = 0) -> None:
-        """Concatenate ``send`` of all ranks, in the order of ``ranks``, into ``recv``."""
-        self.run(self.all_gather_steps(send, recv))
 
     def exchange_steps(
         self, kind: str, rows: np.ndarray | None, sizes: list[int] | None, root: int, place: Place
     ) -> Steps:
-        """Take the steps of an exchange of rows; see ``Exchange``."""
         return Exchange(self, kind, rows, sizes, root).steps(place)
-
-    # -- messages ------------------------------------------------------------------------------------------------
-
-    def send_array(self, array: np.ndarray, peer: int, tag: int) -> None:
-        """Send a C-contiguous array to rank ``peer``, which may be this one. It may be changed once this returns."""
-        self._check_message("send", peer, array)
-        self._rendezvous.is_unfinished = True
-        self._mailbox.send(array, peer, tag)
-        self._rendezvous.is_unfinished = False
-
-    def isend_array(self, array: np.ndarray, peer: int, tag: int) -> None:
-        """Send a C-contiguous array without waiting for the receiver. The array may be changed once this returns."""
-        self._check_message("send", peer, array)
-        self._rendezvous.is_unfinished = True
-        try:
-            self._mailbox.isend(array, peer, tag)
-        except SharedMemoryError:  # nothing was sent, so later operations still meet the others
-            self._rendezvous.is_unfinished = False
-            raise
-        self._rendezvous.is_unfinished = False
-
-    def recv_array(self, like: np.ndarray | None, peer: int, tag: int) -> np.ndarray:
-        """Receive into a C-contiguous array. Without one, return whatever comes as a new array."""
-        return self.finish_message(self.irecv_array(like, peer, tag))
-
-    def irecv_array(self, like: np.ndarray | None, peer: int, tag: int) -> Incoming:
-        """Ask for the next message that no earlier receive asked for. ``finish_message`` waits for it."""
-        self._check_message("recv", peer, like)
-        return self._mailbox.irecv(like, peer, tag)
-
-    def finish_message(self, message: Incoming) -> np.ndarray:
-        """Wait for a message that ``irecv_array`` asked for, and return its array."""
-        if not message.is_done:
-            self.check_whole()
-            self._rendezvous.is_unfinished = True
-            self._mailbox.finish(message)
-            self._rendezvous.is_unfinished = False
-        return message.array()
-
-    def test_message(self, message: Incoming) -> bool:
-        """Take in what has arrived. Return whether a message that ``irecv_array`` asked for is complete."""
-        if not message.is_done:
-            self.check_whole()
-            self._rendezvous.is_unfinished = True
-            self._mailbox.progress()
-            self._rendezvous.is_unfinished = False
-        return message.is_done
-
-    def check_whole(self) -> None:
-        """Raise if an earlier operation of this call was broken off: a later one would meet the others half-way."""
-        self._rendezvous.check_abort()
-        if self._rendezvous.is_unfinished:
-            raise CollectiveMismatch(
-                f"cannot communicate on rank {self.rank}: an earlier collective of this call failed, and the ranks "
-                "may no longer agree. Let its exception leave the function."
-            )
-
-    def _check_message(self, kind: str, peer: int, array: np.ndarray | None) -> None:
-        self.check_member(kind, "peer", peer)
-        if array is not None:
-            named_dtype(dtype_name(array.dtype))  # raises if the other side could not read it
-        self.check_whole()

@@ -20,10 +20,10 @@ from synk._pure.ranges import LINE_NBYTES, round_up
 from synk._wire.process_memory import address_of, read_memory
 from synk.communicators import Buffer
 from synk.communicators._buffers import as_array, named_dtype
-from synk.communicators._checks import check_buffers, check_place, check_reduction
+from synk.communicators._checks import check_buffers
+from synk.communicators._host import HostCommunicator
 from synk.communicators._rendezvous import Rendezvous, Request
 from synk.communicators._schedule import Steps
-from synk.errors import SynkError
 
 # Up to this size, of all ranks' values together, every rank reduces everything for itself: that takes one meeting.
 # Above it each rank reduces only its share, which takes at least two meetings.
@@ -59,7 +59,7 @@ class Reading(NamedTuple):
     target: np.ndarray
 
 
-class ShmCollectives:
+class ShmCollectives(HostCommunicator):
     """The steps of one rank's collectives, over the ranks that take part in the call.
 
     Parameters
@@ -83,7 +83,6 @@ class ShmCollectives:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of the current call, ascending; empty outside a call."""
         return self._rendezvous.ranks
 
     def agree_steps(
@@ -102,46 +101,18 @@ class ShmCollectives:
         yield from self.meet_steps()
 
     def barrier_steps(self) -> Steps:
-        """Wait until every rank of the call has called it."""
         yield from self.start_steps("barrier")
         yield from self.meet_steps()
 
-    def all_reduce_steps(
-        self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0
-    ) -> Steps:
-        check_reduction(op, send.dtype, weight)
-        check_buffers("all_reduce", send, recv, send_count=send.count, recv_count=send.count)
-        yield from self.all_reduce_arrays(as_array(send), as_array(recv), op, weight)
-
     def all_reduce_arrays(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
-        """Take the steps of ``all_reduce`` from one flat array into another one or itself, both already checked."""
         yield from self.start_steps("all_reduce", dtype_name(source.dtype), source.size, op, weight=weight)
         yield from self._reduce(source, target, op, is_receiver=True)
 
-    def reduce_steps(
-        self, send: Buffer, recv: Buffer, op: str, root: int, *, weight: float | None = None, stream: int = 0
-    ) -> Steps:
-        check_reduction(op, send.dtype, weight)
-        check_buffers("reduce", send, recv, send_count=send.count, recv_count=send.count)
-        self.check_member("reduce", "root", root)
-        yield from self.reduce_arrays(as_array(send), as_array(recv), op, root, weight)
-
     def reduce_arrays(self, source: np.ndarray, target: np.ndarray, op: str, root: int, weight: float | None) -> Steps:
-        """Take the steps of ``reduce``, as those of ``all_reduce``."""
         yield from self.start_steps("reduce", dtype_name(source.dtype), source.size, op, root, weight=weight)
         yield from self._reduce(source, target, op, is_receiver=self.rank == root)
 
-    def reduce_scatter_steps(
-        self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0
-    ) -> Steps:
-        self._check_active("reduce_scatter")
-        check_reduction(op, send.dtype, weight)
-        send_count = len(self.ranks) * recv.count
-        check_buffers("reduce_scatter", send, recv, send_count=send_count, recv_count=recv.count)
-        yield from self.reduce_scatter_arrays(as_array(send), as_array(recv), op, weight)
-
     def reduce_scatter_arrays(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
-        """Take the steps of ``reduce_scatter``, as those of ``all_reduce``."""
         size, count = len(self.ranks), target.size
         yield from self.start_steps("reduce_scatter", dtype_name(source.dtype), count, op, weight=weight)
         if self.is_small(source.nbytes):
@@ -356,31 +327,6 @@ class ShmCollectives:
     def _position(self) -> int:
         """Return this rank's position among the ranks of the call."""
         return self.ranks.index(self.rank)
-
-    def _check_active(self, kind: str) -> None:
-        if not self.ranks:
-            raise SynkError(
-                f"cannot run {kind} on rank {self.rank}: no call is running here. "
-                "Use collectives inside a function that the runtime called."
-            )
-
-    def member(self, kind: str, role: str, place: Any) -> int:
-        """Return the number of a rank that a function names by its position among the ranks of the call.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If the call has no such rank.
-        """
-        self._check_active(kind)
-        check_place(kind, role, place, len(self.ranks))
-        return self.ranks[place]
-
-    def check_member(self, kind: str, role: str, rank: int) -> None:
-        """Raise ValueError unless ``rank`` takes part in the call."""
-        self._check_active(kind)
-        if rank not in self.ranks:
-            raise ValueError(f"cannot {kind}: got {role}={rank}, expected a rank of this call: one of {self.ranks}.")
 
 
 def flat_bytes(array: np.ndarray) -> np.ndarray:

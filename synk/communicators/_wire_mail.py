@@ -15,13 +15,12 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
-from synk._pure.dtypes import dtype_name
 from synk._pure.ranges import LINE_NBYTES
-from synk.communicators._messages import Incoming, Outgoing
+from synk.communicators._messages import Inbox, Incoming, Outgoing, unreceived_text, unsent_text
 from synk.communicators._rendezvous import Request
 
 if TYPE_CHECKING:
@@ -39,8 +38,8 @@ _HEAD = struct.Struct("=B3xiq")
 _PIECE, _READ, _LEFT, _VERDICT, _REPORT = range(5)
 _COUNTS = struct.Struct("=qq")
 
-Key = tuple[int, int]
-"""Sender and tag."""
+_UNKNOWN, _GONE = -1, -2
+"""What is known of a rank in the place of its nap."""
 
 
 class Waiting(Protocol):
@@ -51,12 +50,6 @@ class Waiting(Protocol):
     def wait(self, is_ready: Callable[[], bool], *, is_message: bool = False) -> None: ...
     def check_joined(self, mail: WireMailbox) -> None: ...
     def fail(self, text: str, left: Sequence[int] = ()) -> NoReturn: ...
-
-
-class FarIncoming(Incoming):
-    """A message from another node."""
-
-    __slots__ = ()
 
 
 class Left(NamedTuple):
@@ -81,7 +74,7 @@ class Report(NamedTuple):
     sent, read : list of int
         The bytes of its streams to each rank, and of those from each rank.
     seen : list of int
-        The nap of each rank in the last report that it has got.
+        The nap of each rank in the last report that it has got; ``_GONE`` for a rank that it knows to have left.
     request : bytes
         What it waits for.
     """
@@ -123,14 +116,14 @@ class WireMailbox:
         self.left: dict[int, Left] = {}
         self.reports: dict[int, Report] = {}
         self.verdict = self.failure = ""
+        self._reported = b""
         self._sent, self._acknowledged = [0] * size, [0] * size
         self._read, self._told = [0] * size, [0] * size
         self._unsent: dict[int, deque[Outgoing]] = {}
         # By receiver: the ends in the stream of messages that it may not have read, for the texts of errors.
         self._unread: dict[int, deque[tuple[int, Request]]] = {}
         self._arriving: dict[int, Incoming] = {}
-        self._posted: dict[Key, deque[Incoming]] = {}
-        self._arrived: dict[Key, deque[Incoming]] = {}
+        self._inbox = Inbox()
 
     def attach(self, rendezvous: Waiting) -> None:
         """Wait by means of a rendezvous from now on."""
@@ -157,12 +150,18 @@ class WireMailbox:
             self.wires.send(rank, head)
 
     def report(self, nap: int, request: bytes) -> None:
-        """Tell all others what this rank waits for."""
-        seen = [self.reports[rank].nap if rank in self.reports else -1 for rank in range(self._world_size)]
+        """Tell all others what this rank waits for, unless they know all of it."""
+        seen = [_UNKNOWN] * self._world_size
+        for rank, report in self.reports.items():
+            seen[rank] = report.nap
+        for rank in self.left:
+            seen[rank] = _GONE
         numbers = [nap, bool(self._unsent), *self._sent, *self._read, *seen]
-        head = self._head(_REPORT) + request + np.array(numbers, np.int64).tobytes()
-        for rank in self._others:
-            self.wires.send(rank, head)
+        note = self._head(_REPORT) + request + np.array(numbers, np.int64).tobytes()
+        if note != self._reported:
+            for rank in self._others:
+                self.wires.send(rank, note)
+            self._reported = note
 
     def _note_report(self, sender: int, content: bytes) -> None:
         size = self._world_size
@@ -175,17 +174,19 @@ class WireMailbox:
 
         Every rank that is left has reported that it has seen a report from the same nap of each other one. So there was
         a moment, between these reports, at which all of them slept. If by then all had read what the others had sent,
-        nothing was on its way that could wake any of them.
+        and knew which ranks have left, nothing was on its way that could wake any of them: a rank takes in what another
+        one has sent before it learns that it has left.
         """
         others = [rank for rank in self._others if rank not in self.left]
         if self._unsent or not all(rank in self.reports for rank in others):
             return False
         naps = {rank: self.reports[rank].nap for rank in others} | {self.rank: nap}
+        known = naps | dict.fromkeys(self.left, _GONE)
         sent = {rank: self.reports[rank].sent for rank in others} | {self.rank: self._sent}
         read = {rank: self.reports[rank].read for rank in others} | {self.rank: self._read}
         for rank in others:
             report = self.reports[rank]
-            if report.has_unsent or any(report.seen[each] != naps[each] for each in naps if each != rank):
+            if report.has_unsent or any(report.seen[each] != known[each] for each in known if each != rank):
                 return False
         return all(sent[one][other] == read[other][one] for one in naps for other in naps)
 
@@ -214,10 +215,18 @@ class WireMailbox:
     def is_sent(self, message: Outgoing) -> bool:
         """Whether all of a message is on its way. Raise CollectiveMismatch if its receiver has left."""
         if not message.is_done and message.request.peer in self.left:
-            if message.request.tag < 0:
-                self._rendezvous.check_joined(self)
-            self._rendezvous.fail(_unreceived_text(message.request, self.rank), [message.request.peer])
+            self._fail(message.request, unreceived_text(message.request, self.rank))
         return message.is_done
+
+    def _fail(self, request: Request, text: str) -> NoReturn:
+        """Raise that the other side of a message has left. ``text``: what to say if no collective has sent it."""
+        if request.tag < 0:
+            self._rendezvous.check_joined(self)
+            text = (
+                f"cannot finish a collective: rank {request.peer} left the function in the middle of it. "
+                "Let exceptions of synk.comm leave the function."
+            )
+        self._rendezvous.fail(text, [request.peer])
 
     def _write(self, peer: int) -> None:
         """Send of the queue for ``peer`` what may be unread."""
@@ -296,7 +305,7 @@ class WireMailbox:
         self._rendezvous.rouse()
         message = self._arriving.get(sender)
         if message is None:
-            message = self._arriving[sender] = self._open(sender, content[:LINE_NBYTES])
+            message = self._arriving[sender] = self._inbox.open(sender, content[:LINE_NBYTES])
             content = content[LINE_NBYTES:]
         assert message.body is not None
         start = message.num_filled
@@ -316,26 +325,9 @@ class WireMailbox:
             self._told[sender] = self._read[sender]
             self.wires.send(sender, self._head(_READ) + _COUNTS.pack(0, self._read[sender]))
 
-    def _open(self, sender: int, line: bytes) -> Incoming:
-        key = sender, struct.unpack_from("=q", line)[0]
-        message = _take(self._posted, key)
-        if message is None:
-            message = FarIncoming()
-            self._arrived.setdefault(key, deque()).append(message)
-        message.open(line)
-        return message
-
     def irecv(self, like: np.ndarray | None, peer: int, tag: int) -> Incoming:
         """Ask for the next message of this sender and tag that no earlier receive asked for."""
-        dtype, count = ("", -1) if like is None else (dtype_name(like.dtype), like.size)
-        request = Request("recv", dtype=dtype, num_elements=count, peer=peer, tag=tag)
-        message = _take(self._arrived, (peer, tag))
-        if message is None:
-            message = FarIncoming(request, like)
-            self._posted.setdefault((peer, tag), deque()).append(message)
-        else:
-            message.request, message.target = request, like
-        return message
+        return self._inbox.ask(like, peer, tag)
 
     def finish(self, message: Incoming) -> None:
         """Wait until a message that was asked for is complete.
@@ -355,24 +347,14 @@ class WireMailbox:
         request = message.request
         assert request is not None
         if not message.is_done and request.peer in self.left:
-            if request.tag < 0:
-                self._rendezvous.check_joined(self)
-                text = f"cannot finish a collective: rank {request.peer} left the function during it."
-                self._rendezvous.fail(text, [request.peer])
-            self._rendezvous.fail(
-                f"cannot finish {request} on rank {self.rank}: rank {request.peer} left the function without sending "
-                "it. Every recv needs a send of the same tag.",
-                [request.peer],
-            )
+            self._fail(request, unsent_text(request, self.rank))
         return message.is_done
 
     # -- the end of a call ---------------------------------------------------------------------------------------------
 
     def complete(self) -> None:
         """Wait for the messages that were asked for, and until those sent are on their way."""
-        for incoming in [message for queue in self._posted.values() for message in queue]:
-            self.finish(incoming)
-        for incoming in list(self._arriving.values()):
+        for incoming in (*self._inbox.asked, *self._arriving.values()):
             if incoming.request is not None:
                 self.finish(incoming)
         for outgoing in [message for queue in self._unsent.values() for message in queue]:
@@ -386,10 +368,7 @@ class WireMailbox:
         CollectiveMismatch
             If a message to this rank was never asked for, or a rank left without reading one of this rank's.
         """
-        for (sender, tag), messages in self._arrived.items():
-            first = messages[0]
-            request = Request("send", dtype=first.dtype, num_elements=first.num_elements, peer=self.rank, tag=tag)
-            self._rendezvous.fail(_unreceived_text(request, sender))
+        self._inbox.check_asked(self.rank, self._rendezvous.fail)
         for peer in self._unread:
             self._rendezvous.wait(lambda peer=peer: self._is_read(peer))  # type: ignore[misc]
 
@@ -397,23 +376,5 @@ class WireMailbox:
         """Whether ``peer`` has read all that this rank has sent."""
         unread = self._unread[peer]
         if unread and peer in self.left:
-            self._rendezvous.fail(_unreceived_text(unread[0][1], self.rank), [peer])
+            self._fail(unread[0][1], unreceived_text(unread[0][1], self.rank))
         return not unread
-
-
-def _unreceived_text(request: Request, sender: int) -> str:
-    return (
-        f"cannot finish {request} of rank {sender}: rank {request.peer} left the function without receiving it. "
-        "Every send needs a recv of the same tag."
-    )
-
-
-def _take(messages: dict[Key, deque[Any]], key: Key) -> Any:
-    """Remove and return the oldest message of a sender and tag, or None."""
-    queue = messages.get(key)
-    if queue is None:
-        return None
-    message = queue.popleft()
-    if not queue:
-        del messages[key]
-    return message

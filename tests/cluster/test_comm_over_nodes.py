@@ -166,6 +166,27 @@ def test_all_ranks_are_told_what_each_asked_for(nodes: synk.Runtime) -> None:
     assert_talks(nodes)
 
 
+@pytest.mark.parametrize("num_rows", [1, 50_000])
+@pytest.mark.parametrize("kind", ["gather", "all_to_all"])
+def test_all_ranks_are_told_that_rows_differ_in_shape(nodes: synk.Runtime, kind: str, num_rows: int) -> None:
+    """Also those that would only have sent."""
+
+    def exchange(x: np.ndarray) -> str:
+        shape = (2, 3) if synk.comm.rank != 2 else (3, 2)
+        try:
+            getattr(synk.comm, kind)(np.ones((4 * num_rows, *shape)))
+        except CollectiveMismatch as error:
+            return str(error)
+        return ""
+
+    expected = f"cannot {kind}: got rows of shape (3, 2) from rank 2, expected (2, 3) as from rank 0."
+    with same_workers(nodes):
+        texts = nodes.function(exchange, outputs=None)(np.zeros(4))
+    assert len(set(texts)) == 1
+    assert texts[0].startswith(expected)
+    assert_talks(nodes)
+
+
 @pytest.mark.parametrize("joins", ["0", "3", "01", "123"])
 def test_ranks_leave_without_joining(nodes: synk.Runtime, joins: str) -> None:
     """Also a whole node, none of whose ranks has communicated."""

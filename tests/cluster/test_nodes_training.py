@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.harness import children, kill_in
 
 import synk
-from synk.errors import WorkerDied
+from synk.errors import CallTimeout, WorkerDied
 
 Reused = Callable[..., synk.Runtime]
 NUM_STEPS = 8
@@ -34,6 +37,12 @@ def batches() -> list[torch.Tensor]:
 
 def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(model(x), x.square().sum(1, keepdim=True))
+
+
+def check_alike(rep: Any) -> None:
+    states = [rep._resident.get(rank).objects[0].state_dict() for rank in range(4)]
+    for state in states[1:]:
+        assert all(torch.equal(state[key], states[0][key]) for key in state), "the ranks are not alike"
 
 
 def train(rt: synk.Runtime, victims: dict[int, str], dropout: float = 0.0) -> tuple[list[np.ndarray], list[float]]:
@@ -59,9 +68,7 @@ def train(rt: synk.Runtime, victims: dict[int, str], dropout: float = 0.0) -> tu
             losses.append(float(step(batches()[number], left.pop(number, ""))))
         except WorkerDied as error:
             assert error.step_counted is False
-    states = [rep._resident.get(rank).objects[0].state_dict() for rank in range(rt.world_size)]
-    for state in states[1:]:
-        assert all(torch.equal(state[key], states[0][key]) for key in state), "the ranks are not alike"
+    check_alike(rep)
     return [parameter.detach().numpy().copy() for parameter in model.parameters()], losses
 
 
@@ -90,3 +97,66 @@ def test_a_run_that_loses_workers_and_nodes_has_the_bits_of_one_that_does_not(re
         found, others = train(rt, victims, dropout=0.3)
         assert others == losses
         assert all(map(np.array_equal, found, expected))
+
+
+@pytest.mark.storm
+@pytest.mark.timeout(1800)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_random_kills_and_freezes_leave_the_weights_as_they_would_be(storm_count: Callable[[int], int]) -> None:
+    """At any moment of a step or between two, of any worker or agent. Only the number of steps says how far it is."""
+    num_faults = storm_count(200)
+    generator = torch.Generator().manual_seed(2)
+    data = [torch.randn(1 + k % 9, 5, generator=generator, dtype=torch.float64) for k in range(4 * num_faults)]
+    with synk.Runtime([2, 2], cluster="here", nodes=2, timeout=12, max_restarts=10**9) as rt:
+        expected, _ = train_among_faults(rt, data, 0)
+        found, num_felt = train_among_faults(rt, data, num_faults)
+    assert all(map(np.array_equal, found, expected))
+    assert num_felt >= num_faults // 4
+
+
+def train_among_faults(rt: synk.Runtime, data: list[torch.Tensor], num_faults: int) -> tuple[list[np.ndarray], int]:
+    """Take a step for each batch. Return the weights, and how many steps and reads were ended by a fault."""
+    model, optimizer = make(dropout=0.3)
+    rep = synk.torch.replicate(model, optimizer, runtime=rt)
+
+    @rep.function
+    def step(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    num_felt = 0
+
+    def read(what: Callable[[], Any]) -> Any:
+        nonlocal num_felt
+        while True:
+            try:
+                return what()
+            except (WorkerDied, CallTimeout):
+                num_felt += 1
+
+    chance, number = random.Random(5), 0
+    timer: threading.Timer | None = None
+    while number < len(data):
+        if num_faults and (timer is None or timer.finished.is_set()):
+            num_faults -= 1
+            agents = [worker.process.pid for worker in rt._session.workers.by_rank]
+            victims = [*agents, *(pid for agent in agents for pid in children(agent))]
+            kind = chance.choices([signal.SIGKILL, signal.SIGSTOP], [9, 1])[0]
+            timer = kill_in(chance.expovariate(100), chance.choice(victims), kind)
+            timer.start()
+        is_counted: bool | None = True
+        try:
+            step(data[number])
+        except (WorkerDied, CallTimeout) as error:
+            num_felt += 1
+            is_counted = error.step_counted
+        before, number = number, read(lambda: rep.num_steps)
+        assert is_counted is None or number == before + is_counted
+    if timer is not None:
+        timer.join()
+    read(lambda: check_alike(rep))
+    read(rep.pull)
+    return [parameter.detach().numpy().copy() for parameter in model.parameters()], num_felt

@@ -35,7 +35,8 @@ from support.disagreement import (
     receive,
     send,
 )
-from support.shm_group import Died, ShmEndpoint, ShmGroup, shm_group
+from support.shm_group import ShmEndpoint, ShmGroup, shm_group
+from support.worker_group import Died
 
 from synk._pure.tensors import array_of
 from synk._wire.memory import Segment

@@ -13,10 +13,12 @@ import pytest
 import zmq
 from support import conformance, disagreement
 from support.conformance import CommunicatorConformance, assert_all_raise, itemsize, reduce_array
-from support.disagreement import Disagreement, Messages
-from support.shm_group import Died, ShmEndpoint
+from support.disagreement import Disagreement, Messages, assert_mismatch
+from support.shm_group import ShmEndpoint
 from support.wired_group import WiredGroup, wired_group
+from support.worker_group import Died
 
+from synk.communicators._buffers import as_buffer
 from synk.communicators._shm import Aborted
 from synk.communicators._wire_mail import PIECE_NBYTES, WINDOW_NBYTES
 from synk.communicators._wires import Wires
@@ -126,6 +128,23 @@ def overfill(endpoint: ShmEndpoint) -> int:
 def test_a_sender_keeps_what_is_too_much() -> None:
     with wired_group((1, 2), RANK_NBYTES) as group:
         assert 0 < group.run(overfill)[0] <= WINDOW_NBYTES + PIECE_NBYTES + 4096
+
+
+def test_a_rank_leaves_in_the_middle_of_a_collective(trio: WiredGroup) -> None:
+    """The root cannot send it the rest. It is told of the collective, not of a message, of which it knows nothing."""
+    leaver = trio.nodes[1][0]
+
+    def broadcast(endpoint: ShmEndpoint) -> None:
+        comm, array = endpoint.comm, np.ones(2 * WINDOW_NBYTES)
+        operation = comm.start(comm.broadcast_steps(as_buffer(array), 0))
+        if comm.rank == leaver:
+            raise LookupError("in the middle")
+        comm.finish(operation)
+
+    outcomes = trio.outcomes(broadcast)
+    assert isinstance(outcomes[leaver], LookupError)
+    assert_mismatch(outcomes[:1], f"cannot finish a collective: rank {leaver} left the function in the middle of it")
+    assert_works(trio)
 
 
 @pytest.mark.parametrize("victim", (0, 1, 2))

@@ -339,14 +339,14 @@ def kill_and_wait(*pids: int, signal_number: int = signal.SIGKILL) -> None:
         assert wait_until_dead(pid), f"process {pid} survived signal {signal_number}"
 
 
-def kill_in(seconds: float, pid: int) -> threading.Timer:
-    """Return a timer that kills a child, unless it has been reaped by then: its number may be another program's."""
-    pidfd = os.pidfd_open(pid) if pid in children(os.getpid()) else None
+def kill_in(seconds: float, pid: int, signal_number: int = signal.SIGKILL) -> threading.Timer:
+    """Return a timer that sends a signal to a descendant, unless it has ended by then: its number may be another's."""
+    pidfd = os.pidfd_open(pid) if pid in {each for each, *_ in descendants(os.getpid())} else None
 
     def kill() -> None:
         if pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                signal.pidfd_send_signal(pidfd, signal_number)
             os.close(pidfd)
 
     return threading.Timer(seconds, kill)

@@ -346,7 +346,7 @@ def take_in(count: int, is_dozing: bool) -> tuple[Block, list[Step | Block]]:
 
 def recv_message(count: int, is_dozing: bool) -> Block:
     looks, acts = take_in(count, is_dozing)
-    is_there = block("Mailbox._is_there", note("call has_left"), _as_call(looks), note("call fail"))
+    is_there = block("Mailbox.is_there", note("call has_left"), _as_call(looks), note("call fail"))
     return block(
         "Mailbox.finish",
         *(note("call has_begun"), note("load written"), note("load read"), note("call _take_in")),

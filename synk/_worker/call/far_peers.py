@@ -101,7 +101,7 @@ class FarPeers(Peers):
         own = tuple(self._first_rank + rank for rank in lane.ranks)
         if own == ranks:
             lane.communicator.begin(own, call)
-            return self._opened(lane.communicator, own, function)
+            return self._opened(lane.communicator, own, function, lane.communicator.short_path)
         groups = [tuple(rank for rank in ranks if rank in node) for node in self._checked_group(lane)]
         groups = [group for group in groups if group]
         assert self._mail is not None

@@ -18,13 +18,13 @@ from synk._worker.comm.user_arrays import StagedArrays, UserArrays
 from synk._worker.held.plans import LoadedFunction
 from synk.backends import Backend, NcclBackend
 from synk.backends._numpy import NumpyBackend
+from synk.communicators._host import HostCommunicator
 from synk.communicators._shm import Aborted, ShmCommunicator
 from synk.communicators._short_path import ShortPath
 from synk.errors import CollectiveMismatch
 
 if TYPE_CHECKING:
     from synk._worker.comm.nccl_group import WorkerGroup
-    from synk.communicators._two_level import Host
 
 _CALL, _RESULT = int(Down.CALL), int(Down.RESULT)  # members of an enumeration are slow to look up
 
@@ -166,9 +166,15 @@ class Peers:
             framework = (function.to_framework, function.from_framework)
             self._collectives = self.group.collectives_in(communicator, framework)
             return self._collectives
-        return self._opened(communicator, ranks, function)
+        return self._opened(communicator, ranks, function, communicator.short_path)
 
-    def _opened(self, communicator: Host, ranks: tuple[int, ...], function: LoadedFunction) -> Collectives:
+    def _opened(
+        self,
+        communicator: HostCommunicator,
+        ranks: tuple[int, ...],
+        function: LoadedFunction,
+        short_path: ShortPath | None = None,
+    ) -> Collectives:
         """Return the collectives of a call that a communicator of host memory has begun."""
         self.is_communicating = True
         framework = (function.to_framework, function.from_framework)
@@ -176,7 +182,7 @@ class Peers:
             arrays: UserArrays = StagedArrays(self._backend, framework)
         else:
             arrays = UserArrays(self._backend, framework, communicator.results)
-            self.short_path = getattr(communicator, "short_path", None) if framework == (None, None) else None
+            self.short_path = short_path if framework == (None, None) else None
         self._collectives = Collectives(communicator, self._on_host, len(ranks), arrays, host=communicator)
         return self._collectives
 

@@ -12,7 +12,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from synk._pure.dtypes import dtype_name
 from synk._pure.ops import REDUCTIONS
@@ -23,10 +23,8 @@ from synk._worker.comm.user_arrays import UserArrays
 from synk.backends import BufferBackend, NcclBackend
 from synk.communicators import Buffer, Communicator
 from synk.communicators._checks import check_reduction
+from synk.communicators._host import HostCommunicator
 from synk.communicators._schedule import Steps
-
-if TYPE_CHECKING:
-    from synk.communicators._two_level import Host
 
 Agree = Callable[..., Iterable[None]]
 
@@ -57,7 +55,7 @@ class Collectives:
         communicator does not compare what the ranks ask for itself.
     guard : callable
         Returns a context for the body in which the other ranks wait for this one. It tells them if the body fails.
-    host : Host, optional
+    host : HostCommunicator, optional
         For messages between two ranks, and for the order of collectives in flight. None for collectives of the master.
     """
 
@@ -69,7 +67,7 @@ class Collectives:
         arrays: UserArrays,
         agree: Agree = lambda *args, **kwargs: (),
         guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-        host: Host | None = None,
+        host: HostCommunicator | None = None,
     ) -> None:
         self._communicator = communicator
         self._backend = backend
@@ -88,7 +86,7 @@ class Collectives:
         self._num_launched = 0  # on the function's own stream
 
     @property
-    def host(self) -> Host:
+    def host(self) -> HostCommunicator:
         """The communicator of host memory in which the current call has begun."""
         assert self._shared is not None
         return self._shared

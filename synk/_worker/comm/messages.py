@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from synk._worker.comm.requests import Request
 from synk._worker.comm.user_arrays import UserArrays
-
-if TYPE_CHECKING:
-    from synk.communicators._two_level import Host
+from synk.communicators._host import HostCommunicator
 
 
 class Messages:
@@ -18,12 +16,12 @@ class Messages:
 
     Parameters
     ----------
-    host : Host
+    host : HostCommunicator
         The communicator, which has begun the call.
     arrays : UserArrays
     """
 
-    def __init__(self, host: Host, arrays: UserArrays) -> None:
+    def __init__(self, host: HostCommunicator, arrays: UserArrays) -> None:
         self._host = host
         self._arrays = arrays
 

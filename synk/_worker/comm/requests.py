@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from synk.communicators._host import HostCommunicator
 from synk.errors import CollectiveMismatch
-
-if TYPE_CHECKING:
-    from synk.communicators._two_level import Host
 
 
 class Request:
@@ -30,7 +28,7 @@ class Request:
     [6.0, 3.0]
     """
 
-    def __init__(self, host: Host, test: Callable[[], bool], finish: Callable[[], Any]) -> None:
+    def __init__(self, host: HostCommunicator, test: Callable[[], bool], finish: Callable[[], Any]) -> None:
         self._host = host
         self._call = host.call
         self._test: Callable[[], bool] = test
@@ -59,6 +57,11 @@ class Request:
 
         On CPU workers this also advances everything in flight, as far as the other ranks are ready. Nothing makes
         progress by itself there, only in ``test`` and ``wait``, and while other calls of ``synk.comm`` wait.
+
+        Raises
+        ------
+        CollectiveMismatch
+            If the ranks' requests differ, or the other rank has left the function: then it will never be done.
         """
         self._check_call("test")
         return self._finish is None or self._test()

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from synk._pure.dtypes import dtype_name
 from synk._worker.comm.user_arrays import UserArrays
 from synk.communicators._buffers import named_dtype
-
-if TYPE_CHECKING:
-    from synk.communicators._two_level import Host
+from synk.communicators._host import HostCommunicator
 
 
 class RowCollectives:
@@ -24,12 +22,12 @@ class RowCollectives:
 
     Parameters
     ----------
-    host : Host
+    host : HostCommunicator
         The communicator, which has begun the call.
     arrays : UserArrays
     """
 
-    def __init__(self, host: Host, arrays: UserArrays) -> None:
+    def __init__(self, host: HostCommunicator, arrays: UserArrays) -> None:
         self._host = host
         self._arrays = arrays
         self._position = host.ranks.index(host.rank)

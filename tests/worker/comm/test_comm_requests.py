@@ -393,6 +393,18 @@ def test_what_was_asked_for_and_not_waited_for_is_brought_to_its_end(shared_runt
         on_each(rt, lambda comm: body(comm, 1))
 
 
+def test_a_request_that_is_tested_again_and_again_fails_when_the_sender_leaves(shared_runtimes: Any) -> None:
+    def poll(comm: Any) -> None:
+        if not comm.rank:
+            request = comm.irecv(1)
+            while not request.test():
+                pass
+
+    rt = shared_runtimes[2]
+    with same_workers(rt), pytest.raises(CollectiveMismatch, match="left the function without sending"):
+        rt.function(lambda x: poll(synk.comm), outputs=None)(np.zeros(2), timeout=20)
+
+
 # ----- blocks of rows
 
 

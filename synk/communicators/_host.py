@@ -1,0 +1,340 @@
+"""The collectives and messages of one rank in host memory: what is the same within a node and over several.
+
+``_shm`` and ``_two_level`` are the two kinds. They differ in the steps of the collectives, and in the ways of messages.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from synk._pure.dtypes import dtype_name
+from synk.communicators import Buffer, Capabilities
+from synk.communicators._buffers import as_array, named_dtype
+from synk.communicators._checks import check_buffers, check_place, check_reduction
+from synk.communicators._mailbox import Mailbox
+from synk.communicators._messages import Incoming
+from synk.communicators._rendezvous import Rendezvous
+from synk.communicators._results import Place, ResultMemory
+from synk.communicators._schedule import Operation, Schedule, Steps
+from synk.errors import CollectiveMismatch, SharedMemoryError, SynkError
+
+if TYPE_CHECKING:
+    from synk.communicators._wire_mail import WireMailbox
+
+
+class HostCommunicator(abc.ABC):
+    """The base class of communicators of host memory.
+
+    A collective is a generator of *steps* (see ``_schedule``): ``start``, ``test`` and ``finish`` take them one by one,
+    and the method without ``_steps`` in its name takes them all. Everything that can be refused is refused before the
+    first ``yield``, when the other ranks know nothing of it yet.
+
+    Attributes
+    ----------
+    rank, world_size : int
+    results : ResultMemory
+        Memory for this rank's large results.
+    """
+
+    rank: int
+    world_size: int
+    results: ResultMemory
+    _rendezvous: Rendezvous
+    _schedule: Schedule
+    _mailbox: Mailbox
+    _boxes: Sequence[Mailbox | WireMailbox]  # all of this rank's; the first is for ranks of this machine
+
+    # -- the call --------------------------------------------------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the current call, ascending; empty outside a call."""
+
+    @property
+    def call(self) -> int:
+        """The number of the current call; -1 outside a call."""
+        return self._rendezvous.sequence if self._rendezvous.ranks else -1
+
+    def member(self, kind: str, role: str, place: Any) -> int:
+        """Return the number of a rank that a function names by its position among the ranks of the call.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the call has no such rank.
+        """
+        self._check_active(kind)
+        check_place(kind, role, place, len(self.ranks))
+        return self.ranks[place]
+
+    def check_member(self, kind: str, role: str, rank: int) -> None:
+        """Raise ValueError unless ``rank`` takes part in the call."""
+        self._check_active(kind)
+        if rank not in self.ranks:
+            raise ValueError(f"cannot {kind}: got {role}={rank}, expected a rank of this call: one of {self.ranks}.")
+
+    def complete(self) -> None:
+        """Finish what this rank has started in the call, and leave the call. The function has returned.
+
+        Raises
+        ------
+        CollectiveMismatch
+            If something cannot be finished, or a message is left that nobody has received.
+        """
+        if self._rendezvous.is_unfinished:  # an operation failed, and the function caught its error
+            self.end()
+            return
+        while self._schedule:
+            self.finish(self._schedule.last)
+        self._rendezvous.is_unfinished = True
+        for box in self._boxes:
+            box.complete()
+        self._rendezvous.is_unfinished = False
+        self._leave()
+        for box in self._boxes:
+            box.check_received()
+        self._mailbox.trim()
+        self.results.trim()
+
+    def end(self) -> None:
+        """Leave the call, after the function returned or raised. Peers that wait for this rank are woken and told."""
+        self._leave()
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Leave the call and release what this communicator owns."""
+
+    @abc.abstractmethod
+    def _leave(self) -> None:
+        """Leave the call. Messages that this rank has sent can still be received."""
+
+    def check_whole(self) -> None:
+        """Raise if an earlier operation of this call was broken off: a later one would meet the others half-way."""
+        self._rendezvous.check_abort()
+        if self._rendezvous.is_unfinished:
+            raise CollectiveMismatch(
+                f"cannot communicate on rank {self.rank}: an earlier collective of this call failed, and the ranks "
+                "may no longer agree. Let its exception leave the function."
+            )
+
+    def _check_active(self, kind: str) -> None:
+        if not self.ranks:
+            raise SynkError(
+                f"cannot run {kind} on rank {self.rank}: no call is running here. "
+                "Use collectives inside a function that the runtime called."
+            )
+
+    @abc.abstractmethod
+    def capabilities(self) -> Capabilities:
+        """Say what this communicator can do in this process."""
+
+    # -- collectives in flight -------------------------------------------------------------------------------------
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a collective of this call is in flight."""
+        return bool(self._schedule)
+
+    def start(self, steps: Steps) -> Operation:
+        """Start a collective, behind those in flight, and take the steps for which the other ranks are ready.
+
+        If the steps raise before they have shown anything to the other ranks, nothing has happened.
+
+        Raises
+        ------
+        CollectiveMismatch
+            If an earlier operation of this call has failed.
+        """
+        operation = Operation(steps)
+        self.check_whole()
+        self._rendezvous.is_unfinished = True
+        self._schedule.append(operation)
+        self._rendezvous.is_unfinished = False
+        return operation
+
+    def finish(self, operation: Operation) -> Any:
+        """Wait until a collective is done. Return what its steps returned."""
+        if not operation.is_done:
+            self.check_whole()
+            self._rendezvous.is_unfinished = True
+            self._rendezvous.wait(lambda: self._advance(operation))
+            self._rendezvous.is_unfinished = False
+        return operation.value
+
+    def test(self, operation: Operation) -> bool:
+        """Take the steps for which the other ranks are ready. Return whether a collective is done."""
+        if not operation.is_done:
+            self.check_whole()
+            self._rendezvous.is_unfinished = True
+            self._advance(operation)
+            self._rendezvous.is_unfinished = False
+        return operation.is_done
+
+    def run(self, steps: Steps) -> Any:
+        """Run a collective to its end. Return what its steps returned."""
+        return self.finish(self.start(steps))
+
+    def _advance(self, operation: Operation) -> bool:
+        self._schedule.advance()
+        if not operation.is_done:  # a rank that is late may be stuck in a send until this one takes its message in
+            self._mailbox.progress()
+        return operation.is_done
+
+    # -- collectives -----------------------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Return when every rank of the call has called it."""
+        self.run(self.barrier_steps())
+
+    def all_reduce(self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0) -> None:
+        """Reduce ``send`` of all ranks into ``recv`` of every rank."""
+        self.run(self.all_reduce_steps(send, recv, op, weight=weight))
+
+    def reduce(
+        self, send: Buffer, recv: Buffer, op: str, root: int, *, weight: float | None = None, stream: int = 0
+    ) -> None:
+        """Reduce ``send`` of all ranks into ``recv`` of rank ``root``; elsewhere ``recv`` is not touched."""
+        self.run(self.reduce_steps(send, recv, op, root, weight=weight))
+
+    def reduce_scatter(
+        self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0
+    ) -> None:
+        """Reduce ``send`` (one block for each of ``ranks``) and leave this rank's block in ``recv``."""
+        self.run(self.reduce_scatter_steps(send, recv, op, weight=weight))
+
+    def broadcast(self, buffer: Buffer, root: int, *, stream: int = 0) -> None:
+        """Copy ``buffer`` of rank ``root`` into ``buffer`` of every rank."""
+        self.run(self.broadcast_steps(buffer, root))
+
+    def all_gather(self, send: Buffer, recv: Buffer, *, stream: int = 0) -> None:
+        """Concatenate ``send`` of all ranks, in the order of ``ranks``, into ``recv``."""
+        self.run(self.all_gather_steps(send, recv))
+
+    def group(self) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: each operation returns with its result."""
+        return contextlib.nullcontext()
+
+    # -- their steps -----------------------------------------------------------------------------------------------
+
+    def all_reduce_steps(
+        self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0
+    ) -> Steps:
+        check_reduction(op, send.dtype, weight)
+        check_buffers("all_reduce", send, recv, send_count=send.count, recv_count=send.count)
+        yield from self.all_reduce_arrays(as_array(send), as_array(recv), op, weight)
+
+    def reduce_steps(
+        self, send: Buffer, recv: Buffer, op: str, root: int, *, weight: float | None = None, stream: int = 0
+    ) -> Steps:
+        check_reduction(op, send.dtype, weight)
+        check_buffers("reduce", send, recv, send_count=send.count, recv_count=send.count)
+        self.check_member("reduce", "root", root)
+        yield from self.reduce_arrays(as_array(send), as_array(recv), op, root, weight)
+
+    def reduce_scatter_steps(
+        self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0
+    ) -> Steps:
+        self._check_active("reduce_scatter")
+        check_reduction(op, send.dtype, weight)
+        send_count = len(self.ranks) * recv.count
+        check_buffers("reduce_scatter", send, recv, send_count=send_count, recv_count=recv.count)
+        yield from self.reduce_scatter_arrays(as_array(send), as_array(recv), op, weight)
+
+    @abc.abstractmethod
+    def barrier_steps(self) -> Steps:
+        """Wait until every rank of the call has called it."""
+
+    @abc.abstractmethod
+    def all_reduce_arrays(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
+        """Take the steps of ``all_reduce`` from one flat array into another one or itself, both already checked."""
+
+    @abc.abstractmethod
+    def reduce_arrays(self, source: np.ndarray, target: np.ndarray, op: str, root: int, weight: float | None) -> Steps:
+        """Take the steps of ``reduce``, as those of ``all_reduce``."""
+
+    @abc.abstractmethod
+    def reduce_scatter_arrays(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
+        """Take the steps of ``reduce_scatter``, as those of ``all_reduce``."""
+
+    @abc.abstractmethod
+    def broadcast_steps(self, buffer: Buffer, root: int, *, stream: int = 0) -> Steps: ...
+
+    @abc.abstractmethod
+    def all_gather_steps(self, send: Buffer, recv: Buffer, *, stream: int = 0) -> Steps: ...
+
+    @abc.abstractmethod
+    def exchange_steps(
+        self, kind: str, rows: np.ndarray | None, sizes: list[int] | None, root: int, place: Place
+    ) -> Steps:
+        """Take the steps of an exchange of rows; see ``Exchange``."""
+
+    # -- messages --------------------------------------------------------------------------------------------------
+
+    def _box(self, peer: int) -> Mailbox | WireMailbox:
+        """Return the mailbox for messages to and from a rank."""
+        return self._mailbox
+
+    def _checked_box(self, kind: str, peer: int, array: np.ndarray | None) -> Mailbox | WireMailbox:
+        self.check_member(kind, "peer", peer)
+        if array is not None:
+            named_dtype(dtype_name(array.dtype))  # raises if the other side could not read it
+        self.check_whole()
+        return self._box(peer)
+
+    def send_array(self, array: np.ndarray, peer: int, tag: int) -> None:
+        """Send a C-contiguous array to rank ``peer``, which may be this one. It may be changed once this returns."""
+        box = self._checked_box("send", peer, array)
+        self._rendezvous.is_unfinished = True
+        box.send(array, peer, tag)
+        self._rendezvous.is_unfinished = False
+
+    def isend_array(self, array: np.ndarray, peer: int, tag: int) -> None:
+        """Send a C-contiguous array without waiting for the receiver. The array may be changed once this returns."""
+        box = self._checked_box("send", peer, array)
+        self._rendezvous.is_unfinished = True
+        try:
+            box.isend(array, peer, tag)
+        except SharedMemoryError:  # nothing was sent, so later operations still meet the others
+            self._rendezvous.is_unfinished = False
+            raise
+        self._rendezvous.is_unfinished = False
+
+    def recv_array(self, like: np.ndarray | None, peer: int, tag: int) -> np.ndarray:
+        """Receive into a C-contiguous array. Without one, return whatever comes as a new array."""
+        return self.finish_message(self.irecv_array(like, peer, tag))
+
+    def irecv_array(self, like: np.ndarray | None, peer: int, tag: int) -> Incoming:
+        """Ask for the next message that no earlier receive asked for. ``finish_message`` waits for it."""
+        return self._checked_box("recv", peer, like).irecv(like, peer, tag)
+
+    def finish_message(self, message: Incoming) -> np.ndarray:
+        """Wait for a message that ``irecv_array`` asked for, and return its array."""
+        if not message.is_done:
+            assert message.request is not None
+            self.check_whole()
+            self._rendezvous.is_unfinished = True
+            self._box(message.request.peer).finish(message)
+            self._rendezvous.is_unfinished = False
+        return message.array()
+
+    def test_message(self, message: Incoming) -> bool:
+        """Take in what has arrived. Return whether a message that ``irecv_array`` asked for is complete.
+
+        Raises
+        ------
+        CollectiveMismatch
+            If its sender has left without sending it.
+        """
+        if not message.is_done:
+            assert message.request is not None
+            self.check_whole()
+            self._rendezvous.is_unfinished = True
+            self._box(message.request.peer).is_there(message)
+            self._rendezvous.is_unfinished = False
+        return message.is_done
