@@ -170,18 +170,22 @@ class Agent:
                 self._variables.take(number, value)
 
     def _load(self, order: LoadOrder) -> Reply:
-        """Have the workers load parcels, which are kept for workers that are started later."""
+        """Have the workers load parcels, which are kept for those that are started later.
+
+        A worker that was replaced gets all parcels at once, when the next call has made sure that it has the objects to
+        which they may refer.
+        """
         functions = self.session.functions
         sys.path[:] = self._search_path(order.sys_path)
         set_levels(order.levels)
         self._begin("load functions")
-        functions.load_missing("functions", None)
         functions.has_on_restart = order.prepare is not None
+        ranks = [worker.rank for worker in self.session.workers.by_rank if worker.is_prepared]
         for each in order.parcels:
             functions.book.parcels[each.number] = _parcel(each)
         is_loaded = False
         try:
-            failures, was_interrupted = functions.send_missing("functions", None, order.reloads)
+            failures, was_interrupted = functions.send_missing("functions", None, order.reloads, ranks)
             is_loaded = not (failures or was_interrupted)
         finally:
             if not is_loaded:  # the head counts none of them as loaded on this node
@@ -191,7 +195,6 @@ class Agent:
             return Status.ERROR, pickle.dumps(failures[0], protocol=5)
         if was_interrupted:
             return Status.INTERRUPTED, pickle.dumps(None)
-        functions.ensure_loaded(None)  # replacement workers run on_restart, as it is now
         return Status.DONE, None
 
     def _search_path(self, wanted: list[str]) -> list[str]:

@@ -15,6 +15,7 @@ import pytest
 from support.harness import arm, failpoint, kill_and_wait, pids, wait_for
 
 import synk
+from synk.cluster.ranks import NodeRanks
 from synk.errors import CallTimeout, SerializationError, WorkerDied
 
 KINDS = ("1+3", "2+2")
@@ -298,6 +299,30 @@ def test_an_object_is_made_after_workers_were_replaced_while_there_was_none(reus
     kill_and_wait(pids(rt)[3])
     rt.function(len, outputs=None)(X)
     assert logs(rt, rt.resident(Log())) == [[]] * 4
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_worker_that_dies_just_before_it_gets_a_function(reused: Reused, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that takes its place cannot load functions that refer to objects which it does not have yet."""
+    rt = reused("1+3")
+    log = rt.resident(Log())
+    make_step(rt, log)(X, 1.0)
+    victims = [pids(rt)[3]]
+    asked = NodeRanks.prepare
+
+    def ask_and_kill(self: NodeRanks, deadline: float | None) -> bool:
+        is_changed = asked(self, deadline)
+        while victims:
+            kill_and_wait(victims.pop())
+        return is_changed
+
+    monkeypatch.setattr(NodeRanks, "prepare", ask_and_kill)
+    new = make_step(rt, log)
+    with pytest.raises(WorkerDied, match="ended while idle") as caught:
+        new(X, 2.0)
+    assert new(X, 3.0) == 4.0
+    # the other node may have come to the end of the step before it was told
+    assert logs(rt, log) == [[1.0, 2.0, 3.0] if caught.value.step_counted else [1.0, 3.0]] * 4
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

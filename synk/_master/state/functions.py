@@ -232,7 +232,8 @@ class Functions:
 
     def load_missing(self, names: str, deadline: float | None, reloads: Sequence[Reload] = ()) -> None:
         """Send each worker the parcels that it lacks. Raise SerializationError if it cannot load them."""
-        failures, was_interrupted = self.send_missing(names, deadline, reloads)
+        ranks = range(self._workers.world_size)
+        failures, was_interrupted = self.send_missing(names, deadline, reloads, ranks)
         if failures:
             raise SerializationError(
                 f"cannot load {names} on the workers: {failures[0].type_name}: {failures[0].message}. "
@@ -242,12 +243,12 @@ class Functions:
             raise SerializationError(f"cannot load {names} on the workers: the loading was interrupted. Call again.")
 
     def send_missing(
-        self, names: str, deadline: float | None, reloads: Sequence[Reload] = ()
+        self, names: str, deadline: float | None, reloads: Sequence[Reload], ranks: Sequence[int]
     ) -> tuple[list[Any], bool]:
-        """Send each worker the parcels that it lacks. Return the failures, and whether one was interrupted."""
+        """Send workers the parcels that they lack. Return the failures, and whether one was interrupted."""
         orders: dict[int, LoadOrder] = {}
         segments: dict[int, Segment] = {}
-        for worker in self._workers.by_rank:
+        for worker in map(self._workers.by_rank.__getitem__, ranks):
             missing = [p for number, p in self.book.parcels.items() if number not in worker.known.held["parcel"]]
             if missing or reloads:
                 parcels = [ParcelOrder(each.number, each.data, each.is_optional) for each in missing]
