@@ -5,10 +5,13 @@ What maps give, and one rank for each node, is tested with those of one machine 
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import random
 import signal
+import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +31,7 @@ from support.harness import (
 )
 
 import synk
+from synk._wire.messages import Kind
 from synk.errors import CallCancelled, CallTimeout, ClosedError, RemoteError, WorkerDied
 
 NODES = ("1+3", "2+2")
@@ -171,6 +175,47 @@ def test_a_worker_dies_idle_while_its_node_is_at_items(nodes: synk.Runtime, tmp_
     assert [mine == his for mine, his in zip(pids(nodes), before)].count(False) == 1
 
 
+def test_a_death_that_is_read_together_with_other_answers(
+    reused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its item's time, which begins with the answer to the item before it, does not begin anew."""
+    monkeypatch.setattr("synk._master.flight.chunks.LONG_NS", 10**15)  # items wait behind others, whatever those take
+    rt = reused("2+1")
+    total = rt.function(lambda x: x.sum(), outputs="sum")
+
+    def step(n: int) -> int:
+        """Return at once on rank 0. On the others the first item stays, and rank 2 dies at the next one."""
+        rank = synk.comm.rank
+        if rank and not (tmp_path / str(rank)).exists():
+            (tmp_path / str(rank)).touch()
+            while not (tmp_path / f"open {rank}").exists():
+                time.sleep(0.005)
+        elif rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return n
+
+    results = rt.map(step, itertools.count(), batch_size=1, ordered=False)
+    ranks: list[int] = []
+    while ranks.count(2) < 2 or 0 not in ranks:
+        next(results)
+        ranks = [chunk.rank for chunk in rt._session.queue.chunks._in_flight]
+    assert ranks[0] == 1  # so this answer is waited for, and comes behind that of rank 0
+    (tmp_path / "open 2").touch()
+    assert wait_for(lambda: num_unread(rt, 1) == 2)
+    (tmp_path / "open 1").touch()
+    assert wait_for(lambda: num_unread(rt, 0) == len(ranks) - 2)
+    assert total(np.arange(6.0), timeout=10.0) == 15.0
+    with pytest.raises(WorkerDied, match=r"SIGKILL during 'step' \(item \d+\)"):
+        list(results)
+    assert_maps(rt)
+
+
+def num_unread(rt: synk.Runtime, node: int) -> int:
+    """Return how many answers of a node the head has not read."""
+    nbytes = fcntl.ioctl(rt._session.workers.by_rank[node].process.channel.read_fd, termios.FIONREAD, bytes(4))
+    return int.from_bytes(nbytes, sys.byteorder) // 8
+
+
 def test_a_worker_that_does_not_heed_an_interrupt_is_replaced(nodes: synk.Runtime, tmp_path: Path) -> None:
     """Its agent kills it; the agent and the ranks beside it live on."""
     before, workers = agents(nodes), pids(nodes)
@@ -271,6 +316,22 @@ def test_ctrl_c_while_all_ranks_are_at_items(nodes: synk.Runtime, tmp_path: Path
             list(nodes.map(stay(tmp_path), range(30), batch_size=1))
         pressed.join()
         assert_maps(nodes)
+
+
+def test_a_ping_that_overtakes_its_interrupt_ends_the_items(nodes: synk.Runtime, tmp_path: Path) -> None:
+    """To other machines the two go by different ways. An agent that has answered a ping has idle ranks."""
+    workers = nodes._session.workers
+    nodes.timeout = 10.0
+    try:
+        results = nodes.map(stay_but_for_the_first(tmp_path), range(5), batch_size=1)
+        assert next(results) == 0
+        for agent in workers.by_rank:
+            agent.process.channel.ring(Kind.PING, 0, workers.requests.next_sequence(), 0)
+        with pytest.raises(CallCancelled, match="'step' was interrupted"):
+            list(results)
+    finally:
+        nodes.timeout = None
+    assert_maps(nodes)
 
 
 def test_an_iterator_that_is_dropped_ends_its_items(nodes: synk.Runtime, tmp_path: Path) -> None:
