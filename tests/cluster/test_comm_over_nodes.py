@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import kill_and_wait, pids, same_workers, script, wait_for
+from support.harness import ctrl_c_when, kill_and_wait, pids, same_workers, script, wait_for
 
 import synk
 from synk.errors import CallTimeout, CollectiveMismatch, WorkerDied
@@ -289,17 +289,9 @@ def test_a_worker_is_frozen_while_ranks_wait_for_it(nodes: synk.Runtime) -> None
 def test_ctrl_c_while_ranks_wait(nodes: synk.Runtime, sleeper: int) -> None:
     f = nodes.function(waiting(sleeper, lambda: time.sleep(600)), outputs=None)
     assert_talks(nodes)
-
-    def press() -> None:
-        wait_for(lambda: in_flight(nodes))
-        os.kill(os.getpid(), signal.SIGINT)
-
     with same_workers(nodes):
-        pressed = threading.Thread(target=press)
-        pressed.start()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), ctrl_c_when(lambda: in_flight(nodes)):
             f(np.zeros(4))
-        pressed.join()
         assert_talks(nodes)
 
 

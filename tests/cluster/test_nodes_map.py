@@ -23,6 +23,7 @@ import pytest
 from support.harness import (
     Scenario,
     assert_right,
+    ctrl_c_when,
     kill_and_wait,
     pids,
     same_workers,
@@ -305,16 +306,9 @@ def test_a_runtime_closes_if_workers_of_a_node_die_too_often() -> None:
 
 
 def test_ctrl_c_while_all_ranks_are_at_items(nodes: synk.Runtime, tmp_path: Path) -> None:
-    def press() -> None:
-        assert wait_for(are_at(tmp_path, 4))
-        os.kill(os.getpid(), signal.SIGINT)
-
     with same_workers(nodes):
-        pressed = threading.Thread(target=press)
-        pressed.start()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), ctrl_c_when(are_at(tmp_path, 4)):
             list(nodes.map(stay(tmp_path), range(30), batch_size=1))
-        pressed.join()
         assert_maps(nodes)
 
 
@@ -360,16 +354,6 @@ def test_where_and_stacks_show_the_ranks_that_are_at_items(nodes: synk.Runtime, 
 # -- beside other things ----------------------------------------------------------------------------------------------
 
 
-def test_calls_between_the_results(nodes: synk.Runtime) -> None:
-    total = nodes.function(lambda x: x.sum(), outputs="sum")
-    for n, result in enumerate(nodes.map(square, range(60), batch_size=2)):
-        assert result == n * n
-        if n % 7 == 0:
-            assert total(np.arange(5.0)) == 10.0
-        if n % 11 == 0:
-            assert total.submit(np.arange(4.0)).result() == 6.0
-
-
 def test_resident_objects(nodes: synk.Runtime) -> None:
     """They are there on workers that were replaced, too."""
     kept = nodes.resident({"k": 5})
@@ -404,19 +388,6 @@ def test_a_worker_that_lacks_a_resident_object_gets_no_item(nodes: synk.Runtime,
     with pytest.raises(WorkerDied, match=r"ended while idle and was replaced|ended with SIGKILL"):
         list(nodes.map(step, items(), batch_size=1))
     assert list(nodes.map(lambda n: n + kept.value["k"], range(20), batch_size=1)) == [n + 5 for n in range(20)]
-
-
-def test_restart_and_close(runtime: Callable[..., Any]) -> None:
-    rt = runtime((1, 2), cluster="here", nodes=2, backend="auto")
-    results = rt.map(square, range(50), batch_size=1)
-    assert next(results) == 0
-    rt.restart()
-    assert [next(results) for _ in range(5)] == [1, 4, 9, 16, 25]
-    rt.close()
-    with pytest.raises(ClosedError):
-        list(results)
-    with pytest.raises(ClosedError):
-        rt.map(square, [1])
 
 
 def test_what_workers_print(capfd: pytest.CaptureFixture[str], nodes: synk.Runtime) -> None:
