@@ -11,7 +11,7 @@ import pickle
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from synk._master.calls.arguments import Argument
@@ -84,7 +84,7 @@ class Agent:
         self.session.workers.settings = RelayedReader(self.session)  # type: ignore[assignment]
         self._functions: dict[int, NodeFunction] = {}
         self._items = ItemsInFlight(self.session)
-        self._untold: list[tuple[str, type[Warning]]] = []  # warnings that the next answer to items brings
+        self._untold: list[tuple[str, type[Warning]]] = []  # warnings that the next reply brings
 
     @property
     def description(self) -> str:
@@ -101,8 +101,12 @@ class Agent:
             if reply is None:
                 yield sequence, (status, pickle.dumps(None))
             else:
-                warned, self._untold = self._untold, []
-                yield sequence, (status, with_code(reply._replace(warnings=warned)))
+                yield sequence, (status, with_code(reply._replace(warnings=self._warned())))
+
+    def _warned(self) -> list[tuple[str, type[Warning]]]:
+        """Return the warnings that were not told yet, to tell them."""
+        warned, self._untold = self._untold, []
+        return warned
 
     def end_items(self) -> None:
         """End the items that ranks are at: the head wants all ranks to be idle."""
@@ -124,7 +128,6 @@ class Agent:
                     reply = self._call(body.content)
                 elif kind == Kind.ITEMS and body is not None:
                     self._send_items(sequence, body.content)
-                    self._untold += _told(caught)
                     return None
                 elif body is not None and isinstance(body.content, RankOrders):
                     reply = self._relay(Kind(kind), body.content)
@@ -136,7 +139,9 @@ class Agent:
                 if kind == Kind.LOAD:
                     return Status.ERROR, pickled(error)
                 reply = (NodeReply if kind == Kind.CALL else RankReplies)(error=pickled(error))
-        reply = reply._replace(warnings=_told(caught))
+            finally:
+                self._untold += [(str(each.message), each.category) for each in caught]
+        reply = reply._replace(warnings=self._warned())
         has_failed = reply.error or (isinstance(reply, NodeReply) and reply.failures)
         return Status.ERROR if has_failed else Status.DONE, with_code(reply)
 
@@ -310,10 +315,6 @@ class Agent:
     def _placed(self, failures: list[Failure]) -> list[Failure]:
         """Return failures whose devices name the node."""
         return [each._replace(device=f"node{self.node}:{each.device}") for each in failures]
-
-
-def _told(caught: Sequence[warnings.WarningMessage]) -> list[tuple[str, type[Warning]]]:
-    return [(str(each.message), each.category) for each in caught]
 
 
 def _parcel(order: ParcelOrder) -> Parcel:

@@ -325,6 +325,15 @@ def test_a_worker_that_died_while_idle_is_joined_again(nodes: synk.Runtime) -> N
     assert_talks(nodes)
 
 
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_that_died_while_idle_is_joined_before_the_next_call(nodes: synk.Runtime, node: int) -> None:
+    talks = nodes.function(total, outputs="first")
+    assert talks(np.arange(4.0)) == 6.0
+    kill_and_wait(nodes._session.workers.by_rank[node].process.pid)
+    with pytest.warns(RuntimeWarning, match=f"node {node} .*was started again"):
+        assert talks(np.arange(4.0)) == 6.0
+
+
 def test_without_pyzmq_all_else_works(tmp_path: Path) -> None:
     (tmp_path / "zmq.py").write_text("raise ImportError('no zmq here')\n", encoding="utf-8")
     script(

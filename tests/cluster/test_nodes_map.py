@@ -32,6 +32,7 @@ from support.harness import (
 )
 
 import synk
+from synk._wire.channel import DOORBELL
 from synk._wire.messages import Kind
 from synk.errors import CallCancelled, CallTimeout, ClosedError, RemoteError, WorkerDied
 
@@ -105,11 +106,14 @@ def test_items_go_to_the_next_free_rank_of_any_node(nodes: synk.Runtime, tmp_pat
     assert sorted(got + list(results)) == list(range(12))
 
 
-def test_an_exception_names_item_rank_and_node(nodes: synk.Runtime) -> None:
+def test_an_exception_names_item_rank_and_node(nodes: synk.Runtime, tmp_path: Path) -> None:
+    wait = stay(tmp_path)
+
     def fail(n: int) -> float:
         if synk.comm.rank == 3:
+            (tmp_path / "open").touch()
             raise LookupError("three")
-        return n
+        return wait(n)
 
     with same_workers(nodes), pytest.raises(LookupError, match="three") as caught:
         list(nodes.map(fail, range(40), batch_size=1))
@@ -213,8 +217,63 @@ def test_a_death_that_is_read_together_with_other_answers(
 
 def num_unread(rt: synk.Runtime, node: int) -> int:
     """Return how many answers of a node the head has not read."""
-    nbytes = fcntl.ioctl(rt._session.workers.by_rank[node].process.channel.read_fd, termios.FIONREAD, bytes(4))
-    return int.from_bytes(nbytes, sys.byteorder) // 8
+    return num_waiting(rt._session.workers.by_rank[node].process.channel.read_fd)
+
+
+def num_waiting(fd: int) -> int:
+    """Return how many messages nobody has read from a pipe."""
+    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder) // DOORBELL.size
+
+
+def test_a_replacement_dies_at_its_first_item(reused: Any) -> None:
+    """The warning that it was started again comes with its death."""
+    rt = reused("1+1")
+
+    def step(n: int) -> int:
+        if synk.comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return n
+
+    kill_and_wait(pids(rt)[1])
+    with pytest.warns(RuntimeWarning, match="rank 1 .*was started again"), pytest.raises(WorkerDied, match="rank 1 "):
+        list(rt.map(step, itertools.count(), batch_size=1))
+    assert_maps(rt)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_worker_dies_while_its_node_waits_to_replace_another(
+    reused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node waits for its item, which ends so."""
+    monkeypatch.setattr("synk._master.flight.chunks.LONG_NS", 10**15)  # items wait behind others, whatever those take
+    rt = reused("1+2")
+    agent = rt._session.workers.by_rank[1].process
+
+    def step(n: int) -> int:
+        """Return at once on rank 2. The others stay, and then rank 1 dies."""
+        rank = synk.comm.rank
+        while rank != 2 and not (tmp_path / "open").exists():
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGKILL if rank == 1 else 0)
+        return n
+
+    def items() -> Iterator[int]:
+        yield from range(3)
+        os.kill(before[2], signal.SIGKILL)
+        assert wait_for(lambda: "ended with SIGKILL" in rt.where())  # its agent has seen it
+        yield 3
+        assert wait_for(lambda: num_waiting(agent.channel.write_fd) == 0)  # its agent waits to send it item 3
+        (tmp_path / "open").touch()
+        yield from range(4, 9)
+
+    before = pids(rt)
+    rt.timeout = 10.0
+    try:
+        with pytest.raises(WorkerDied, match=r"rank 1 of 3 .*SIGKILL during 'step' \(item 1\)"):
+            list(rt.map(step, items(), batch_size=1))
+    finally:
+        rt.timeout = None
+    assert_maps(rt)
 
 
 def test_a_worker_that_does_not_heed_an_interrupt_is_replaced(nodes: synk.Runtime, tmp_path: Path) -> None:
@@ -410,20 +469,24 @@ def worker_rank() -> int:
     return int(cell.worker.number)
 
 
-def test_messages_that_meet_on_their_way(reused: Any) -> None:
+def test_messages_that_meet_on_their_way(reused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither side can send before the other has read: the agent, which has many answers, reads first."""
+    monkeypatch.setattr("synk._master.flight.chunks.LONG_NS", 10**15)  # items wait behind others, whatever those take
     rt = reused("1+7")
     (_, agent), row = agents(rt), np.zeros(7500)
 
     def items() -> Iterator[tuple[int, np.ndarray]]:
         for n in range(60):
-            if n == 30:
+            if n == 30:  # those before it end, and the agent has more answers than the head has room for
+                (tmp_path / "open").touch()
+                assert wait_for(lambda: num_unread(rt, 1) >= 1)
                 os.kill(agent, signal.SIGSTOP)
                 threading.Timer(0.5, os.kill, (agent, signal.SIGCONT)).start()
             yield n, row
 
     def answered(item: tuple[int, np.ndarray]) -> tuple[int, np.ndarray]:
-        time.sleep(0.02)
+        while item[0] >= 18 and not (tmp_path / "open").exists():
+            time.sleep(0.005)
         return item[0], item[1] + item[0]
 
     for n, (k, found) in enumerate(rt.map(answered, items(), batch_size=1)):

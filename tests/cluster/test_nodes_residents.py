@@ -104,6 +104,37 @@ def test_where_no_rank_has_the_state_it_is_lost_and_said_so(reused: Reused) -> N
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("operation", ["call", "get", "join"])
+def test_a_worker_dies_when_the_head_has_just_asked(
+    reused: Reused, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its replacement lacks the object. So its node refuses what needs it, or is asked again when nodes are joined."""
+    rt = reused("1+3")
+    log = rt.resident([], name="log")
+    step = make_step(rt, log)
+    step(X, 1.0)
+    victims, ranks = [pids(rt)[3]], rt._session.ranks
+    usual = ranks.prepare
+
+    def prepare(deadline: float | None) -> bool:
+        found = usual(deadline)
+        while victims:
+            kill_and_wait(victims.pop())
+        return found
+
+    monkeypatch.setattr(ranks, "prepare", prepare)
+    expected = [1.0]
+    if operation == "join":
+        rt._session.group.break_up(rt._session.workers)
+    else:
+        with pytest.raises(WorkerDied, match="a worker of node 1 ended while idle and was replaced") as caught:
+            step(X, 2.0) if operation == "call" else log.get(3)
+        expected += [2.0] * bool(getattr(caught.value, "step_counted", False))  # on the other node
+    step(X, 3.0)
+    assert logs(rt, log) == [[*expected, 3.0]] * 4
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_an_object_is_made_after_workers_were_replaced_while_there_was_none(reused: Reused) -> None:
     """What the head knew of the nodes then is out of date."""
     rt = reused("1+3")
