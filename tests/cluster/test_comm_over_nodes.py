@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import kill_and_wait, pids, same_workers, script, wait_for
+from support.harness import ctrl_c_when, kill_and_wait, pids, same_workers, script, wait_for
 
 import synk
 from synk.errors import CallTimeout, CollectiveMismatch, WorkerDied
@@ -310,17 +310,9 @@ def test_a_worker_is_frozen_while_ranks_wait_for_it(nodes: synk.Runtime) -> None
 def test_ctrl_c_while_ranks_wait(nodes: synk.Runtime, sleeper: int) -> None:
     f = nodes.function(waiting(sleeper, lambda: time.sleep(600)), outputs=None)
     assert_talks(nodes)
-
-    def press() -> None:
-        wait_for(lambda: in_flight(nodes))
-        os.kill(os.getpid(), signal.SIGINT)
-
     with same_workers(nodes):
-        pressed = threading.Thread(target=press)
-        pressed.start()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), ctrl_c_when(lambda: in_flight(nodes)):
             f(np.zeros(4))
-        pressed.join()
         assert_talks(nodes)
 
 
@@ -354,6 +346,15 @@ def test_a_worker_that_died_while_idle_is_joined_again(nodes: synk.Runtime) -> N
     with pytest.raises(WorkerDied, match="rank 3: its worker ended while idle"), pytest.warns(RuntimeWarning):
         talks(np.arange(4.0))
     assert_talks(nodes)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_that_died_while_idle_is_joined_before_the_next_call(nodes: synk.Runtime, node: int) -> None:
+    talks = nodes.function(total, outputs="first")
+    assert talks(np.arange(4.0)) == 6.0
+    kill_and_wait(nodes._session.workers.by_rank[node].process.pid)
+    with pytest.warns(RuntimeWarning, match=f"node {node} .*was started again"):
+        assert talks(np.arange(4.0)) == 6.0
 
 
 def test_without_pyzmq_all_else_works(tmp_path: Path) -> None:

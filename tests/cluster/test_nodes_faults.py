@@ -16,6 +16,7 @@ from support.harness import (
     Scenario,
     armed,
     assert_right,
+    ctrl_c_when,
     descendants,
     failpoint,
     kill_and_wait,
@@ -228,17 +229,8 @@ def test_an_agent_that_is_frozen_is_replaced(nodes: synk.Runtime) -> None:
 def test_ctrl_c(nodes: synk.Runtime) -> None:
     f = nodes.function(lambda x: time.sleep(600 * x[0]), outputs=None)
     f(np.zeros(8))
-
-    def press() -> None:
-        wait_for(lambda: in_flight(nodes))
-        os.kill(os.getpid(), signal.SIGINT)
-
-    with same_workers(nodes):
-        pressed = threading.Thread(target=press)
-        pressed.start()
-        with pytest.raises(KeyboardInterrupt):
-            f(np.ones(8))
-        pressed.join()
+    with same_workers(nodes), pytest.raises(KeyboardInterrupt), ctrl_c_when(lambda: in_flight(nodes)):
+        f(np.ones(8))
 
 
 def test_an_interrupt_from_another_thread(nodes: synk.Runtime) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import joblib
 import numpy as np
 import pytest
-from support.harness import assert_right, same_workers, wait_for
+from support.harness import assert_right, ctrl_c_when, same_workers
 
 import synk
 import synk.extensions.joblib
@@ -97,16 +97,9 @@ def test_ctrl_c_and_time_limits(rt: synk.Runtime, tmp_path: Path) -> None:
         (tmp_path / str(n)).touch()
         time.sleep(60)
 
-    def press() -> None:
-        assert wait_for(lambda: len(list(tmp_path.iterdir())) == 2)
-        os.kill(os.getpid(), signal.SIGINT)
-
     with same_workers(rt):
-        thread = threading.Thread(target=press)
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), ctrl_c_when(lambda: len(list(tmp_path.iterdir())) == 2):
             parallel(joblib.delayed(stay)(n) for n in range(8))
-        thread.join()
         with pytest.raises(TimeoutError, match="cannot wait for a task"):
             parallel((joblib.delayed(stay)(n) for n in range(8)), timeout=0.1)
         assert_right(rt)

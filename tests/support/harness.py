@@ -362,6 +362,22 @@ def wait_for(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> 
     return True
 
 
+@contextlib.contextmanager
+def ctrl_c_when(condition: Callable[[], object]) -> Iterator[None]:
+    """Press Ctrl-C as soon as ``condition()`` holds, which must not be before the body has begun to wait.
+
+    The KeyboardInterrupt leaves the block: ``pytest.raises`` belongs around it.
+    """
+    waited: list[bool] = []
+    thread = threading.Thread(target=lambda: (waited.append(wait_for(condition)), os.kill(os.getpid(), signal.SIGINT)))
+    try:
+        thread.start()
+        yield
+    finally:
+        thread.join()
+        assert waited == [True], "what Ctrl-C was to wait for did not happen"
+
+
 # ----- the after-state
 
 

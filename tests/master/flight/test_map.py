@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from support.harness import assert_right, kill_and_wait, replaced_workers, same_workers, wait_for
+from support.harness import assert_right, ctrl_c_when, kill_and_wait, replaced_workers, same_workers, wait_for
 
 import synk
 from synk.errors import CallCancelled, CallTimeout, ClosedError, ReentrancyError, RemoteError, WorkerDied
@@ -280,20 +280,29 @@ def test_what_was_left_running_is_ended_and_not_waited_for(reused: Any, kind: An
         assert not (tmp_path / "at 8").exists()
 
 
-def test_calls_between_the_results(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_calls_between_the_results(rt: Any) -> None:
     total = rt.function(lambda x: x.sum(), outputs="sum")
-    d, w = rt.data(np.arange(5.0)), rt.shared(np.zeros(2))
+    d = rt.data(np.arange(5.0))
     for n, result in enumerate(rt.map(square, range(60), batch_size=2)):
         assert result == n * n
         if n % 7 == 0:
             assert total(d) == 10.0
         if n % 11 == 0:
+            assert total.submit(np.arange(4.0)).result() == 6.0
+        if n % 13 == 0:
+            d.set_value(np.arange(5.0))
+
+
+def test_shared_variables_between_the_results(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    total = rt.function(lambda x: x.sum(), outputs="sum")
+    w = rt.shared(np.zeros(2))
+    for n, result in enumerate(rt.map(square, range(60), batch_size=2)):
+        assert result == n * n
+        if n % 11 == 0:
             pending = total.submit(np.arange(4.0))
             w.value = np.full(2, float(n))
             assert pending.result() == 6.0
-        if n % 13 == 0:
-            d.set_value(np.arange(5.0))
     np.testing.assert_array_equal(w.value, np.full(2, 55.0))
 
 
@@ -530,22 +539,13 @@ def test_a_worker_that_dies_while_it_has_no_items(reused: Any, kind: Any) -> Non
 def test_ctrl_c(reused: Any, kind: Any, tmp_path: Path) -> None:
     rt = reused(kind)
     wait = stay(tmp_path)
-
-    def press() -> None:
-        assert wait_for(is_at(tmp_path, 2, 3))
-        os.kill(os.getpid(), signal.SIGINT)
-
     with same_workers(rt):
         results = rt.map(lambda n: wait(n) if n >= 2 else n, range(9), batch_size=1)
-        assert next(results) == 0
-        thread = threading.Thread(target=press)
-        thread.start()
-        got = []
-        with pytest.raises(KeyboardInterrupt):
+        got: list[int] = []
+        with pytest.raises(KeyboardInterrupt), ctrl_c_when(lambda: len(got) == 2 and is_at(tmp_path, 2, 3)()):
             for n in results:
                 got.append(n)
-        thread.join()
-        assert got in ([], [1]) and list(results) == []
+        assert got == [0, 1] and list(results) == []
         assert_right(rt)
 
 
@@ -581,8 +581,11 @@ def test_runtime_interrupt_and_time_limits(reused: Any, kind: Any, tmp_path: Pat
         assert_right(rt)
 
 
-def test_a_runtime_that_is_closed_or_restarted(runtime: Any) -> None:
-    rt = runtime(2)
+@pytest.mark.parametrize(
+    ("num_workers", "options"), [(2, {}), ((1, 2), {"cluster": "here", "nodes": 2, "backend": "auto"})]
+)
+def test_a_runtime_that_is_closed_or_restarted(runtime: Any, num_workers: Any, options: dict[str, Any]) -> None:
+    rt = runtime(num_workers, **options)
     results = rt.map(square, range(50), batch_size=1)
     assert next(results) == 0
     rt.restart()
