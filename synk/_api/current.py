@@ -46,7 +46,7 @@ def fork(
     transfer_guard: str = "allow",
     balance: str = "even",
     cluster: str | None = None,
-    nodes: int | None = None,
+    nodes: int | tuple[int, int] | None = None,
     insecure: bool = False,
 ) -> Runtime:
     """Start one worker process for each device and make their runtime the current one.
@@ -89,9 +89,10 @@ def fork(
         running Ray cluster. ``"here"``: nodes that are child processes of this program, to try on one machine what
         will run on many. Not everything works over nodes yet: what does not is refused by an ``UnsupportedError``. See
         the page on many machines.
-    nodes : int, optional
-        How many nodes to use, with ``cluster``; None: all machines that have CPUs to give. Machines beyond are spares
-        for those that fail. ``num_workers`` is then for each node: a number, or a sequence with one for each; None: the
+    nodes : int or tuple (int, int), optional
+        How many nodes to use, with ``cluster``; None: all machines that have CPUs to give. ``(2, 4)``: as many as there
+        are now, but at least 2 and at most 4. Their number does not change later. Machines beyond are spares for those
+        that fail. ``num_workers`` is then for each node: a number, or a sequence with one for each; None: the
         node's CPUs, and with ``"here"`` a part of the cores.
     insecure : bool
         Whether to use a Ray cluster that asks for no token, whose ports let anybody run code.

@@ -112,7 +112,7 @@ class Runtime:
         transfer_guard: str = "allow",
         balance: str = "even",
         cluster: str | None = None,
-        nodes: int | None = None,
+        nodes: int | tuple[int, int] | None = None,
         insecure: bool = False,
     ) -> None:
         refuse_inside_worker("fork")

@@ -17,8 +17,8 @@ from synk.cluster.split import Layout, counts_of
 from synk.errors import StartupError, UnsupportedError
 
 
-def check_nodes(cluster: Any, nodes: Any) -> int | None:
-    """Return the number of nodes to start; None for all machines of a cluster.
+def check_nodes(cluster: Any, nodes: Any) -> tuple[int, int | None]:
+    """Return the least and the greatest number of nodes to start; None for all machines of a cluster.
 
     Raises
     ------
@@ -32,10 +32,15 @@ def check_nodes(cluster: Any, nodes: Any) -> int | None:
             "'auto' or the address of a Ray cluster, such as '10.0.0.1:6379'."
         )
     if nodes is None and is_address:
-        return None
-    if isinstance(nodes, bool) or not isinstance(nodes, (int, np.integer)) or nodes < 1:
-        raise ValueError(f"cannot fork: got nodes={nodes!r}, expected how many nodes to start: an integer above 0.")
-    return int(nodes)
+        return 1, None
+    bounds = nodes if isinstance(nodes, tuple) and len(nodes) == 2 else (nodes, nodes)
+    are_integers = all(isinstance(each, (int, np.integer)) and not isinstance(each, bool) for each in bounds)
+    if not are_integers or not 1 <= bounds[0] <= bounds[1]:
+        raise ValueError(
+            f"cannot fork: got nodes={nodes!r}, expected how many nodes to start: an integer above 0, or the least and "
+            "the greatest number, such as (2, 4)."
+        )
+    return int(bounds[0]), int(bounds[1])
 
 
 def open_session(
@@ -59,7 +64,7 @@ def open_session(
     StartupError
         If an agent cannot be started.
     """
-    num_nodes = check_nodes(cluster, nodes)
+    least, num_nodes = check_nodes(cluster, nodes)
     if is_frozen():
         raise UnsupportedError(
             f"cannot fork with cluster={cluster!r}: got a frozen program, expected one that the interpreter runs, for "
@@ -73,9 +78,9 @@ def open_session(
         from synk.cluster.remote import machines_of, remote_agents
 
         cpus = machines_of(cluster, insecure=insecure)
-        if num_nodes is not None and num_nodes > len(cpus):
+        if len(cpus) < least:
             raise StartupError(
-                f"cannot fork on {num_nodes} nodes: the cluster {cluster!r} has {len(cpus)} machines with CPUs. Add "
+                f"cannot fork on {least} nodes: the cluster {cluster!r} has {len(cpus)} machines with CPUs. Add "
                 "machines, or fork on fewer."
             )
         cpus = cpus[:num_nodes]

@@ -43,13 +43,35 @@ def test_options_of_fork_that_need_one_machine(name: str) -> None:
         ({"cluster": "10.0.0.1:6379", "nodes": 0}, "got nodes=0"),
         ({"cluster": "here"}, "got nodes=None, expected how many nodes"),
         ({"cluster": "here", "nodes": 0}, "got nodes=0"),
-        ({"cluster": "here", "nodes": (1, 2)}, r"got nodes=\(1, 2\)"),
+        ({"cluster": "here", "nodes": (2, 1)}, r"got nodes=\(2, 1\)"),
+        ({"cluster": "here", "nodes": (1, 2, 3)}, r"got nodes=\(1, 2, 3\)"),
+        ({"cluster": "here", "nodes": (1, 2.5)}, r"got nodes=\(1, 2.5\).*such as \(2, 4\)"),
         ({"nodes": 2}, "got nodes=2 and no cluster="),
     ],
 )
 def test_arguments_of_fork(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         synk.Runtime(1, **options)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "counts"),
+    [(None, (4, 2, 1)), (2, (4, 2)), ((1, 2), (4, 2)), ((2, 9), (4, 2, 1)), ((4, 9), None), (4, None)],
+)
+def test_how_many_machines_of_a_cluster_are_used(monkeypatch: pytest.MonkeyPatch, nodes: Any, counts: Any) -> None:
+    class Opened(Exception):
+        pass
+
+    def opened(layout: Any, *args: Any, **options: Any) -> None:
+        raise Opened(layout.counts)
+
+    monkeypatch.setattr("synk.cluster.remote.machines_of", lambda address, insecure: [4, 2, 1])
+    monkeypatch.setattr("synk.cluster.forking.ClusterSession", opened)
+    with pytest.raises(StartupError if counts is None else Opened) as caught:
+        synk.Runtime(cluster="10.0.0.1:6379", nodes=nodes)
+    assert (
+        str(caught.value).startswith("cannot fork on 4 nodes: ") if counts is None else caught.value.args == (counts,)
+    )
 
 
 def test_a_cluster_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
