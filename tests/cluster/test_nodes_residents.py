@@ -6,6 +6,7 @@ What they are, and what calls do to them, is tested with those of one machine (t
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from support.harness import kill_and_wait, pids, wait_for
 
 import synk
-from synk.errors import WorkerDied
+from synk.errors import RemoteError, WorkerDied
 
 KINDS = ("1+3", "2+2")
 Reused = Callable[..., synk.Runtime]
@@ -135,6 +136,26 @@ def test_a_worker_dies_when_the_head_has_just_asked(
         expected += [2.0] * bool(getattr(caught.value, "step_counted", False))  # on the other node
     step(X, 3.0)
     assert logs(rt, log) == [[*expected, 3.0]] * 4
+
+
+def load_in_the_program(pid: int) -> list[float]:
+    if os.getpid() != pid:
+        raise LookupError("not here")
+    return []
+
+
+class OfTheProgram(list[float]):
+    def __reduce__(self) -> Any:
+        return load_in_the_program, (os.getpid(),)
+
+
+def test_an_object_that_cannot_be_loaded_names_the_device_and_its_node(reused: Reused) -> None:
+    rt = reused("1+3")
+    with pytest.raises(Exception, match="not here") as caught:
+        rt.resident(OfTheProgram())
+    cause = caught.value.__cause__
+    assert isinstance(cause, RemoteError)
+    assert (cause.rank, cause.device) == (0, "node0:cpu:0")
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
