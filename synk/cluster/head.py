@@ -243,6 +243,7 @@ class Nodes:
             for (variable_id, shapes), leaves in zip(layout.assigned, values):
                 for target, source in zip(session.variables[variable_id].back(rank, shapes), leaves):
                     np.copyto(target, source)
+        session.workers.log.tell("commit")  # the nodes learn of it with their next messages
         session.variables.commit(call.ranks, layouts, launched.number)
 
 
@@ -312,7 +313,7 @@ class ClusterSession(Session):
         )
         self.workers.recovery.grace_s = AGENT_GRACE_S
         self.workers.sources["lane"] = lambda rank, number: None  # agents share no memory with the head
-        self.workers.sources["commit"] = lambda rank, number: (self.ranks.committed, [])
+        self.workers.sources["commit"] = self.ranks.committed
         self.workers.sources["variable"] = self.nodes.told
 
     def _make_ranks(self) -> NodeRanks:

@@ -7,11 +7,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from synk._master.processes.output import warn_at_users_line
 from synk._master.workers.ranks import Ranks
 from synk._master.workers.recovery import Recovery
 from synk._master.workers.requests import Request
 from synk._master.workers.workers import Workers
+from synk._wire.control import Down
 from synk._wire.items import Items
 from synk._wire.memory import Segment
 from synk._wire.messages import Kind, Reply, Status
@@ -67,15 +70,16 @@ class NodeRanks(Ranks):
     num_restarts : dict of int to int
         By node, how many workers it had replaced when it was last asked by :meth:`prepare`. What ranks keep from call
         to call is known of these workers only, so a node that has replaced more of them refuses.
-    committed : int
-        The number of the last call whose new values of variables have become their values.
+    down : ndarray of int64, shape (total_ranks, len(Down))
+        Only ``Down.COMMITTED`` is used: no rank reads these numbers.
     """
 
     def __init__(self, workers: Workers, layout: Layout) -> None:
         super().__init__(workers)
         self._layout = layout
         self.num_restarts: dict[int, int] = {}
-        self.committed = -1
+        self.down = np.full((layout.total_ranks, len(Down)), -1, np.int64)
+        self.words = self
 
     @property
     def num_ranks(self) -> int:
@@ -89,12 +93,9 @@ class NodeRanks(Ranks):
         self.num_restarts = found
         return found != before
 
-    def commit(self, ranks: Sequence[int], number: int) -> None:
-        self.log.tell("commit")  # the nodes learn of it with their next messages
-        self.committed = number
-
-    def is_committed(self, rank: int, number: int) -> bool:
-        return self.committed == number
+    def committed(self, node: int, number: int) -> tuple[int, list[Segment]]:
+        """Return the last call whose new values of variables have become the values, as a source of the log does."""
+        return int(self.down[:, Down.COMMITTED].max()), []
 
     def send_items(
         self,

@@ -21,6 +21,7 @@ from synk._pure.arrays import as_plain_array, check_shareable, copy_into
 from synk._pure.read_only import ordinary
 from synk._pure.shards import shard_bounds
 from synk._pure.trees import describe, skeleton_of, unflatten
+from synk._wire.control import Down
 from synk._wire.memory import Segment
 from synk._wire.messages import Layout
 from synk._wire.variables import (
@@ -343,7 +344,7 @@ class Variables:
         self.is_closed = False
         self.ids = itertools.count(1)
         self.dropped = Dropped(ranks.log)
-        self._ranks = ranks
+        self._log, self._words = ranks.log, ranks.words
         self._has_devices = has_devices
         self._living: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
         self.to_flip: list[tuple[Variable, int, int, bool]] = []
@@ -366,7 +367,7 @@ class Variables:
 
     def note_change(self, variable_id: int) -> None:
         """Note that a variable is new, or that the master changed it. Workers learn of it with the next message."""
-        self._ranks.log.tell("variable", variable_id)
+        self._log.tell("variable", variable_id)
 
     def told(self, rank: int, variable_id: int) -> tuple[Declaration, list[Segment]] | None:
         """Return what a rank must know of a variable, and the memory that it uses."""
@@ -376,7 +377,7 @@ class Variables:
     def free_dropped(self) -> None:
         """Have the workers forget variables that no longer exist."""
         while self.dropped:
-            self._ranks.log.drop("variable", self.dropped.popleft())
+            self._log.drop("variable", self.dropped.popleft())
 
     def commit(self, ranks: Sequence[int], layouts: Sequence[Layout], number: int) -> None:
         """Commit the assignments of call ``number``, on all of its ranks at once.
@@ -403,7 +404,7 @@ class Variables:
         # rest to finish_commit. The ranks are idle and read the word only after their next doorbell.
         self._flip_call = number
         self.to_flip = flips
-        self._ranks.commit(ranks, number)
+        self._words.down[list(ranks), Down.COMMITTED] = number
         self.finish_commit()
 
     def finish_commit(self) -> None:
@@ -411,7 +412,7 @@ class Variables:
         flips = self.to_flip
         if not flips:
             return
-        if self._ranks.is_committed(flips[0][1], self._flip_call):
+        if int(self._words.down[flips[0][1], Down.COMMITTED]) == self._flip_call:
             for variable, rank, front, is_followed in flips:
                 variable.front[rank] = front
                 if is_followed:

@@ -7,7 +7,6 @@ from typing import Any
 
 from synk._master.workers.requests import Request
 from synk._master.workers.workers import Workers
-from synk._wire.control import Down
 from synk._wire.items import Items
 from synk._wire.memory import Segment
 from synk._wire.messages import Kind, Reply
@@ -24,11 +23,14 @@ class Ranks:
     ----------
     log : Log
         What all ranks must know.
+    words : object
+        Has ``down``, the numbers of all ranks; see ``synk._wire.control``.
     """
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
         self.log = workers.log
+        self.words: Any = workers.processes
 
     @property
     def num_ranks(self) -> int:
@@ -41,14 +43,6 @@ class Ranks:
     def prepare(self, deadline: float | None) -> bool:
         """Have workers replaced that have ended. Return whether any was, so that its rank may lack something."""
         return False  # the session knows which of its workers are new
-
-    def commit(self, ranks: Sequence[int], number: int) -> None:
-        """Make the new values of variables that call ``number`` has assigned on ``ranks`` their values: one store."""
-        self._workers.processes.down[list(ranks), Down.COMMITTED] = number
-
-    def is_committed(self, rank: int, number: int) -> bool:
-        """Whether call ``number`` was the last that was committed on a rank."""
-        return int(self._workers.processes.down[rank, Down.COMMITTED]) == number
 
     def send_items(
         self,

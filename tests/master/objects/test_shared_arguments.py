@@ -182,7 +182,7 @@ def test_shard_batch_picks_among_the_rows_of_each_rank(
             check(result, rows * picked[:, None], counts, num_slices, scale=2.0)
 
 
-@pytest.mark.parametrize("where", EVERYWHERE)
+@pytest.mark.parametrize("where", (*WORKERS, "inline"))
 def test_a_call_on_resident_data_moves_nothing(shared_runtimes: Any, where: Any) -> None:
     """One doorbell to each rank and one back; no byte staged, pickled or written to a pipe beside them."""
     rt = shared_runtimes[where]
