@@ -6,6 +6,7 @@ rows of the node, and goes the way of every call from there on. Its outputs go b
 
 from __future__ import annotations
 
+import functools
 import itertools
 import pickle
 import sys
@@ -253,9 +254,9 @@ class Agent:
         session = self.session
         with session.entered("call"):
             self._begin("call")
-            self._check_restarts(order.num_restarts)
             session.numbers = itertools.repeat(order.number)
             function = self._function(order.function)
+            function.check = functools.partial(self._check_restarts, order.num_restarts)
             call = _bound(order, self._variables)
             function.copies.ignore(argument.label for argument in call.arguments)
             load(session, function, call, None)  # type: ignore[arg-type]

@@ -143,8 +143,7 @@ class Nodes:
         if call.objects is not None:
             objects = call.objects[0], [pickle.PickleBuffer(view) for view in call.objects[1]]
         weights = dict(zip(call.ranks, call.rows))
-        has_residents = function.residents or function.changes or any(a.kind == "resident" for a in call.arguments)
-        known = self._ranks.num_restarts if has_residents else {}
+        known = self._ranks.num_restarts if self._session.residents.has_any else {}
         found = {}
         for node in launched.nodes:
             ranks = self.layout.ranks_of(node)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from synk._master.calls.plans import PlanCache
@@ -31,9 +31,14 @@ class NodeFunction:
         self.plans = PlanCache()
         self.record = Record(note.name)
         self.copies = Copies(note.name)
+        self.check: Callable[[], None] = lambda: None
 
     def load(self, session: Session, deadline: float | None) -> None:
-        """See that all workers have it: those that were started again lack it."""
+        """See that all workers have it: those that were started again lack it.
+
+        First ``check()`` must not raise: what they lack may refer to resident objects, which they would lack, too.
+        """
+        self.check()
         session.functions.ensure_loaded(deadline)
 
 

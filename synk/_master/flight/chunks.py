@@ -194,7 +194,7 @@ class Chunks:
                 [copy.segment for copy in chunk.copies],
                 deadline,
                 f"{self._function.name!r} ({which})",
-                has_residents=bool(self._function.residents),
+                has_residents=session.residents.has_any,
             )
             self._in_flight.append(chunk)
         except BaseException as error:
