@@ -94,8 +94,12 @@ class NodeRanks(Ranks):
         return found != before
 
     def committed(self, node: int, number: int) -> tuple[int, list[Segment]]:
-        """Return the last call whose new values of variables have become the values, as a source of the log does."""
-        return int(self.down[:, Down.COMMITTED].max()), []
+        """Return the last call of a node whose new values of variables have become the values, as a source of the log.
+
+        Later calls may have been committed that did not run there.
+        """
+        ranks = self._layout.ranks_of(node)
+        return int(self.down[ranks[0] : ranks[-1] + 1, Down.COMMITTED].max()), []
 
     def send_items(
         self,

@@ -178,3 +178,20 @@ def test_a_variable_that_nobody_has_any_more_is_forgotten_on_the_nodes(nodes: sy
     assert count(np.zeros(4)) == [each + 5 for each in before]
     del kept
     assert count(np.zeros(4)) == before
+
+
+def test_a_node_that_is_not_in_the_next_call_learns_that_the_one_before_it_was_committed(nodes: synk.Runtime) -> None:
+    v, w = nodes.shared(np.zeros(1)), nodes.shared(np.zeros(1))
+    count, other = nodes.function(lambda x: _count(v), outputs=None), nodes.function(lambda x: _count(w), outputs=None)
+    for k in range(1, 4):
+        assert count(np.ones(4)) == [float(k)] * 4
+        other(np.ones(1))  # on rank 0 alone
+    assert_same(everywhere(nodes, v), [np.full(1, 3.0)] * 4)
+    assert_same(everywhere(nodes, w), [np.full(1, 3.0)] * 4)
+
+
+def test_values_that_differ_behind_an_empty_array(nodes: synk.Runtime) -> None:
+    w = nodes.shared({"a": np.zeros((0, 2)), "b": np.zeros(2)})
+    for rank in range(4):
+        nodes.set_value(w, {"a": np.zeros((0, 2)), "b": np.full(2, float(rank))}, rank=rank)
+    assert [float(value["b"][0]) for value in everywhere(nodes, w)] == [0.0, 1.0, 2.0, 3.0]
