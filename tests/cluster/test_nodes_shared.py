@@ -195,3 +195,15 @@ def test_values_that_differ_behind_an_empty_array(nodes: synk.Runtime) -> None:
     for rank in range(4):
         nodes.set_value(w, {"a": np.zeros((0, 2)), "b": np.full(2, float(rank))}, rank=rank)
     assert [float(value["b"][0]) for value in everywhere(nodes, w)] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_the_rows_of_a_sharded_variable_stay_on_the_nodes(nodes: synk.Runtime) -> None:
+    rows = np.arange(float(1 << 21)).reshape(-1, 4)
+    picked = np.random.default_rng(1).permutation(len(rows))[:100]
+    total = nodes.function(lambda x: x.sum(axis=0), outputs="sum")
+    x = nodes.shared(rows, sharded=True)
+    for batch in (None, picked, slice(10, 1000, 7)):
+        total(x, batch=batch)
+        before = nodes.counters["bytes_down"]
+        np.testing.assert_array_equal(total(x, batch=batch), rows[slice(None) if batch is None else batch].sum(axis=0))
+        assert nodes.counters["bytes_down"] - before < 1 << 14
