@@ -91,9 +91,10 @@ def fork(
         the page on many machines.
     nodes : int or tuple (int, int), optional
         How many nodes to use, with ``cluster``; None: all machines that have CPUs to give. ``(2, 4)``: as many as there
-        are now, but at least 2 and at most 4. Their number does not change later. Machines beyond are spares for those
-        that fail. ``num_workers`` is then for each node: a number, or a sequence with one for each; None: the
-        node's CPUs, and with ``"here"`` a part of the cores.
+        are now, but at least 2 and at most 4. Machines beyond are spares for those that fail. The ranks stay the same:
+        without a spare, the node of a failed machine moves to another node's, as long as the cluster has 2.
+        ``num_workers`` is then for each node: a number, or a sequence with one for each; None: the node's CPUs, and
+        with ``"here"`` a part of the cores.
     insecure : bool
         Whether to use a Ray cluster that asks for no token, whose ports let anybody run code.
 

@@ -94,7 +94,8 @@ class Agent:
     @property
     def description(self) -> str:
         pids = ", ".join(str(worker.process.pid) for worker in self.session.workers.by_rank)
-        return f"{self.session.world_size} x {self.session.backend}, pids of its workers {pids}"
+        place = f" on {self._host}" if self._host else ""
+        return f"{self.session.world_size} x {self.session.backend}{place}, pids of its workers {pids}"
 
     def watched(self) -> list[int]:
         """Return the descriptors to watch because ranks are at items; then :meth:`answers` takes in what has come."""

@@ -85,7 +85,7 @@ def open_session(
             )
         cpus = cpus[:num_nodes]
         counts = counts_of(cpus if num_workers is None else num_workers, len(cpus))
-        process_type = remote_agents(Layout(counts), max_restarts, seed, cluster)
+        process_type = remote_agents(Layout(counts), max_restarts, seed, cluster, least)
     return ClusterSession(
         Layout(counts),
         process_type,

@@ -34,19 +34,24 @@ class RemoteProcess(AgentProcess):
     ----------
     address : str
         Of the cluster. Set in a subclass for each runtime, like those of the base.
+    least_nodes : int
+        With as many machines the runtime goes on: nodes whose machines are lost move to those that are left.
     """
 
     address: ClassVar[str]
+    least_nodes: ClassVar[int]
     _module, _kind = "cluster.ray", "tunnel"
 
     def start(self, setup: dict[str, Any], *others: Any) -> None:
-        cluster = {"address": self.address, "num_nodes": len(self.layout.counts)}
+        num_nodes = len(self.layout.counts)
+        cluster = {"address": self.address, "num_nodes": num_nodes, "least_nodes": min(self.least_nodes, num_nodes)}
         super().start({**setup, "ray": cluster}, *others)
 
 
-def remote_agents(layout: Layout, max_restarts: int, seed: int, address: str) -> type[RemoteProcess]:
+def remote_agents(layout: Layout, max_restarts: int, seed: int, address: str, least_nodes: int) -> type[RemoteProcess]:
     """Return the type of the agents of one runtime."""
-    own = {"layout": layout, "max_restarts": max_restarts, "seed": seed, "address": address}
+    of_runtime = {"layout": layout, "max_restarts": max_restarts, "seed": seed}
+    own = {**of_runtime, "address": address, "least_nodes": least_nodes}
     return type("RemoteProcess", (RemoteProcess,), own)
 
 

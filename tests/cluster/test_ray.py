@@ -6,11 +6,12 @@ agents are the same; here it is what lies between them that may go wrong.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 from support.harness import TESTS_FOLDER, Scenario, wait_until_dead
 
 import synk
-from synk.errors import CallTimeout, RemoteError, StartupError, WorkerDied
+from synk.errors import CallTimeout, ClosedError, CollectiveMismatch, RemoteError, StartupError, WorkerDied
 
 pytestmark = [pytest.mark.ray, pytest.mark.own_start, pytest.mark.timeout(300)]
 
@@ -77,6 +78,8 @@ def nodes(cluster: Cluster) -> Iterator[synk.Runtime]:
     """Two nodes with two workers each. Two machines are free."""
     with synk.Runtime(2, cluster=cluster.address, nodes=2, insecure=True, max_restarts=100) as runtime:
         yield runtime
+        pids = {pid for worker in worker_pids(runtime) for pid in lineage(worker)[:-1]}
+    assert all(map(wait_until_dead, pids))  # actors are no children of this process, which has asked Ray to end them
 
 
 def worker_pids(runtime: synk.Runtime) -> list[int]:
@@ -186,20 +189,120 @@ def test_a_spare_machine_takes_over(cluster: Cluster, nodes: synk.Runtime) -> No
     assert caught.value.nodes
     assert caught.value.step_counted is False  # type: ignore[attr-defined]
     assert all(map(wait_until_dead, pids[:2])), "the machine's own processes end with it"
-    wait_for_step(step, log)
+    wait_for_step(lambda: step(np.ones(4), log, False))
     found = [log.get(rank) for rank in range(4)]
     assert found == [found[0]] * 4
 
 
-def wait_for_step(step: Any, log: Any) -> None:
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_frozen_machine_is_replaced_and_what_ran_there_ends_once_it_is_back(nodes: synk.Runtime) -> None:
+    """A time limit notices it. A spare machine takes over; nothing that the frozen one does later is heard."""
+    log = nodes.resident([])
+
+    def note(x: np.ndarray, log: list[int]) -> int:
+        log.append(1)
+        return os.getpid()
+
+    step = nodes.function(note, outputs=None, bcast_inputs="log", changes=[log])
+    pids = step(np.ones(4), log)
+    machine = [*pids[2:], *lineage(pids[2])[1:]]
+    for pid in reversed(machine):
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(CallTimeout):
+            step(np.ones(4), log, timeout=1.0)
+        again = step(np.ones(4), log)
+        assert again[:2] == pids[:2]
+        assert not set(again) & set(machine)
+    finally:
+        for pid in machine:
+            os.kill(pid, signal.SIGCONT)
+    assert all(map(wait_until_dead, pids[2:]))
+    step(np.ones(4), log)
+    assert [log.get(rank) for rank in range(4)] == [log.get(0)] * 4
+
+
+def test_ranks_of_two_machines_wait_for_each_other(nodes: synk.Runtime) -> None:
+    def wait(x: np.ndarray) -> None:
+        synk.comm.recv((synk.comm.rank + 2) % 4)
+
+    for _ in range(2):
+        with pytest.raises(CollectiveMismatch, match=r"every rank waits|every other rank waits"):
+            nodes.function(wait, outputs=None)(np.arange(4.0))
+
+
+def lose(cluster: Cluster, pids: list[int]) -> None:
+    """Kill the machine on which processes run, and wait for their ends."""
+    cluster.tell(f"lose {pids[0]}")
+    assert all(map(wait_until_dead, pids))
+
+
+def wait_for_step(step: Callable[[], object]) -> None:
     """Take a step once Ray knows that the machine is lost: until then the agent's replacement may be sent there."""
     for _ in range(20):
         try:
-            step(np.ones(4), log, False)
+            step()
             return
-        except WorkerDied:
-            pass
+        except WorkerDied as error:
+            if getattr(error, "step_counted", False):
+                return
     raise AssertionError("no machine took over")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_the_machines_that_are_left_take_over(capfd: pytest.CaptureFixture[str]) -> None:
+    """Without a spare one the lost node moves beside another: the ranks and their rows stay the same."""
+    cluster = Cluster(2)
+    try:
+        with synk.Runtime(2, cluster=cluster.address, nodes=(1, 2), insecure=True, max_restarts=100) as rt:
+            rows = np.random.default_rng(1).normal(size=(7, 3))
+            held = rt.resident([np.zeros(3)])
+
+            def add(x: np.ndarray, held: list[np.ndarray]) -> None:
+                held[0] = held[0] + synk.comm.all_reduce(x.sum(axis=0), "sum")
+
+            step = rt.function(add, outputs=None, bcast_inputs="held", changes=[held])
+            step(rows, held)
+            assert not are_on_one_machine(worker_pids(rt))
+            lose(cluster, worker_pids(rt)[2:])
+            wait_for_step(lambda: step(rows, held))
+            assert are_on_one_machine(worker_pids(rt))
+            assert "beside another node" in capfd.readouterr().err
+            step(rows, held)
+            once = np.array(held.get(0)) / 3
+            assert [np.array(held.get(rank)).tobytes() for rank in range(4)] == [np.array(held.get(0)).tobytes()] * 4
+            np.testing.assert_allclose(once[0], rows.sum(axis=0), rtol=1e-12)
+            cluster.tell("add")
+            rt.restart()
+            assert not are_on_one_machine(worker_pids(rt))
+    finally:
+        cluster.close()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_fewer_machines_than_the_least_number_are_not_enough() -> None:
+    cluster = Cluster(2)
+    try:
+        with synk.Runtime(1, cluster=cluster.address, nodes=2, insecure=True, max_restarts=2) as rt:
+            lose(cluster, worker_pids(rt)[1:])
+            with pytest.raises(ClosedError) as caught:
+                for _ in range(10):
+                    with contextlib.suppress(WorkerDied):
+                        worker_pids(rt)
+            assert "the cluster has 1 machines left, expected 2 or more" in str(caught.value.__cause__)
+    finally:
+        cluster.close()
+
+
+def are_on_one_machine(pids: list[int]) -> bool:
+    return len({lineage(pid)[-1] for pid in pids}) == 1
+
+
+def lineage(pid: int) -> list[int]:
+    """Return the pids of a worker, its agent, the actor and the raylet."""
+    from support.ray_cluster import ancestors  # it imports Ray
+
+    return [*ancestors(pid)][:4]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
