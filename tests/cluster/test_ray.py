@@ -275,6 +275,8 @@ def test_the_machines_that_are_left_take_over(capfd: pytest.CaptureFixture[str])
             cluster.tell("add")
             rt.restart()
             assert not are_on_one_machine(worker_pids(rt))
+            step(rows, held)
+            np.testing.assert_allclose(held.get(3)[0], 4 * rows.sum(axis=0), rtol=1e-12)
     finally:
         cluster.close()
 
