@@ -28,6 +28,7 @@ from support.harness import (
 )
 
 import synk
+from synk.cluster.here import AgentProcess
 from synk.errors import CallCancelled, CallTimeout, ClosedError, RemoteError, SerializationError, WorkerDied
 
 NODES = ("1+3", "2+2")
@@ -396,3 +397,16 @@ def _lines_of(table: Path) -> list[str]:
 def _sockets_of(pid: int) -> set[str]:
     links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
     return {link[8:-1] for link in links if link.startswith("socket:[")}
+
+
+def test_an_agent_that_cannot_start_is_named_as_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = AgentProcess.start
+
+    def start(self: AgentProcess, setup: dict[str, Any], *others: Any) -> None:
+        self._module = "cluster.loop" if self.rank == 0 else "cluster.missing"  # type: ignore[misc]
+        started(self, setup, *others)
+
+    monkeypatch.setattr(AgentProcess, "start", start)
+    rt = synk.Runtime(2, cluster="here", nodes=2)
+    with rt, pytest.raises(synk.errors.StartupError, match=r"^cannot start the workers: node 1 of 2 did not come up"):
+        rt.function(lambda x: x, outputs="gather")(np.arange(4))

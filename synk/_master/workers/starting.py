@@ -86,7 +86,8 @@ class Starting:
             if isinstance(error, WorkerDied) and self._recovery.has_restarted:
                 raise  # a replacement died: that is one more death, and the next operation starts another
             first_rank = self._processes.placement.first_rank
-            died = [rank - first_rank for rank in getattr(error, "ranks", ())] or sorted(ranks)
+            own = [rank - first_rank for rank in getattr(error, "ranks", ())]
+            died = list(getattr(error, "nodes", ())) or own or sorted(ranks)
             self._fail(died, f"did not come up. {error}", error)
         except StartupError as error:
             self._recovery.fail(error)
