@@ -124,7 +124,7 @@ quick: $(DEV) $(TEST)
 	@OMP_NUM_THREADS=1 $(PY) tests/support/quick.py $(ARGS)
 
 doctest: $(TEST)
-	@$(PY) -m pytest --doctest-modules $(if $(wildcard $(PYTENSOR)),,--ignore=synk/extensions/pytensor.py --ignore=synk/extensions/_pytensor_function.py --ignore=synk/extensions/synkhronos.py) $(if $(wildcard $(RAY)),,--ignore=synk/cluster/ray.py) synk $(ARGS)
+	@$(PY) -m pytest --doctest-modules $(if $(wildcard $(PYTENSOR)),,--ignore=synk/extensions/pytensor.py --ignore=synk/extensions/_pytensor_function.py --ignore=synk/extensions/synkhronos.py) $(if $(wildcard $(RAY)),,--ignore-glob=synk/cluster/ray*.py) synk $(ARGS)
 
 docs: $(DOCS)
 	@$(PY) -m sphinx -q -W --keep-going -b html docs docs/_build/html

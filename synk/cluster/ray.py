@@ -1,4 +1,4 @@
-"""Nodes on the machines of a Ray cluster. Only this file imports Ray, and it never runs in the user's program.
+"""Nodes on the machines of a Ray cluster. Only ``synk.cluster.ray*`` import Ray, and never in the user's program.
 
 For each node the program has a child, the *tunnel*. To the head it is the agent itself, with the same pipes and
 sockets. It is a driver of Ray: it has an actor made on a machine, and carries messages between the program and the
@@ -9,7 +9,6 @@ the actors of a driver that is gone, and the kernel ends an agent whose actor is
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import select
 import signal
@@ -20,7 +19,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from synk._master.processes.placement import num_threads_set
 from synk._master.processes.worker_process import WorkerProcess
@@ -31,64 +29,13 @@ from synk._wire.lifeline import tie_to_master
 from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, Kind, Status
 from synk.cluster.channel import NodeChannel
+from synk.cluster.ray_machines import Search, connect
 from synk.cluster.split import merged
-
-PLACE_S = 20.0
-"""How long a machine may take to start an actor, before another machine is tried."""
-
-REACH_S = 10.0
-"""How long the address of a cluster may take to accept a connection."""
 
 _SMALL_NBYTES = 1 << 16
 """Bodies of at least this size travel as arrays, which Ray does not copy on the machine where they arrive."""
 
 Event = tuple[Any, ...]
-
-
-# -- the machines -----------------------------------------------------------------------------------------------------
-
-
-def machines() -> list[dict[str, Any]]:
-    """Return the machines of the cluster that have a CPU to give, those with most CPUs first."""
-    found = [
-        {
-            "id": each["NodeID"],
-            "address": each["NodeManagerAddress"],
-            "port": each["NodeManagerPort"],
-            "cpus": int(each["Resources"].get("CPU", 0)),
-        }
-        for each in ray.nodes()
-        if each["Alive"]
-    ]
-    usable = [each for each in found if each["cpus"]]
-    return sorted(usable, key=lambda each: (-each["cpus"], each["address"], each["id"]))
-
-
-def tell_machines(address: str) -> None:
-    """Print the machines of a cluster, and whether it asks for a token, as JSON. Run in a process of its own."""
-    if address != "auto":  # Ray would ask a wrong address for a minute
-        host, _, port = address.rpartition(":")
-        _reach(host.strip("[]"), int(port), REACH_S)
-    _connect(address)
-    print(json.dumps({"machines": machines(), "has_token": os.environ.get("RAY_AUTH_MODE", "").lower() == "token"}))
-
-
-def _reach(host: str, port: int, timeout: float) -> None:
-    """Raise OSError if nobody accepts a connection there."""
-    socket.create_connection((host, port), timeout).close()
-
-
-def is_lost(machine: dict[str, Any]) -> bool:
-    """Whether a machine does not answer. Ray itself takes up to eleven seconds to say so."""
-    try:
-        _reach(machine["address"], machine["port"], 1.0)
-    except OSError:
-        return True
-    return False
-
-
-def _connect(address: str) -> None:
-    ray.init(address=address, namespace="synk", log_to_driver=False, configure_logging=False)
 
 
 # -- the actor --------------------------------------------------------------------------------------------------------
@@ -220,77 +167,21 @@ class Tunnel:
         self._control.close_fd()
         self._setup = {key: value for key, value in setup.items() if key not in ("fds", "token", "ray")}
         self._options = setup["ray"]
-        self._is_replacement = len(setup["seed"]) > 2
         self._runtime = hashlib.sha256(setup["token"].encode()).hexdigest()[:16]
         self._machine = ""
         self._is_over = False
 
     def open(self) -> None:
         """Connect to the cluster, and start the agent on a machine."""
-        _connect(self._options["address"])
-        self._actor = self._placed()
+        connect(self._options["address"])
+        seed, options = self._setup["seed"], self._options
+        search = Search(options["num_nodes"], options["least_nodes"], seed[1], is_replacement=len(seed) > 2)
+        self._actor, self._machine, place = search.start(NodeActor, self._setup, self._runtime)
+        if place:
+            self._print(f"it runs beside another node on {self._machine}, for no other machine is free.")
         with open(os.devnull, "wb") as nowhere:  # Ray prints pages of its own logs when it loses a machine
             for stream in (1, 2):
                 os.dup2(nowhere.fileno(), stream)
-
-    def _placed(self) -> Any:
-        """Return the actor on the first machine that takes it.
-
-        One that replaces another gets a machine of its own if there is one, else a place beside another node as long as
-        the runtime has the machines that it needs.
-        """
-        problems: list[str] = []
-        num_nodes, least = self._options["num_nodes"], self._options["least_nodes"]
-        for place in range(num_nodes if self._is_replacement and least < num_nodes else 1):
-            candidates = self._candidates()
-            if len(candidates) < least:
-                problems.append(f"the cluster has {len(candidates)} machines left, expected {least} or more")
-                break
-            for machine in candidates:
-                actor = self._tried(machine, place, problems)
-                if actor is not None:
-                    if place:
-                        self._print(f"it runs beside another node on {self._machine}, for no other machine is free.")
-                    return actor
-        raise SystemExit("no machine of the Ray cluster is free for it." if not problems else "; ".join(problems))
-
-    def _tried(self, machine: dict[str, Any], place: int, problems: list[str]) -> Any:
-        """Return the actor on a machine, which has places for several; None if it cannot be had there.
-
-        Ray counts the CPUs of the first place. Names keep two nodes from the same place.
-        """
-        remote: Any = ray.remote
-        make = remote(concurrency_groups={"down": 1, "up": 1, "control": 1})(NodeActor)
-        options: dict[str, Any] = {
-            "num_cpus": 0 if place else min(self._setup["num_workers"], machine["cpus"]),
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(machine["id"], soft=False),
-            "name": f"{self._runtime}-{machine['id']}-{place}",
-        }
-        try:
-            actor = make.options(**options).remote(self._setup)
-        except ValueError as error:  # another node of this runtime has an actor of this name
-            if "already taken" not in str(error):
-                raise
-            return None
-        try:
-            self._machine = ray.get(actor.place.options(concurrency_group="control").remote(), timeout=PLACE_S)
-            return actor
-        except ray.exceptions.GetTimeoutError:
-            problems.append(f"{machine['address']} did not start it within {PLACE_S:g} s; perhaps its CPUs are taken")
-        except ray.exceptions.RayError as error:
-            problems.append(f"{machine['address']}: {type(error).__name__}: {str(error).strip().splitlines()[-1]}")
-        ray.kill(actor)
-        return None
-
-    def _candidates(self) -> list[dict[str, Any]]:
-        """Return the machines to try: at first the one that the head has counted, later a spare one before it."""
-        found, number = machines(), self._setup["seed"][1]
-        num_nodes = self._options["num_nodes"]
-        own, spare = found[number : number + 1], found[num_nodes:]
-        others = [each for each in found[:num_nodes] if each not in own]
-        if not self._is_replacement:
-            return [*own, *spare, *others]
-        return [machine for machine in [*spare, *own, *others] if not is_lost(machine)]
 
     def run(self) -> NoReturn:
         """Carry messages until the head or the agent is gone."""

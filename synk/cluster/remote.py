@@ -17,7 +17,7 @@ CONNECT_S = 60.0
 _TELL = """\
 import sys, json
 sys.path[:] = json.loads(sys.argv[1])
-from synk.cluster.ray import tell_machines
+from synk.cluster.ray_machines import tell_machines
 tell_machines(sys.argv[2])
 """
 

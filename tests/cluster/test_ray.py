@@ -291,7 +291,7 @@ def test_fewer_machines_than_the_least_number_are_not_enough() -> None:
                 for _ in range(10):
                     with contextlib.suppress(WorkerDied):
                         worker_pids(rt)
-            assert "the cluster has 1 machines left, expected 2 or more" in str(caught.value.__cause__)
+            assert "the cluster has only 1 of at least 2 machines left" in str(caught.value.__cause__)
     finally:
         cluster.close()
 
