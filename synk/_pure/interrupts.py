@@ -29,6 +29,10 @@ _OUT, _OPEN, _CLOSED, _LOCKED = range(4)
 """The states of the gate: no operation; at a safe point; elsewhere in an operation; in a step without safe points."""
 
 
+LOOK_S = 0.5
+"""The longest wait. A signal does not end one if it comes just before, or to another thread of the program."""
+
+
 class HandlerRaised(BaseException):
     """Carries the exception of a signal handler from a safe point out of the operation.
 
@@ -265,7 +269,8 @@ def _is_lost(raised: BaseException, error: BaseException) -> bool:
 def await_lock(lock: Any) -> None:
     """Wait for a lock (``threading.RLock``) that another thread holds."""
     try:
-        waiting(lock.acquire)
+        while not waiting(lock.acquire, timeout=LOOK_S):
+            pass
     except BaseException:  # a handler may raise when the lock has just been acquired
         if lock._is_owned():
             lock.release()

@@ -6,6 +6,7 @@ import os
 import pty
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from support.harness import Scenario, children, process_stat, script, wait_for
@@ -508,3 +509,38 @@ def test_D11_the_master_raises_while_workers_compute(storm_count: Count) -> None
         """,
         timeout=60,
     ).check()
+
+
+@pytest.mark.parametrize("way", ["call", "submitted", "map"])
+def test_D12_a_signal_that_another_thread_gets(way: str, tmp_path: Path) -> None:
+    """The system call in which the main thread waits does not notice it, nor one that comes just before the wait."""
+    script(
+        f"""
+    with synk.fork(2, backend="numpy") as rt:
+        def work(x):
+            open(f"{tmp_path}/began{{synk.comm.rank if {way!r} != 'map' else x}}", "w").close()
+            time.sleep(30)
+            open(f"{tmp_path}/ended", "w").close()
+        f = rt.function(work, outputs=None)
+        ways = {{
+            "call": lambda: f(np.ones(2)),
+            "submitted": lambda: f.submit(np.ones(2)).result(),
+            "map": lambda: list(rt.map(work, range(2))),
+        }}
+        def press():
+            while len(os.listdir("{tmp_path}")) < 2:
+                time.sleep(0.01)
+            time.sleep(0.2)
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        thread = threading.Thread(target=press)
+        thread.start()
+        try:
+            ways[{way!r}]()
+        except KeyboardInterrupt:
+            print("interrupted", sorted(os.listdir("{tmp_path}")))
+        thread.join()
+        from support.harness import assert_right
+        assert_right(rt)
+    """,
+        timeout=60,
+    ).check("interrupted ['began0', 'began1']\n")

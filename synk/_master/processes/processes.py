@@ -16,7 +16,7 @@ from synk._master.processes.placement import Placement
 from synk._master.processes.process import Process
 from synk._master.processes.program import setup_message, startup_text
 from synk._pure.environment import spin_s
-from synk._pure.interrupts import deferred, waiting
+from synk._pure.interrupts import LOOK_S, deferred, waiting
 from synk._wire.control import Down, control_blocks, control_nbytes
 from synk._wire.descriptors import NONE, Descriptor
 from synk._wire.memory import Segment
@@ -41,6 +41,9 @@ class Events(NamedTuple):
     deaths: list[int]
     printed: list[tuple[int, int]]
     is_woken: bool
+
+
+_LOOK_MS = int(1000 * LOOK_S)
 
 
 class PollSet:
@@ -79,8 +82,9 @@ class PollSet:
             self.unwatch(fd)
 
     def wait(self, timeout_ms: int | None) -> Events:
-        """Return what has happened within a time limit; None waits without a limit."""
+        """Return what has happened within a time limit, and in any case after ``LOOK_S``."""
         events = Events([], [], [], False)
+        timeout_ms = _LOOK_MS if timeout_ms is None else min(timeout_ms, _LOOK_MS)
         for fd, _ in waiting(self.poll.poll, timeout_ms):
             kind, rank = self._fds.get(fd, ("", -1))
             if kind == "up":
