@@ -173,7 +173,7 @@ def bytes_of_step(runtime: Any) -> float:
 def actors(address: str) -> Iterator[dict[str, Sample]]:
     """Yield the jobs as a user of Ray writes them by hand: an actor with methods on each machine, combined by NumPy.
 
-    Ray puts large arguments and results into its object store by itself; ``ray.put`` of each part takes as long.
+    Ray puts large arguments and results into its object store by itself. ``ray.put`` of each part would do the same.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
