@@ -82,10 +82,9 @@ class Wires:
 
     def receive(self) -> bytes | None:
         """Return the head of the next message, or None if there is none. Its body must be taken or dropped next."""
-        try:
-            return self._inlet.recv(zmq.NOBLOCK)
-        except zmq.Again:
+        if not self._inlet.get(zmq.EVENTS) & zmq.POLLIN:  # a third of what an exception costs
             return None
+        return self._inlet.recv(zmq.NOBLOCK)
 
     def take(self, target: np.ndarray) -> int:
         """Move the body of the message to a flat array of bytes. Return its size, which is 0 if there is none."""
