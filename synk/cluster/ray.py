@@ -1,9 +1,9 @@
 """Nodes on the machines of a Ray cluster. Only ``synk.cluster.ray*`` import Ray, and never in the user's program.
 
 For each node the program has a child, the *tunnel*. To the head it is the agent itself, with the same pipes and
-sockets. It is a driver of Ray: it has an actor made on a machine, and carries messages between the program and the
-actor, unopened. The actor starts the agent as a child of its own. Whoever ends takes the next one with it: Ray ends
-the actors of a driver that is gone, and the kernel ends an agent whose actor is.
+sockets. It is a driver of Ray: it has an actor made on a machine, connects to it, and carries messages between the
+program and the actor, unopened. The actor starts the agent as a child of its own. Whoever ends takes the next one with
+it: Ray ends the actors of a driver that is gone, and the kernel ends an agent whose actor is.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 import threading
+import time
 from typing import Any, NoReturn
 
-import numpy as np
 import ray
 
 from synk._master.processes.placement import num_threads_set
@@ -29,13 +30,15 @@ from synk._wire.lifeline import tie_to_master
 from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, Kind, Status
 from synk.cluster.channel import NodeChannel
+from synk.cluster.link import Arriving, Link, Place
 from synk.cluster.ray_machines import Search, connect
 from synk.cluster.split import merged
 
-_SMALL_NBYTES = 1 << 16
-"""Bodies of at least this size travel as arrays, which Ray does not copy on the machine where they arrive."""
+END_S = 5.0
+"""How long the last messages of an agent may be on their way."""
 
-Event = tuple[Any, ...]
+_DOORBELL = struct.Struct("=4q")
+"""kind or status, flags, sequence, value"""
 
 
 # -- the actor --------------------------------------------------------------------------------------------------------
@@ -67,64 +70,72 @@ class NodeActor:
         self._down = down[setup["rank"]]
         self._down[[Down.INTERRUPT, Down.COMMITTED]] = -1
         self._process = _AgentProcess(setup["rank"])
+        host = self._host = ray.util.get_node_ip_address()
         here = [entry for entry in sys.path if os.path.isabs(entry)]
         own = {"master_pid": os.getpid(), "import_path": here, "sys_path": merged(setup["sys_path"], here)}
         environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}  # that is Ray's
         environment |= num_threads_set(environment, max(num_cores() // setup["num_workers"], 1))
         self._process.start(
-            {**setup, **own, "own_path": here, "host": self.place()}, environment, self._control.fd, os.urandom(32), {}
+            {**setup, **own, "own_path": here, "host": host}, environment, self._control.fd, os.urandom(32), {}
         )
         self._poll = select.poll()
         for fd, _ in self._process.watched():
             self._poll.register(fd, select.POLLIN)
+        self._down_link, self._up_link = Link(False, host=host), Link(True, host=host)
 
-    def place(self) -> str:
-        """Return the address of the machine."""
-        return ray.util.get_node_ip_address()
+    def places(self) -> tuple[str, Place, Place]:
+        """Return the address of the machine, and where it listens for messages to the agent and from it."""
+        return self._host, self._down_link.place, self._up_link.place
 
-    def deliver(self, kind: int, flags: int, sequence: int, value: int, body: Any) -> None:
-        """Pass a message on to the agent."""
+    def carry_down(self) -> NoReturn:
+        """Pass messages on to the agent."""
         channel = self._process.channel
-        if body is not None:
-            channel.send_body(sequence, body)
-        channel.ring(kind, flags, sequence, value)
+        while True:
+            (head,), body = self._down_link.receive()
+            kind, flags, sequence, value = _DOORBELL.unpack(head)
+            if body is not None:
+                channel.send_body(sequence, body)
+            channel.ring(kind, flags, sequence, value)
 
-    def events(self) -> list[Event]:
-        """Wait until the agent has answered, printed or ended, and return what it was."""
-        found: list[Event] = []
-        while not found:
-            process, names = self._process, self._process.streams()
+    def carry_up(self) -> None:
+        """Pass on what the agent answers and prints, until it has ended."""
+        process = self._process
+        while True:
+            names = process.streams()
             ready = [fd for fd, _ in self._poll.poll()]
             for fd in ready:
                 if fd in names:
-                    found += self._printed(fd, names[fd])
+                    self._print(fd, names[fd])
             if process.channel.read_fd in ready:
-                found += self._answered()
+                self._answer()
             elif process.pidfd in ready:
                 for fd, name in names.items():
-                    while printed := self._printed(fd, name):
-                        found += printed
-                found.append(("end", process.reap()))
-        return found
+                    while self._print(fd, name):
+                        pass
+                self._up_link.send(b"end", process.reap().encode())
+                return
 
-    def _printed(self, fd: int, name: str) -> list[Event]:
+    def _print(self, fd: int, name: str) -> bool:
+        """Pass on what the agent has printed. Return whether there was anything."""
         try:
             data = os.read(fd, 1 << 16)
         except (BlockingIOError, OSError):
-            return []
-        if not data:
+            return False
+        if data:
+            self._up_link.send(name.encode(), data)
+        else:
             self._poll.unregister(fd)
-        return [("printed", name, data)] if data else []
+        return bool(data)
 
-    def _answered(self) -> list[Event]:
+    def _answer(self) -> None:
         channel = self._process.channel
         message = channel.answer()
         if message is None:  # its end follows
             self._poll.unregister(channel.read_fd)
-            return []
-        status, flags, sequence, value = message
-        body = packed(channel.receive_body(sequence)[0]) if flags & HAS_BODY else None
-        return [("answer", status, flags, sequence, value, body)]
+            return
+        _, flags, sequence, _ = message
+        body = channel.receive_body(sequence)[0] if flags & HAS_BODY else None
+        self._up_link.send(b"answer", _DOORBELL.pack(*message), body=body)
 
     def interrupt(self, word: int) -> None:
         """Interrupt the agent. ``word`` says which messages are meant."""
@@ -133,12 +144,6 @@ class NodeActor:
 
     def stacks(self) -> str:
         return self._process.stacks(1.0)
-
-
-def packed(body: Any) -> Any:
-    """Return a body in the form in which Ray carries it: bytes if it is small, else an array."""
-    array = np.frombuffer(body, np.uint8)
-    return array.tobytes() if array.nbytes < _SMALL_NBYTES else array
 
 
 # -- the tunnel -------------------------------------------------------------------------------------------------------
@@ -176,7 +181,8 @@ class Tunnel:
         connect(self._options["address"])
         seed, options = self._setup["seed"], self._options
         search = Search(options["num_nodes"], options["least_nodes"], seed[1], is_replacement=len(seed) > 2)
-        self._actor, self._machine, place = search.start(NodeActor, self._setup, self._runtime)
+        self._actor, place, (self._machine, *links) = search.start(NodeActor, self._setup, self._runtime)
+        self._down_link, self._up_link = Link(True, place=links[0]), Link(False, place=links[1])
         if place:
             self._print(f"it runs beside another node on {self._machine}, for no other machine is free.")
         with open(os.devnull, "wb") as nowhere:  # Ray prints pages of its own logs when it loses a machine
@@ -185,19 +191,22 @@ class Tunnel:
 
     def run(self) -> NoReturn:
         """Carry messages until the head or the agent is gone."""
-        for target in (self._carry_up, self._carry_signals):
+        for target in (self._carry_up, self._carry_signals, self._watch):
             threading.Thread(target=self._guarded, args=(target,), daemon=True).start()
         self._guarded(self._carry_down)
         raise AssertionError
 
     def _guarded(self, carry: Any) -> None:
-        """Run one direction. This process ends with it: the head takes that for the end of the agent."""
+        """Run a thread of this process, which ends with it: the head takes that for the end of the agent."""
         try:
             carry()
             self._end(0)
         except ray.exceptions.RayError as error:
             lines = str(error).strip().splitlines()
             self._print(f"the agent on {self._machine} is lost: {type(error).__name__}: {lines[0] if lines else ''}")
+            self._end(3)
+        except ConnectionError as error:
+            self._print(f"the agent on {self._machine} is lost: {error}")
             self._end(3)
         except (OSError, EOFError) as error:
             self._print(f"the head cannot be reached: {error}")
@@ -212,8 +221,17 @@ class Tunnel:
         if not self._is_over:
             os.write(self._streams["stderr"], f"{text}\n".encode())
 
+    def _watch(self) -> None:
+        """Have the actor carry messages, and raise when Ray says that it is lost."""
+        ends = [
+            self._actor.carry_down.options(concurrency_group="down").remote(),
+            self._actor.carry_up.options(concurrency_group="up").remote(),
+        ]
+        ray.get(ray.wait(ends)[0])
+        time.sleep(END_S)  # the agent's end is on its way
+
     def _carry_down(self) -> None:
-        channel, deliver = self._channel, self._actor.deliver.options(concurrency_group="down")
+        channel = self._channel
         waiting = select.poll()
         waiting.register(channel.read_fd, select.POLLIN)
         waiting.register(self._head_fd, select.POLLIN)
@@ -221,25 +239,25 @@ class Tunnel:
             message = channel.answer() if any(fd == channel.read_fd for fd, _ in waiting.poll()) else None
             if message is None:
                 return
-            kind, flags, sequence, value = message
-            body = packed(channel.receive_body(sequence)[0]) if flags & HAS_BODY else None
+            kind, flags, sequence, _ = message
+            body = channel.receive_body(sequence)[0] if flags & HAS_BODY else None
             if kind in (Kind.CALL, Kind.LOAD):
                 self._own_up[Up.PHASE] = Phase.FUNCTION if kind == Kind.CALL else Phase.LOADING
-            deliver.remote(kind, flags, sequence, value, body)
+            self._down_link.send(_DOORBELL.pack(*message), body=body)
 
     def _carry_up(self) -> None:
-        events = self._actor.events.options(concurrency_group="up")
         while True:
-            for event in ray.get(events.remote()):
-                if event[0] == "answer":
-                    self._answer(*event[1:])
-                elif event[0] == "printed":
-                    os.write(self._streams[event[1]], event[2])
-                else:
-                    self._print(f"the agent on {self._machine} ended with {event[1]}.")
-                    self._end(0 if event[1] == "exit 0" else 3)
+            (what, content), body = self._up_link.receive()
+            if what == b"answer":
+                self._answer(_DOORBELL.unpack(content), body)
+            elif what == b"end":
+                self._print(f"the agent on {self._machine} ended with {content.decode()}.")
+                self._end(0 if content == b"exit 0" else 3)
+            else:
+                os.write(self._streams[what.decode()], content)
 
-    def _answer(self, status: int, flags: int, sequence: int, value: int, body: Any) -> None:
+    def _answer(self, message: tuple[int, ...], body: Arriving | None) -> None:
+        status, flags, sequence, value = message
         self._own_up[Up.PHASE] = Phase.IDLE
         if body is not None:
             self._channel.send_body(sequence, body)

@@ -88,8 +88,10 @@ class Search:
         self._number, self._is_replacement = number, is_replacement
         self._problems: list[str] = []
 
-    def start(self, actor_type: type, setup: dict[str, Any], runtime: str) -> tuple[Any, str, int]:
-        """Return an actor that has started, the address of its machine, and its place there: 0 if it has its own CPUs.
+    def start(self, actor_type: type, setup: dict[str, Any], runtime: str) -> tuple[Any, int, Any]:
+        """Return an actor that has started, its place on its machine, and the answer of its ``places()``.
+
+        In place 0 it has CPUs of its own.
 
         A machine is given up only when another one has started the actor: whether one is slow or has no CPU to give
         cannot be told.
@@ -107,7 +109,7 @@ class Search:
                 actor = _made(actor_type, setup, f"{runtime}-{machine['id']}-{place}", machine, place)
                 if actor is None:
                     continue
-                pending[actor.place.options(concurrency_group="control").remote()] = actor, machine, place
+                pending[actor.places.options(concurrency_group="control").remote()] = actor, machine, place
             elif not pending:
                 break
             patience = HEDGE_S if machine is not None else max(limit - time.monotonic(), 0.0)
@@ -115,13 +117,13 @@ class Search:
             for asked in ready:
                 actor, tried, place = pending.pop(asked)
                 try:
-                    address = ray.get(asked)
+                    answer = ray.get(asked)
                 except ray.exceptions.RayError as error:
                     self._give_up(actor, tried, f": {type(error).__name__}: {str(error).strip().splitlines()[-1]}")
                     continue
                 for other, _, _ in pending.values():
                     ray.kill(other)
-                return actor, address, place
+                return actor, place, answer
             if machine is None and not ready:
                 for actor, tried, _ in pending.values():
                     self._give_up(actor, tried, " did not start it in time; perhaps its CPUs are taken")

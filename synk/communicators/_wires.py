@@ -1,8 +1,8 @@
-"""Wires between ranks of different nodes: sockets that carry single messages. No other file imports zmq.
+"""Wires between ranks of different nodes: sockets that carry single messages.
 
 Each rank has one *inlet*, on which all others send to it. A rank connects to another one when it first has something
 for it. On one machine inlets are Unix sockets of the abstract namespace, which leave no file behind; on a cluster they
-are TCP ports.
+are TCP ports. Only this file and ``synk.cluster.link`` import zmq.
 
 Every inlet has a key of its own (CURVE), which travels only in orders of the head. Whoever does not know the key cannot
 complete the handshake, so nothing of what they send gets in, and what ranks send is encrypted.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import secrets
 import weakref
 from collections.abc import Mapping
+from typing import cast
 
 import numpy as np
 import zmq
@@ -82,7 +83,7 @@ class Wires:
 
     def receive(self) -> bytes | None:
         """Return the head of the next message, or None if there is none. Its body must be taken or dropped next."""
-        if not self._inlet.get(zmq.EVENTS) & zmq.POLLIN:  # a third of what an exception costs
+        if not cast(int, self._inlet.get(zmq.EVENTS)) & zmq.POLLIN:  # a third of what an exception costs
             return None
         return self._inlet.recv(zmq.NOBLOCK)
 

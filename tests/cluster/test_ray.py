@@ -351,3 +351,73 @@ def test_a_cluster_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
             synk.Runtime(1, cluster=cluster.address)
     finally:
         cluster.close()
+
+
+# ----- the connection between the program and a machine
+
+
+def test_who_does_not_know_the_key_of_a_link_gets_nothing_in_or_out() -> None:
+    import zmq
+
+    from synk.cluster.link import PIECE_NBYTES, Link
+
+    inlet, outlet = Link(False, host="127.0.0.1"), Link(True, host="127.0.0.1")
+    context = zmq.Context()
+    strangers = []
+    for kind, link in ((zmq.PUSH, inlet), (zmq.PULL, outlet)):
+        for has_keys in (False, True):
+            stranger = context.socket(kind)
+            stranger.set(zmq.LINGER, 0)
+            if has_keys:
+                public, secret = zmq.curve_keypair()
+                stranger.set(zmq.CURVE_PUBLICKEY, public)
+                stranger.set(zmq.CURVE_SECRETKEY, secret)
+                stranger.set(zmq.CURVE_SERVERKEY, public)  # a key, but not the link's
+            stranger.connect(link.place.address)
+            strangers.append((kind, stranger))
+    for kind, stranger in strangers:
+        if kind == zmq.PUSH:
+            stranger.send(b"let me in")
+    sender, receiver = Link(True, place=inlet.place), Link(False, place=outlet.place)
+    for nbytes in (0, 1, PIECE_NBYTES - 1, PIECE_NBYTES, 3 * PIECE_NBYTES + 1):
+        content = np.random.default_rng(nbytes).bytes(nbytes)
+        sender.send(b"%d" % nbytes, b"", body=content or None)
+        parts, body = inlet.receive()
+        outlet.send(*parts, body=None if body is None else body.joined())
+        parts, body = receiver.receive()
+        assert parts == [b"%d" % nbytes, b""]
+        assert (b"" if body is None else body.joined()) == content
+    for kind, stranger in strangers:
+        if kind == zmq.PULL:
+            assert not stranger.poll(100)
+    context.destroy(0)
+    for link in (inlet, outlet, sender, receiver):
+        link.close()
+
+
+def test_a_link_that_is_cut_is_an_error() -> None:
+    from synk.cluster.link import Link
+
+    outlet = Link(True, host="127.0.0.1")
+    receiver = Link(False, place=outlet.place)
+    outlet.send(b"one")
+    assert receiver.receive() == ([b"one"], None)
+    outlet._socket.send_multipart([(100).to_bytes(8, "little"), b"two"])  # the beginning of a message with a body
+    parts, body = receiver.receive()
+    assert parts == [b"two"] and body is not None
+    outlet.close()
+    for lost in (body.joined, receiver.receive):
+        with pytest.raises(ConnectionError, match="is lost"):
+            lost()
+    receiver.close()
+
+
+def test_all_that_workers_print_arrives(nodes: synk.Runtime, capfd: pytest.CaptureFixture[str]) -> None:
+    def flood(x: np.ndarray) -> None:
+        for number in range(20_000):
+            print(f"{synk.comm.rank} {number} {'x' * 80}")
+
+    nodes.function(flood, outputs=None)(np.arange(4.0))
+    lines = [line.split("] ", 1)[1] for line in capfd.readouterr().out.splitlines() if line.startswith("[rank ")]
+    for rank in range(4):
+        assert [int(line.split()[1]) for line in lines if line.startswith(f"{rank} ")] == [*range(20_000)]

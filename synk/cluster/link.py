@@ -1,0 +1,114 @@
+"""Encrypted connections between the program's machine and a node's, by which a tunnel and its actor exchange messages.
+
+A connection has one direction. The side that listens has a key (CURVE), which the other one gets by way of Ray. Whoever
+does not know it cannot complete the handshake: nothing of theirs gets in, and nothing gets out to them.
+
+A body travels in pieces, each a message of its own, of which only a few are on their way. So the memory of the pieces
+is used again and again, and a body arrives where it is to lie.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple
+
+import numpy as np
+import zmq
+
+from synk.cluster.channel import Parts
+
+PIECE_NBYTES = 1 << 18
+MAX_PIECES = 16
+"""How many may be on their way, on each side."""
+
+_COUNT = struct.Struct("=q")
+
+
+class Place(NamedTuple):
+    """Where a side listens, and what the other side needs to connect."""
+
+    address: str
+    key: bytes
+
+
+class Link:
+    """One side of a connection.
+
+    Parameters
+    ----------
+    is_sender : bool
+    host : str
+        Listen on this address of the machine. ``place`` says where then.
+    place : Place, optional
+        Connect to the side that listens there.
+    """
+
+    place: Place
+
+    def __init__(self, is_sender: bool, *, host: str = "", place: Place | None = None) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PUSH if is_sender else zmq.PULL)
+        self._socket.hwm = MAX_PIECES
+        public, secret = zmq.curve_keypair()
+        self._socket.set(zmq.CURVE_PUBLICKEY, public)
+        self._socket.set(zmq.CURVE_SECRETKEY, secret)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        if place is None:
+            self._socket.set(zmq.CURVE_SERVER, 1)
+            self._socket.bind(f"tcp://{host}:*")
+            self.place = Place(str(self._socket.get_string(zmq.LAST_ENDPOINT)), public)
+        else:
+            self.place = place
+            self._socket.set(zmq.CURVE_SERVERKEY, place.key)
+            # It would connect again, but what was on its way is lost.
+            self._poller.register(self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED), zmq.POLLIN)
+            self._socket.connect(place.address)
+
+    def send(self, *parts: bytes, body: Any = None) -> None:
+        """Send a message of short parts, and its body. It waits while the other side has much to read."""
+        view = memoryview(b"" if body is None else body).cast("B")
+        self._socket.send_multipart([_COUNT.pack(view.nbytes), *parts])
+        for start in range(0, view.nbytes, PIECE_NBYTES):
+            self._socket.send(view[start : start + PIECE_NBYTES])
+
+    def receive(self) -> tuple[list[bytes], Arriving | None]:
+        """Wait for a message and return its parts, and its body if it has one, which must be taken next.
+
+        Raises
+        ------
+        ConnectionError
+            If this side has connected, and the connection is lost.
+        """
+        self._wait()
+        count, *parts = self._socket.recv_multipart()
+        (nbytes,) = _COUNT.unpack(count)
+        return parts, Arriving(self, nbytes) if nbytes else None
+
+    def take(self, target: np.ndarray) -> int:
+        """Wait for a piece and move it to the beginning of an array of bytes. Return its size."""
+        self._wait()
+        return self._socket.recv_into(target.data)
+
+    def _wait(self) -> None:
+        if self._socket not in dict(self._poller.poll()):
+            raise ConnectionError(f"the connection to {self.place.address} is lost")
+
+    def close(self) -> None:
+        """Close this side. What was not sent yet is lost."""
+        self._context.destroy(0)
+
+
+class Arriving(Parts):
+    """A body that has yet to be received, by copying it to where it is to lie."""
+
+    def __init__(self, link: Link, nbytes: int) -> None:
+        self._link, self._nbytes = link, nbytes
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+    def copy_into(self, target: np.ndarray) -> None:
+        start = 0
+        while start < self._nbytes:
+            start += self._link.take(target[start : self._nbytes])
