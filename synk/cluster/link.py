@@ -92,7 +92,7 @@ class Link:
 
     def _wait(self) -> None:
         if self._socket not in dict(self._poller.poll()):
-            raise ConnectionError(f"the connection to {self.place.address} is lost")
+            raise ConnectionError(f"cannot receive from {self.place.address}: the connection is lost.")
 
     def close(self) -> None:
         """Close this side. What was not sent yet is lost."""
