@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from synk.cluster.channel import Parts
 
@@ -22,6 +23,16 @@ MAX_PIECES = 16
 """How many may be on their way, on each side."""
 
 _COUNT = struct.Struct("=q")
+
+
+CONNECT_S = 10.0
+"""How long the other side may take to answer."""
+
+_HEARTBEAT_MS, _SILENCE_MS = 10_000, 60_000
+
+
+class LinkLost(Exception):
+    """The connection is lost. What was on its way may be lost with it."""
 
 
 class Place(NamedTuple):
@@ -53,23 +64,49 @@ class Link:
         self._socket.set(zmq.CURVE_PUBLICKEY, public)
         self._socket.set(zmq.CURVE_SECRETKEY, secret)
         self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._socket, zmq.POLLOUT if is_sender else zmq.POLLIN)
+        self._monitor: zmq.Socket[bytes] | None = None
         if place is None:
             self._socket.set(zmq.CURVE_SERVER, 1)
             self._socket.bind(f"tcp://{host}:*")
             self.place = Place(str(self._socket.get_string(zmq.LAST_ENDPOINT)), public)
         else:
             self.place = place
-            self._socket.set(zmq.CURVE_SERVERKEY, place.key)
-            # It would connect again, but what was on its way is lost.
-            self._poller.register(self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED), zmq.POLLIN)
-            self._socket.connect(place.address)
+            try:
+                self._connect()
+            except BaseException:
+                self.close()
+                raise
+
+    def _connect(self) -> None:
+        """Connect once: if it did so again, what was on its way would be missing in between."""
+        socket = self._socket
+        socket.set(zmq.CURVE_SERVERKEY, self.place.key)
+        socket.set(zmq.RECONNECT_IVL, -1)
+        socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        socket.set(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        socket.connect(self.place.address)
+        if not monitor.poll(int(1000 * CONNECT_S)):
+            raise LinkLost(f"cannot connect to {self.place.address}: got no answer within {CONNECT_S:g} s.")
+        if recv_monitor_message(monitor)["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            raise LinkLost(f"cannot connect to {self.place.address}: the other side has refused.")
+        self._monitor = monitor
+        self._poller.register(monitor, zmq.POLLIN)
 
     def send(self, *parts: bytes, body: Any = None) -> None:
-        """Send a message of short parts, and its body. It waits while the other side has much to read."""
+        """Send a message of short parts, and its body. It waits while the other side has much to read.
+
+        Raises
+        ------
+        LinkLost
+            If this side has connected, and the connection is lost.
+        """
         view = memoryview(b"" if body is None else body).cast("B")
+        self._wait()
         self._socket.send_multipart([_COUNT.pack(view.nbytes), *parts])
         for start in range(0, view.nbytes, PIECE_NBYTES):
+            self._wait()
             self._socket.send(view[start : start + PIECE_NBYTES])
 
     def receive(self) -> tuple[list[bytes], Arriving | None]:
@@ -77,7 +114,7 @@ class Link:
 
         Raises
         ------
-        ConnectionError
+        LinkLost
             If this side has connected, and the connection is lost.
         """
         self._wait()
@@ -91,8 +128,10 @@ class Link:
         return self._socket.recv_into(target.data)
 
     def _wait(self) -> None:
-        if self._socket not in dict(self._poller.poll()):
-            raise ConnectionError(f"cannot receive from {self.place.address}: the connection is lost.")
+        """Wait until the socket is ready. What has arrived before the connection was lost is taken first."""
+        ready = dict(self._poller.poll())
+        if self._monitor in ready and not ready.get(self._socket, 0) & zmq.POLLIN:
+            raise LinkLost(f"cannot reach {self.place.address}: the connection is lost.")
 
     def close(self) -> None:
         """Close this side. What was not sent yet is lost."""

@@ -8,6 +8,7 @@ it: Ray ends the actors of a driver that is gone, and the kernel ends an agent w
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import select
@@ -30,12 +31,12 @@ from synk._wire.lifeline import tie_to_master
 from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, Kind, Status
 from synk.cluster.channel import NodeChannel
-from synk.cluster.link import Arriving, Link, Place
+from synk.cluster.link import Arriving, Link, LinkLost, Place
 from synk.cluster.ray_machines import Search, connect
 from synk.cluster.split import merged
 
-END_S = 5.0
-"""How long the last messages of an agent may be on their way."""
+REASON_S = 0.5
+"""How long Ray may take to say why a connection was lost."""
 
 _DOORBELL = struct.Struct("=4q")
 """kind or status, flags, sequence, value"""
@@ -87,15 +88,18 @@ class NodeActor:
         """Return the address of the machine, and where it listens for messages to the agent and from it."""
         return self._host, self._down_link.place, self._up_link.place
 
-    def carry_down(self) -> NoReturn:
+    def carry_down(self) -> None:
         """Pass messages on to the agent."""
         channel = self._process.channel
         while True:
             (head,), body = self._down_link.receive()
             kind, flags, sequence, value = _DOORBELL.unpack(head)
-            if body is not None:
-                channel.send_body(sequence, body)
-            channel.ring(kind, flags, sequence, value)
+            try:
+                if body is not None:
+                    channel.send_body(sequence, body)
+                channel.ring(kind, flags, sequence, value)
+            except OSError:  # the agent is dead: ``carry_up`` says how it has ended
+                return
 
     def carry_up(self) -> None:
         """Pass on what the agent answers and prints, until it has ended."""
@@ -124,7 +128,8 @@ class NodeActor:
         if data:
             self._up_link.send(name.encode(), data)
         else:
-            self._poll.unregister(fd)
+            with contextlib.suppress(KeyError):  # its end was seen before
+                self._poll.unregister(fd)
         return bool(data)
 
     def _answer(self) -> None:
@@ -138,9 +143,10 @@ class NodeActor:
         self._up_link.send(b"answer", _DOORBELL.pack(*message), body=body)
 
     def interrupt(self, word: int) -> None:
-        """Interrupt the agent. ``word`` says which messages are meant."""
+        """Interrupt the agent. ``word`` says which messages are meant; -1 for none, once it is idle again."""
         self._down[Down.INTERRUPT] = word
-        self._process.interrupt()
+        if word != -1:
+            self._process.interrupt()
 
     def stacks(self) -> str:
         return self._process.stacks(1.0)
@@ -182,7 +188,12 @@ class Tunnel:
         seed, options = self._setup["seed"], self._options
         search = Search(options["num_nodes"], options["least_nodes"], seed[1], is_replacement=len(seed) > 2)
         self._actor, place, (self._machine, *links) = search.start(NodeActor, self._setup, self._runtime)
-        self._down_link, self._up_link = Link(True, place=links[0]), Link(False, place=links[1])
+        try:
+            self._down_link, self._up_link = Link(True, place=links[0]), Link(False, place=links[1])
+        except LinkLost as error:
+            raise SystemExit(
+                f"{error} Open the ports that the system gives to programs, between these machines."
+            ) from None
         if place:
             self._print(f"it runs beside another node on {self._machine}, for no other machine is free.")
         with open(os.devnull, "wb") as nowhere:  # Ray prints pages of its own logs when it loses a machine
@@ -194,28 +205,31 @@ class Tunnel:
         for target in (self._carry_up, self._carry_signals, self._watch):
             threading.Thread(target=self._guarded, args=(target,), daemon=True).start()
         self._guarded(self._carry_down)
-        raise AssertionError
+        self._end(0)
 
     def _guarded(self, carry: Any) -> None:
-        """Run a thread of this process, which ends with it: the head takes that for the end of the agent."""
+        """Run a thread of this process, which ends with its errors: the head takes that for the end of the agent."""
         try:
             carry()
-            self._end(0)
         except ray.exceptions.RayError as error:
-            lines = str(error).strip().splitlines()
-            self._print(f"the agent on {self._machine} is lost: {type(error).__name__}: {lines[0] if lines else ''}")
+            lines = str(error).strip().splitlines() or [""]
+            line = lines[-1] if isinstance(error, ray.exceptions.RayTaskError) else lines[0]
+            self._print(f"the agent on {self._machine} is lost: {type(error).__name__}: {line}")
             self._end(3)
-        except ConnectionError as error:
+        except LinkLost as error:
+            time.sleep(REASON_S)
             self._print(f"the agent on {self._machine} is lost: {error}")
             self._end(3)
-        except (OSError, EOFError) as error:
-            self._print(f"the head cannot be reached: {error}")
+        except BaseException as error:
+            self._print(f"messages of the agent on {self._machine} are lost: {type(error).__name__}: {error}")
             self._end(3)
 
     def _end(self, code: int) -> NoReturn:
         self._is_over = True
-        ray.kill(self._actor)
-        os._exit(code)
+        try:
+            ray.kill(self._actor)
+        finally:
+            os._exit(code)
 
     def _print(self, text: str) -> None:
         if not self._is_over:
@@ -223,12 +237,13 @@ class Tunnel:
 
     def _watch(self) -> None:
         """Have the actor carry messages, and raise when Ray says that it is lost."""
-        ends = [
+        running = [
             self._actor.carry_down.options(concurrency_group="down").remote(),
             self._actor.carry_up.options(concurrency_group="up").remote(),
         ]
-        ray.get(ray.wait(ends)[0])
-        time.sleep(END_S)  # the agent's end is on its way
+        while running:
+            ended, running = ray.wait(running)
+            ray.get(ended)
 
     def _carry_down(self) -> None:
         channel = self._channel
@@ -241,8 +256,7 @@ class Tunnel:
                 return
             kind, flags, sequence, _ = message
             body = channel.receive_body(sequence)[0] if flags & HAS_BODY else None
-            if kind in (Kind.CALL, Kind.LOAD):
-                self._own_up[Up.PHASE] = Phase.FUNCTION if kind == Kind.CALL else Phase.LOADING
+            self._own_up[Up.PHASE] = Phase.FUNCTION if kind in (Kind.CALL, Kind.ITEMS) else Phase.LOADING
             self._down_link.send(_DOORBELL.pack(*message), body=body)
 
     def _carry_up(self) -> None:
@@ -261,6 +275,8 @@ class Tunnel:
         self._own_up[Up.PHASE] = Phase.IDLE
         if body is not None:
             self._channel.send_body(sequence, body)
+        if status == Status.PONG:
+            self._actor.interrupt.options(concurrency_group="control").remote(-1)
         self._channel.ring(status, flags, sequence, value)
         if status == Status.BYE:
             self._end(0)
@@ -269,7 +285,9 @@ class Tunnel:
         call = {"concurrency_group": "control"}
         while True:
             if signal.sigwait({signal.SIGINT, signal.SIGUSR2}) == signal.SIGINT:
-                self._actor.interrupt.options(**call).remote(int(self._own_down[Down.INTERRUPT]))
+                word = int(self._own_down[Down.INTERRUPT])
+                if word != -1:  # otherwise it is idle already
+                    self._actor.interrupt.options(**call).remote(word)
             else:
                 text = ray.get(self._actor.stacks.options(**call).remote())
                 os.write(self._stacks_fd, text.encode("utf-8", "replace")[: 1 << 15])

@@ -15,8 +15,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 HEDGE_S = 10.0
 """How long a machine may take to start an actor, before another machine is tried beside it."""
 
-START_S = 100.0
-"""How long all of them may take. The head waits for 120 s."""
+START_S = 90.0
+"""How long all of them may take. The head waits for 120 s, in which Ray is imported, too."""
+
+AGAIN_S = 1.0
+"""After this time machines are tried again if Ray has not forgotten yet which actors were there."""
 
 REACH_S = 10.0
 """How long the address of a cluster may take to accept a connection."""
@@ -102,19 +105,23 @@ class Search:
             If no machine starts it.
         """
         pending: dict[Any, tuple[Any, Machine, int]] = {}
-        places, limit = self._places(), time.monotonic() + START_S
-        while True:
+        places, limit, are_taken = self._places(), time.monotonic() + START_S, False
+        while (remaining := limit - time.monotonic()) > 0:
             machine, place = next(places, (None, 0))
             if machine is not None:
                 actor = _made(actor_type, setup, f"{runtime}-{machine['id']}-{place}", machine, place)
                 if actor is None:
+                    are_taken = True
                     continue
                 pending[actor.places.options(concurrency_group="control").remote()] = actor, machine, place
             elif not pending:
-                break
-            patience = HEDGE_S if machine is not None else max(limit - time.monotonic(), 0.0)
-            ready, _ = ray.wait([*pending], timeout=patience)
-            for asked in ready:
+                if not (are_taken and self._is_replacement):
+                    break
+                time.sleep(AGAIN_S)
+                places, are_taken = self._places(), False
+                continue
+            patience = remaining if machine is None else min(HEDGE_S, remaining)
+            for asked in ray.wait([*pending], timeout=patience)[0]:
                 actor, tried, place = pending.pop(asked)
                 try:
                     answer = ray.get(asked)
@@ -124,10 +131,8 @@ class Search:
                 for other, _, _ in pending.values():
                     ray.kill(other)
                 return actor, place, answer
-            if machine is None and not ready:
-                for actor, tried, _ in pending.values():
-                    self._give_up(actor, tried, " did not start it in time; perhaps its CPUs are taken")
-                break
+        for actor, tried, _ in pending.values():
+            self._give_up(actor, tried, " did not start it in time; perhaps its CPUs are taken")
         raise SystemExit("; ".join(self._problems) or "no machine of the Ray cluster is free for it.")
 
     def _give_up(self, actor: Any, machine: Machine, problem: str) -> None:
@@ -173,6 +178,6 @@ def _made(actor_type: type, setup: dict[str, Any], name: str, machine: Machine, 
     try:
         return make.options(num_cpus=num_cpus, scheduling_strategy=strategy, name=name).remote(setup)
     except ValueError as error:  # another node of this runtime has an actor of this name
-        if "already taken" not in str(error):
+        if "already" not in str(error):
             raise
         return None

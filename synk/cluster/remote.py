@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from typing import Any, ClassVar
 
 from synk._master.processes.program import interpreter, search_path
@@ -63,7 +64,8 @@ def machines_of(address: str, *, insecure: bool) -> list[int]:
     StartupError
         If the cluster cannot be reached, or it asks for no token and ``insecure`` is False.
     """
-    arguments = [interpreter(), "-P", "-c", _TELL, json.dumps(search_path()), address]
+    safe_path = ["-P"] if sys.version_info >= (3, 11) else []
+    arguments = [interpreter(), *safe_path, "-c", _TELL, json.dumps(search_path()), address]
     try:
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=CONNECT_S, check=False)
     except subprocess.TimeoutExpired:

@@ -90,7 +90,7 @@ def worker_pids(runtime: synk.Runtime) -> list[int]:
 
 
 def test_calls_equal_one_machine(nodes: synk.Runtime, shared_runtimes: Any) -> None:
-    """Also large arguments and results, which Ray carries in shared memory of its own."""
+    """Also large arguments and results, which travel in pieces."""
     for shape in ((7, 3), (1001, 200)):
         x = np.random.default_rng(1).normal(1.0, 0.001, shape)
         for op in ("avg", "sum", "min", "prod", "gather", "first", None):
@@ -158,15 +158,25 @@ def test_ranks_of_all_machines_communicate(nodes: synk.Runtime) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_workers_and_agents_are_replaced(nodes: synk.Runtime) -> None:
+def test_workers_and_agents_are_replaced(nodes: synk.Runtime, capfd: pytest.CaptureFixture[str]) -> None:
+    """And tunnels."""
     log = nodes.resident([])
     step = nodes.function(lambda x, log: log.append(1), outputs=None, bcast_inputs="log", changes=[log])
     step(np.ones(4), log)
-    for victim in (worker_pids(nodes)[1], nodes._session.workers.by_rank[0].process.pid):
+    for find in (
+        lambda: worker_pids(nodes)[1],
+        lambda: lineage(worker_pids(nodes)[1])[1],
+        lambda: nodes._session.workers.by_rank[0].process.pid,
+    ):
+        victim, tunnel = find(), nodes._session.workers.by_rank[0].process.pid
+        is_agent = victim in lineage(worker_pids(nodes)[1])[1:]
         os.kill(victim, signal.SIGKILL)
         assert wait_until_dead(victim)
+        if is_agent:
+            assert wait_until_dead(tunnel)
         step(np.ones(4), log)
-    assert [log.get(rank) for rank in range(4)] == [[1, 1, 1]] * 4
+    assert [log.get(rank) for rank in range(4)] == [[1, 1, 1, 1]] * 4
+    assert "ended with SIGKILL" in capfd.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -396,7 +406,7 @@ def test_who_does_not_know_the_key_of_a_link_gets_nothing_in_or_out() -> None:
 
 
 def test_a_link_that_is_cut_is_an_error() -> None:
-    from synk.cluster.link import Link
+    from synk.cluster.link import Link, LinkLost
 
     outlet = Link(True, host="127.0.0.1")
     receiver = Link(False, place=outlet.place)
@@ -407,9 +417,30 @@ def test_a_link_that_is_cut_is_an_error() -> None:
     assert parts == [b"two"] and body is not None
     outlet.close()
     for lost in (body.joined, receiver.receive):
-        with pytest.raises(ConnectionError, match="is lost"):
+        with pytest.raises(LinkLost, match="is lost"):
             lost()
     receiver.close()
+    inlet = Link(False, host="127.0.0.1")
+    sender = Link(True, place=inlet.place)
+    sender.send(b"one")
+    assert inlet.receive() == ([b"one"], None)
+    inlet.close()
+    with pytest.raises(LinkLost, match="is lost"):
+        for _ in range(100):
+            sender.send(b"two", body=bytes(1 << 20))
+    sender.close()
+
+
+def test_a_link_to_where_nobody_answers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from synk.cluster import link
+
+    monkeypatch.setattr(link, "CONNECT_S", 0.5)
+    inlet = link.Link(False, host="127.0.0.1")
+    with pytest.raises(link.LinkLost, match=r"got no answer|has refused"):
+        link.Link(True, place=link.Place(inlet.place.address, b"x" * 32))
+    inlet.close()
+    with pytest.raises(link.LinkLost, match=r"got no answer|has refused"):
+        link.Link(True, place=inlet.place)
 
 
 def test_all_that_workers_print_arrives(nodes: synk.Runtime, capfd: pytest.CaptureFixture[str]) -> None:
