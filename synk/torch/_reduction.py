@@ -284,7 +284,7 @@ class Bucket:
         first = self._parameters[0]
         dtype = torch.float32 if first.dtype in (torch.float16, torch.bfloat16) else first.dtype
         sizes = [parameter.numel() for parameter in self._parameters]
-        flat = torch.empty(sum(sizes) + len(sizes), dtype=dtype, device=first.device)
+        flat = torch.zeros(sum(sizes) + len(sizes), dtype=dtype, device=first.device)
         parts = flat.split([*sizes, len(sizes)])
         self._parts = [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters)]
         # The whole buffer, with a flag for each parameter behind the gradients. An array if possible, because small

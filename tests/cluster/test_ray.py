@@ -335,6 +335,19 @@ def test_nothing_outlives_the_program(cluster: Cluster, number: int) -> None:
         assert all(wait_until_dead(int(pid)) for pid in line.split()[1:])
 
 
+# ----- starts
+
+
+def test_auto_is_the_cluster_of_this_machine(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ray finds it, and as many of its machines as there are, up to the number that is asked for."""
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    with synk.Runtime(1, cluster="auto", nodes=(2, 3), insecure=True) as rt:
+        assert rt.world_size in (2, 3)
+        x = np.arange(10.0)
+        assert rt.function(lambda x: x.sum(), outputs="sum")(x) == x.sum()
+        assert "127.0.0.1" in rt.info()
+
+
 # ----- refusals
 
 

@@ -1112,3 +1112,16 @@ def test_many_steps_take_no_more_memory_and_no_descriptors(shared_runtimes: Any,
     assert after[0][1] == before[0][1]
     for pages, pages_before in zip(after[0][0], before[0][0]):
         assert pages - pages_before < 512, (pages_before, pages)  # 2 MB
+
+
+def test_a_new_bucket_computes_with_nothing_that_was_in_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from synk.torch._reduction import Bucket
+
+    signalling = torch.from_numpy(np.array([0x7FF0000000000001], np.uint64).view(np.float64))
+    monkeypatch.setattr(torch, "empty", lambda size, **options: signalling.expand(size).clone())
+    parameter = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    parameter.grad = torch.ones(3, dtype=torch.float64)
+    bucket = Bucket([(0, parameter)])
+    with np.errstate(all="raise"):
+        bucket._fill(0.5, {0})
+    assert bucket._memory.tolist() == [0.5, 0.5, 0.5, 1.0]
