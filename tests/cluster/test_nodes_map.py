@@ -335,6 +335,11 @@ def test_an_agent_dies_between_two_maps_of_a_function(nodes: synk.Runtime) -> No
 def test_an_agent_that_is_frozen_is_replaced(reused: Any) -> None:
     nodes = reused("1+3")
     before = agents(nodes)
+
+    def square(n: int) -> int:
+        time.sleep(0.02)  # rank 0 cannot take them all
+        return n * n
+
     assert_maps(nodes)
     os.kill(before[1], signal.SIGSTOP)
     nodes.timeout = 0.5
@@ -434,6 +439,7 @@ def test_a_worker_that_lacks_a_resident_object_gets_no_item(nodes: synk.Runtime,
     wait = stay(tmp_path, but=lambda n: n > 0)
 
     def step(n: int) -> int:
+        time.sleep(0.02)  # no rank can take them all
         return wait(n) + int(kept.value["k"])
 
     def items() -> Iterator[int]:
