@@ -16,6 +16,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import logging
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ import numpy as np
 
 import synk
 from benchmarks._harness import GLOO, Harness, Peer, PeerError
-from benchmarks.cluster_faults import RayCluster, deaths, starts
+from benchmarks.cluster_faults import QUIET, RayCluster, deaths, starts
 
 BLOCK_S = 0.4
 LARGE = 1 << 23
@@ -310,6 +311,7 @@ def main() -> None:
     found: Figures = {}
     with ExitStack() as stack:
         stack.callback(harness.close)
+        os.environ.update(QUIET)
         cluster = stack.enter_context(RayCluster(2)) if options.ray else None
         makers = {
             "local": lambda: synk.Runtime(2, backend="numpy"),

@@ -26,25 +26,31 @@ Makers = Mapping[str, Callable[[], synk.Runtime]]
 
 
 class RayCluster:
-    """Raylets with two CPUs each, beside one without any, in a process of their own.
+    """Raylets with two CPUs each, beside one without any, in a process of their own. The tests use it, too.
+
+    Parameters
+    ----------
+    num_machines : int
+    **variables : str
+        Of the environment of the raylets.
 
     Attributes
     ----------
     address : str
     """
 
-    def __init__(self, num_machines: int) -> None:
-        os.environ.update(QUIET)
+    def __init__(self, num_machines: int, **variables: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, str(ROOT / "tests" / "support" / "ray_cluster.py"), str(num_machines), "2"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            env={**os.environ, **QUIET, **variables},
         )
         self.address = self.answer()
 
-    def tell(self, line: str) -> None:
+    def say(self, line: str) -> None:
         """Say what to do: ``add``, or ``lose PID``. ``answer`` returns when it is done."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{line}\n")
@@ -58,11 +64,20 @@ class RayCluster:
                 return line.strip()
         raise RuntimeError("the Ray cluster has ended")
 
+    def tell(self, line: str) -> None:
+        """Say what to do, and wait until it is done."""
+        self.say(line)
+        self.answer()
+
+    def close(self) -> None:
+        """End all raylets."""
+        self._process.communicate(timeout=60)
+
     def __enter__(self) -> RayCluster:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._process.communicate(timeout=60)
+        self.close()
 
 
 def wait(x: np.ndarray) -> None:
@@ -100,9 +115,8 @@ def deaths(makers: Makers, cluster: RayCluster | None, rounds: int) -> dict[str,
     for _ in range(rounds if cluster is not None else 0):
         assert cluster is not None
         cluster.tell("add")
-        cluster.answer()
         with makers["ray"]() as runtime:
-            trial = death(runtime, lambda worker, agent: cluster.tell(f"lose {worker}"))
+            trial = death(runtime, lambda worker, agent: cluster.say(f"lose {worker}"))
             cluster.answer()
         machines.setdefault("ray", []).append(trial)
     return {

@@ -22,11 +22,10 @@ PIECE_NBYTES = 1 << 18
 MAX_PIECES = 16
 """How many may be on their way, on each side."""
 
-_COUNT = struct.Struct("=q")
-
-
 CONNECT_S = 10.0
 """How long the other side may take to answer."""
+
+_COUNT = struct.Struct("=q")  # the bytes of a body
 
 _HEARTBEAT_MS, _SILENCE_MS = 10_000, 60_000
 
@@ -132,6 +131,11 @@ class Link:
         ready = dict(self._poller.poll())
         if self._monitor in ready and not ready.get(self._socket, 0) & zmq.POLLIN:
             raise LinkLost(f"cannot reach {self.place.address}: the connection is lost.")
+
+    def await_cut(self, timeout_s: float) -> None:
+        """Wait until the other side has ended, at most for so long. Only for the side that has connected."""
+        assert self._monitor is not None
+        self._monitor.poll(int(1000 * timeout_s))
 
     def close(self) -> None:
         """Close this side. What was not sent yet is lost."""

@@ -38,6 +38,9 @@ from synk.cluster.split import merged
 REASON_S = 0.5
 """How long Ray may take to say why a connection was lost."""
 
+GONE_S = 2.0
+"""How long an actor may take to end."""
+
 _DOORBELL = struct.Struct("=4q")
 """kind or status, flags, sequence, value"""
 
@@ -180,7 +183,7 @@ class Tunnel:
         self._options = setup["ray"]
         self._runtime = hashlib.sha256(setup["token"].encode()).hexdigest()[:16]
         self._machine = ""
-        self._is_over = False
+        self._ending = threading.Lock()  # held by the thread that ends this process
 
     def open(self) -> None:
         """Connect to the cluster, and start the agent on a machine."""
@@ -205,7 +208,7 @@ class Tunnel:
         for target in (self._carry_up, self._carry_signals, self._watch):
             threading.Thread(target=self._guarded, args=(target,), daemon=True).start()
         self._guarded(self._carry_down)
-        self._end(0)
+        self._end(3)
 
     def _guarded(self, carry: Any) -> None:
         """Run a thread of this process, which ends with its errors: the head takes that for the end of the agent."""
@@ -225,14 +228,18 @@ class Tunnel:
             self._end(3)
 
     def _end(self, code: int) -> NoReturn:
-        self._is_over = True
+        """End the actor, and then this process. With code 0 the actor is gone when the process is."""
+        if not self._ending.acquire(blocking=False):
+            threading.Event().wait()  # another thread does it
         try:
             ray.kill(self._actor)
+            if code == 0:
+                self._up_link.await_cut(GONE_S)
         finally:
             os._exit(code)
 
     def _print(self, text: str) -> None:
-        if not self._is_over:
+        if not self._ending.locked():
             os.write(self._streams["stderr"], f"{text}\n".encode())
 
     def _watch(self) -> None:
@@ -265,8 +272,10 @@ class Tunnel:
             if what == b"answer":
                 self._answer(_DOORBELL.unpack(content), body)
             elif what == b"end":
+                if content == b"exit 0":
+                    self._end(0)
                 self._print(f"the agent on {self._machine} ended with {content.decode()}.")
-                self._end(0 if content == b"exit 0" else 3)
+                self._end(3)
             else:
                 os.write(self._streams[what.decode()], content)
 
@@ -278,8 +287,6 @@ class Tunnel:
         if status == Status.PONG:
             self._actor.interrupt.options(concurrency_group="control").remote(-1)
         self._channel.ring(status, flags, sequence, value)
-        if status == Status.BYE:
-            self._end(0)
 
     def _carry_signals(self) -> None:
         call = {"concurrency_group": "control"}

@@ -9,54 +9,21 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import TESTS_FOLDER, Scenario, wait_until_dead
+from support.harness import Scenario, wait_until_dead
 
 import synk
+from benchmarks.cluster_faults import QUIET, RayCluster
 from synk.errors import CallTimeout, ClosedError, CollectiveMismatch, RemoteError, StartupError, WorkerDied
 
 pytestmark = [pytest.mark.ray, pytest.mark.own_start, pytest.mark.timeout(300)]
 
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
 TOKEN = "synk-test-" + "0123456789abcdef" * 2
-
-
-class Cluster:
-    """A cluster of machines with two CPUs each, in a process of its own."""
-
-    def __init__(self, num_machines: int, **variables: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(TESTS_FOLDER / "support" / "ray_cluster.py"), str(num_machines), "2"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, **QUIET, **variables},
-        )
-        self.address = self._answer()
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:  # Ray prints there, too
-            if line.startswith(("127.", "done")):
-                return line.strip()
-        raise AssertionError("the cluster has ended")
-
-    def tell(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{line}\n")
-        self._process.stdin.flush()
-        self._answer()
-
-    def close(self) -> None:
-        self._process.communicate(timeout=60)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,19 +34,17 @@ def alone() -> None:
 
 
 @pytest.fixture(scope="module")
-def cluster(alone: None) -> Iterator[Cluster]:
-    cluster = Cluster(4)
+def cluster(alone: None) -> Iterator[RayCluster]:
+    cluster = RayCluster(4)
     yield cluster
     cluster.close()
 
 
 @pytest.fixture
-def nodes(cluster: Cluster) -> Iterator[synk.Runtime]:
+def nodes(cluster: RayCluster) -> Iterator[synk.Runtime]:
     """Two nodes with two workers each. Two machines are free."""
     with synk.Runtime(2, cluster=cluster.address, nodes=2, insecure=True, max_restarts=100) as runtime:
         yield runtime
-        pids = {pid for worker in worker_pids(runtime) for pid in lineage(worker)[:-1]}
-    assert all(map(wait_until_dead, pids))  # actors are no children of this process, which has asked Ray to end them
 
 
 def worker_pids(runtime: synk.Runtime) -> list[int]:
@@ -140,6 +105,26 @@ def test_time_limits_and_interrupts(nodes: synk.Runtime) -> None:
     assert worker_pids(nodes) == before
 
 
+def test_an_interrupt_does_not_come_again_when_the_numbers_of_messages_do(nodes: synk.Runtime) -> None:
+    """They begin anew after 65 536: the machine must have forgotten by then which ones an interrupt was meant for."""
+
+    def stay(x: np.ndarray, is_stuck: bool) -> float:
+        while is_stuck:
+            pass
+        return float(x.sum())
+
+    f = nodes.function(stay, outputs="sum", bcast_inputs="is_stuck")
+    assert f(np.ones(4), False) == 4.0
+    requests = nodes._session.workers.requests
+    before = requests.sequence
+    with pytest.raises(CallTimeout):
+        f(np.ones(4), True, timeout=0.5)
+    assert requests.sequence < before + 20
+    requests.sequence = before
+    for _ in range(20):
+        assert f(np.ones(4), False) == 4.0
+
+
 def test_ranks_of_all_machines_communicate(nodes: synk.Runtime) -> None:
     """By TCP, and with keys."""
 
@@ -180,7 +165,7 @@ def test_workers_and_agents_are_replaced(nodes: synk.Runtime, capfd: pytest.Capt
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_spare_machine_takes_over(cluster: Cluster, nodes: synk.Runtime) -> None:
+def test_a_spare_machine_takes_over(cluster: RayCluster, nodes: synk.Runtime) -> None:
     """In a step: the survivors' state is everybody's, and the step says whether it counted."""
     log = nodes.resident([])
 
@@ -241,7 +226,7 @@ def test_ranks_of_two_machines_wait_for_each_other(nodes: synk.Runtime) -> None:
             nodes.function(wait, outputs=None)(np.arange(4.0))
 
 
-def lose(cluster: Cluster, pids: list[int]) -> None:
+def lose(cluster: RayCluster, pids: list[int]) -> None:
     """Kill the machine on which processes run, and wait for their ends."""
     cluster.tell(f"lose {pids[0]}")
     assert all(map(wait_until_dead, pids))
@@ -262,7 +247,7 @@ def wait_for_step(step: Callable[[], object]) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_the_machines_that_are_left_take_over(capfd: pytest.CaptureFixture[str]) -> None:
     """Without a spare one the lost node moves beside another: the ranks and their rows stay the same."""
-    cluster = Cluster(2)
+    cluster = RayCluster(2)
     try:
         with synk.Runtime(2, cluster=cluster.address, nodes=(1, 2), insecure=True, max_restarts=100) as rt:
             rows = np.random.default_rng(1).normal(size=(7, 3))
@@ -293,7 +278,7 @@ def test_the_machines_that_are_left_take_over(capfd: pytest.CaptureFixture[str])
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_fewer_machines_than_the_least_number_are_not_enough() -> None:
-    cluster = Cluster(2)
+    cluster = RayCluster(2)
     try:
         with synk.Runtime(1, cluster=cluster.address, nodes=2, insecure=True, max_restarts=2) as rt:
             lose(cluster, worker_pids(rt)[1:])
@@ -318,7 +303,7 @@ def lineage(pid: int) -> list[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_outlives_the_program(cluster: Cluster, number: int) -> None:
+def test_nothing_outlives_the_program(cluster: RayCluster, number: int) -> None:
     code = f"""
         rt = synk.Runtime(1, cluster={cluster.address!r}, nodes=1, insecure=True)
         f = rt.function(lambda x: os.getpid(), outputs=None)
@@ -338,7 +323,7 @@ def test_nothing_outlives_the_program(cluster: Cluster, number: int) -> None:
 # ----- starts
 
 
-def test_auto_is_the_cluster_of_this_machine(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_the_cluster_of_this_machine(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Ray finds it, and as many of its machines as there are, up to the number that is asked for."""
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     with synk.Runtime(1, cluster="auto", nodes=(2, 3), insecure=True) as rt:
@@ -351,7 +336,7 @@ def test_auto_is_the_cluster_of_this_machine(cluster: Cluster, monkeypatch: pyte
 # ----- refusals
 
 
-def test_what_is_refused(cluster: Cluster) -> None:
+def test_what_is_refused(cluster: RayCluster) -> None:
     for options, text in (
         ({"cluster": cluster.address}, "it asks for no token.*insecure=True"),
         ({"cluster": cluster.address, "insecure": True, "nodes": 9}, "cannot fork on 9 nodes: the cluster .* has"),
@@ -363,7 +348,7 @@ def test_what_is_refused(cluster: Cluster) -> None:
 
 def test_a_cluster_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
-    cluster = Cluster(1, **secret)
+    cluster = RayCluster(1, **secret)
     try:
         for name, value in secret.items():
             monkeypatch.setenv(name, value)
