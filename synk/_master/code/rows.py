@@ -129,18 +129,17 @@ def _names_check(
     empty: Sequence[Any],
 ) -> Check:
     """Return one check for lookups, attributes and empty containers. Most functions need no other."""
+    holders, names, values = zip(*reads) if reads else ((), (), ())
 
     def is_same() -> bool:
         for get, key, value in lookups:
             if get(key, MISSING) is not value:
                 return False
-        for keys, names in forbidden:
-            if not keys.isdisjoint(names):
+        for keys, absent in forbidden:
+            if not keys.isdisjoint(absent):
                 return False
-        for holder, name, value in reads:
-            if getattr(holder, name) is not value:
-                return False
-        return not any(empty)
+        # There are four of each function: in C they cost a third.
+        return all(map(operator.is_, map(getattr, holders, names), values)) and not any(empty)
 
     return is_same
 
