@@ -12,7 +12,6 @@ buffers (their parameters were not all used), and waits for all of them.
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -48,6 +47,21 @@ class Options:
         if self.overlap == "auto":
             return bool(cell.worker.backend.is_device) and not self.sync_batchnorm
         return bool(self.overlap)
+
+
+def _weakly(method: Callable[..., None], index: int) -> Callable[..., None]:
+    """Return a hook that calls a method as long as its object exists.
+
+    The autograd graph holds hooks where Python's garbage collector does not look. A hook that held the sum, which holds
+    the parameters, would keep them for ever.
+    """
+    held = weakref.WeakMethod(method)
+
+    def hook(*arguments: Any) -> None:
+        if (found := held()) is not None:
+            found(index, *arguments)
+
+    return hook
 
 
 class GradientSum:
@@ -110,8 +124,8 @@ class GradientSum:
         """Begin a call: listen for gradients from now on."""
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad and index not in self._hooked:
-                parameter.register_hook(functools.partial(self._keep, index))
-                parameter.register_post_accumulate_grad_hook(functools.partial(self._note, index))
+                parameter.register_hook(_weakly(self._keep, index))
+                parameter.register_post_accumulate_grad_hook(_weakly(self._note, index))
                 self._hooked.add(index)
         self._is_running, self._is_postponed, self._pass = True, False, -1
         self._fired.clear()

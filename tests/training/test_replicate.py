@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import os
 import pickle
@@ -1125,3 +1126,26 @@ def test_a_new_bucket_computes_with_nothing_that_was_in_its_memory(monkeypatch: 
     with np.errstate(all="raise"):
         bucket._fill(0.5, {0})
     assert bucket._memory.tolist() == [0.5, 0.5, 0.5, 1.0]
+
+
+def test_a_replica_that_is_dropped_is_freed_on_the_ranks(shared_runtimes: Any) -> None:
+    """So is the copy on which one rank checks the loss of the first step. Hooks of gradients would keep both for ever."""
+    rt = shared_runtimes[2]
+
+    def count(x: Any) -> int:
+        gc.collect()
+        found = [each for each in gc.get_objects() if type(each) is torch.nn.Parameter and each.shape == (7, 41)]
+        return len(found)
+
+    num_parameters = rt.function(count, outputs=None)
+    model = torch.nn.Linear(41, 7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    rep = synk.torch.replicate(model, optimizer, runtime=rt)
+    step = rep.function(plain_step)
+    for _ in range(3):
+        step(torch.ones(8, 41), torch.ones(8, 7))
+    rows = np.zeros(2)
+    assert num_parameters(rows) == [1, 1]
+    del step, rep, model, optimizer  # the model in the program shows the state of its replicas, so it holds them
+    gc.collect()
+    assert num_parameters(rows) == [0, 0]

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import functools
+import gc
 import sys
 import time
 from collections.abc import Iterator
@@ -191,3 +193,16 @@ def find_misfits(worker: Worker) -> list[tuple[int, tuple[str, ...]]]:
     finally:
         worker.check = None
         worker.variables.abandon()
+        if isinstance(prepared.function.fn, Changing):
+            _free_copies()
+
+
+def _free_copies() -> None:
+    """Give the memory of a training step's copies back to the system.
+
+    Each is as large as the model. They refer to themselves, so only the garbage collector frees them, and the C library
+    keeps what is freed unless it is told.
+    """
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # not every C library has it
+        ctypes.CDLL(None).malloc_trim(0)
