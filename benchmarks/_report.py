@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import _bars, collectives, costs, items, messages, small, submitted, worth
+from benchmarks import _bars, collectives, costs, items, messages, small, submitted, training, worth
 from benchmarks._harness import GLOO, MPI, PEERS
 
 Results = dict[str, Any]
@@ -248,11 +248,21 @@ def _messages(family: Any) -> str:
 def _training(family: Any) -> str:
     rows = []
     for case, peers in family.items():
+        if case == training.MEMORY:
+            continue
         for peer, rounds in peers.items():
             own = [] if isinstance(rounds, str) else rounds
             note = rounds if isinstance(rounds, str) else _milliseconds(own, peer)
             rows.append([case, _milliseconds(own, "synk"), peer, note, _ratio(own, "synk", peer)])
-    return table(("step of training", "synk ms", "peer", "peer ms", "synk / peer"), rows)
+    text = table(("step of training", "synk ms", "peer", "peer ms", "synk / peer"), rows)
+    for peer, rounds in family.get(training.MEMORY, {}).items():
+        found = rounds if isinstance(rounds, str) else _megabytes(rounds[0], peer)
+        text += f"\n\nMemory of one rank after some steps with 18 MB of gradients: {found}."
+    return text
+
+
+def _megabytes(entry: Any, peer: str) -> str:
+    return ", ".join(f"{name} {entry[name]['nbytes'] / 1e6:.0f} MB" for name in ("synk", peer))
 
 
 def _milliseconds(entries: Sequence[Any], name: str) -> str:

@@ -15,6 +15,7 @@ JOBS = {
     "0.6 ms of work": "small",
     "one number": "empty",
 }
+MEMORY = "memory, 18 MB of gradients"
 PARALLEL = {"DataParallel, transformer of two blocks": "transformer", "DataParallel, 0.6 ms of work": "small"}
 
 
@@ -31,6 +32,11 @@ def run(harness: Harness) -> dict[str, Any]:
                 results[case] = {DDP.name: [harness.turns(peers) for _ in range(harness.rounds)]}
         except PeerError as error:
             results[case] = {DDP.name: f"failed: {error}"}
+    harness.progress(MEMORY)
+    try:
+        results[MEMORY] = {DDP.name: [_memory(harness, "large")]}
+    except PeerError as error:
+        results[MEMORY] = {DDP.name: f"failed: {error}"}
     for case, job, name, other_job in (
         ("empty model", "nothing", "plain call", "plain"),
         ("one number", "empty", "own step", "own"),
@@ -45,3 +51,13 @@ def run(harness: Harness) -> dict[str, Any]:
         except PeerError as error:
             rounds[name] = f"failed: {error}"
     return results
+
+
+def _memory(harness: Harness, job: str) -> dict[str, Any]:
+    """Return how much memory one rank of each peer takes after some steps: its share of what it shares counts."""
+    entry: dict[str, Any] = {}
+    with harness.peers(SYNK, DDP) as peers:
+        for peer in peers:
+            peer.prepare("memory", job=job)
+            entry[peer.name] = {"nbytes": max(nbytes for (nbytes,) in peer.run(1)["inner_s"])}
+    return entry

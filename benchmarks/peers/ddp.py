@@ -28,10 +28,22 @@ def prepare(job: str) -> Call:
     return call
 
 
+def memory(job: str) -> Call:
+    """Return the memory of this rank after some steps, in bytes."""
+    step = prepare(job)
+
+    def call(number: int) -> float:
+        for _ in range(5):
+            step(number)
+        return _models.resident_nbytes()
+
+    return call
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{os.environ['SYNK_BENCHMARK_SOCKET']}.gloo", rank=RANK, world_size=WORLD_SIZE
     )
-    serve({"step": prepare}, rank=RANK, version=torch.__version__)
+    serve({"step": prepare, "memory": memory}, rank=RANK, version=torch.__version__)
     dist.destroy_process_group()

@@ -41,8 +41,21 @@ def prepare(job: str, is_parallel: bool = False) -> Call:
     return call
 
 
+def memory(job: str) -> Call:
+    """Return the memory of the larger worker after some steps, in bytes."""
+    step = prepare(job)
+    measure = synk.function(lambda rows: _models.resident_nbytes(), outputs="max")
+
+    def call(number: int) -> float:
+        for _ in range(5):
+            step(number)
+        return float(measure([0.0] * WORLD_SIZE))
+
+    return call
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     begin = time.perf_counter()
     with synk.fork(WORLD_SIZE):
-        serve({"step": prepare}, start_s=time.perf_counter() - begin, version=synk.__version__)
+        serve({"step": prepare, "memory": memory}, start_s=time.perf_counter() - begin, version=synk.__version__)
