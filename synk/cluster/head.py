@@ -16,9 +16,10 @@ import numpy as np
 from synk._master.calls.arguments import pickle_nests, transfers_in
 from synk._master.calls.callee import Callee
 from synk._master.calls.launched import Launched
+from synk._master.calls.op_check import can_check, checking
 from synk._master.calls.plans import CachedPlan, Call
-from synk._master.calls.replies import check_serial_assignments, tried, unpickled
-from synk._master.calls.trials import can_check, checking
+from synk._master.calls.replies import check_serial_assignments, unpickled
+from synk._master.calls.trials import tried
 from synk._master.processes.processes import Processes
 from synk._master.processes.reports import stacks, stacks_in
 from synk._master.session import Session

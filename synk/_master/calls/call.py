@@ -16,10 +16,10 @@ from synk._master.calls.binding import bind
 from synk._master.calls.callee import Callee
 from synk._master.calls.compiled import CompiledCall, compile_call
 from synk._master.calls.launched import Launched
+from synk._master.calls.op_check import tell_of_end
 from synk._master.calls.plans import CachedPlan, Call, CallOptions
 from synk._master.calls.replies import collecting, conclude
 from synk._master.calls.staging import plan_call, stage, values_of, write_bounds
-from synk._master.calls.trials import tell_of_end
 from synk._master.session import Session
 from synk._master.state.device_values import check_not_lost
 from synk._master.state.lanes import Lane

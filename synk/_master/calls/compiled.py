@@ -20,9 +20,9 @@ import numpy as np
 from synk._master.calls.binding import divider
 from synk._master.calls.callee import Callee
 from synk._master.calls.launched import Launched
+from synk._master.calls.op_check import can_check
 from synk._master.calls.pattern import Pattern
 from synk._master.calls.plans import Call
-from synk._master.calls.trials import can_check
 from synk._master.session import Session
 from synk._pure.nested import is_plain_object
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import pickle
 import time
 from collections.abc import Generator, Sequence
 from typing import Any
 
 from synk._master.calls.assembly import Assembly
-from synk._master.calls.launched import Launched, Tried
-from synk._master.calls.plans import CachedPlan, Call
-from synk._master.calls.trials import can_check, checking
+from synk._master.calls.launched import Launched
+from synk._master.calls.op_check import can_check, checking
+from synk._master.calls.plans import CachedPlan
+from synk._master.calls.trials import Tried, tried
 from synk._master.session import Session
 from synk._master.state.ledger import Transfer
 from synk._master.state.results import Lease
@@ -21,15 +20,10 @@ from synk._master.workers.requests import Request
 from synk._pure.interrupts import HandlerRaised, safe_point
 from synk._pure.ops import EACH
 from synk._pure.output_ops import match_ops
-from synk._pure.tensors import array_of, is_plain, is_tensor
-from synk._pure.trees import flatten, leaves_of
-from synk._wire.control import Traits, Up
+from synk._pure.trees import flatten
 from synk._wire.memory import Segment
 from synk._wire.messages import ASSEMBLED, DONE, IS_ASSEMBLED, Kind, Layout, Reply, Status, slot_offsets
-from synk.errors import (
-    CallCancelled,
-    SerializationError,
-)
+from synk.errors import CallCancelled, SerializationError
 
 
 def collecting(session: Session, launched: Launched) -> Generator[Request, dict[int, Reply], Any]:
@@ -161,7 +155,7 @@ def _tried(
     objects: list[list[Any]] | None,
     lease: Lease | None,
 ) -> Tried:
-    """Return what a call on trial showed. Its assignments are not committed, so they never happened."""
+    """Return what a call on trial has shown. Its assignments are not committed, so they never happened."""
     call, up_words = launched.call, launched.cached.lane.up_words
     assigned = {}
     for variable_id, _ in () if session.has_devices else layouts[0].assigned:
@@ -170,20 +164,6 @@ def _tried(
     root = None if lease is None else lease.deliver()
     result = assembly.build(call.rows, objects, root, None if call.owned is None else call.owned.order)
     return tried(call, assembly, result, up_words, assigned)
-
-
-def tried(call: Call, assembly: Assembly, result: Any, up_words: Any, assigned: dict[Any, Any]) -> Tried:
-    """Return what a call on trial showed. ``up_words`` are the numbers that ranks have reported, by rank."""
-    traits = functools.reduce(operator.or_, [up_words[rank][Up.TRAITS] for rank in call.ranks])
-    leaves = [_on_trial(leaf) for leaf in leaves_of(assembly.structure, result)]
-    return Tried(leaves, assembly.skeleton, call.ranks, call.rows, Traits(traits), assigned)
-
-
-def _on_trial(leaf: Any) -> Any:
-    """Return an output, or the list of all ranks' outputs, with tensors as arrays that can be compared."""
-    if isinstance(leaf, list):
-        return [_on_trial(part) for part in leaf]
-    return array_of(leaf) if is_tensor(leaf) and is_plain(leaf) else leaf
 
 
 def check_serial_assignments(session: Session, layout: Layout, name: str) -> None:

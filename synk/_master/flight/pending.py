@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Generic, Protocol, TypeVar
 
 from synk._master.calls.launched import Launched
-from synk._master.calls.trials import tell_of_end
+from synk._master.calls.op_check import tell_of_end
 from synk._master.workers.workers import Request
 from synk._pure.arrivals import wait_readable
 from synk._pure.interrupts import as_operation, raised_by_handler, safe_point
