@@ -23,7 +23,7 @@ from synk._master.calls.call import abandon, load, send
 from synk._master.calls.launched import Launched
 from synk._master.calls.plans import Call, CallOptions
 from synk._master.calls.replies import publishing, take_layouts
-from synk._master.calls.staging import plan_call, values_of
+from synk._master.calls.staging import plan_call, stage, values_of
 from synk._master.code.parcels import Parcel
 from synk._master.flight.queue import Queue
 from synk._master.processes.placement import Placement, place
@@ -268,6 +268,7 @@ class Agent:
             session.lanes.first.first_down[Down.ALL_ROWS] = order.all_rows
             session.lanes.first.first_down[Down.ALL_GROUP] = order.group
             try:
+                stage(session, launched)
                 send(session, launched)
                 return self._collected(launched)
             except BaseException as error:

@@ -19,6 +19,8 @@ from synk._wire.control import Down
 from synk._wire.memory import Segment
 from synk._wire.messages import Plan
 
+_CALL = int(Down.CALL)
+
 
 class _Places(NamedTuple):
     """Where in the staging segment the values of a call go, in bytes from its start.
@@ -150,8 +152,11 @@ def values_of(call: Call, cached: CachedPlan) -> list[np.ndarray]:
 
 
 def stage(session: Session, launched: Launched) -> None:
-    """Copy plain arrays, pickles and indices into shared memory. This is the only copy that the master makes."""
-    cached, call = launched.cached, launched.call
+    """Write what a call brings into shared memory: plain arrays, pickles, indices, bounds, and its number.
+
+    This is the only copy of an array that the master makes.
+    """
+    cached, call, lane = launched.cached, launched.call, launched.cached.lane
     # No rank reads these places now: all ranks have answered the last call in this lane, and this one's doorbell has
     # not rung.
     for target, value, label in zip(cached.targets, launched.values, cached.labels):
@@ -170,6 +175,8 @@ def stage(session: Session, launched: Launched) -> None:
     for position, place in cached.index_places:
         place[...] = call.index_arrays[position]
     session.counters["bytes_staged"] += cached.staged_nbytes
+    write_bounds(lane, call)
+    launched.number = lane.first_down[_CALL] = next(session.numbers)
 
 
 def write_bounds(lane: Lane, call: Call) -> None:
