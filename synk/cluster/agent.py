@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 
 from synk._master.calls.arguments import Argument
-from synk._master.calls.assembly import Assembly
 from synk._master.calls.call import abandon, load, send
 from synk._master.calls.launched import Launched
 from synk._master.calls.plans import Call, CallOptions
-from synk._master.calls.replies import publishing, take_layouts
+from synk._master.calls.replies import carry_out, publishing, take_layouts
 from synk._master.calls.staging import plan_call, stage, values_of
 from synk._master.code.parcels import Parcel
 from synk._master.flight.queue import Queue
@@ -298,7 +297,7 @@ class Agent:
         up = [session.lanes.first.up[rank].tolist() for rank in call.ranks]
         num_restarts = session.counters["restarts"]
         try:
-            assembly, layouts, lease = self._published(launched, replies)
+            assembly, layouts, lease = carry_out(session, publishing(session, launched, replies))
         except CollectiveMismatch:  # the head sees the ranks of all nodes, so it says which differ
             layouts = [cached.layouts[rank] for rank in call.ranks]
             nothing: list[list[np.ndarray | None]] = [[None] * len(layout.leaves) for layout in layouts]
@@ -307,18 +306,6 @@ class Agent:
         cached.is_agreed = True
         assigned = self._variables.assigned(launched, layouts)
         return NodeReply(layouts, arrays, packed, up, num_restarts, assigned)
-
-    def _published(self, launched: Launched, replies: dict[int, Any]) -> tuple[Assembly, list[Any], Any]:
-        steps = publishing(self.session, launched, replies)
-        try:
-            request = next(steps)
-            while True:
-                request = steps.send(self.session.workers.wait(request))
-        except StopIteration as ended:
-            found: tuple[Assembly, list[Any], Any] = ended.value
-            return found
-        finally:
-            steps.close()
 
 
 def _parcel(order: ParcelOrder) -> Parcel:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from synk._master.calls.arguments import pickle_nests, transfers_in
 from synk._master.calls.callee import Callee
-from synk._master.calls.launched import Launched
+from synk._master.calls.launched import Launched, Steps
 from synk._master.calls.op_check import can_check, checking
 from synk._master.calls.plans import CachedPlan, Call
 from synk._master.calls.replies import check_serial_assignments, unpickled
@@ -27,7 +27,6 @@ from synk._master.state.in_flight import SubmittedCalls
 from synk._master.state.lanes import Lane
 from synk._master.workers.failures import rebuild
 from synk._master.workers.recovery import GRACE_S
-from synk._master.workers.requests import Request
 from synk._pure.ops import EACH
 from synk._wire.memory import Segment
 from synk._wire.messages import Layout as OutputLayout
@@ -174,7 +173,7 @@ class Nodes:
             )
         return found
 
-    def collecting(self, launched: NodesCall) -> Generator[Request, dict[int, WorkerReply], Any]:
+    def collecting(self, launched: NodesCall) -> Steps[Any]:
         """Turn the replies of the nodes into the result; see ``synk._master.calls.replies.collecting``."""
         session, call, function = self._session, launched.call, launched.function
         replies = yield launched

@@ -16,7 +16,7 @@ from synk._master.calls.compiled import CompiledCall, compile_call
 from synk._master.calls.launched import Launched
 from synk._master.calls.op_check import tell_of_end
 from synk._master.calls.plans import CachedPlan, Call, CallOptions
-from synk._master.calls.replies import collecting, conclude
+from synk._master.calls.replies import carry_out, collecting, conclude
 from synk._master.calls.staging import plan_call, stage, values_of
 from synk._master.session import Session
 from synk._master.state.device_values import check_not_lost
@@ -186,7 +186,7 @@ def complete(session: Session, launched: Launched) -> Any:
         if doorbells is not None and doorbells.hear(launched, is_assembled=launched.lease is not None):
             return conclude(session, launched, None, launched.lease)
         with operation():
-            result = _collect(session, launched)
+            result = carry_out(session, collecting(session, launched))
             compile_call(session, launched)
             return result
     except BaseException as error:
@@ -195,19 +195,6 @@ def complete(session: Session, launched: Launched) -> Any:
             return launched.result[0]
         abandon(session, launched, error)
         raise
-
-
-def _collect(session: Session, launched: Launched) -> Any:
-    """Take in replies that were not expected, and return the result."""
-    steps = collecting(session, launched)
-    try:
-        request = next(steps)
-        while True:
-            request = steps.send(session.workers.wait(request))
-    except StopIteration as ended:
-        return ended.value
-    finally:
-        steps.close()
 
 
 def abandon(session: Session, launched: Launched, error: BaseException) -> None:

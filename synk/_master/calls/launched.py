@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Generator, Sequence
+from typing import Any, TypeVar
 
 from synk._master.calls.callee import Callee
 from synk._master.calls.plans import CachedPlan, Call
 from synk._master.state.results import Lease
 from synk._master.workers.doorbells import Doorbells
 from synk._master.workers.requests import Request
+from synk._wire.messages import Reply
+
+R = TypeVar("R")
+
+Steps = Generator[Request, dict[int, Reply], R]
+"""Yields each request whose replies it needs, is sent the replies, and returns a result."""
 
 
 class Launched(Request):

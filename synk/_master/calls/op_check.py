@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from synk._master.calls.assembly import Assembly
 from synk._master.calls.callee import Callee
-from synk._master.calls.launched import Launched
+from synk._master.calls.launched import Launched, Steps
 from synk._master.calls.plans import Call
 from synk._master.processes.output import warn_at_users_line
 from synk._master.session import Session
-from synk._master.workers.requests import Request
 from synk._pure.trees import output_names
 from synk._wire.control import Up
-from synk._wire.messages import MIN_CHECKED_ROWS, Layout, Reply, Status
+from synk._wire.messages import MIN_CHECKED_ROWS, Layout, Status
 from synk.errors import CallTimeout, OpMismatch, RowShapedOutput, WorkerDied
 
 _MAX_NS, _MAX_NBYTES = 1_000_000_000, 1 << 26
@@ -41,7 +40,7 @@ def can_check(function: Callee, call: Call) -> bool:
 
 def checking(
     session: Session, launched: Launched, assembly: Assembly, layouts: Mapping[int, Layout], up_words: Any
-) -> Generator[Request, dict[int, Reply], None]:
+) -> Steps[None]:
     """Have one rank check whether the average fits the function of a successful call, and tell the user if not.
 
     This happens once in the life of a function, and only if it costs little. Nothing that goes wrong here fails the

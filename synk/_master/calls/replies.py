@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from synk._master.calls.assembly import Assembly
-from synk._master.calls.launched import Launched
+from synk._master.calls.launched import Launched, Steps
 from synk._master.calls.op_check import can_check, checking
 from synk._master.calls.plans import CachedPlan
 from synk._master.calls.trials import Tried, tried
@@ -25,11 +25,28 @@ from synk._wire.memory import Segment
 from synk._wire.messages import ASSEMBLED, DONE, IS_ASSEMBLED, Kind, Layout, Reply, Status, slot_offsets
 from synk.errors import CallCancelled, SerializationError
 
+R = TypeVar("R")
 
-def collecting(session: Session, launched: Launched) -> Generator[Request, dict[int, Reply], Any]:
+
+def carry_out(session: Session, steps: Steps[R]) -> R:
+    """Wait for each request of ``steps`` in turn, and return what they return."""
+    try:
+        request = next(steps)
+        while True:
+            request = steps.send(session.workers.wait(request))
+    except StopIteration as ended:
+        result: R = ended.value
+        return result
+    finally:
+        steps.close()
+
+
+def collecting(session: Session, launched: Launched) -> Steps[Any]:
     """Turn replies into the result: errors first, then agreement, then the large outputs, then the values.
 
-    A generator: it yields each request whose replies it needs, is sent the replies, and returns the result.
+    A generator: it yields each request whose replies it needs, is sent the replies, and returns the result. It is one
+    because ``done`` and ``result`` of a submitted call must come back while a later request is still unanswered: that
+    one waits behind the calls that were submitted after this one. A call that is waited for uses :func:`carry_out`.
     """
     if session.nodes is not None:
         return (yield from session.nodes.collecting(launched))
@@ -55,7 +72,7 @@ def collecting(session: Session, launched: Launched) -> Generator[Request, dict[
 
 def publishing(
     session: Session, launched: Launched, replies: dict[int, Reply]
-) -> Generator[Request, dict[int, Reply], tuple[Assembly, list[Layout], Lease | None]]:
+) -> Steps[tuple[Assembly, list[Layout], Lease | None]]:
     """Have all outputs published, and the large ones put in place.
 
     Returns how they are put together, the layout of each rank, and the buffer of the large ones.
@@ -130,7 +147,7 @@ def _agree(session: Session, launched: Launched, layouts: list[Layout]) -> tuple
 
 def _large_outputs(
     session: Session, launched: Launched, assembly: Assembly, replies: dict[int, Reply], lease: Lease | None
-) -> Generator[Request, dict[int, Reply], Any]:
+) -> Steps[Lease]:
     """Have the ranks that have not done so put their parts of the large outputs in place. Return the leased buffer."""
     call, name = launched.call, launched.function.name
     waiting = [rank for rank in call.ranks if not replies[rank].flags & IS_ASSEMBLED]

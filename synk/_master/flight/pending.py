@@ -8,20 +8,17 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, Generic, Protocol, TypeVar
 
-from synk._master.calls.launched import Launched
+from synk._master.calls.launched import Launched, Steps
 from synk._master.calls.op_check import tell_of_end
 from synk._master.workers.workers import Request
 from synk._pure.arrivals import wait_readable
 from synk._pure.interrupts import as_operation, raised_by_handler, safe_point
 from synk._pure.show import table
 from synk._pure.tracebacks import verb
-from synk._wire.messages import Reply
 from synk.errors import CallCancelled, CallTimeout, ClosedError, WorkerDied
 
 R = TypeVar("R")
 """What the function returns, as for :class:`synk.Function`."""
-
-Steps = Generator["Request", dict[int, Reply], Any]
 
 _logger = logging.getLogger("synk")
 
@@ -71,7 +68,7 @@ class PendingCall(Generic[R]):
         self.ranks: tuple[int, ...] = ()
         self._queue = queue
         self._launched: Launched | None = None  # None once it has an outcome
-        self._steps: Steps | None = None  # its steps, once its replies are being taken in
+        self._steps: Steps[Any] | None = None  # its steps, once its replies are being taken in
         self._request: Request | None = None  # the request it waits for
         self._is_alone = True  # whether it must be the only call in flight
         self._is_stepping = False
