@@ -259,7 +259,7 @@ class Agent:
             function.check = functools.partial(self._check_restarts, order.num_restarts)
             call = _bound(order, self._variables)
             function.copies.ignore(argument.label for argument in call.arguments)
-            load(session, function, call, None)  # type: ignore[arg-type]
+            load(session, function, call.arguments, None, "call")  # type: ignore[arg-type]
             state = session.workers.log.state
             cached = plan_call(session, function, call, call.options, session.lanes.first)  # type: ignore[arg-type]
             values, began = values_of(call, cached), time.monotonic_ns()

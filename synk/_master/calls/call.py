@@ -8,8 +8,10 @@ rings, :func:`complete` waits and combines (``replies``), or cleans up after a f
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from synk._master.calls.arguments import Argument
 from synk._master.calls.binding import bind
 from synk._master.calls.callee import Callee
 from synk._master.calls.compiled import CompiledCall, compile_call
@@ -21,6 +23,7 @@ from synk._master.calls.staging import plan_call, stage, values_of
 from synk._master.session import Session
 from synk._master.state.device_values import check_not_lost
 from synk._master.state.lanes import Lane
+from synk._master.state.resident import ResidentObject
 from synk._master.state.results import Lease
 from synk._pure.interrupts import operation, raised_by_handler
 from synk._wire.cell import cell
@@ -99,7 +102,7 @@ def launch(
     started, state = time.monotonic_ns(), session.workers.log.state
     pickled = session.counters["bytes_pickled"]
     call = bind(session, function, args, kwargs, options, deadline)
-    load(session, function, call, deadline)
+    load(session, function, call.arguments, deadline, f"call {function.name!r}")
     pickled = session.counters["bytes_pickled"] - pickled
     if session.nodes is not None:
         launched: Launched = session.nodes.launched(function, call, lane, deadline, started, pickled, state)
@@ -130,7 +133,7 @@ def _wait_alone(session: Session, launched: Launched) -> None:
         if session.has_devices:
             session.workers.prefetch(call.ranks, cached.plan.plan_id, cached.lane.index)
         session.resume(f"submit {function.name!r}", launched.deadline)
-        load(session, function, call, launched.deadline)
+        load(session, function, call.arguments, launched.deadline, f"call {function.name!r}")
     session.queue.check_step(function)
 
 
@@ -213,17 +216,23 @@ def abandon(session: Session, launched: Launched, error: BaseException) -> None:
         session.residents.note_failed(function.changes, raised_by_handler(error))
 
 
-def load(session: Session, function: Callee, call: Call, deadline: float | None) -> None:
+def load(session: Session, function: Callee, arguments: Sequence[Argument], deadline: float | None, verb: str) -> None:
     """See that all workers live, have the function, and hold the values that it reads."""
-    for resident in (*function.residents, *(each.value for each in call.arguments if each.kind == "resident")):
-        resident.check(f"call {function.name!r}")
+    passed = [argument.value for argument in arguments if argument.kind == "resident"]
+    _check_residents((*function.residents, *passed), verb)  # a worker that lacks one could not load the function
     function.load(session, deadline)
     while session.workers.processes.has_dead:  # a worker may die after it has loaded the function
-        session.resume(f"call {function.name!r}", deadline)
+        session.resume(verb, deadline)
         function.load(session, deadline)
+    _check_residents((*function.residents, *passed), verb)  # the load may have found others
     if session.has_devices:  # a value on a device is lost with its worker
-        used = [argument.value for argument in call.arguments if argument.kind in ("shard", "replica")]
-        check_not_lost([*function.variables, *used], None, f"call {function.name!r}")
+        used = [argument.value for argument in arguments if argument.kind in ("shard", "replica")]
+        check_not_lost([*function.variables, *used], None, verb)
+
+
+def _check_residents(residents: Iterable[ResidentObject], verb: str) -> None:
+    for resident in residents:
+        resident.check(verb)
 
 
 def _lease(session: Session, cached: CachedPlan, call: Call) -> Lease | None:

@@ -6,11 +6,12 @@ import copy
 import logging
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from synk._master.calls.launched import Launched, Steps
 from synk._master.calls.op_check import tell_of_end
-from synk._master.workers.workers import Request
+from synk._master.state.in_flight import SubmittedCalls
+from synk._master.workers.requests import Request
 from synk._pure.arrivals import wait_readable
 from synk._pure.interrupts import as_operation, raised_by_handler, safe_point
 from synk._pure.show import table
@@ -23,22 +24,6 @@ R = TypeVar("R")
 _logger = logging.getLogger("synk")
 
 _PAUSE_S = 0.001
-
-
-class Collector(Protocol):
-    """What a submitted call needs of its queue."""
-
-    def wait(self, pending: PendingCall[Any], timeout: float | None) -> None:
-        """Wait until the call has an outcome."""
-
-    def poll(self) -> None:
-        """Take in what has ended, without waiting."""
-
-    def descriptors(self) -> list[int]:
-        """Return the descriptors that report answers and deaths of workers."""
-
-    def note_failed(self, pending: PendingCall[Any]) -> None:
-        """Remember a failed call if later calls must not be taken for the next step."""
 
 
 class PendingCall(Generic[R]):
@@ -63,7 +48,7 @@ class PendingCall(Generic[R]):
     [0, 4, 8]
     """
 
-    def __init__(self, queue: Collector, name: str) -> None:
+    def __init__(self, queue: SubmittedCalls, name: str) -> None:
         self.name = name
         self.ranks: tuple[int, ...] = ()
         self._queue = queue
