@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synk._master.calls.arguments import aligned, capacity_for, input_of, padded, pickle_nests, transfers_in
+from synk._master.calls.arguments import Argument, padded, pickle_nests, transfers_in
 from synk._master.calls.callee import Callee
 from synk._master.calls.launched import Launched
 from synk._master.calls.plans import CachedPlan, Call, CallOptions
@@ -15,10 +15,12 @@ from synk._master.session import Session
 from synk._master.state.guard import GUARDED_NBYTES
 from synk._master.state.lanes import Lane
 from synk._pure.arrays import copy_into
+from synk._pure.ranges import LINE_NBYTES
 from synk._wire.control import Down
 from synk._wire.memory import Segment
-from synk._wire.messages import Plan
+from synk._wire.messages import Input, Plan
 
+_PAGE = 4096
 _CALL = int(Down.CALL)
 
 
@@ -87,6 +89,17 @@ def _places(call: Call) -> _Places:
     return _Places(arrays, pickle, buffers, indices, capacity, end)
 
 
+def aligned(offset: int, nbytes: int) -> int:
+    """Return the next offset at which ``nbytes`` bytes should start: on a cache line or, if large, on a page."""
+    alignment = _PAGE if nbytes >= (1 << 20) else LINE_NBYTES
+    return -(-offset // alignment) * alignment
+
+
+def capacity_for(nbytes: int) -> int:
+    """Return the room for a pickle of ``nbytes`` bytes: a power of two, so that small changes keep the plan."""
+    return 256 if nbytes <= 256 else 1 << (nbytes - 1).bit_length()
+
+
 def _plan(plan_id: int, function: Callee, call: Call, options: CallOptions, staging_id: int, places: _Places) -> Plan:
     """Return what the workers are told of a call."""
     inputs = []
@@ -118,6 +131,23 @@ def _plan(plan_id: int, function: Callee, call: Call, options: CallOptions, stag
         num_repeats=options.num_repeats,
         all_ranks=call.all_ranks,
     )
+
+
+def input_of(argument: Argument, segment_id: int, offset: int) -> Input:
+    """Return the worker's description of an argument that lies at this place."""
+    if argument.kind == "object":
+        return Input(argument.keyword, "object", 0, offset)
+    if argument.kind in ("shard", "replica", "resident"):
+        return Input(argument.keyword, argument.kind, argument.value.id)
+    if argument.contents is not None:
+        array, place = argument.contents.array, (argument.contents.segment_id, argument.contents.offset)
+        return Input(argument.keyword, argument.kind, *place, array.shape, array.dtype, argument.is_minibatch)
+    assert argument.array is not None
+    if argument.kind == "closed over":
+        name = str(argument.value.id)
+        return Input(name, argument.kind, segment_id, offset, argument.array.shape, argument.dtype)
+    shape, dtype = argument.array.shape, argument.dtype
+    return Input(argument.keyword, argument.kind, segment_id, offset, shape, dtype, tensor_dtype=argument.tensor_dtype)
 
 
 def _cached_plan(plan: Plan, call: Call, lane: Lane, staging: Segment, places: _Places) -> CachedPlan:
