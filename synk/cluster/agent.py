@@ -327,9 +327,7 @@ def _bound(order: CallOrder, variables: NodeVariables) -> Call:
         )
         for part in order.parts
     ]  # fmt: skip
-    objects = None
-    if order.objects is not None:
-        objects = order.objects[0], [memoryview(buffer) for buffer in order.objects[1]]
+    objects = order.objects[0], [memoryview(buffer) for buffer in order.objects[1]]
     selection = Selection(order.bounds[-1][1]) if order.has_rows else None
     owned = None
     if selection is not None and order.local_ranges is not None:

@@ -139,9 +139,7 @@ class Nodes:
             function.id, function.plans.version, function.name, without_code(function.ops), function.block_rows
         )
         nests = pickle_nests(call.arguments, function.name)
-        objects = None
-        if call.objects is not None:
-            objects = call.objects[0], [pickle.PickleBuffer(view) for view in call.objects[1]]
+        objects = call.objects[0], [pickle.PickleBuffer(view) for view in call.objects[1]]
         weights = dict(zip(call.ranks, call.rows))
         known = self._ranks.num_restarts if self._session.residents.has_any else {}
         found = {}

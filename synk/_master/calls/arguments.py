@@ -99,6 +99,12 @@ class Argument:
         return None if array is None else array.shape
 
 
+Objects = tuple[bytes, list[memoryview]]
+"""The pickle of a call's broadcast objects, and the arrays in them, which lie beside it."""
+
+NO_OBJECTS: Objects = (b"", [])
+
+
 class ObjectPickler(Pickler):
     """Pickles broadcast objects. The memory of tensors goes out of band, like that of arrays."""
 
@@ -116,7 +122,7 @@ def padded(data: bytes, nbytes: int) -> np.ndarray:
     return np.frombuffer(data.ljust(nbytes, b"\0"), np.uint8)
 
 
-def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> tuple[bytes, list[memoryview]]:
+def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> Objects:
     """Pickle the broadcast objects of a call as one tuple. Arrays in them go out of band.
 
     Returns
@@ -169,7 +175,7 @@ _KINDS = {"shard": "shared", "replica": "shared", "resident": "shared", "closed 
 """The ledger's names for things that the ranks already have, by the kind of an argument."""
 
 
-def transfers_in(arguments: Sequence[Argument], objects: tuple[bytes, list[memoryview]] | None) -> tuple[Transfer, ...]:
+def transfers_in(arguments: Sequence[Argument], objects: Objects) -> tuple[Transfer, ...]:
     """Return what each call with such arguments transfers to the workers."""
     found = []
     for argument in arguments:
@@ -180,7 +186,7 @@ def transfers_in(arguments: Sequence[Argument], objects: tuple[bytes, list[memor
             found.append(Transfer(argument.label, kind, array.nbytes, array.nbytes // num_rows if num_rows else 0))
         elif kind == "shared":
             found.append(Transfer(argument.label, kind, 0))
-    if objects is not None:
+    if objects[0]:
         names = ", ".join(argument.label for argument in arguments if argument.kind == "object")
         nbytes = len(objects[0]) + sum(view.nbytes for view in objects[1])
         found.append(Transfer(names, "pickled", nbytes))

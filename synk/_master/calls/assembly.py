@@ -285,7 +285,7 @@ class Assembly:
     def build(
         self,
         rows: Sequence[int],
-        objects: list[list[Any]] | None,
+        objects: Sequence[list[Any]],
         root: np.ndarray | None,
         order: np.ndarray | None,
     ) -> Any:
@@ -295,8 +295,8 @@ class Assembly:
         ----------
         rows : sequence of int
             The rows of each voter: the weights of averages.
-        objects : list of lists or None
-            Each voter's outputs that are not arrays, in leaf order; None if there are none.
+        objects : sequence of lists
+            Each voter's outputs that are not arrays, in leaf order; empty if there are none.
         root : ndarray of uint8 or None
             The leased buffer with the large outputs.
         order : ndarray of int64 or None
@@ -342,12 +342,11 @@ class Assembly:
             value = op.finished(value, sum(rows), item.partial_of)
         return _tensor(value, item.is_tensor)
 
-    def _parts(self, objects: list[list[Any]] | None) -> dict[int, list[Any]]:
+    def _parts(self, objects: Sequence[list[Any]]) -> dict[int, list[Any]]:
         """Return, for each leaf, the voters' outputs that are not arrays; None stands for an array."""
         parts: dict[int, list[Any]] = {}
-        for voter, layout in enumerate(self.layouts if objects is not None else ()):
-            assert objects is not None
-            values = iter(objects[voter])
+        for voter, (own, layout) in enumerate(zip(objects, self.layouts)):
+            values = iter(own)
             for leaf in self._wanted:
                 if layout.leaves[leaf].dtype is None and layout.leaves[leaf] is not _ABSENT:
                     parts.setdefault(leaf, [None] * len(self.layouts))[voter] = next(values)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from synk._master import collectives
-from synk._master.calls.arguments import Argument, pickle_objects
+from synk._master.calls.arguments import NO_OBJECTS, Argument, pickle_objects
 from synk._master.calls.callee import Callee
 from synk._master.calls.checked import Checks
 from synk._master.calls.plans import Call, CallOptions, IndexArrays
@@ -125,7 +125,7 @@ def _divide(
         bounds,
         ranks,
         num_rows,
-        None,
+        NO_OBJECTS,
         options,
         owned=owned,
         sources=sources,

@@ -187,7 +187,7 @@ def complete(session: Session, launched: Launched) -> Any:
     doorbells = launched.doorbells
     try:
         if doorbells is not None and doorbells.hear(launched, is_assembled=launched.lease is not None):
-            return conclude(session, launched, None, launched.lease)
+            return conclude(session, launched, (), launched.lease)
         with operation():
             result = carry_out(session, collecting(session, launched))
             compile_call(session, launched)

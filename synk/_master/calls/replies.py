@@ -56,7 +56,7 @@ def collecting(session: Session, launched: Launched) -> Steps[Any]:
     if not is_repeated:
         raise_failures(replies, session.total_ranks, name)
     packed = take_layouts(name, cached, call.ranks, replies)
-    objects = None if is_repeated else [unpickled(parts, name, rank) for rank, parts in zip(call.ranks, packed)]
+    objects = [] if is_repeated else [unpickled(parts, name, rank) for rank, parts in zip(call.ranks, packed)]
     assembly, layouts, lease = yield from publishing(session, launched, replies)
     if call.options.is_trial:
         cached.is_agreed = True
@@ -94,7 +94,7 @@ def publishing(
     return assembly, layouts, lease
 
 
-def conclude(session: Session, launched: Launched, objects: list[list[Any]] | None, lease: Lease | None) -> Any:
+def conclude(session: Session, launched: Launched, objects: Sequence[list[Any]], lease: Lease | None) -> Any:
     """Put the outputs of all ranks together, and commit what the call assigned and changed.
 
     ``objects`` are the outputs that are not arrays. ``lease`` is the buffer in which the large outputs lie.
@@ -169,7 +169,7 @@ def _tried(
     launched: Launched,
     assembly: Assembly,
     layouts: list[Layout],
-    objects: list[list[Any]] | None,
+    objects: Sequence[list[Any]],
     lease: Lease | None,
 ) -> Tried:
     """Return what a call on trial has shown. Its assignments are not committed, so they never happened."""

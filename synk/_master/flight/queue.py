@@ -307,7 +307,7 @@ class Queue:
             doorbells = None if steps is not None or until is not None else launched.doorbells
             if doorbells is not None and doorbells.hear(launched, is_assembled=launched.lease is not None):
                 pending._is_stepping = True
-                pending._end(conclude(session, launched, None, launched.lease), None)
+                pending._end(conclude(session, launched, (), launched.lease), None)
                 self.calls.popleft()
                 return True
             if steps is None:
