@@ -16,7 +16,7 @@ from synk._master.calls.call import load
 from synk._master.calls.callee import Callee
 from synk._master.flight.pending import caused_by, is_foreign
 from synk._master.session import Session
-from synk._master.state.item_pickles import ArrayCopy
+from synk._master.state.item_pickles import ArrayCopy, ItemPickler
 from synk._master.workers.failures import rebuild
 from synk._master.workers.requests import Request
 from synk._pure.interrupts import HandlerRaised, as_operation, safe_point
@@ -110,6 +110,8 @@ class Chunks:
 
     Attributes
     ----------
+    pickler : ItemPickler
+        Pickles the items.
     verb : str
         For errors.
     is_abandoned : bool
@@ -121,6 +123,8 @@ class Chunks:
         self._num_ranks = num_ranks or session.world_size
         self._are_named = are_named
         self._function = function
+        # Other nodes share no memory, so large arrays travel in the pickles of their items.
+        self.pickler = ItemPickler(session.memory.copies if session.workers.has_shared_memory else None)
         self.verb = f"map {function.name!r}"
         self.is_abandoned = False
         self._in_flight: list[Chunk] = []

@@ -66,8 +66,7 @@ class Queue:
             session.begin(verb, deadline)
         has_state = bool(function.variables or function.changes)
         is_alone = has_variables or has_state or (bool(self.calls) and self.calls[-1]._is_alone)
-        if len(self.calls) >= NUM_LANES:
-            self._make_room(verb, deadline)
+        self._make_room(verb, deadline)
         newest = self.calls[-1]._launched if self.calls else None
         lane = session.lanes.first if newest is None else session.lanes.after(newest.cached.lane)
         pending: PendingCall[Any] = PendingCall(self, function.name)
