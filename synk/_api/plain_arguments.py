@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from synk._api.plain_copy import NotComparable, why_no_handle
-from synk._master.calls.arguments import Rows, select
+from synk._master.calls.binding import Rows, select
 from synk._master.calls.callee import Callee
 from synk._master.code.handles import Handle
 from synk._master.objects.data import Data

@@ -16,7 +16,6 @@ from synk._api.mapping import map_items
 from synk._api.options import FunctionOptions, KeptOptions, check_balance, check_on_restart, entropy_of
 from synk._master import collectives
 from synk._master.calls.callee import Callee, distribute
-from synk._master.calls.ends import watch_over
 from synk._master.flight.queue import Queue
 from synk._master.flight.tasks import Tasks
 from synk._master.objects.data import Data, make_data
@@ -27,7 +26,7 @@ from synk._master.processes.process import Process
 from synk._master.processes.program import check_program
 from synk._master.processes.reports import stacks, where
 from synk._master.processes.worker_process import WorkerProcess
-from synk._master.session import Session
+from synk._master.session import Session, watch_over
 from synk._master.state.balance import Balance
 from synk._master.state.guard import check_mode
 from synk._master.state.profile import Profile

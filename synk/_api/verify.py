@@ -14,7 +14,7 @@ import numpy as np
 
 from synk._api.plain import PlainCall, PlainOutputs
 from synk._master.calls.call import CallOptions
-from synk._master.calls.launched import Tried
+from synk._master.calls.trials import Tried
 from synk._pure.comparison import MISSING, Tolerance, difference, fitting_ops, is_same
 from synk._pure.ops import Op
 from synk._pure.output_ops import each_op, match_ops

@@ -2,9 +2,9 @@
 
 Values lie in shared memory, so a collective is a set of copies and reductions between segments. No array byte passes
 through the master's pipes. The master carries out small collectives itself, since a message would cost more than the
-arithmetic. Large ones are divided among the workers, by rows or by elements; over nodes, which share no memory, the
-master does those as well. Results go to the second buffers of the
-variables and take effect together, so a failure in the middle changes nothing.
+arithmetic. Large ones are divided among the workers, by rows or by elements. Over nodes, which share no memory, the
+master carries out the large ones as well. Results go to the second buffers of the variables and take effect together,
+so a failure in the middle changes nothing.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def gather(session: Session, variable: Variable, nd_up: int) -> Any:
         raise ValueError(f"cannot gather variable {variable.name!r}: got nd_up={nd_up!r}, expected 0 or 1.")
     session.device_values.refresh(variable, session.deadline(None))
     results = []
-    for leaf in range(len(variable.dtypes)):
+    for leaf, dtype in enumerate(variable.dtypes):
         parts = [variable.leaves(rank)[leaf] for rank in range(session.world_size)]
         if nd_up == 1 and len({part.shape for part in parts}) > 1:
             raise ValueError(
@@ -200,13 +200,13 @@ def gather(session: Session, variable: Variable, nd_up: int) -> Any:
             )
         if nd_up == 0 and parts[0].ndim == 0:
             raise ValueError(f"cannot concatenate variable {variable.name!r}: it has no axis 0. Use nd_up=1.")
-        count = len(parts) if nd_up == 1 else sum(len(part) for part in parts)
-        out = np.empty((count, *(parts[0].shape if nd_up == 1 else parts[0].shape[1:])), variable.dtypes[leaf])
+        if nd_up == 1:
+            parts = [part[np.newaxis] for part in parts]
+        out = np.empty((sum(map(len, parts)), *parts[0].shape[1:]), dtype)
         start = 0
         for part in parts:
-            length = 1 if nd_up == 1 else len(part)
-            copy_into(out[start] if nd_up == 1 and part.ndim else out[start : start + length], part)
-            start += length
+            copy_into(out[start : start + len(part)], part)
+            start += len(part)
         results.append(out)
     return variable.build(results)
 

@@ -2,11 +2,14 @@
 
 An operation holds the lock and begins with :meth:`Session.begin`: calls in flight end, what an interrupt left torn is
 settled, dead workers are replaced. Everything above (calls, collectives, the user's verbs) runs inside an operation.
-In one file because it is one object, which owns the parts.
+In one file because it is one object, which owns the parts. At the end: what becomes of open sessions when the program
+ends or forks.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import itertools
 import os
 import sys
@@ -30,6 +33,7 @@ from synk._master.state.memory import Memory
 from synk._master.state.nccl_group import Group
 from synk._master.state.profile import Profile
 from synk._master.state.resident import Residents
+from synk._master.state.results import before_fork
 from synk._master.state.trace import Tracer
 from synk._master.state.variable import Variables
 from synk._master.workers.ranks import Ranks
@@ -39,17 +43,20 @@ from synk._pure.interrupts import deferred, holding, operation, waiting
 from synk._pure.limits import lock_s
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.memory import Segment
-from synk.errors import ClosedError, NotForkedError, ReentrancyError, UnsupportedError
+from synk.errors import ClosedError, NotForkedError, ReentrancyError, SynkError, UnsupportedError
 
 _COUNTERS = (
     "messages_down", "messages_up", "bytes_down", "bytes_up", "bytes_pickled", "bytes_staged", "calls", "restarts",
 )  # fmt: skip
 
-open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 class Session:
     """The workers of one runtime, and everything that they share with the master.
+
+    It has many attributes, because every part of the master is handed it: they are the parts, and what several parts
+    share.
 
     Parameters
     ----------
@@ -139,7 +146,7 @@ class Session:
         self.workers.sources |= {"variable": self.variables.told, "lane": self.lanes.told}
         self.device_values = DeviceValues(self.workers, self.lanes, self.group, self.variables, self.numbers)
         self.queue = make_queue(self)
-        open_sessions.add(self)
+        _open_sessions.add(self)
         try:
             with deferred():  # everything that is opened in between has an owner that closes it
                 self.workers.processes.start()
@@ -390,7 +397,7 @@ class Session:
         self.functions.close()
         self.variables.close()
         self.memory.close()
-        open_sessions.discard(self)
+        _open_sessions.discard(self)
         if cell.session is self:
             cell.session = cell.runtime = None
 
@@ -425,3 +432,43 @@ def current_session() -> Session:
         raise NotForkedError("there is no runtime yet. Call synk.fork() first.")
     session: Session = cell.session
     return session
+
+
+# -- the program ends or forks ----------------------------------------------------------------------------------------
+
+_fork_lock = threading.RLock()  # held from before a fork to after it, so that threads fork one at a time
+
+
+def watch_over() -> None:
+    """Close sessions when the program ends, and keep forked copies of it away from them."""
+    atexit.register(_close_all)
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_forked_child)
+
+
+def _close_all() -> None:
+    for session in list(_open_sessions):
+        session.workers.waiting.is_exiting = True
+        with contextlib.suppress(SynkError):
+            session.close()
+
+
+def _before_fork() -> None:
+    with deferred():
+        _fork_lock.acquire()
+        for session in list(_open_sessions):  # the child must not use what the parent remembers
+            session.workers.log.note()
+        before_fork()
+
+
+def _after_fork() -> None:
+    with deferred(), contextlib.suppress(RuntimeError):  # a signal handler may have raised before the lock was held
+        _fork_lock.release()
+
+
+def _in_forked_child() -> None:
+    """Close the descriptors that tell workers whether the master lives, and memory that the child cannot use."""
+    _after_fork()
+    for session in list(_open_sessions):
+        session.workers.processes.abandon()
+        session.abandon_memory()
+    _open_sessions.clear()

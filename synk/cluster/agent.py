@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 
 from synk._master.calls.arguments import Argument
-from synk._master.calls.assembly import Assembly
 from synk._master.calls.call import abandon, load, send
 from synk._master.calls.launched import Launched
 from synk._master.calls.plans import Call, CallOptions
-from synk._master.calls.replies import publishing, take_layouts
-from synk._master.calls.staging import plan_call, values_of
+from synk._master.calls.replies import carry_out, publishing, take_layouts
+from synk._master.calls.staging import plan_call, stage, values_of
 from synk._master.code.parcels import Parcel
 from synk._master.flight.queue import Queue
 from synk._master.processes.placement import Placement, place
@@ -260,7 +259,7 @@ class Agent:
             function.check = functools.partial(self._check_restarts, order.num_restarts)
             call = _bound(order, self._variables)
             function.copies.ignore(argument.label for argument in call.arguments)
-            load(session, function, call, None)  # type: ignore[arg-type]
+            load(session, function, call.arguments, None, "call")  # type: ignore[arg-type]
             state = session.workers.log.state
             cached = plan_call(session, function, call, call.options, session.lanes.first)  # type: ignore[arg-type]
             values, began = values_of(call, cached), time.monotonic_ns()
@@ -268,6 +267,7 @@ class Agent:
             session.lanes.first.first_down[Down.ALL_ROWS] = order.all_rows
             session.lanes.first.first_down[Down.ALL_GROUP] = order.group
             try:
+                stage(session, launched)
                 send(session, launched)
                 return self._collected(launched)
             except BaseException as error:
@@ -297,7 +297,7 @@ class Agent:
         up = [session.lanes.first.up[rank].tolist() for rank in call.ranks]
         num_restarts = session.counters["restarts"]
         try:
-            assembly, layouts, lease = self._published(launched, replies)
+            assembly, layouts, lease = carry_out(session, publishing(session, launched, replies))
         except CollectiveMismatch:  # the head sees the ranks of all nodes, so it says which differ
             layouts = [cached.layouts[rank] for rank in call.ranks]
             nothing: list[list[np.ndarray | None]] = [[None] * len(layout.leaves) for layout in layouts]
@@ -306,18 +306,6 @@ class Agent:
         cached.is_agreed = True
         assigned = self._variables.assigned(launched, layouts)
         return NodeReply(layouts, arrays, packed, up, num_restarts, assigned)
-
-    def _published(self, launched: Launched, replies: dict[int, Any]) -> tuple[Assembly, list[Any], Any]:
-        steps = publishing(self.session, launched, replies)
-        try:
-            request = next(steps)
-            while True:
-                request = steps.send(self.session.workers.wait(request))
-        except StopIteration as ended:
-            found: tuple[Assembly, list[Any], Any] = ended.value
-            return found
-        finally:
-            steps.close()
 
 
 def _parcel(order: ParcelOrder) -> Parcel:
@@ -339,9 +327,7 @@ def _bound(order: CallOrder, variables: NodeVariables) -> Call:
         )
         for part in order.parts
     ]  # fmt: skip
-    objects = None
-    if order.objects is not None:
-        objects = order.objects[0], [memoryview(buffer) for buffer in order.objects[1]]
+    objects = order.objects[0], [memoryview(buffer) for buffer in order.objects[1]]
     selection = Selection(order.bounds[-1][1]) if order.has_rows else None
     owned = None
     if selection is not None and order.local_ranges is not None:

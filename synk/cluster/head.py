@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from synk._master.calls.arguments import pickle_nests, transfers_in
 from synk._master.calls.callee import Callee
-from synk._master.calls.launched import Launched
+from synk._master.calls.launched import Launched, Steps
+from synk._master.calls.op_check import can_check, checking
 from synk._master.calls.plans import CachedPlan, Call
-from synk._master.calls.replies import check_serial_assignments, tried, unpickled
-from synk._master.calls.trials import can_check, checking
+from synk._master.calls.replies import check_serial_assignments, unpickled
+from synk._master.calls.trials import tried
 from synk._master.processes.processes import Processes
 from synk._master.processes.reports import stacks, stacks_in
 from synk._master.session import Session
@@ -26,7 +27,6 @@ from synk._master.state.in_flight import SubmittedCalls
 from synk._master.state.lanes import Lane
 from synk._master.workers.failures import rebuild
 from synk._master.workers.recovery import GRACE_S
-from synk._master.workers.requests import Request
 from synk._pure.ops import EACH
 from synk._wire.memory import Segment
 from synk._wire.messages import Layout as OutputLayout
@@ -139,9 +139,7 @@ class Nodes:
             function.id, function.plans.version, function.name, without_code(function.ops), function.block_rows
         )
         nests = pickle_nests(call.arguments, function.name)
-        objects = None
-        if call.objects is not None:
-            objects = call.objects[0], [pickle.PickleBuffer(view) for view in call.objects[1]]
+        objects = call.objects[0], [pickle.PickleBuffer(view) for view in call.objects[1]]
         weights = dict(zip(call.ranks, call.rows))
         known = self._ranks.num_restarts if self._session.residents.has_any else {}
         found = {}
@@ -173,7 +171,7 @@ class Nodes:
             )
         return found
 
-    def collecting(self, launched: NodesCall) -> Generator[Request, dict[int, WorkerReply], Any]:
+    def collecting(self, launched: NodesCall) -> Steps[Any]:
         """Turn the replies of the nodes into the result; see ``synk._master.calls.replies.collecting``."""
         session, call, function = self._session, launched.call, launched.function
         replies = yield launched

@@ -86,7 +86,7 @@ class CallOrder(NamedTuple):
     num_restarts : int or None
         How many workers the node has replaced, as far as the head knows. If it is another number, ranks lack resident
         objects which the call needs. None: it needs none.
-    objects : tuple (bytes, list of buffers) or None
+    objects : tuple (bytes, list of buffers)
         The pickle of the other arguments and its buffers.
     has_rows : bool
         Whether arrays are divided.
@@ -114,7 +114,7 @@ class CallOrder(NamedTuple):
     num_restarts: int | None
     parts: list[Part]
     nests: bytes
-    objects: tuple[bytes, list[Any]] | None
+    objects: tuple[bytes, list[Any]]
     has_rows: bool
     bounds: list[tuple[int, int]]
     ranks: list[int]

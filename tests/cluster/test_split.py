@@ -125,7 +125,7 @@ def test_partials_of_nodes_make_the_reduction_of_all_ranks(
     firsts = {layout.ranks_of(node)[0]: partial for node, partial in enumerate(partials)}
     arrays = [[firsts.get(rank)] for rank in range(layout.total_ranks)]
     gathered = GatheredOutputs("f", reduction, None, list(range(len(rows))), layouts, arrays, len(rows))
-    got = gathered.build(rows, None, None, None)
+    got = gathered.build(rows, (), None, None)
     assert got.dtype == want.dtype
     if dtype[0] in "iu" or op in ("min", "max"):
         np.testing.assert_array_equal(got, want)
@@ -160,6 +160,6 @@ def test_outputs_need_not_be_put_in_place_by_the_head() -> None:
     gathered: Assembly = GatheredOutputs(
         "f", (REDUCTIONS["avg"], OPS["gather"]), None, [0, 1], layouts, arrays, world_size=2
     )
-    mean, joined = gathered.build([1, 3], None, None, None)
+    mean, joined = gathered.build([1, 3], (), None, None)
     np.testing.assert_array_equal(mean, [2.5, 5.0])
     np.testing.assert_array_equal(joined, [7, 8, 9])

@@ -527,6 +527,11 @@ def ring(rank: int) -> Block:
     return block("Channel.ring", write(f"pipe down[{rank}]", name="write pipe"))
 
 
+def stage(call: int) -> Block:
+    """The number of a call. What is compared before it is the arguments, which no other process writes."""
+    return block("stage", note("call compare"), store("CALL", call))
+
+
 def launch(call: int) -> Block:
     """The numbers of a call of which the workers may have to learn something, then the messages."""
     to_all = [block("Workers._send_one", note("call ring"), ring(rank)) for rank in range(2)]
@@ -534,28 +539,27 @@ def launch(call: int) -> Block:
     new = block("_send_new", store("RESULT", call), note("call send"), message)
     send = block(
         "send",
-        store("CALL", call),
         note("store TIMED"),
         note("call _send_new"),
         new,
         note("store RESULT"),
         note("call ring"),
     )
-    return block("launch", note("call send"), send)
+    return block("launch", note("call stage"), stage(call), note("call send"), send)
 
 
 def launch_again(call: int) -> Block:
     """The numbers of a call that fits a compiled one, then the doorbells."""
     to_all = block("Doorbells.ring", note("call ring"), ring(0), ring(1))
-    return block(
+    send = block(
         "send",
-        store("CALL", call),
         note("store TIMED"),
         note("call _send_new"),
         store("RESULT", call),
         note("call ring"),
         to_all,
     )
+    return block("call_again", note("call stage"), stage(call), note("call send"), send)
 
 
 def run(rank: int, call: int) -> Block:

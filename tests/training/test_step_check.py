@@ -99,7 +99,7 @@ def told(call: Callable[[], Any]) -> list[str]:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the check take its time, on a machine where others compute."""
-    monkeypatch.setattr("synk._master.calls.trials._MAX_NS", 10**12)
+    monkeypatch.setattr("synk._master.calls.op_check._MAX_NS", 10**12)
 
 
 def wait_long(row: Any) -> None:

@@ -36,6 +36,7 @@ from support.weak_memory import (
 )
 
 from synk._master.calls import call as _calls
+from synk._master.calls import staging
 from synk._master.processes import worker_process
 from synk._master.state import variable
 from synk._master.workers import doorbells, recovery
@@ -223,6 +224,8 @@ MODULES = {
     "Channel": _channel,
     "Variables": variable,
     "launch": _calls,
+    "call_again": _calls,
+    "stage": staging,
     "send": _calls,
     "_send_new": _calls,
     "Doorbells": doorbells,

@@ -1,11 +1,11 @@
-"""An argument as calls know it: its kind, its rows, its pickle, and its description for the workers."""
+"""An argument as calls know it: its kind, what makes a plan fit it, its pickle, and what it transfers."""
 
 from __future__ import annotations
 
 import io
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -14,17 +14,11 @@ import numpy as np
 from synk._master.code.culprits import culprit_in
 from synk._master.objects.data import Contents
 from synk._master.state.ledger import Transfer
-from synk._master.state.variable import Variable
 from synk._pure.interrupts import operation, safe_point
 from synk._pure.nested import PLAIN_TYPES
-from synk._pure.ranges import LINE_NBYTES
-from synk._pure.shards import Assignment, Selection, assign_local, assign_owned, bounds_of, select_common
 from synk._pure.tensors import array_of, copied_tensor, dtype_of, is_ordinary, is_tensor
-from synk._wire.messages import Input
 from synk._wire.parcels import Pickler
 from synk.errors import SerializationError
-
-_PAGE = 4096
 
 
 class Nest(NamedTuple):
@@ -105,103 +99,10 @@ class Argument:
         return None if array is None else array.shape
 
 
-class Rows(NamedTuple):
-    """What counts of a scattered array when rows are given to ranks."""
+Objects = tuple[bytes, list[memoryview]]
+"""The pickle of a call's broadcast objects, and the arrays in them, which lie beside it."""
 
-    label: str
-    num_rows: int
-    is_minibatch: bool
-
-
-def rows_of(arguments: Sequence[Argument]) -> list[Rows]:
-    """Return the arrays that have rows, in the form that ``select`` and ``assign`` take."""
-    return [Rows(a.label, a.shape[0], a.is_minibatch) for a in arguments if a.kind == "rows" and a.shape is not None]
-
-
-def select(rows: Sequence[Rows], batch: Any, function_name: str) -> Selection | None:
-    """Return the rows of a call, or None if no argument is scattered."""
-    if not rows:
-        if batch is not None:
-            raise ValueError(f"cannot select rows of {function_name!r}: batch was given, but no argument is scattered.")
-        return None
-    whole = [(label, count) for label, count, is_minibatch in rows if not is_minibatch]
-    mini = [(label, count) for label, count, is_minibatch in rows if is_minibatch]
-    return select_common(batch, whole, mini, repr(function_name))
-
-
-def own_rows(variables: Sequence[Variable], world_size: int, function_name: str) -> tuple[list[tuple[int, int]], str]:
-    """Return the bounds of each rank's rows if nothing has rows except a function's sharded ``variables``.
-
-    Returns
-    -------
-    bounds : list of (low, high)
-        All zero if there are no variables. If a rank's shards differ in length, its longest one counts.
-    unequal : str
-        An error text if the rows cannot weight an average, because the variables are not divided in the same way.
-    """
-    variables = sorted(variables, key=lambda variable: variable.id)
-    lengths = [variable.lengths for variable in variables]
-    unequal = ""
-    for variable, own in zip(variables, lengths):
-        if any(a * sum(lengths[0]) != b * sum(own) for a, b in zip(own, lengths[0])):
-            unequal = (
-                f"cannot average the outputs of {function_name!r}: it closes over the sharded variables "
-                f"{variables[0].name!r} with {lengths[0]} rows on the ranks and {variable.name!r} with {own}, expected "
-                "one division of rows, which gives the weights. Pass the one that is averaged over as an argument."
-            )
-    return bounds_of([max(own) for own in zip(*lengths)] or [0] * world_size), unequal
-
-
-def assign(
-    rows: Sequence[Rows], shards: Sequence[tuple[str, Variable]], batch: Any, shard_batch: Any, function_name: str
-) -> Assignment:
-    """Return which rank works on which rows if some arguments are sharded variables: each rank on the rows it owns.
-
-    ``shards`` are the variables with their labels. ``batch`` selects rows of the other arguments and ``shard_batch``
-    rows of the variables; they are paired one by one.
-
-    Raises
-    ------
-    ValueError
-        If the variables' shards differ in length, or other inputs do not have one row for each of theirs.
-    """
-    (first, variable), *others = shards
-    lengths = variable.lengths
-    for label, other in others:
-        if other.lengths != lengths:
-            raise ValueError(
-                f"cannot call {function_name!r}: got {first} with {lengths} rows on the ranks and {label} with "
-                f"{other.lengths}, expected equal shards."
-            )
-    if shard_batch is not None:
-        assignment = assign_local(shard_batch, lengths, repr(function_name))
-        expected = assignment.selection.count
-        if batch is not None:
-            selection = select(rows, batch, function_name)
-            assert selection is not None  # an empty batch was refused
-            if selection.count != expected:
-                raise ValueError(
-                    f"cannot call {function_name!r}: got a batch of {selection.count} rows of {rows[0].label}, "
-                    f"expected {expected}, as many as shard_batch picks of {first}."
-                )
-            return replace(assignment, selection=selection)
-    else:
-        assignment = assign_owned(batch, lengths, repr(function_name))
-        expected = sum(lengths)
-    is_batched = batch is not None or shard_batch is not None
-    for label, count, is_minibatch in rows:
-        is_mini = is_minibatch and is_batched
-        wanted = assignment.selection.count if is_mini else expected
-        if count < wanted or (count > wanted and not is_mini):
-            raise ValueError(
-                f"cannot scatter {label} of {function_name!r}: got {count} rows, expected "
-                f"{wanted}{' or more' if is_mini else ''}, one for each "
-                f"{'selected ' if is_mini or shard_batch is not None else ''}row of the sharded variable {first}."
-            )
-    return assignment
-
-
-# -- staging ----------------------------------------------------------------------------------------------------------
+NO_OBJECTS: Objects = (b"", [])
 
 
 class ObjectPickler(Pickler):
@@ -221,7 +122,7 @@ def padded(data: bytes, nbytes: int) -> np.ndarray:
     return np.frombuffer(data.ljust(nbytes, b"\0"), np.uint8)
 
 
-def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> tuple[bytes, list[memoryview]]:
+def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> Objects:
     """Pickle the broadcast objects of a call as one tuple. Arrays in them go out of band.
 
     Returns
@@ -270,22 +171,11 @@ def pickle_nests(arguments: Sequence[Argument], function_name: str) -> bytes:
         ) from error
 
 
-def aligned(offset: int, nbytes: int) -> int:
-    """Return the next offset at which ``nbytes`` bytes should start: on a cache line or, if large, on a page."""
-    alignment = _PAGE if nbytes >= (1 << 20) else LINE_NBYTES
-    return -(-offset // alignment) * alignment
-
-
-def capacity_for(nbytes: int) -> int:
-    """Return the room for a pickle of ``nbytes`` bytes: a power of two, so that small changes keep the plan."""
-    return 256 if nbytes <= 256 else 1 << (nbytes - 1).bit_length()
-
-
 _KINDS = {"shard": "shared", "replica": "shared", "resident": "shared", "closed over": "shared"}
 """The ledger's names for things that the ranks already have, by the kind of an argument."""
 
 
-def transfers_in(arguments: Sequence[Argument], objects: tuple[bytes, list[memoryview]] | None) -> tuple[Transfer, ...]:
+def transfers_in(arguments: Sequence[Argument], objects: Objects) -> tuple[Transfer, ...]:
     """Return what each call with such arguments transfers to the workers."""
     found = []
     for argument in arguments:
@@ -296,25 +186,8 @@ def transfers_in(arguments: Sequence[Argument], objects: tuple[bytes, list[memor
             found.append(Transfer(argument.label, kind, array.nbytes, array.nbytes // num_rows if num_rows else 0))
         elif kind == "shared":
             found.append(Transfer(argument.label, kind, 0))
-    if objects is not None:
+    if objects[0]:
         names = ", ".join(argument.label for argument in arguments if argument.kind == "object")
         nbytes = len(objects[0]) + sum(view.nbytes for view in objects[1])
         found.append(Transfer(names, "pickled", nbytes))
     return tuple(found)
-
-
-def input_of(argument: Argument, segment_id: int, offset: int) -> Input:
-    """Return the worker's description of an argument that lies at this place."""
-    if argument.kind == "object":
-        return Input(argument.keyword, "object", 0, offset)
-    if argument.kind in ("shard", "replica", "resident"):
-        return Input(argument.keyword, argument.kind, argument.value.id)
-    if argument.contents is not None:
-        array, place = argument.contents.array, (argument.contents.segment_id, argument.contents.offset)
-        return Input(argument.keyword, argument.kind, *place, array.shape, array.dtype, argument.is_minibatch)
-    assert argument.array is not None
-    if argument.kind == "closed over":
-        name = str(argument.value.id)
-        return Input(name, argument.kind, segment_id, offset, argument.array.shape, argument.dtype)
-    shape, dtype = argument.array.shape, argument.dtype
-    return Input(argument.keyword, argument.kind, segment_id, offset, shape, dtype, tensor_dtype=argument.tensor_dtype)

@@ -86,11 +86,11 @@ class Assembly:
         self._subset = subset
         self.skeleton, self._positions, self._apart = self._agreed(outputs)
         leaves, self.structure = flatten(self.skeleton)
-        self._num_leaves = len(leaves)
         self.layouts = [self._in_place(layout, own) for layout, own in zip(layouts, self._positions)]
-        self.ops: list[Op] = match_ops(outputs, self.skeleton, self._num_leaves, repr(name))
+        self._items = list(zip(*[layout.leaves for layout in self.layouts]))  # by leaf, what each voter has
+        self.ops: list[Op] = match_ops(outputs, self.skeleton, len(leaves), repr(name))
         wanted = wanted_leaves(self.skeleton, subset, name)
-        self._wanted = range(self._num_leaves) if wanted is None else sorted(wanted)
+        self._wanted = range(len(leaves)) if wanted is None else sorted(wanted)
         # The ranks publish sums for an average. Their sum is divided once, at the end.
         first = self.layouts[0].leaves
         self._rank_ops: list[Op] = [
@@ -105,6 +105,7 @@ class Assembly:
         for voter, own in enumerate(self._positions):
             views = self._own_views(voter, slots, slot_nbytes)
             self._views.append([views[position] if position != MISSING else None for position in own])
+        self._small_parts = [[view for view in column if view is not None] for column in zip(*self._views)]  # by leaf
         self.result_nbytes = 0
         self._places: dict[tuple[int, int], int] = {}  # (leaf, voter or -1 for all) -> offset in the result
         self.moves: dict[int, list[Move]] = {rank: [] for rank in voters}
@@ -112,7 +113,7 @@ class Assembly:
             self._check_leaf(leaf)
             self._place(leaf)
         self._small = self._reduced_slots()
-        self._is_tuple = self.skeleton == tuple(range(self._num_leaves)) and type(self.skeleton) is tuple
+        self._is_tuple = self.skeleton == tuple(range(len(leaves))) and type(self.skeleton) is tuple
         # Overflow and NaN are the caller's business, as in a NumPy reduction. Entering np.errstate at each call takes
         # longer than the reduction.
         self._context = contextvars.Context()
@@ -181,8 +182,7 @@ class Assembly:
         if not op.is_of_arrays:
             return
         kinds: list[tuple[Any, tuple[int, ...]]] = []
-        for layout in self.layouts:
-            item = layout.leaves[leaf]
+        for item in self._items[leaf]:
             if item.dtype is None:  # a list or a table: their contents are compared when they are combined
                 kinds.append((None, ()))
                 continue
@@ -212,7 +212,7 @@ class Assembly:
 
     def _place(self, leaf: int) -> None:
         op = self._rank_ops[leaf]
-        items = [layout.leaves[leaf] for layout in self.layouts]
+        items = self._items[leaf]
         if all(item.nbytes < LARGE_NBYTES for item in items):
             return
         if isinstance(op, Reduction):
@@ -285,7 +285,7 @@ class Assembly:
     def build(
         self,
         rows: Sequence[int],
-        objects: list[list[Any]] | None,
+        objects: Sequence[list[Any]],
         root: np.ndarray | None,
         order: np.ndarray | None,
     ) -> Any:
@@ -295,8 +295,8 @@ class Assembly:
         ----------
         rows : sequence of int
             The rows of each voter: the weights of averages.
-        objects : list of lists or None
-            Each voter's outputs that are not arrays, in leaf order; None if there are none.
+        objects : sequence of lists
+            Each voter's outputs that are not arrays, in leaf order; empty if there are none.
         root : ndarray of uint8 or None
             The leased buffer with the large outputs.
         order : ndarray of int64 or None
@@ -305,7 +305,7 @@ class Assembly:
         if self._small is not None and len(set(rows)) <= 1:
             return self._context.run(self._build_small, self._small, rows)
         parts = self._parts(objects)
-        values: list[Any] = [None] * self._num_leaves
+        values: list[Any] = [None] * len(self.ops)
         for leaf in self._other_leaves:  # these ops may be the user's, and compute under the program's own settings
             values[leaf] = self._value(leaf, parts.get(leaf, []), rows, root, order)
         if self._reduced_leaves:
@@ -318,9 +318,9 @@ class Assembly:
         """Return the reduction of each output if all are small, reduced, and of full precision, else None."""
         if self._subset is not None or self.result_nbytes:
             return None
-        slots = ([view for row in self._views if (view := row[leaf]) is not None] for leaf in range(self._num_leaves))
         found = [
-            op.equal_reduction(views) if isinstance(op, Reduction) else None for op, views in zip(self._rank_ops, slots)
+            op.equal_reduction(self._small_parts[leaf]) if isinstance(op, Reduction) else None
+            for leaf, op in enumerate(self._rank_ops)
         ]
         reductions = [reduction for reduction in found if reduction is not None]
         return reductions if len(reductions) == len(found) else None
@@ -342,12 +342,11 @@ class Assembly:
             value = op.finished(value, sum(rows), item.partial_of)
         return _tensor(value, item.is_tensor)
 
-    def _parts(self, objects: list[list[Any]] | None) -> dict[int, list[Any]]:
+    def _parts(self, objects: Sequence[list[Any]]) -> dict[int, list[Any]]:
         """Return, for each leaf, the voters' outputs that are not arrays; None stands for an array."""
         parts: dict[int, list[Any]] = {}
-        for voter, layout in enumerate(self.layouts if objects is not None else ()):
-            assert objects is not None
-            values = iter(objects[voter])
+        for voter, (own, layout) in enumerate(zip(objects, self.layouts)):
+            values = iter(own)
             for leaf in self._wanted:
                 if layout.leaves[leaf].dtype is None and layout.leaves[leaf] is not _ABSENT:
                     parts.setdefault(leaf, [None] * len(self.layouts))[voter] = next(values)
@@ -394,7 +393,7 @@ class Assembly:
 
     def _combined(self, leaf: int, parts: list[Any], rows: Sequence[int], root: np.ndarray | None) -> Any:
         """Return the values of all ranks combined by an op that accepts any value, or a list of them under op None."""
-        op, items = self.ops[leaf], [layout.leaves[leaf] for layout in self.layouts]
+        op, items = self.ops[leaf], self._items[leaf]
         values = [
             None
             if item is _ABSENT
@@ -436,9 +435,8 @@ class Assembly:
         if (leaf, -1) in self._places:
             assert root is not None
             return _view(root, self._places[leaf, -1], item.shape, item.dtype)
-        views = [view for row in self._views if (view := row[leaf]) is not None]
         out = np.empty(item.shape, item.dtype)
-        op.reduce_into(views, rows, out)
+        op.reduce_into(self._small_parts[leaf], rows, out)
         return out if item.shape else out[()]
 
     def _check_order(self, leaf: int, num_rows: int, order: np.ndarray | None) -> None:
@@ -450,9 +448,9 @@ class Assembly:
             )
 
     def _gathered(self, leaf: int, root: np.ndarray | None, order: np.ndarray | None) -> Any:
-        items = [layout.leaves[leaf] for layout in self.layouts]
+        items = self._items[leaf]
         if (leaf, -1) not in self._places:
-            result = concatenate([view for row in self._views if (view := row[leaf]) is not None])
+            result = concatenate(self._small_parts[leaf])
         else:
             assert root is not None
             offset = self._places[leaf, -1]

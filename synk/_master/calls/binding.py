@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from synk._master import collectives
-from synk._master.calls.arguments import Argument, Rows, assign, own_rows, pickle_objects, rows_of, select
+from synk._master.calls.arguments import NO_OBJECTS, Argument, pickle_objects
 from synk._master.calls.callee import Callee
 from synk._master.calls.checked import Checks
 from synk._master.calls.plans import Call, CallOptions, IndexArrays
@@ -18,13 +19,30 @@ from synk._master.session import Session
 from synk._master.state.variable import Variable
 from synk._pure.ops import EACH
 from synk._pure.output_ops import each_op
-from synk._pure.shards import Assignment, Selection, block_bounds, shard_bounds
+from synk._pure.shards import (
+    Assignment,
+    Selection,
+    assign_local,
+    assign_owned,
+    block_bounds,
+    bounds_of,
+    select_common,
+    shard_bounds,
+)
 from synk._pure.trees import flatten
 
 even_bounds = functools.lru_cache(maxsize=256)(shard_bounds)
 
 Divider = Callable[[int], list[tuple[int, int]]]
 """Maps a number of rows to the bounds of each rank."""
+
+
+class Rows(NamedTuple):
+    """What counts of a scattered array when rows are given to ranks."""
+
+    label: str
+    num_rows: int
+    is_minibatch: bool
 
 
 def bind(
@@ -107,7 +125,7 @@ def _divide(
         bounds,
         ranks,
         num_rows,
-        None,
+        NO_OBJECTS,
         options,
         owned=owned,
         sources=sources,
@@ -151,6 +169,94 @@ def choose_rows(
     if selection is None:
         return None, [], None
     return selection, divide(selection.count), None
+
+
+def rows_of(arguments: Sequence[Argument]) -> list[Rows]:
+    """Return the arrays that have rows, in the form that ``select`` and ``assign`` take."""
+    return [Rows(a.label, a.shape[0], a.is_minibatch) for a in arguments if a.kind == "rows" and a.shape is not None]
+
+
+def select(rows: Sequence[Rows], batch: Any, function_name: str) -> Selection | None:
+    """Return the rows of a call, or None if no argument is scattered."""
+    if not rows:
+        if batch is not None:
+            raise ValueError(f"cannot select rows of {function_name!r}: batch was given, but no argument is scattered.")
+        return None
+    whole = [(label, count) for label, count, is_minibatch in rows if not is_minibatch]
+    mini = [(label, count) for label, count, is_minibatch in rows if is_minibatch]
+    return select_common(batch, whole, mini, repr(function_name))
+
+
+def own_rows(variables: Sequence[Variable], world_size: int, function_name: str) -> tuple[list[tuple[int, int]], str]:
+    """Return the bounds of each rank's rows if nothing has rows except a function's sharded ``variables``.
+
+    Returns
+    -------
+    bounds : list of (low, high)
+        All zero if there are no variables. If a rank's shards differ in length, its longest one counts.
+    unequal : str
+        An error text if the rows cannot weight an average, because the variables are not divided in the same way.
+    """
+    variables = sorted(variables, key=lambda variable: variable.id)
+    lengths = [variable.lengths for variable in variables]
+    unequal = ""
+    for variable, own in zip(variables, lengths):
+        if any(a * sum(lengths[0]) != b * sum(own) for a, b in zip(own, lengths[0])):
+            unequal = (
+                f"cannot average the outputs of {function_name!r}: it closes over the sharded variables "
+                f"{variables[0].name!r} with {lengths[0]} rows on the ranks and {variable.name!r} with {own}, expected "
+                "one division of rows, which gives the weights. Pass the one that is averaged over as an argument."
+            )
+    return bounds_of([max(own) for own in zip(*lengths)] or [0] * world_size), unequal
+
+
+def assign(
+    rows: Sequence[Rows], shards: Sequence[tuple[str, Variable]], batch: Any, shard_batch: Any, function_name: str
+) -> Assignment:
+    """Return which rank works on which rows if some arguments are sharded variables: each rank on the rows it owns.
+
+    ``shards`` are the variables with their labels. ``batch`` selects rows of the other arguments and ``shard_batch``
+    rows of the variables; they are paired one by one.
+
+    Raises
+    ------
+    ValueError
+        If the variables' shards differ in length, or other inputs do not have one row for each of theirs.
+    """
+    (first, variable), *others = shards
+    lengths = variable.lengths
+    for label, other in others:
+        if other.lengths != lengths:
+            raise ValueError(
+                f"cannot call {function_name!r}: got {first} with {lengths} rows on the ranks and {label} with "
+                f"{other.lengths}, expected equal shards."
+            )
+    if shard_batch is not None:
+        assignment = assign_local(shard_batch, lengths, repr(function_name))
+        expected = assignment.selection.count
+        if batch is not None:
+            selection = select(rows, batch, function_name)
+            assert selection is not None  # an empty batch was refused
+            if selection.count != expected:
+                raise ValueError(
+                    f"cannot call {function_name!r}: got a batch of {selection.count} rows of {rows[0].label}, "
+                    f"expected {expected}, as many as shard_batch picks of {first}."
+                )
+            return replace(assignment, selection=selection)
+    else:
+        assignment = assign_owned(batch, lengths, repr(function_name))
+        expected = sum(lengths)
+    is_batched = batch is not None or shard_batch is not None
+    for label, count, is_minibatch in rows:
+        is_mini = is_minibatch and is_batched
+        wanted = assignment.selection.count if is_mini else expected
+        if count < wanted or (count > wanted and not is_mini):
+            raise ValueError(
+                f"cannot scatter {label} of {function_name!r}: got {count} rows, expected "
+                f"{wanted}{' or more' if is_mini else ''}, one for each "
+                f"{'selected ' if is_mini or shard_batch is not None else ''}row of the sharded variable {first}."
+            )
+    return assignment
 
 
 def ranks_with_rows(bounds: Sequence[tuple[int, int]]) -> list[int]:

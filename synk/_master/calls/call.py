@@ -1,28 +1,29 @@
 """One call in the master, from the arguments to the result.
 
 :func:`launch` makes a new call: arguments and rows (``binding``), plan and places (``staging``). A call that fits a
-compiled one (``compiled``) needs none of that. From then on there is one path: :func:`send` copies and rings,
-:func:`complete` waits and combines (``replies``), or cleans up after a failure. The caller holds the session.
+compiled one (``compiled``) needs none of that. From then on there is one path: ``staging.stage`` copies, :func:`send`
+rings, :func:`complete` waits and combines (``replies``), or cleans up after a failure. The caller holds the session.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from synk._master.calls.arguments import Argument
 from synk._master.calls.binding import bind
 from synk._master.calls.callee import Callee
 from synk._master.calls.compiled import CompiledCall, compile_call
 from synk._master.calls.launched import Launched
+from synk._master.calls.op_check import tell_of_end
 from synk._master.calls.plans import CachedPlan, Call, CallOptions
-from synk._master.calls.replies import collecting, conclude
-from synk._master.calls.staging import plan_call, stage, values_of, write_bounds
-from synk._master.calls.trials import tell_of_end
+from synk._master.calls.replies import carry_out, collecting, conclude
+from synk._master.calls.staging import plan_call, stage, values_of
 from synk._master.session import Session
 from synk._master.state.device_values import check_not_lost
 from synk._master.state.lanes import Lane
+from synk._master.state.resident import ResidentObject
 from synk._master.state.results import Lease
 from synk._pure.interrupts import operation, raised_by_handler
 from synk._wire.cell import cell
@@ -33,7 +34,7 @@ from synk.errors import CallTimeout, ClosedError, SharedMemoryError, SynkError, 
 UNFIT: Any = object()
 """Returned instead of a result when a call does not fit the compiled one. Nothing has been done then."""
 
-_CALL, _NUMBER, _RESULT, _TIMED = Kind.CALL, int(Down.CALL), int(Down.RESULT), int(Down.TIMED)
+_CALL, _RESULT, _TIMED = Kind.CALL, int(Down.RESULT), int(Down.TIMED)
 
 
 def run_call(
@@ -72,6 +73,7 @@ def call_again(
         if launched is None:
             return UNFIT
         try:
+            stage(session, launched)
             send(session, launched)
         except BaseException as error:
             abandon(session, launched, error)
@@ -100,79 +102,67 @@ def launch(
     started, state = time.monotonic_ns(), session.workers.log.state
     pickled = session.counters["bytes_pickled"]
     call = bind(session, function, args, kwargs, options, deadline)
-    load(session, function, call, deadline)
+    load(session, function, call.arguments, deadline, f"call {function.name!r}")
     pickled = session.counters["bytes_pickled"] - pickled
     if session.nodes is not None:
         launched: Launched = session.nodes.launched(function, call, lane, deadline, started, pickled, state)
     else:
         cached = plan_call(session, function, call, options, lane)
         launched = Launched(function, call, cached, values_of(call, cached), deadline, started, pickled, state)
-    is_waiting = is_alone and bool(session.queue.calls)
     try:
-        before = partial(_wait_alone, session, launched, is_waiting) if is_alone else None
         if session.nodes is None:
-            send(session, launched, before)
+            stage(session, launched)
         else:
-            _send_to_nodes(session, launched, before)
+            orders = session.nodes.orders(launched)  # they cut the rows out of the arguments as these are now
+        if is_alone:
+            _wait_alone(session, launched)
+        if session.nodes is None:
+            send(session, launched)
+        else:
+            _send_to_nodes(session, launched, orders)
     except BaseException as error:
         abandon(session, launched, error)
         raise
     return launched
 
 
-def _wait_alone(session: Session, launched: Launched, is_waiting: bool) -> bool:
+def _wait_alone(session: Session, launched: Launched) -> None:
     """Wait for the calls in flight, on whose outcomes this one depends. Meanwhile the ranks fetch its inputs."""
     function, call, cached = launched.function, launched.call, launched.cached
-    if is_waiting:
+    if session.queue.calls:
         if session.has_devices:
             session.workers.prefetch(call.ranks, cached.plan.plan_id, cached.lane.index)
         session.resume(f"submit {function.name!r}", launched.deadline)
-        load(session, function, call, launched.deadline)
+        load(session, function, call.arguments, launched.deadline, f"call {function.name!r}")
     session.queue.check_step(function)
-    return True
 
 
-def send(session: Session, launched: Launched, before: Callable[[], bool] | None = None) -> bool:
-    """Copy the arguments and bounds of a call to where the workers read them, and tell the workers.
-
-    ``before`` waits for what must happen before they are told. Returns False if that, or anything else that has
-    happened in the meantime, made the call unfit. No worker has been told of it then.
-    """
-    workers, cached, lane, doorbells = session.workers, launched.cached, launched.cached.lane, launched.doorbells
-    stage(session, launched)
-    write_bounds(lane, launched.call)
-    launched.number = lane.first_down[_NUMBER] = next(session.numbers)
-    if before is not None and not (before() and (doorbells is None or launched.log_state == workers.log.state)):
-        launched.lease = None  # the end of its array brings the buffer back
-        return False
+def send(session: Session, launched: Launched) -> None:
+    """Tell the workers of a call that was staged."""
+    cached, lane, doorbells = launched.cached, launched.cached.lane, launched.doorbells
     session.counters["calls"] += 1
     if session.tracer is not None:
         lane.first_down[_TIMED] = TRACED
         launched.sent_ns = time.monotonic_ns()
     if doorbells is None:
         _send_new(session, launched)
-        return True
+        return
     # The numbers and arguments lie in shared memory before the doorbell rings. No rank can still be reading the lane:
     # its last call has been answered by all.
     lane.first_down[_RESULT] = 0 if launched.lease is None else launched.lease.segment.id
-    launched.began = workers.began = launched.started_ns * 1e-9
+    launched.began = session.workers.began = launched.started_ns * 1e-9
     # Until the call has succeeded: a worker may report a layout that the master never takes in.
     cached.is_agreed = False
     if launched.pickled_nbytes:
         session.counters["bytes_pickled"] += launched.pickled_nbytes
     doorbells.ring(launched, _CALL, cached.plan.plan_id, lane.index)
-    return True
 
 
-def _send_to_nodes(session: Session, launched: Launched, before: Callable[[], bool] | None) -> bool:
-    """Send a call to the nodes that run it. Its rows are cut first: as the arguments are now."""
-    orders = session.nodes.orders(launched)
-    if before is not None and not before():
-        return False
+def _send_to_nodes(session: Session, launched: Launched, orders: dict[int, Any]) -> None:
+    """Send a call to the nodes that run it."""
     session.counters["calls"] += 1
     lane = launched.cached.lane.index
     session.workers.send(_CALL, list(orders), 0, orders, [], launched.deadline, "call", launched.what, lane, launched)
-    return True
 
 
 def _send_new(session: Session, launched: Launched) -> None:
@@ -197,9 +187,9 @@ def complete(session: Session, launched: Launched) -> Any:
     doorbells = launched.doorbells
     try:
         if doorbells is not None and doorbells.hear(launched, is_assembled=launched.lease is not None):
-            return conclude(session, launched, None, launched.lease)
+            return conclude(session, launched, (), launched.lease)
         with operation():
-            result = _collect(session, launched)
+            result = carry_out(session, collecting(session, launched))
             compile_call(session, launched)
             return result
     except BaseException as error:
@@ -208,19 +198,6 @@ def complete(session: Session, launched: Launched) -> Any:
             return launched.result[0]
         abandon(session, launched, error)
         raise
-
-
-def _collect(session: Session, launched: Launched) -> Any:
-    """Take in replies that were not expected, and return the result."""
-    steps = collecting(session, launched)
-    try:
-        request = next(steps)
-        while True:
-            request = steps.send(session.workers.wait(request))
-    except StopIteration as ended:
-        return ended.value
-    finally:
-        steps.close()
 
 
 def abandon(session: Session, launched: Launched, error: BaseException) -> None:
@@ -239,17 +216,23 @@ def abandon(session: Session, launched: Launched, error: BaseException) -> None:
         session.residents.note_failed(function.changes, raised_by_handler(error))
 
 
-def load(session: Session, function: Callee, call: Call, deadline: float | None) -> None:
+def load(session: Session, function: Callee, arguments: Sequence[Argument], deadline: float | None, verb: str) -> None:
     """See that all workers live, have the function, and hold the values that it reads."""
-    for resident in (*function.residents, *(each.value for each in call.arguments if each.kind == "resident")):
-        resident.check(f"call {function.name!r}")
+    passed = [argument.value for argument in arguments if argument.kind == "resident"]
+    _check_residents((*function.residents, *passed), verb)  # a worker that lacks one could not load the function
     function.load(session, deadline)
     while session.workers.processes.has_dead:  # a worker may die after it has loaded the function
-        session.resume(f"call {function.name!r}", deadline)
+        session.resume(verb, deadline)
         function.load(session, deadline)
+    _check_residents((*function.residents, *passed), verb)  # the load may have found others
     if session.has_devices:  # a value on a device is lost with its worker
-        used = [argument.value for argument in call.arguments if argument.kind in ("shard", "replica")]
-        check_not_lost([*function.variables, *used], None, f"call {function.name!r}")
+        used = [argument.value for argument in arguments if argument.kind in ("shard", "replica")]
+        check_not_lost([*function.variables, *used], None, verb)
+
+
+def _check_residents(residents: Iterable[ResidentObject], verb: str) -> None:
+    for resident in residents:
+        resident.check(verb)
 
 
 def _lease(session: Session, cached: CachedPlan, call: Call) -> Lease | None:

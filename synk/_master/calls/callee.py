@@ -232,10 +232,15 @@ class Callee:
             "each such change."
         )
 
+    @property
+    def _living_capture(self) -> Capture | None:
+        """What the workers were told about what it captured; None if there are none that were told."""
+        return None if self.session is None or self.session.is_closed else self.capture
+
     def doubts(self) -> list[str]:
         """Compare everything it captured in full. Describe changes that no call has seen; the next call sees them."""
-        capture = self.capture
-        if capture is None or self.session is None or self.session.is_closed:
+        capture = self._living_capture
+        if capture is None:
             return []
         found, capture.suspect = capture.doubtful(), None
         return [
@@ -246,7 +251,7 @@ class Callee:
 
     def uncompared(self) -> list[str]:
         """Describe captured objects that cannot be compared, so that their changes stay unseen."""
-        if self.capture is None or self.session is None or self.session.is_closed:
+        if self.session is None or self._living_capture is None:
             return []
         return [
             f"Whether {place_of(self.fn, obj)} ({type(obj).__name__}) has changed cannot be told: its pickle is "
@@ -262,10 +267,8 @@ class Callee:
         StaleCaptureError
             If something has changed that earlier calls did not see.
         """
-        capture = self.capture
-        if capture is None or self.session is None or self.session.is_closed:
-            return
-        for obj, num_calls in capture.doubtful():
+        capture = self._living_capture
+        for obj, num_calls in () if capture is None else capture.doubtful():
             if num_calls:
                 raise self._stale_error(obj, num_calls)
 
@@ -381,7 +384,7 @@ def _referred(function: Callee, book: Book) -> Referred:
     own, of_modules = book.handles_of(function.id)
     if not own:
         return referred_in(of_modules)
-    # without those of functions that share objects with this one
+    # The book may also list handles of functions that share objects with this one, so its own are looked up here.
     variables, residents = captured_in(function.options).referred
     found = referred_in(of_modules)
     return Referred(variables | found.variables, residents | found.residents)

@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from synk._master.calls.arguments import NO_OBJECTS
 from synk._master.calls.binding import divider
 from synk._master.calls.callee import Callee
 from synk._master.calls.launched import Launched
+from synk._master.calls.op_check import can_check
 from synk._master.calls.pattern import Pattern
 from synk._master.calls.plans import Call
-from synk._master.calls.trials import can_check
 from synk._master.session import Session
 from synk._pure.nested import is_plain_object
 
@@ -44,7 +45,7 @@ class CompiledCall:
 
     def __init__(self, session: Session, launched: Launched) -> None:
         cached, arguments = launched.cached, launched.call.arguments
-        call = replace(launched.call, arguments=[], objects=None)
+        call = replace(launched.call, arguments=[], objects=NO_OBJECTS)
         assert cached.assembly is not None
         self._log_state = launched.log_state
         told = session.workers.log.settings

@@ -1,20 +1,21 @@
-"""A call in flight: what is called and what was sent. Also what a call on trial has shown."""
+"""A call in flight: what is called and what was sent."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from collections.abc import Generator, Sequence
+from typing import Any, TypeVar
 
 from synk._master.calls.callee import Callee
 from synk._master.calls.plans import CachedPlan, Call
 from synk._master.state.results import Lease
-from synk._master.state.variable import Variable
 from synk._master.workers.doorbells import Doorbells
 from synk._master.workers.requests import Request
-from synk._wire.control import Traits
+from synk._wire.messages import Reply
+
+R = TypeVar("R")
+
+Steps = Generator[Request, dict[int, Reply], R]
+"""Yields each request whose replies it needs, is sent the replies, and returns a result."""
 
 
 class Launched(Request):
@@ -46,7 +47,7 @@ class Launched(Request):
         When the ranks were told; only in a trace.
     is_submitted : bool
     result : tuple or None
-        The result, while the function is checked after the call; see ``synk._master.calls.trials``.
+        The result, while the function is checked after the call; see ``synk._master.calls.op_check``.
     """
 
     phase = "call"
@@ -86,28 +87,3 @@ class Launched(Request):
     def later_deadline(self) -> float | None:
         """The deadline of messages about its outputs. After ``submit`` there is none: they wait behind later calls."""
         return None if self.is_submitted else self.deadline
-
-
-@dataclass
-class Tried:
-    """What a call on trial showed.
-
-    Attributes
-    ----------
-    leaves : list
-        The outputs. If they were not combined, each is a list with one entry for each rank.
-    skeleton
-        The nesting of the outputs, with the position of each leaf in its place.
-    ranks, rows : list of int
-        The ranks that ran, and the rows of each.
-    traits : Traits
-    assigned : dict of Variable to list of lists of ndarray
-        New values of variables, for each rank that ran as a list of arrays. None of them is committed.
-    """
-
-    leaves: list[Any]
-    skeleton: Any
-    ranks: list[int]
-    rows: list[int]
-    traits: Traits
-    assigned: dict[Variable, list[list[np.ndarray]]]

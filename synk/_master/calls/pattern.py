@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from synk._master.calls.arguments import Argument, Nest, padded, rows_of
-from synk._master.calls.binding import Divider, choose_rows, index_arrays, ranks_with_rows
+from synk._master.calls.arguments import Argument, Nest, padded
+from synk._master.calls.binding import Divider, choose_rows, index_arrays, ranks_with_rows, rows_of
 from synk._master.calls.plans import Call
 from synk._master.code.handles import Handle
 from synk._pure.interrupts import operation

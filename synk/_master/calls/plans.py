@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._master.calls.arguments import Argument
+from synk._master.calls.arguments import Argument, Objects
 from synk._master.calls.assembly import Assembly
 from synk._master.processes.log import Log
 from synk._master.state.lanes import Lane
@@ -187,7 +187,7 @@ class Call:
     bounds: list[tuple[int, int]]
     ranks: list[int]
     rows: list[int]
-    objects: tuple[bytes, list[memoryview]] | None
+    objects: Objects
     options: CallOptions
     owned: Assignment | None = None
     sources: Sequence[Variable] = ()  # sharded variables whose rows the call uses, since no argument has any

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import pickle
 import time
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from synk._master.calls.assembly import Assembly
-from synk._master.calls.launched import Launched, Tried
-from synk._master.calls.plans import CachedPlan, Call
-from synk._master.calls.trials import can_check, checking
+from synk._master.calls.launched import Launched, Steps
+from synk._master.calls.op_check import can_check, checking
+from synk._master.calls.plans import CachedPlan
+from synk._master.calls.trials import Tried, tried
 from synk._master.session import Session
 from synk._master.state.ledger import Transfer
 from synk._master.state.results import Lease
@@ -21,21 +20,33 @@ from synk._master.workers.requests import Request
 from synk._pure.interrupts import HandlerRaised, safe_point
 from synk._pure.ops import EACH
 from synk._pure.output_ops import match_ops
-from synk._pure.tensors import array_of, is_plain, is_tensor
-from synk._pure.trees import flatten, leaves_of
-from synk._wire.control import Traits, Up
+from synk._pure.trees import flatten
 from synk._wire.memory import Segment
 from synk._wire.messages import ASSEMBLED, DONE, IS_ASSEMBLED, Kind, Layout, Reply, Status, slot_offsets
-from synk.errors import (
-    CallCancelled,
-    SerializationError,
-)
+from synk.errors import CallCancelled, SerializationError
+
+R = TypeVar("R")
 
 
-def collecting(session: Session, launched: Launched) -> Generator[Request, dict[int, Reply], Any]:
+def carry_out(session: Session, steps: Steps[R]) -> R:
+    """Wait for each request of ``steps`` in turn, and return what they return."""
+    try:
+        request = next(steps)
+        while True:
+            request = steps.send(session.workers.wait(request))
+    except StopIteration as ended:
+        result: R = ended.value
+        return result
+    finally:
+        steps.close()
+
+
+def collecting(session: Session, launched: Launched) -> Steps[Any]:
     """Turn replies into the result: errors first, then agreement, then the large outputs, then the values.
 
-    A generator: it yields each request whose replies it needs, is sent the replies, and returns the result.
+    A generator: it yields each request whose replies it needs, is sent the replies, and returns the result. It is one
+    because ``done`` and ``result`` of a submitted call must come back while a later request is still unanswered: that
+    one waits behind the calls that were submitted after this one. A call that is waited for uses :func:`carry_out`.
     """
     if session.nodes is not None:
         return (yield from session.nodes.collecting(launched))
@@ -45,7 +56,7 @@ def collecting(session: Session, launched: Launched) -> Generator[Request, dict[
     if not is_repeated:
         raise_failures(replies, session.total_ranks, name)
     packed = take_layouts(name, cached, call.ranks, replies)
-    objects = None if is_repeated else [unpickled(parts, name, rank) for rank, parts in zip(call.ranks, packed)]
+    objects = [] if is_repeated else [unpickled(parts, name, rank) for rank, parts in zip(call.ranks, packed)]
     assembly, layouts, lease = yield from publishing(session, launched, replies)
     if call.options.is_trial:
         cached.is_agreed = True
@@ -61,7 +72,7 @@ def collecting(session: Session, launched: Launched) -> Generator[Request, dict[
 
 def publishing(
     session: Session, launched: Launched, replies: dict[int, Reply]
-) -> Generator[Request, dict[int, Reply], tuple[Assembly, list[Layout], Lease | None]]:
+) -> Steps[tuple[Assembly, list[Layout], Lease | None]]:
     """Have all outputs published, and the large ones put in place.
 
     Returns how they are put together, the layout of each rank, and the buffer of the large ones.
@@ -83,7 +94,7 @@ def publishing(
     return assembly, layouts, lease
 
 
-def conclude(session: Session, launched: Launched, objects: list[list[Any]] | None, lease: Lease | None) -> Any:
+def conclude(session: Session, launched: Launched, objects: Sequence[list[Any]], lease: Lease | None) -> Any:
     """Put the outputs of all ranks together, and commit what the call assigned and changed.
 
     ``objects`` are the outputs that are not arrays. ``lease`` is the buffer in which the large outputs lie.
@@ -136,7 +147,7 @@ def _agree(session: Session, launched: Launched, layouts: list[Layout]) -> tuple
 
 def _large_outputs(
     session: Session, launched: Launched, assembly: Assembly, replies: dict[int, Reply], lease: Lease | None
-) -> Generator[Request, dict[int, Reply], Any]:
+) -> Steps[Lease]:
     """Have the ranks that have not done so put their parts of the large outputs in place. Return the leased buffer."""
     call, name = launched.call, launched.function.name
     waiting = [rank for rank in call.ranks if not replies[rank].flags & IS_ASSEMBLED]
@@ -158,10 +169,10 @@ def _tried(
     launched: Launched,
     assembly: Assembly,
     layouts: list[Layout],
-    objects: list[list[Any]] | None,
+    objects: Sequence[list[Any]],
     lease: Lease | None,
 ) -> Tried:
-    """Return what a call on trial showed. Its assignments are not committed, so they never happened."""
+    """Return what a call on trial has shown. Its assignments are not committed, so they never happened."""
     call, up_words = launched.call, launched.cached.lane.up_words
     assigned = {}
     for variable_id, _ in () if session.has_devices else layouts[0].assigned:
@@ -170,20 +181,6 @@ def _tried(
     root = None if lease is None else lease.deliver()
     result = assembly.build(call.rows, objects, root, None if call.owned is None else call.owned.order)
     return tried(call, assembly, result, up_words, assigned)
-
-
-def tried(call: Call, assembly: Assembly, result: Any, up_words: Any, assigned: dict[Any, Any]) -> Tried:
-    """Return what a call on trial showed. ``up_words`` are the numbers that ranks have reported, by rank."""
-    traits = functools.reduce(operator.or_, [up_words[rank][Up.TRAITS] for rank in call.ranks])
-    leaves = [_on_trial(leaf) for leaf in leaves_of(assembly.structure, result)]
-    return Tried(leaves, assembly.skeleton, call.ranks, call.rows, Traits(traits), assigned)
-
-
-def _on_trial(leaf: Any) -> Any:
-    """Return an output, or the list of all ranks' outputs, with tensors as arrays that can be compared."""
-    if isinstance(leaf, list):
-        return [_on_trial(part) for part in leaf]
-    return array_of(leaf) if is_tensor(leaf) and is_plain(leaf) else leaf
 
 
 def check_serial_assignments(session: Session, layout: Layout, name: str) -> None:

@@ -38,18 +38,16 @@ class Signature:
         except (TypeError, ValueError):  # Some builtins have no signature: their arguments by position are scattered.
             self._signature = None
         parameters = list(self._signature.parameters.values()) if self._signature else []
-        self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        self._required = sum(
-            p.default is p.empty for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        )
-        self._has_only_positional = all(
-            p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters
-        ) and bool(self._signature)
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self._positional = [p.name for p in positional]
+        self._required = sum(p.default is p.empty for p in positional)
+        self._has_only_positional = self._signature is not None and len(positional) == len(parameters)
+        self._var_positional = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "argument")
+        self._var_keyword = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
         self.names = tuple(p.name for p in parameters)
         names = set(self.names)
-        has_var_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
         unknown = sorted(self.broadcast - names)
-        if unknown and self._signature is not None and not has_var_keyword:
+        if unknown and self._signature is not None and not self._var_keyword:
             raise ValueError(
                 f"cannot build function {name!r}: got bcast_inputs {unknown}, expected names of its parameters "
                 f"{[p.name for p in parameters]}."
@@ -89,16 +87,12 @@ class Signature:
             hint = f". By keyword {options[0]!r} is an option of the call: give it by position" if options else ""
             raise TypeError(f"{self.name}() {error}{hint}") from None
         bound = []
-        var_positional = next(
-            (p.name for p in self._signature.parameters.values() if p.kind is p.VAR_POSITIONAL), "argument"
-        )
         for position, value in enumerate(args):
             is_named = position < len(self._positional)
-            label = self._positional[position] if is_named else f"{var_positional}[{position - len(self._positional)}]"
-            parameter = label if is_named else var_positional
+            parameter = self._positional[position] if is_named else self._var_positional
+            label = parameter if is_named else f"{parameter}[{position - len(self._positional)}]"
             bound.append((label, "", parameter in broadcast, value))
-        var_keyword = next((p.name for p in self._signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
         for key, value in kwargs.items():
-            is_broadcast = key in broadcast or (key not in self._signature.parameters and var_keyword in broadcast)
-            bound.append((key, key, is_broadcast, value))
+            parameter = key if key in self._signature.parameters else self._var_keyword
+            bound.append((key, key, key in broadcast or parameter in broadcast, value))
         return bound

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synk._master.calls.arguments import aligned, capacity_for, input_of, padded, pickle_nests, transfers_in
+from synk._master.calls.arguments import Argument, padded, pickle_nests, transfers_in
 from synk._master.calls.callee import Callee
 from synk._master.calls.launched import Launched
 from synk._master.calls.plans import CachedPlan, Call, CallOptions
@@ -15,9 +15,13 @@ from synk._master.session import Session
 from synk._master.state.guard import GUARDED_NBYTES
 from synk._master.state.lanes import Lane
 from synk._pure.arrays import copy_into
+from synk._pure.ranges import LINE_NBYTES
 from synk._wire.control import Down
 from synk._wire.memory import Segment
-from synk._wire.messages import Plan
+from synk._wire.messages import Input, Plan
+
+_PAGE = 4096
+_CALL = int(Down.CALL)
 
 
 class _Places(NamedTuple):
@@ -59,8 +63,8 @@ def _key(function: Callee, call: Call, options: CallOptions, lane: Lane) -> tupl
         options.is_trial,
         options.is_apart,
         tuple([-1 if indices is None else len(indices) for indices in call.index_arrays]),
-        0 if call.objects is None else capacity_for(len(call.objects[0])),
-        () if call.objects is None else tuple(view.nbytes for view in call.objects[1]),
+        _capacity_of(call),
+        tuple([view.nbytes for view in call.objects[1]]),
         call.nests,
         call.all_ranks,
         lane.index,
@@ -77,12 +81,28 @@ def _places(call: Call) -> _Places:
         end = start + nbytes
         return start
 
-    capacity = 0 if call.objects is None else capacity_for(len(call.objects[0]))
     arrays = [reserve(a.array.size * a.dtype.itemsize) if a.array is not None else 0 for a in call.arguments]
+    capacity = _capacity_of(call)
     pickle = reserve(capacity) if capacity else 0
-    buffers = [] if call.objects is None else [reserve(view.nbytes) for view in call.objects[1]]
+    buffers = [reserve(view.nbytes) for view in call.objects[1]]
     indices = [0 if indices is None else reserve(indices.nbytes) for indices in call.index_arrays]
     return _Places(arrays, pickle, buffers, indices, capacity, end)
+
+
+def aligned(offset: int, nbytes: int) -> int:
+    """Return the next offset at which ``nbytes`` bytes should start: on a cache line or, if large, on a page."""
+    alignment = _PAGE if nbytes >= (1 << 20) else LINE_NBYTES
+    return -(-offset // alignment) * alignment
+
+
+def capacity_for(nbytes: int) -> int:
+    """Return the room for a pickle of ``nbytes`` bytes: a power of two, so that small changes keep the plan."""
+    return 256 if nbytes <= 256 else 1 << (nbytes - 1).bit_length()
+
+
+def _capacity_of(call: Call) -> int:
+    """Return the room for the pickle of a call's broadcast objects; 0 if it has none."""
+    return capacity_for(len(call.objects[0])) if call.objects[0] else 0
 
 
 def _plan(plan_id: int, function: Callee, call: Call, options: CallOptions, staging_id: int, places: _Places) -> Plan:
@@ -92,7 +112,6 @@ def _plan(plan_id: int, function: Callee, call: Call, options: CallOptions, stag
     for argument, place in zip(call.arguments, places.arrays):
         inputs.append(input_of(argument, staging_id, num_objects if argument.kind == "object" else place))
         num_objects += argument.kind == "object"
-    buffers = () if call.objects is None else zip(places.buffers, call.objects[1])
     rows_place, local_place, order_place = [
         None if indices is None else (staging_id, at, len(indices))
         for at, indices in zip(places.indices, call.index_arrays)
@@ -104,7 +123,7 @@ def _plan(plan_id: int, function: Callee, call: Call, options: CallOptions, stag
         options.num_slices,
         options.output_subset,
         (staging_id, places.pickle, places.capacity) if places.capacity else None,
-        tuple((staging_id, at, view.nbytes) for at, view in buffers),
+        tuple((staging_id, at, view.nbytes) for at, view in zip(places.buffers, call.objects[1])),
         is_rowless=call.selection is None,
         indices_place=rows_place,
         local_indices_place=local_place,
@@ -118,10 +137,26 @@ def _plan(plan_id: int, function: Callee, call: Call, options: CallOptions, stag
     )
 
 
+def input_of(argument: Argument, segment_id: int, offset: int) -> Input:
+    """Return the worker's description of an argument that lies at this place."""
+    if argument.kind == "object":
+        return Input(argument.keyword, "object", 0, offset)
+    if argument.kind in ("shard", "replica", "resident"):
+        return Input(argument.keyword, argument.kind, argument.value.id)
+    if argument.contents is not None:
+        array, place = argument.contents.array, (argument.contents.segment_id, argument.contents.offset)
+        return Input(argument.keyword, argument.kind, *place, array.shape, array.dtype, argument.is_minibatch)
+    assert argument.array is not None
+    if argument.kind == "closed over":
+        name = str(argument.value.id)
+        return Input(name, argument.kind, segment_id, offset, argument.array.shape, argument.dtype)
+    shape, dtype = argument.array.shape, argument.dtype
+    return Input(argument.keyword, argument.kind, segment_id, offset, shape, dtype, tensor_dtype=argument.tensor_dtype)
+
+
 def _cached_plan(plan: Plan, call: Call, lane: Lane, staging: Segment, places: _Places) -> CachedPlan:
     """Return a plan with the master's views of the places that its calls copy to."""
     arrays = [(a, a.array, at) for a, at in zip(call.arguments, places.arrays) if a.array is not None]
-    buffers = () if call.objects is None else zip(places.buffers, call.objects[1])
     files = [argument.contents.segment for argument in call.arguments if argument.contents is not None]
     segments = [segment for segment in files if segment is not None]
     return CachedPlan(
@@ -131,7 +166,7 @@ def _cached_plan(plan: Plan, call: Call, lane: Lane, staging: Segment, places: _
         [staging.view(at, array.shape, argument.dtype) for argument, array, at in arrays],
         [argument.label if array.nbytes >= GUARDED_NBYTES else "" for argument, array, _ in arrays],
         staging.buffer[places.pickle : places.pickle + places.capacity] if places.capacity else None,
-        [staging.buffer[at : at + view.nbytes] for at, view in buffers],
+        [staging.buffer[at : at + view.nbytes] for at, view in zip(places.buffers, call.objects[1])],
         [
             (position, staging.view(at, indices.shape, indices.dtype))
             for position, (at, indices) in enumerate(zip(places.indices, call.index_arrays))
@@ -144,14 +179,17 @@ def _cached_plan(plan: Plan, call: Call, lane: Lane, staging: Segment, places: _
 def values_of(call: Call, cached: CachedPlan) -> list[np.ndarray]:
     """Return the arrays that are copied to the targets of a plan."""
     values = [argument.array for argument in call.arguments if argument.array is not None]
-    if call.objects is not None and cached.pickle_place is not None:
+    if cached.pickle_place is not None:
         values.append(padded(call.objects[0], cached.pickle_place.nbytes))
     return values
 
 
 def stage(session: Session, launched: Launched) -> None:
-    """Copy plain arrays, pickles and indices into shared memory. This is the only copy that the master makes."""
-    cached, call = launched.cached, launched.call
+    """Write what a call brings into shared memory: plain arrays, pickles, indices, bounds, and its number.
+
+    This is the only copy of an array that the master makes.
+    """
+    cached, call, lane = launched.cached, launched.call, launched.cached.lane
     # No rank reads these places now: all ranks have answered the last call in this lane, and this one's doorbell has
     # not rung.
     for target, value, label in zip(cached.targets, launched.values, cached.labels):
@@ -164,12 +202,14 @@ def stage(session: Session, launched: Launched) -> None:
         began = time.monotonic_ns()
         copy_into(target, value)
         record.staged_ns += time.monotonic_ns() - began
-    if cached.buffers and call.objects is not None:
+    if cached.buffers:
         for target, view in zip(cached.buffers, call.objects[1]):
             copy_into(target, np.frombuffer(view, np.uint8))
     for position, place in cached.index_places:
         place[...] = call.index_arrays[position]
     session.counters["bytes_staged"] += cached.staged_nbytes
+    write_bounds(lane, call)
+    launched.number = lane.first_down[_CALL] = next(session.numbers)
 
 
 def write_bounds(lane: Lane, call: Call) -> None:

@@ -1,121 +1,56 @@
-"""The check of the halves in the master: which call gets it, and what the user is told.
-
-``synk._worker.loop.halves`` is the workers' part.
-"""
+"""What a call on trial has shown: a call that leaves nothing behind but its outputs, as ``verify`` makes them."""
 
 from __future__ import annotations
 
-import pickle
-import time
-from collections.abc import Generator, Mapping, Sequence
+import functools
+import operator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from synk._master.calls.assembly import Assembly
-from synk._master.calls.callee import Callee
-from synk._master.calls.launched import Launched
 from synk._master.calls.plans import Call
-from synk._master.processes.output import warn_at_users_line
-from synk._master.session import Session
-from synk._master.workers.requests import Request
-from synk._pure.trees import output_names
-from synk._wire.control import Up
-from synk._wire.messages import MIN_CHECKED_ROWS, Layout, Reply, Status
-from synk.errors import CallTimeout, OpMismatch, RowShapedOutput, WorkerDied
-
-_MAX_NS, _MAX_NBYTES = 1_000_000_000, 1 << 26
-"""The longest run of a function that is run again, and the limit for the outputs of all runs together."""
+from synk._master.state.variable import Variable
+from synk._pure.tensors import array_of, is_plain, is_tensor
+from synk._pure.trees import leaves_of
+from synk._wire.control import Traits, Up
 
 
-def can_check(function: Callee, call: Call) -> bool:
-    """Whether a call could show if the default op fits its function, and no call has shown it yet."""
-    options = call.options
-    has_rows = call.selection is not None or bool(call.sources)
-    return (
-        function.is_unchecked
-        and has_rows
-        and max(call.rows) >= MIN_CHECKED_ROWS
-        and not (options.is_serial or options.is_trial)
-        and options.output_subset is None
-    )
+@dataclass
+class Tried:
+    """What a call on trial has shown.
 
-
-def checking(
-    session: Session, launched: Launched, assembly: Assembly, layouts: Mapping[int, Layout], up_words: Any
-) -> Generator[Request, dict[int, Reply], None]:
-    """Have one rank check whether the average fits the function of a successful call, and tell the user if not.
-
-    This happens once in the life of a function, and only if it costs little. Nothing that goes wrong here fails the
-    call. ``layouts`` are the ranks' outputs, and ``up_words`` the numbers that ranks have reported, by rank.
+    Attributes
+    ----------
+    leaves : list
+        The outputs. If they were not combined, each is a list with one entry for each rank.
+    skeleton
+        The nesting of the outputs, with the position of each leaf in its place.
+    ranks, rows : list of int
+        The ranks that ran, and the rows of each.
+    traits : Traits
+    assigned : dict of Variable to list of lists of ndarray
+        New values of variables, for each rank that ran as a list of arrays. None of them is committed.
     """
-    function, call, cached = launched.function, launched.call, launched.cached
-    largest = max(range(len(call.rows)), key=call.rows.__getitem__)
-    rank = call.ranks[largest]
-    function_ns = up_words[rank][Up.FUNCTION_NS]
-    # The time limit is the call's own: it must not end a worker during the check.
-    is_late = launched.later_deadline is not None and (
-        time.monotonic() + 10 * (function_ns * 1e-9 + 0.1) > launched.later_deadline
-    )
-    if function_ns > _MAX_NS or is_late or launched.is_cut:
-        return
-    function.is_unchecked = False
-    if assembly.has_assignments or 4 * sum(leaf.nbytes for leaf in layouts[rank].leaves) > _MAX_NBYTES:
-        return
-    lane, name = cached.lane.index, repr(function.name)
-    request = session.ranks.send_check(rank, launched.later_deadline, name, lane)
-    yield request
-    reply = session.ranks.reply(request, rank)
-    misfits = pickle.loads(reply.body)["misfits"] if reply.status == Status.DONE else []
-    if misfits:
-        warn_at_users_line(*_told(function, layouts[rank].skeleton, rank, misfits))
+
+    leaves: list[Any]
+    skeleton: Any
+    ranks: list[int]
+    rows: list[int]
+    traits: Traits
+    assigned: dict[Variable, list[list[np.ndarray]]]
 
 
-def tell_of_end(launched: Launched, error: BaseException) -> None:
-    """Warn the user about an error that ended the check. The call itself is over and has its result."""
-    if isinstance(error, (WorkerDied, CallTimeout)):
-        warn_at_users_line(
-            f"a second run of {launched.function.name!r}, which was to tell whether op 'avg' fits it, ended its "
-            f"worker: {error}",
-            RuntimeWarning,
-        )
+def tried(call: Call, assembly: Assembly, result: Any, up_words: Any, assigned: dict[Any, Any]) -> Tried:
+    """Return what a call on trial has shown. ``up_words`` are the numbers that ranks have reported, by rank."""
+    traits = functools.reduce(operator.or_, [up_words[rank][Up.TRAITS] for rank in call.ranks])
+    leaves = [_comparable(leaf) for leaf in leaves_of(assembly.structure, result)]
+    return Tried(leaves, assembly.skeleton, call.ranks, call.rows, Traits(traits), assigned)
 
 
-def _told(
-    function: Callee, skeleton: Any, rank: int, misfits: Sequence[tuple[int, tuple[str, ...]]]
-) -> tuple[str, type[Warning]]:
-    """Return what to tell the user about outputs that are not averages, and the class of the warning."""
-    names = output_names(skeleton)
-    outputs = [(names[k], ops) for k, ops in misfits if k >= 0]
-    what = ", ".join(name for name, _ in outputs) or "the gradients"
-    text = (
-        f"op 'avg', the default, does not fit {what} of {function.name!r}: the value for all rows of rank {rank} is "
-        "not the average of those for two parts of the rows."
-    )
-    category: type[Warning] = OpMismatch
-    if function.changes and (misfits[-1][0] < 0 or not all(ops for _, ops in outputs)):
-        text += (
-            " backward() averages gradients in the same way, so the step differs from that on one worker. Pass a loss "
-            "that is a sum over rows through synk.torch.total(loss), and one that is a mean over other things (class "
-            "weights, labels of -100, tokens) through synk.torch.mean(sum, count)."
-        )
-        outputs = []
-    for name, ops in outputs:
-        use = "outputs={}" if skeleton == 0 else f"op {{}} for {name}"
-        if "gather" in ops:
-            category = RowShapedOutput
-            text += f" {name[0].upper()}{name[1:]} has as many rows as its rank: use {use.format(_quoted('gather'))}."
-        elif ops:
-            text += f" Use {use.format(' or '.join(map(_quoted, ops)))}."
-        else:
-            text += (
-                f" No op fits {name}: return what can be combined, as a sum and a count, have one value for each rank "
-                "by op None, or call f.serial(...)."
-            )
-    text += (
-        ' To name outputs=, also outputs="avg", silences this; a fixed seed of the function\'s own may be the reason, '
-        "too. f.verify(...) compares a call with the serial one."
-    )
-    return text, category
-
-
-def _quoted(op: str) -> str:
-    return f'"{op}"'
+def _comparable(leaf: Any) -> Any:
+    """Return an output, or the list of all ranks' outputs, with tensors as arrays that can be compared."""
+    if isinstance(leaf, list):
+        return [_comparable(part) for part in leaf]
+    return array_of(leaf) if is_tensor(leaf) and is_plain(leaf) else leaf

@@ -12,11 +12,11 @@ import time
 from collections import deque
 from typing import Any
 
+from synk._master.calls.call import load
 from synk._master.calls.callee import Callee
 from synk._master.flight.pending import caused_by, is_foreign
 from synk._master.session import Session
-from synk._master.state.device_values import check_not_lost
-from synk._master.state.item_pickles import ArrayCopy
+from synk._master.state.item_pickles import ArrayCopy, ItemPickler
 from synk._master.workers.failures import rebuild
 from synk._master.workers.requests import Request
 from synk._pure.interrupts import HandlerRaised, as_operation, safe_point
@@ -55,7 +55,7 @@ class Chunk:
         self.num_items = self.nbytes = self.duration_ns = 0
         self.rank = -1
         self.began_ns = 0
-        self.request: Request | None = None
+        self.request: Request  # once it was sent
         self.is_done = False
         self.values: deque[bytes] = deque()
         self.error: Exception | None = None
@@ -110,6 +110,8 @@ class Chunks:
 
     Attributes
     ----------
+    pickler : ItemPickler
+        Pickles the items.
     verb : str
         For errors.
     is_abandoned : bool
@@ -121,6 +123,8 @@ class Chunks:
         self._num_ranks = num_ranks or session.world_size
         self._are_named = are_named
         self._function = function
+        # Other nodes share no memory, so large arrays travel in the pickles of their items.
+        self.pickler = ItemPickler(session.memory.copies if session.workers.has_shared_memory else None)
         self.verb = f"map {function.name!r}"
         self.is_abandoned = False
         self._in_flight: list[Chunk] = []
@@ -136,8 +140,7 @@ class Chunks:
     def are_in_flight(self) -> bool:
         return bool(self._in_flight)
 
-    # -- called by the map
-    # ------------------------------------------------------------------------------------------------
+    # -- called by the map --------------------------------------------------------------------------------------------
 
     def step(self, chunk: Chunk | None, *, is_waiting: bool, until: float | None = None) -> None:
         """Send ``chunk`` and take in answers. ``is_waiting``: wait for at least one, at most until ``until``.
@@ -210,15 +213,8 @@ class Chunks:
         if not self._has_begun:
             function.renew()
             self._has_begun = True
-        function.load(session, deadline)
-        while session.workers.processes.has_dead:  # a worker may die after it has loaded the function
-            session.resume(self.verb, deadline)
-            function.load(session, deadline)
+        load(session, function, (), deadline, self.verb)
         check_mapped(function)
-        for resident in function.residents:
-            resident.check(self.verb)
-        if session.has_devices:
-            check_not_lost(list(function.variables), None, self.verb)
 
     # -- in flight ----------------------------------------------------------------------------------------------------
 
@@ -227,7 +223,7 @@ class Chunks:
         workers = self._session.workers
         try:
             if is_waiting:
-                workers.wait_any([chunk.request for chunk in self._in_flight if chunk.request is not None], until)
+                workers.wait_any([chunk.request for chunk in self._in_flight], until)
             else:
                 workers.pump()
         except BaseException as error:
@@ -241,7 +237,6 @@ class Chunks:
         requests = self._session.workers.requests
         for chunk in list(self._in_flight):
             request = chunk.request
-            assert request is not None
             if request.is_lost:
                 self._forget(
                     chunk, CallCancelled(f"{request.what} was ended together with another call. Map it again.")
@@ -251,7 +246,7 @@ class Chunks:
                 requests.pop(request.sequence, None)
                 self._forget(chunk, error)
                 for other in self._in_flight:  # the time of the next chunk begins
-                    if other.rank == chunk.rank and other.request is not None:
+                    if other.rank == chunk.rank:
                         other.began_ns = time.monotonic_ns()
                         if other.request.deadline is None:
                             other.request.deadline = self._session.deadline(None)
@@ -301,11 +296,10 @@ class Chunks:
             what = f"{self.verb}: its items were ended by an interrupt. Map them again."
             lost = caused_by(error, CallCancelled(what))
         for chunk in list(self._in_flight):
-            if chunk.request is None or chunk.request.is_lost:
+            if chunk.request.is_lost:
                 self._forget(chunk, lost)
 
-    # -- called by whatever begins an operation
-    # ----------------------------------------------------------------------------
+    # -- called by whatever begins an operation -----------------------------------------------------------------------
 
     def settle(self, verb: str, deadline: float | None) -> None:
         """Wait for all chunks and keep their results, or end them if the results are no longer wanted.
@@ -319,11 +313,9 @@ class Chunks:
             self.cancel(CallCancelled(f"{self.verb}: its results were dropped."))
         self._sort()
         while self._in_flight:
-            request = self._in_flight[0].request
-            assert request is not None
             is_answered = True
             try:
-                is_answered = self._session.workers.wait_until(request, deadline)
+                is_answered = self._session.workers.wait_until(self._in_flight[0].request, deadline)
             except BaseException as error:
                 self._lose(error)
                 if is_foreign(error):
@@ -339,7 +331,7 @@ class Chunks:
         """End all chunks that were not answered, with ``error``."""
         self._session.workers.recovery.settle_after(error)
         for chunk in list(self._in_flight):
-            if chunk.request is None or chunk.request.pending:
+            if chunk.request.pending:
                 self._forget(chunk, error)
         self._sort()
 

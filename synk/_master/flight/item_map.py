@@ -14,7 +14,6 @@ from typing import Any
 from synk._master.calls.callee import Callee
 from synk._master.flight.chunks import LONG_NS, Chunk, Chunks
 from synk._master.session import Session
-from synk._master.state.item_pickles import ItemPickler
 from synk._pure.interrupts import as_operation, safe_point
 from synk._pure.texts import short_repr
 from synk.errors import SerializationError
@@ -52,7 +51,6 @@ class ItemMap:
         self._items = iter(items)
         self._is_ordered = is_ordered
         self._chunks = Chunks(session, function)
-        self._pickler = ItemPickler(session.memory.copies if session.workers.has_shared_memory else None)
         self._is_adaptive = batch_size is None
         self._size = batch_size or 1
         self._position = 0
@@ -131,7 +129,7 @@ class ItemMap:
             self._error = None if isinstance(error, StopIteration) else error
             return
         try:
-            data, copies = self._pickler.dumps(item)
+            data, copies = self._chunks.pickler.dumps(item)
         except Exception as error:
             self._is_at_end = True
             position = self._position + chunk.num_items

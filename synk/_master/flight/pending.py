@@ -6,42 +6,24 @@ import copy
 import logging
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-from synk._master.calls.launched import Launched
-from synk._master.calls.trials import tell_of_end
-from synk._master.workers.workers import Request
+from synk._master.calls.launched import Launched, Steps
+from synk._master.calls.op_check import tell_of_end
+from synk._master.state.in_flight import SubmittedCalls
+from synk._master.workers.requests import Request
 from synk._pure.arrivals import wait_readable
 from synk._pure.interrupts import as_operation, raised_by_handler, safe_point
 from synk._pure.show import table
 from synk._pure.tracebacks import verb
-from synk._wire.messages import Reply
 from synk.errors import CallCancelled, CallTimeout, ClosedError, WorkerDied
 
 R = TypeVar("R")
 """What the function returns, as for :class:`synk.Function`."""
 
-Steps = Generator["Request", dict[int, Reply], Any]
-
 _logger = logging.getLogger("synk")
 
 _PAUSE_S = 0.001
-
-
-class Collector(Protocol):
-    """What a submitted call needs of its queue."""
-
-    def wait(self, pending: PendingCall[Any], timeout: float | None) -> None:
-        """Wait until the call has an outcome."""
-
-    def poll(self) -> None:
-        """Take in what has ended, without waiting."""
-
-    def descriptors(self) -> list[int]:
-        """Return the descriptors that report answers and deaths of workers."""
-
-    def note_failed(self, pending: PendingCall[Any]) -> None:
-        """Remember a failed call if later calls must not be taken for the next step."""
 
 
 class PendingCall(Generic[R]):
@@ -66,12 +48,12 @@ class PendingCall(Generic[R]):
     [0, 4, 8]
     """
 
-    def __init__(self, queue: Collector, name: str) -> None:
+    def __init__(self, queue: SubmittedCalls, name: str) -> None:
         self.name = name
         self.ranks: tuple[int, ...] = ()
         self._queue = queue
         self._launched: Launched | None = None  # None once it has an outcome
-        self._steps: Steps | None = None  # its steps, once its replies are being taken in
+        self._steps: Steps[Any] | None = None  # its steps, once its replies are being taken in
         self._request: Request | None = None  # the request it waits for
         self._is_alone = True  # whether it must be the only call in flight
         self._is_stepping = False

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from functools import partial
 from typing import Any
 
 from synk._master.calls.call import CallOptions, abandon, launch, send
@@ -16,6 +15,7 @@ from synk._master.calls.callee import Callee
 from synk._master.calls.compiled import compile_call
 from synk._master.calls.launched import Launched
 from synk._master.calls.replies import collecting, conclude
+from synk._master.calls.staging import stage
 from synk._master.flight.pending import PendingCall, cancelled, is_foreign, outcome
 from synk._master.objects.shared import Shared
 from synk._master.session import Session
@@ -66,8 +66,7 @@ class Queue:
             session.begin(verb, deadline)
         has_state = bool(function.variables or function.changes)
         is_alone = has_variables or has_state or (bool(self.calls) and self.calls[-1]._is_alone)
-        if len(self.calls) >= NUM_LANES:
-            self._make_room(verb, deadline)
+        self._make_room(verb, deadline)
         newest = self.calls[-1]._launched if self.calls else None
         lane = session.lanes.first if newest is None else session.lanes.after(newest.cached.lane)
         pending: PendingCall[Any] = PendingCall(self, function.name)
@@ -109,8 +108,11 @@ class Queue:
                 return None
             pending: PendingCall[Any] = PendingCall(self, function.name)
             try:
-                if not send(session, launched, partial(self._steps_end, function) if is_step else None):
+                stage(session, launched)
+                if is_step and not self._steps_end(function, launched):
+                    launched.lease = None  # the end of its array brings the buffer back
                     return None
+                send(session, launched)
             except BaseException as error:
                 abandon(session, launched, error)
                 self._end_lost(error)
@@ -133,15 +135,13 @@ class Queue:
         while len(self.calls) >= NUM_LANES:
             self._collect_oldest(verb, deadline)
 
-    def _steps_end(self, function: Callee) -> bool:
+    def _steps_end(self, function: Callee, launched: Launched) -> bool:
         """Wait for the calls in flight: a call that changes resident objects starts from what they leave.
 
-        Return False if one has failed. A new call then reports it.
+        Return False if one has failed, which a new call then reports, or if the call no longer fits.
         """
-        deadline = self._session.deadline(None)
-        while self.calls:
-            self._collect_oldest(f"submit {function.name!r}", deadline)
-        return self._failed_before(function) is None
+        self.drain(f"submit {function.name!r}", self._session.deadline(None))
+        return self._failed_before(function) is None and launched.log_state == self._session.workers.log.state
 
     def _can_join(self, function: Callee) -> bool:
         """Whether a call can be sent behind those in flight, because nothing else must be done before it."""
@@ -306,7 +306,7 @@ class Queue:
             doorbells = None if steps is not None or until is not None else launched.doorbells
             if doorbells is not None and doorbells.hear(launched, is_assembled=launched.lease is not None):
                 pending._is_stepping = True
-                pending._end(conclude(session, launched, None, launched.lease), None)
+                pending._end(conclude(session, launched, (), launched.lease), None)
                 self.calls.popleft()
                 return True
             if steps is None:

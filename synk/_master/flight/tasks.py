@@ -14,7 +14,6 @@ from typing import Any
 from synk._master.calls.callee import Callee
 from synk._master.flight.chunks import Chunk, Chunks
 from synk._master.session import Session
-from synk._master.state.item_pickles import ItemPickler
 from synk._pure.interrupts import as_operation
 from synk._wire.items import call
 from synk.errors import CallCancelled, SerializationError
@@ -50,7 +49,6 @@ class Tasks:
     def __init__(self, session: Session, num_ranks: int) -> None:
         function = session.functions.mapped.get(call, lambda: Callee(call, _NAME, outputs=None, session=session))
         self._chunks = Chunks(session, function, num_ranks, are_named=False)
-        self._pickler = ItemPickler(session.memory.copies if session.workers.has_shared_memory else None)
         self._waiting: deque[Task] = deque()
         self._sent: list[Task] = []
         self._numbers = itertools.count()
@@ -72,7 +70,7 @@ class Tasks:
     def packed(self, task: Callable[[], Any], callback: Callable[[Task], Any] | None = None) -> Task:
         """Return a pickled task that is not submitted yet. Any thread may call it."""
         try:
-            data, copies = self._pickler.dumps(task)
+            data, copies = self._chunks.pickler.dumps(task)
         except Exception as error:
             raise SerializationError(
                 f"cannot send a task to a worker: {type(error).__name__}: {str(error).rstrip('.')}."
@@ -85,10 +83,6 @@ class Tasks:
     def has_room(self) -> bool:
         """Whether a worker is free for another task, or will be soon."""
         return self._chunks.has_room
-
-    @property
-    def are_in_flight(self) -> bool:
-        return bool(self._sent)
 
     def step(self, task: Task | None) -> None:
         """Submit ``task``, if there is one, and take in what has ended, without waiting."""

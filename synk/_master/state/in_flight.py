@@ -39,6 +39,15 @@ class SubmittedCalls(Protocol):
     def drain(self, verb: str, deadline: float | None) -> None:
         """Wait for all calls."""
 
+    def wait(self, pending: Any, timeout: float | None) -> None:
+        """Wait until a call has an outcome."""
+
+    def poll(self) -> None:
+        """Take in what has ended, without waiting."""
+
+    def note_failed(self, pending: Any) -> None:
+        """Remember a failed call if later calls must not be taken for the next step."""
+
     def descriptors(self) -> list[int]:
         """Return the descriptors that report answers and deaths of workers."""
 

@@ -72,7 +72,7 @@ def combined(
     objects = [
         [leaf for leaf in flatten(value)[0] if not isinstance(leaf, (np.ndarray, np.generic))] for value in values
     ]
-    result = made.build([1] * len(values) if rows is None else rows, objects if any(objects) else None, root, order)
+    result = made.build([1] * len(values) if rows is None else rows, objects if any(objects) else (), root, order)
     slots.close()
     return result
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from synk._master.calls.arguments import Rows, aligned, capacity_for, own_rows, padded, select
-from synk._master.calls.binding import choose_rows, index_arrays, ranks_with_rows
+from synk._master.calls.arguments import padded
+from synk._master.calls.binding import Rows, choose_rows, index_arrays, own_rows, ranks_with_rows, select
+from synk._master.calls.staging import aligned, capacity_for
 from synk._pure.shards import shard_bounds
 
 EVEN = partial(shard_bounds, world_size=3)

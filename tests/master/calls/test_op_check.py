@@ -33,7 +33,7 @@ TAIL = (
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the check take its time, on a machine where others compute."""
-    monkeypatch.setattr("synk._master.calls.trials._MAX_NS", 10**12)
+    monkeypatch.setattr("synk._master.calls.op_check._MAX_NS", 10**12)
 
 
 def wait_long(row: Any) -> None:
@@ -491,7 +491,7 @@ def test_tensors_that_the_function_writes_into_are_whole_again(shared_runtimes: 
 def test_a_slow_function_and_a_large_one_are_left_to_verify(
     shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("synk._master.calls.trials._MAX_NS", 10**9)
+    monkeypatch.setattr("synk._master.calls.op_check._MAX_NS", 10**9)
     rt, payload = patient_on(shared_runtimes[2]), b"x" * ((1 << 26) + 1)
 
     def slow(x: Any) -> Any:
