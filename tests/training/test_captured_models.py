@@ -86,6 +86,34 @@ def test_the_first_call_that_changes_a_captured_module_ends_with_an_error(shared
     assert float(again(torch.ones(4), False)) == 4.0
 
 
+@pytest.mark.parametrize("kind", [2, "inline"])
+def test_what_other_functions_and_failed_calls_change_is_not_blamed_on_a_reader(
+    shared_runtimes: Any, kind: Any
+) -> None:
+    rt = shared_runtimes[kind]
+    model = torch.nn.Linear(3, 1)
+    counter = rt.resident([0])
+
+    def read(x: Any, fails: bool) -> Any:
+        if fails:
+            torch.nn.init.zeros_(model.weight)
+            raise RuntimeError("no")
+        return x.sum()
+
+    def train(counter: Any) -> None:
+        counter[0] += 1
+        torch.nn.init.ones_(model.weight)
+
+    f = rt.function(read, bcast_inputs="fails", outputs="sum", framework="torch")
+    g = rt.function(train, bcast_inputs="counter", outputs=None, changes=[counter])
+    for _ in range(3):
+        assert float(f(torch.ones(4), False)) == float(f(torch.ones(4), False)) == 4.0
+        g(counter)
+        assert float(f(torch.ones(4), False)) == 4.0
+        with pytest.raises(RuntimeError):
+            f(torch.ones(4), True)
+
+
 def test_gradients_of_a_captured_module_may_be_taken(shared_runtimes: Any) -> None:
     model = torch.nn.Linear(3, 1).double()
 

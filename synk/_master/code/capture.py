@@ -23,7 +23,7 @@ from synk._master.code.arrays import (
 from synk._master.code.book import Book
 from synk._master.code.facets import Elements, Facet, Names, State
 from synk._master.code.parcels import Node
-from synk._master.code.rows import Check, Rows, lengths_check, size_of
+from synk._master.code.rows import Check, Rows, size_of
 from synk._master.code.turns import Group, Ring, Turn, Walk, Windows
 from synk._pure.interrupts import is_from_handler
 
@@ -125,7 +125,7 @@ class Capture:
         each = Rows()
         for lookup in lookups:
             each.expect(*lookup)
-        sized = self._add_names(book, function_id, each)
+        self._add_names(book, function_id, each)
         rest: list[tuple[Node, Facet]] = []
         arrays: list[tuple[Node, Contents]] = []
         states: list[tuple[Node, State]] = []
@@ -145,16 +145,12 @@ class Capture:
                 else:
                     rest.append((node, facet))
         unfit = self._add_arrays(arrays, each, rest)
-        sized += self._add_in_turn(rest)
-        checks = each.checks()
-        if sized:
-            checks.append(lengths_check(sized))
-        return checks + unfit + self._add_states(states)
+        self._add_in_turn(rest, each)
+        return each.checks() + unfit + self._add_states(states)
 
-    def _add_names(self, book: Book, function_id: int, each: Rows) -> list[Any]:
-        """Add the globals that functions name and the modules that they reach. Return dicts whose length counts."""
+    def _add_names(self, book: Book, function_id: int, each: Rows) -> None:
+        """Add the globals that functions name and the modules that they reach."""
         named: dict[Node, list[str]] = {}
-        sized: list[Any] = []
         for node, name in self.named:
             named.setdefault(node, []).append(name)
         for node, names in named.items():
@@ -167,13 +163,12 @@ class Capture:
             if absent:
                 each.forbid(table.keys(), absent)
             if isinstance(node.facets[0], Names) and node.facets[0].is_whole:
-                sized.append(table)
+                each.count(table)
         imports = frozenset(book.imports_of(function_id))
         if imports:
             each.forbid(sys.modules.keys(), imports)
         for module, spec in book.specs_of(function_id):
             each.expect(vars(module).get, "__spec__", spec)
-        return sized
 
     def _add_arrays(
         self, arrays: Sequence[tuple[Node, Contents]], each: Rows, rest: list[tuple[Node, Facet]]
@@ -213,8 +208,8 @@ class Capture:
             checks.append(glances_check(glanced))
         return checks
 
-    def _add_in_turn(self, rest: Sequence[tuple[Node, Facet]]) -> list[Any]:
-        """Add turns: a walk for each large container, groups for the rest. Return containers whose length counts."""
+    def _add_in_turn(self, rest: Sequence[tuple[Node, Facet]], each: Rows) -> None:
+        """Add turns: a walk for each large container, groups for the rest. Their lengths are compared at each call."""
         small = [(node, facet) for node, facet in rest if facet.size <= WINDOW_SIZE]
         for members in _portions(small, WINDOW_SIZE, size_of):
             rows = Rows()
@@ -223,8 +218,11 @@ class Capture:
             size = sum(size_of(facet) for _, facet in members)
             self._rings[0].append(Group(members, rows.checks(), size))
         self._rings[0].extend(Walk([member]) for member in rest if member[1].size > WINDOW_SIZE)
-        sized = [facet.iterable for _, facet in rest if isinstance(facet, Elements)]
-        return sized + [facet.obj for _, facet in rest if isinstance(facet.obj, dict)]
+        for _, facet in rest:
+            if isinstance(facet, Elements):
+                each.count(facet.iterable)
+            elif isinstance(facet.obj, dict):
+                each.count(facet.obj)
 
     def _add_states(self, states: Sequence[tuple[Node, State]]) -> list[Check]:
         left_ns = MAX_STATES_NS

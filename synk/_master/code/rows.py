@@ -40,6 +40,7 @@ class Rows:
         self._slots: list[tuple[Any, str, Any]] = []
         self._unset: list[tuple[Any, str]] = []
         self._objects: list[Any] = []
+        self._counted: list[Any] = []
         self._containers: list[Any] = []
         self._keyed: list[Any] = []
         self._empty: list[Any] = []
@@ -51,7 +52,9 @@ class Rows:
         if isinstance(facet, Contents):
             self._arrays.append((obj.tobytes, facet.told, obj, obj.dtype, obj.shape))
         elif isinstance(facet, Elements):
-            (self._containers if len(facet.iterable) else self._empty).append(facet.iterable)
+            self.count(facet.iterable)
+            if facet.size:
+                self._containers.append(facet.iterable)
         elif isinstance(obj, types.CellType):
             value = facet.told.get("", MISSING)
             if value is MISSING:
@@ -79,6 +82,15 @@ class Rows:
         """Expect none of the names among the keys of a table."""
         self._forbidden.append((keys, names))
 
+    def count(self, container: Any) -> None:
+        """Expect a container to have as many elements as now."""
+        if isinstance(container, dict):
+            container = base_of(container).values(container)  # past the methods of a subclass
+        if len(container) or hasattr(container, "__bool__"):  # a subclass may call itself empty
+            self._counted.append(container)
+        else:
+            self._empty.append(container)
+
     def _add_instance(self, obj: Any) -> None:
         self._objects.append(obj)
         table = table_of(obj)
@@ -90,15 +102,12 @@ class Rows:
         self._unset += [(obj, name) for name, value in slots if value is MISSING]
 
     def _add_table(self, table: Any) -> None:
-        if not len(table):
-            self._empty.append(table)
-        elif isinstance(table, dict):
-            base = base_of(table)
-            self._containers.append(base.values(table))
+        base: Any = base_of(table) if isinstance(table, dict) else type(table)
+        values = base.values(table)
+        self.count(values)
+        if values:
+            self._containers.append(values)
             self._keyed.append(base.keys(table))
-        else:
-            self._containers.append(table.values())
-            self._keyed.append(table.keys())
 
     def checks(self) -> list[Check]:
         """Return the checks, the cheapest first."""
@@ -106,7 +115,7 @@ class Rows:
         if self._lookups or self._forbidden or self._reads or self._empty:
             checks.append(_names_check(self._lookups, self._forbidden, self._reads, self._empty))
         rows: tuple[tuple[Callable[[Any], Check], Sequence[Any]], ...] = (
-            (lengths_check, self._containers),
+            (_lengths_check, self._counted),
             (_elements_check, self._containers),
             (_elements_check, self._keyed),
             (_types_check, self._objects),
@@ -144,7 +153,7 @@ def _names_check(
     return is_same
 
 
-def lengths_check(containers: Sequence[Any]) -> Check:
+def _lengths_check(containers: Sequence[Any]) -> Check:
     lengths = list(map(len, containers))
     return lambda: list(map(len, containers)) == lengths
 

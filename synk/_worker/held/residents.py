@@ -13,7 +13,7 @@ import itertools
 import operator
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from synk._wire.cell import cell
@@ -214,35 +214,46 @@ class Reading:
         self._modules = modules
         self._name = name
         self._has_changed = ""
-        self._tables: list[dict[str, Any]] = []  # of parameters and of buffers, that are not empty
+        self._sequence = 0  # of the message with the last call, if that has changed nothing; no message has 0
+        self._tables: list[Any] = []  # views of the parameters and of the buffers of modules that have some
         self._empty: list[dict[str, Any]] = []
         self._values: list[Any] = []  # what the tables held, in order; None for a parameter or buffer without tensor
         self._tensors: list[Any] = []
+        self._before: tuple[list[int], list[int]] = [], []
+
+    def __reduce__(self) -> Any:
+        return Reading, (self._fn, self._modules, self._name)  # copies for calls on trial have tensors of their own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check()
-        if not self._tables or not self._is_as_before():
-            self._find_tensors()
-        before = _marks(self._tensors)
+        sequence = cell.worker.sequence
+        # Other functions, and what the master sends, may change the tensors. If the rank's last message was a call of
+        # this function, nothing else was here since it found the tensors unchanged.
+        if sequence not in (self._sequence, self._sequence + 1) or not self._sequence:
+            if not (self._tables and self._is_as_before()):
+                self._find_tensors()
+            self._before = _marks(self._tensors)
+        self._sequence = 0  # the function may raise
         result = self._fn(*args, **kwargs)
-        if not self._is_as_before() or _marks(self._tensors) != before:
-            self._has_changed = self._name_of_changed(before)
+        if not self._is_as_before() or _marks(self._tensors) != self._before:
+            self._has_changed = self._name_of_changed()
             self._check()
+        self._sequence = sequence
         return result
 
     def _find_tensors(self) -> None:
         tables = [t for m in self._modules for each in m.modules() for t in (each._parameters, each._buffers)]
-        self._tables, self._empty = list(filter(len, tables)), [table for table in tables if not table]
-        self._values = list(_values_of(self._tables))
+        self._tables, self._empty = [t.values() for t in tables if t], [t for t in tables if not t]
+        self._values = list(itertools.chain.from_iterable(self._tables))
         self._tensors = [each for each in self._values if each is not None]
 
     def _is_as_before(self) -> bool:
         """Whether the modules have the tensors that they had. A tensor in a submodule added since is not seen."""
-        now = list(_values_of(self._tables))
+        now = list(itertools.chain.from_iterable(self._tables))
         return len(now) == len(self._values) and all(map(operator.is_, now, self._values)) and not any(self._empty)
 
-    def _name_of_changed(self, before: tuple[list[int], list[int]]) -> str:
-        known = dict(zip(map(id, self._tensors), zip(*before)))
+    def _name_of_changed(self) -> str:
+        known = dict(zip(map(id, self._tensors), zip(*self._before)))
         for module in self._modules:
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 if known.get(id(tensor)) != (tensor._version, tensor.data_ptr()):
@@ -257,10 +268,6 @@ class Reading:
                 "module.eval()). Train with synk.torch.replicate(model, optimizer), or keep the module on the workers "
                 "by synk.resident(module) and changes=[...]."
             )
-
-
-def _values_of(tables: Sequence[dict[str, Any]]) -> Iterator[Any]:
-    return itertools.chain.from_iterable(map(dict.values, tables))
 
 
 def _marks(tensors: Sequence[Any]) -> tuple[list[int], list[int]]:

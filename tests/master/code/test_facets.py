@@ -13,6 +13,7 @@ import pytest
 from synk._master.code import facets
 from synk._master.code.arrays import Contents
 from synk._master.code.facets import Elements, Facet, State, attributes, contents, items
+from synk._master.code.rows import Rows
 
 
 def move_to_end(table: dict[str, int]) -> None:
@@ -22,6 +23,16 @@ def move_to_end(table: dict[str, int]) -> None:
 def kinds(facet: Facet) -> set[str]:
     """An element may be sent again with all the others."""
     return {"elements" if each.kind == "element" else each.kind for each in facet.changes()}
+
+
+class NeverTrueDict(dict[str, int]):
+    def __bool__(self) -> bool:
+        return False
+
+
+class NeverTrueList(list[int]):
+    def __bool__(self) -> bool:
+        return False
 
 
 CASES: dict[str, tuple[Callable[[Any], Facet], Any, Callable[[Any], object]]] = {
@@ -55,6 +66,22 @@ def test_a_forgotten_change_is_reported_again(name: str) -> None:
     for change in facet.changes():
         facet.tell(change)
     assert facet.is_current()
+
+
+@pytest.mark.parametrize(
+    "make, obj, fill",
+    [(items, NeverTrueDict(), lambda table: table.update(a=1)), (Elements, NeverTrueList(), lambda e: e.append(1))],
+    ids=["dict", "list"],
+)
+def test_an_empty_container_is_compared_by_its_length_not_by_its_truth(make: Any, obj: Any, fill: Any) -> None:
+    for is_counted in (False, True):  # too large for each call, where only lengths are compared
+        rows = Rows()
+        rows.count(obj) if is_counted else rows.add(make(obj))
+        checks = rows.checks()
+        assert all(check() for check in checks)
+        fill(obj)
+        assert not all(check() for check in checks)
+        obj.clear()
 
 
 def test_forgotten_contents_are_reported_again() -> None:
