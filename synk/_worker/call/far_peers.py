@@ -123,7 +123,7 @@ class FarPeers(Peers):
         return self._nodes
 
     def complete(self, lane: WorkerLane) -> None:
-        if self.is_communicating and self._two_level is not None:
+        if self._two_level is not None:
             self._two_level.complete()
         else:
             super().complete(lane)
