@@ -10,7 +10,6 @@ a function is stuck in C code.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import mmap
 import os
@@ -19,10 +18,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from synk._wire.descriptors import NONE, Descriptor
+from synk._wire.mapping import FAILED, last_error, libc
 from synk._wire.memory import create_fd
 
 _IN_DELETE_SELF = 0x400
-_FAILED = ctypes.c_void_p(-1).value
 
 
 class Pulse:
@@ -32,10 +31,9 @@ class Pulse:
         self._fd: int = Descriptor(create_fd(mmap.PAGESIZE))
         self._pid = os.getpid()
         self._address: list[int] = []  # whoever pops the address unmaps it, so that this happens once
-        libc = _libc()
         address = libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_SHARED, self._fd, 0)
-        if address == _FAILED:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        if address == FAILED:
+            raise last_error()
         self._address.append(address)
         libc.madvise(address, mmap.PAGESIZE, mmap.MADV_DONTFORK)
 
@@ -49,7 +47,7 @@ class Pulse:
         self._fd = NONE
         if self._pid == os.getpid():
             while self._address:
-                _libc().munmap(self._address.pop(), mmap.PAGESIZE)
+                libc.munmap(self._address.pop(), mmap.PAGESIZE)
 
 
 def tie_to_master(setup: Mapping[str, Any]) -> tuple[Descriptor, Descriptor | None]:
@@ -89,7 +87,6 @@ def tie_to_pulse(fd: int) -> Descriptor | None:
 
     Returns None if this user has no inotify watches left. Then the pipe alone must do.
     """
-    libc = _libc()
     watch = libc.inotify_init1(os.O_CLOEXEC)
     if watch >= 0:
         _kill_on_event(watch)
@@ -104,12 +101,3 @@ def _kill_on_event(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
-
-
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_ssize_t]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return libc

@@ -1,8 +1,8 @@
 """Files mapped into memory: without a second descriptor, made private when the process forks, given back in pieces.
 
 The standard library's ``mmap`` keeps a duplicate of each descriptor, cannot map at a chosen address, and cannot reserve
-or free part of a file. The system calls for this are here and nowhere else. This file knows nothing of segments and
-arrays.
+or free part of a file. The C library's functions for this are declared here and nowhere else. This file knows nothing
+of segments and arrays.
 """
 
 from __future__ import annotations
@@ -15,27 +15,23 @@ import numpy as np
 
 from synk._wire.descriptors import orphans
 
-_MAP_FIXED = 0x10
+MAP_FIXED = 0x10
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.13; the value on x86-64 and AArch64
 _MREMAP_MAYMOVE_FIXED = 1 | 2
 _FALLOC_PUNCH_HOLE_KEEP_SIZE = 2 | 1
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_mmap = _libc.mmap
-_mmap.restype = ctypes.c_void_p
-_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_mremap = _libc.mremap
-_mremap.restype = ctypes.c_void_p
-_mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
-_munmap = _libc.munmap
-_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_fallocate = _libc.fallocate
-_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
-_madvise = _libc.madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MADV_REMOVE = 9
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14
-_FAILED = ctypes.c_void_p(-1).value
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
+libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+libc.mprotect.argtypes = libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+FAILED = ctypes.c_void_p(-1).value
+"""What ``mmap`` and ``mremap`` return when they fail."""
 
 
 class MappedFile(mmap.mmap):
@@ -71,8 +67,8 @@ class MappedFile(mmap.mmap):
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         self = super().__new__(cls, -1, nbytes, flags, protection)
         kind = mmap.MAP_PRIVATE | _MAP_NORESERVE if is_private else mmap.MAP_SHARED
-        if _mmap(self.address, nbytes, protection, kind | _MAP_FIXED, fd, 0) == _FAILED:
-            raise _last_error()
+        if libc.mmap(self.address, nbytes, protection, kind | MAP_FIXED, fd, 0) == FAILED:
+            raise last_error()
         self._is_private = is_private
         orphans.watch(fd, self)
         self.fd = fd  # last: until here the caller owns it
@@ -104,18 +100,18 @@ class MappedFile(mmap.mmap):
         fd, protection = self.fd, mmap.PROT_READ | mmap.PROT_WRITE
         if self._is_private or fd < 0:
             return
-        aside = _mmap(None, nbytes, protection, mmap.MAP_PRIVATE | _MAP_NORESERVE, fd, 0)
-        if aside == _FAILED:
+        aside = libc.mmap(None, nbytes, protection, mmap.MAP_PRIVATE | _MAP_NORESERVE, fd, 0)
+        if aside == FAILED:
             if self.fd != fd:
                 return
-            raise _last_error()
+            raise last_error()
         # Another thread may have closed the descriptor in the meantime, and its number may now be another file.
         if self.fd != fd:
-            _munmap(aside, nbytes)
+            libc.munmap(aside, nbytes)
             return
-        if _mremap(aside, nbytes, nbytes, _MREMAP_MAYMOVE_FIXED, self.address) == _FAILED:
-            error = _last_error()
-            _munmap(aside, nbytes)
+        if libc.mremap(aside, nbytes, nbytes, _MREMAP_MAYMOVE_FIXED, self.address) == FAILED:
+            error = last_error()
+            libc.munmap(aside, nbytes)
             raise error
         self._is_private = True
 
@@ -143,8 +139,8 @@ def punch(fd: int, offset: int, nbytes: int) -> None:
     ------
     OSError
     """
-    if _fallocate(fd, _FALLOC_PUNCH_HOLE_KEEP_SIZE, offset, nbytes):
-        raise _last_error()
+    if libc.fallocate(fd, _FALLOC_PUNCH_HOLE_KEEP_SIZE, offset, nbytes):
+        raise last_error()
 
 
 def populate(address: int, nbytes: int) -> None:
@@ -155,8 +151,8 @@ def populate(address: int, nbytes: int) -> None:
     OSError
         EINVAL if the kernel is older than Linux 5.14.
     """
-    if _madvise(address, nbytes, _MADV_POPULATE_WRITE):
-        raise _last_error()
+    if libc.madvise(address, nbytes, _MADV_POPULATE_WRITE):
+        raise last_error()
 
 
 def give_back(address: int, nbytes: int) -> None:
@@ -166,10 +162,10 @@ def give_back(address: int, nbytes: int) -> None:
     ------
     OSError
     """
-    if _madvise(address, nbytes, _MADV_REMOVE):
-        raise _last_error()
+    if libc.madvise(address, nbytes, _MADV_REMOVE):
+        raise last_error()
 
 
-def _last_error() -> OSError:
+def last_error() -> OSError:
     number = ctypes.get_errno()
     return OSError(number, os.strerror(number))

@@ -10,8 +10,9 @@ import os
 
 import numpy as np
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_read = _libc.process_vm_readv
+from synk._wire.mapping import libc
+
+_read = libc.process_vm_readv
 _read.restype = ctypes.c_ssize_t
 _read.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong)
 _RANGE_NBYTES = 2 * ctypes.sizeof(ctypes.c_size_t)
@@ -25,7 +26,7 @@ def let_siblings_read() -> None:
 
     Only the security module Yama asks for it. Kernels without Yama do not know the request, and need none.
     """
-    _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
+    libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
 def address_of(array: np.ndarray) -> int:

@@ -6,8 +6,7 @@ The master plans them. The workers run them, each its own share; if they are sma
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,8 +17,7 @@ Place = tuple[int, int]
 """``(segment_id, byte offset)``."""
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """Copy ``nbytes`` bytes from one place to another."""
 
     source: Place
@@ -27,8 +25,7 @@ class Copy:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class Reduce:
+class Reduce(NamedTuple):
     """Reduce ``count`` elements of ``dtype`` from several places, in order, into another place."""
 
     op: str

@@ -2,59 +2,35 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import re
 import sys
 import traceback
-from typing import Any
 
-from synk._wire.failures import Failure
+from synk._wire.messages import Failure
+from synk._worker.held.pickling import dumps
 from synk.errors import add_note
 
-TEXT_CAP = 20_000
-
-
-PICKLE_CAP = 1 << 20
-
-
+_TEXT_CAP = 20_000
+_PICKLE_CAP = 1 << 20
 _READ_ONLY = "is read-only"
-
 _IS_NO_TENSOR = re.compile(
     r"must be (a )?Tensors?\b.*ndarray|expected Tensor .*ndarray|'numpy\.ndarray' object has no attribute"
 )
-
-
 _WORKER_FOLDER = os.path.dirname(os.path.abspath(__file__))
-
-
-class _CappedFile(io.RawIOBase):
-    """A file that refuses to grow beyond ``PICKLE_CAP``, so that a huge payload is never copied."""
-
-    def __init__(self) -> None:
-        self.parts: list[bytes] = []
-        self.nbytes = 0
-
-    def write(self, data: Any) -> int:
-        nbytes = memoryview(data).nbytes
-        self.nbytes += nbytes
-        if self.nbytes > PICKLE_CAP:
-            raise ValueError(f"more than {PICKLE_CAP} bytes")
-        self.parts.append(bytes(data))
-        return nbytes
 
 
 def _message(error: BaseException) -> str:
     """Return ``str(error)``, cut to a limit. Never formats huge arguments, and never raises."""
     try:
         nbytes = sum(len(argument) for argument in error.args if isinstance(argument, (bytes, bytearray, str)))
-        if nbytes > PICKLE_CAP:
+        if nbytes > _PICKLE_CAP:
             return f"<arguments of {nbytes} bytes>"
         text = str(error)
     except BaseException as inner:
         return f"<its text could not be made: {type(inner).__name__}>"
-    return text if len(text) <= TEXT_CAP else f"{text[:TEXT_CAP]}... ({len(text)} characters)"
+    return text if len(text) <= _TEXT_CAP else f"{text[:_TEXT_CAP]}... ({len(text)} characters)"
 
 
 def _format(error: BaseException, depth: int = 0) -> str:
@@ -78,12 +54,8 @@ def _pickle(error: BaseException) -> tuple[bytes | None, str]:
     """Return the exception pickled, or None and the reason why the master cannot raise it."""
     if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
         return None, ""
-    from synk._worker.held.pickling import HostPickler
-
-    file = _CappedFile()
     try:
-        HostPickler(file, protocol=5).dump(error)
-        data = b"".join(file.parts)
+        data = dumps(error, _PICKLE_CAP)
         # What cannot be loaded again must fail here, not in the user's session.
         loaded = pickle.loads(data)
         return (data, "") if type(loaded) is type(error) else (None, f"it is loaded as {type(loaded).__name__}")
@@ -104,5 +76,5 @@ def pack_failure(error: BaseException, rank: int, device: str, *, is_collateral:
         )
     if isinstance(error, (TypeError, AttributeError)) and "torch" in sys.modules and _IS_NO_TENSOR.search(message):
         add_note(error, 'The function got NumPy arrays. Build it with framework="torch" to get tensors.')
-    text = _format(error)[-TEXT_CAP:]
+    text = _format(error)[-_TEXT_CAP:]
     return Failure(rank, device, type(error).__qualname__, message, text, *_pickle(error), is_collateral)

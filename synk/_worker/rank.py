@@ -1,7 +1,6 @@
-"""What a rank consists of: lanes, what it holds, variables, peers. Also how it recovers from a function that failed.
+"""What a rank consists of: lanes, what it holds, variables, peers. It is one object, so that the parts find each other.
 
-A worker learns everything from its messages (``synk._worker.loop.dispatch``). It never asks. In one file because it is
-one object, through which the parts find each other.
+A worker learns everything from its messages (``synk._worker.loop.dispatch``). It never asks.
 """
 
 from __future__ import annotations
@@ -17,21 +16,19 @@ from typing import Any, cast
 
 import numpy as np
 
-from synk._wire.control import NUM_LANES, Down, Phase, Up, is_interrupted
+from synk._wire.control import NUM_LANES, Down, Phase, Up
 from synk._wire.memory import Segment
-from synk._wire.messages import HAS_BODY, IS_COLLATERAL, LANE_SHIFT, Kind, Status
+from synk._wire.messages import HAS_BODY, LANE_SHIFT, Kind, Status
 from synk._worker import failpoints as _failpoints
 from synk._worker.call.execute import Executor, WorkerLane
 from synk._worker.call.peers import Peers
 from synk._worker.comm.collectives import Collectives
-from synk._worker.failures import pack_failure
 from synk._worker.held.held import Held
 from synk._worker.held.plans import LoadedFunction, PreparedPlan
 from synk._worker.held.residents import Residents
 from synk._worker.held.settings import Settings
 from synk._worker.held.variables import Replica, VariableStore
 from synk.backends import Backend, DeviceBackend, backend_module
-from synk.errors import SynkError
 
 Reply = tuple[Status, int, Any]
 Doorbell = tuple[int, int, int, int]
@@ -41,7 +38,7 @@ Doorbell = tuple[int, int, int, int]
 RSS_INTERVAL_NS = 1_000_000_000
 
 # Members of an enumeration are slow to look up.
-_PHASE, _FUNCTION, _INTERRUPT = int(Up.PHASE), int(Phase.FUNCTION), int(Down.INTERRUPT)
+_PHASE, _FUNCTION = int(Up.PHASE), int(Phase.FUNCTION)
 _ALL_ROWS = int(Down.ALL_ROWS)
 _CALL, _DONE = int(Kind.CALL), int(Status.DONE)
 _CALLS = (_CALL, int(Kind.CHECK))
@@ -50,10 +47,6 @@ _WITH_OUTPUTS = (_CALL, int(Kind.PUBLISH), int(Kind.ASSEMBLE))
 
 class Interrupted(KeyboardInterrupt):
     """The master asked this worker to end its call."""
-
-
-class DeviceLost(SynkError):
-    """The device failed in a way that only a new process can recover from."""
 
 
 def _replica_type(backend: Backend) -> type[Replica]:
@@ -78,13 +71,13 @@ class Worker:
         The numbers of all ranks; see ``synk._wire.control``.
     eventfds : sequence of int
         One for each rank, by which ranks wake each other in collectives inside functions.
+    first_rank, total_ranks : int, optional
+        On one of several nodes: the rank of the node's first worker, and the number of workers of all nodes.
 
     Attributes
     ----------
     rank, world_size : int
         Its position among the workers of its session, and their number.
-    first_rank, total_ranks : int
-        On one of several nodes: the rank of the node's first worker, and the number of workers of all nodes.
     lanes : list of WorkerLane
     lane : WorkerLane
         The lane of the current message.
@@ -113,28 +106,34 @@ class Worker:
         device: str,
         control: Segment,
         eventfds: Sequence[int],
+        first_rank: int = 0,
+        total_ranks: int = 0,
     ) -> None:
         self.rank = rank
-        self.world_size = self.total_ranks = world_size
-        self.first_rank = 0
+        self.world_size = world_size
+        self.first_rank, self.total_ranks = first_rank, total_ranks or world_size
         self.device = device
         self.is_inline = False  # whether it lives in the master's process
         self.pid = os.getpid()  # a function may fork: the child is no worker
-        self._control = control  # keeps the mapping alive
         self.backend = backend_module(backend_name).open_device(device)
         self.lanes = [WorkerLane(index, rank, world_size, control, self.backend) for index in range(NUM_LANES)]
         self.lane = self.lanes[0]
         self.used_lanes: set[int] = set()  # lanes that may still hold something of a call
         self.only_lane: WorkerLane | None = None  # the single used lane, if there is only one
         self.down, self.up = self.lane.down, self.lane.up
-        self._eventfds = eventfds
         self.own_down, self.own_up = memoryview(self.down[rank]), self.lane.own_up
         self.own_up[Up.PHASE] = Phase.IDLE  # a dead worker that this one replaces may have left another phase
         self.held = Held(self.backend)
         self.variables = VariableStore(rank, self.held.segments, self.down, self.backend, _replica_type(self.backend))
         self.residents = Residents()
         self.settings = Settings()
-        self.peers = Peers(rank, world_size, self.backend, self.down, self.up, eventfds)
+        of_this_node = rank, world_size, self.backend, self.down, self.up, eventfds
+        if self.has_other_nodes:
+            from synk._worker.call.far_peers import FarPeers
+
+            self.peers: Peers = FarPeers(self.first_rank, self.total_ranks, *of_this_node)
+        else:
+            self.peers = Peers(*of_this_node)
         self.failpoint = _failpoints.nothing
         self.peek: Callable[[], Doorbell | None] = _see_nothing
         if self.backend.is_device:
@@ -152,14 +151,6 @@ class Worker:
         self.num_collectives = 0  # that functions have begun
         self.part_rows = 0  # of the slice of a training step that is running
         self.rss_measured = 0
-
-    def play_among(self, first_rank: int, total_ranks: int) -> None:
-        """Count from ``first_rank`` on: there are ranks on other nodes."""
-        from synk._worker.call.far_peers import FarPeers
-
-        self.first_rank, self.total_ranks = first_rank, total_ranks
-        of_this_node = self.rank, self.world_size, self.backend, self.down, self.up, self._eventfds
-        self.peers = FarPeers(first_rank, total_ranks, *of_this_node)
 
     def close(self) -> None:
         """Release the device and all memory. A process that ends anyway need not call this."""
@@ -278,7 +269,10 @@ class Worker:
         lane = self.lane
         if kind == _CALL:
             if reduce(or_, lane.sleeps, 0) & 1:
-                self.peers.wake(lane)
+                assert lane.communicator is not None
+                # After the reply, so that the master does not wait for it. A rank that falls asleep just now and is
+                # missed looks again by itself.
+                lane.communicator.wake_sleepers()
             ended = lane.executor.ended
             if ended - self.rss_measured > RSS_INTERVAL_NS:
                 self.rss_measured = ended
@@ -288,58 +282,14 @@ class Worker:
             lane.executor.forget()
 
     def settle_inputs(self, prepared: PreparedPlan) -> None:
-        """Separate inputs that a function has kept from those of later calls, so that neither changes the other."""
+        """Separate inputs that a function has kept from later ones, so that neither changes the other."""
         is_kept = self.executor.settle_inputs(prepared)
         if prepared.function.to_framework is not None:
             self.held.kept_data |= prepared.loans.kept_data()
         if is_kept:
             self.held.map_again(prepared.loans.staging)
 
-    # -- the user's code, which may raise anything and be interrupted -------------------------------------------------
-
-    def guarded(self, action: Callable[[Worker, Any, Any], Reply], value: Any, body: Any) -> Reply:
-        """Return the reply of ``action``, which may run the user's code: exceptions and interrupts become replies."""
-        try:
-            try:
-                self.is_interruptible = True
-                word = self.own_down[_INTERRUPT]
-                if word >= 0 and is_interrupted(word, self.sequence):
-                    raise Interrupted  # the signal came before this message became interruptible
-                if not self.backend.is_device:
-                    return action(self, value, body)
-                with self.backend.running():
-                    return action(self, value, body)
-            except Interrupted:
-                raise
-            except BaseException as error:  # not even SystemExit may end a worker
-                return self.failed(error)
-            finally:
-                self.is_interruptible = False
-        except Interrupted:
-            self.is_interruptible = False
-            self.recover("")
-            return Status.INTERRUPTED, 0, None
-
-    def failed(self, error: BaseException) -> Reply:
-        """Return the reply that reports an exception, and drop what its call has left."""
-        # A rank that waits for one that failed fails, too. It counts as the cause only if no rank failed otherwise.
-        is_collateral = self.peers.is_collateral(error) or (
-            self.process_group is not None and self.process_group.is_lost_peer(error)
-        )
-        error = self.backend.explain(error, repr(self.function_name))
-        failure = pack_failure(error, self.number, self.device, is_collateral=is_collateral)
-        _drop_frames(error)
-        self.recover(failure.traceback_text)
-        return Status.ERROR, IS_COLLATERAL if is_collateral else 0, failure
-
-    def recover(self, text: str) -> None:
-        """Clean up after a call that failed or was interrupted, so that nothing of it is left on the device."""
-        self.peers.give_up_started(self.lane)
-        if self.process_group is not None:
-            self.process_group.abandon()
-        self.executor.forget()
-        if not self.backend.recover():
-            raise DeviceLost(f"{text}{self.device} reports errors to every call from now on: this worker ends.")
+    # -- interrupts, which may come at any line of the user's code ---------------------------------------------------
 
     @contextlib.contextmanager
     def uninterrupted(self) -> Iterator[None]:
@@ -394,19 +344,6 @@ class Worker:
 
 def _see_nothing() -> None:
     return None
-
-
-def _drop_frames(error: BaseException) -> None:
-    """Unlink an exception from the frames it went through, so that their arrays are freed now."""
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        item = pending.pop()
-        if item is None or id(item) in seen:
-            continue
-        seen.add(id(item))
-        BaseException.with_traceback(item, None)  # not by assignment: an exception's class may be frozen
-        pending += [item.__cause__, item.__context__]
 
 
 def _resident_nbytes() -> int:

@@ -303,7 +303,7 @@ def test_workers_start_where_the_system_has_no_watches_left(monkeypatch: pytest.
         def inotify_init1(self, flags: int) -> int:
             return -1
 
-    monkeypatch.setattr(_lifeline, "_libc", Refusing)
+    monkeypatch.setattr(_lifeline, "libc", Refusing())
     fd = os.open(os.devnull, os.O_RDONLY)
     assert _lifeline.tie_to_pulse(fd) is None
     assert not is_open(fd)

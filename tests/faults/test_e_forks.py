@@ -167,7 +167,7 @@ def test_E16_what_another_thread_drops_meanwhile_is_left_alone(monkeypatch: pyte
         result.close()
         result.make_private()
         return
-    mmap, taken = _mapping._mmap, []
+    mmap, taken = _mapping.libc.mmap, []
 
     def drop_first(*arguments: Any) -> int:
         number = result.fd
@@ -177,7 +177,7 @@ def test_E16_what_another_thread_drops_meanwhile_is_left_alone(monkeypatch: pyte
         assert taken[0] == number
         return int(mmap(*arguments))
 
-    monkeypatch.setattr(_mapping, "_mmap", drop_first)
+    monkeypatch.setattr(_mapping.libc, "mmap", drop_first)
     result.make_private()
     assert result[:5] == b"right"
     os.close(taken[0])
@@ -295,7 +295,7 @@ def test_E16_a_result_that_cannot_be_made_private(
     f = rt.function(filled, bcast_inputs=("k", "size"), outputs="sum")
     held = [f(1.0, SIZE, np.ones(2))]
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "synk"):
-        patch.setattr(_mapping, "_mmap", lambda *_: _mapping._FAILED)
+        patch.setattr(_mapping.libc, "mmap", lambda *_: _mapping.FAILED)
         child = Child(lambda: np.testing.assert_array_equal(held[0], 4.0))
     with child:
         held.clear()

@@ -591,7 +591,7 @@ def take_call(*parts: Step | Block) -> Block:
     return block(
         "handle",
         note("load TIMED"),
-        block("Worker.guarded", *parts),
+        block("guarded", *parts),
         note("call leave_call"),
         note("store FUNCTION_NS"),
         note("store PHASE"),

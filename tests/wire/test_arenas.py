@@ -141,21 +141,21 @@ def test_memory_comes_back_and_new_values_begin_with_zeros(runtime: Fork) -> Non
         del empty
 
 
-@pytest.mark.parametrize("refused", ["_mmap", "_fallocate"])
+@pytest.mark.parametrize("refused", ["mmap", "fallocate"])
 def test_where_the_system_refuses(runtime: Fork, monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
     """No address space for an arena; a file system that cannot give parts of a file back."""
     rt = runtime(1)
     data = rt.data(np.arange(1000.0))
     with monkeypatch.context() as patch:
-        if refused == "_fallocate":
-            patch.setattr(_mapping, "_fallocate", lambda *_: -1)
+        if refused == "fallocate":
+            patch.setattr(_mapping.libc, "fallocate", lambda *_: -1)
         else:
-            real = _mapping._mmap
+            real = _mapping.libc.mmap
 
             def small_only(*args: Any) -> Any:
-                return _mapping._FAILED if args[1] >= _arenas.ARENA_NBYTES else real(*args)
+                return _mapping.FAILED if args[1] >= _arenas.ARENA_NBYTES else real(*args)
 
-            patch.setattr(_mapping, "_mmap", small_only)
+            patch.setattr(_mapping.libc, "mmap", small_only)
         for k in range(5):
             others = [rt.data(np.full(100 * PAGE_NBYTES // 8 // 4**size, float(k))) for size in range(4)]
             del others

@@ -43,7 +43,6 @@ from synk._master.workers import doorbells, recovery
 from synk._master.workers import workers as _workers
 from synk._wire import channel as _channel
 from synk._wire.control import Down, Up
-from synk._worker import rank as _rank
 from synk._worker.call import peers
 from synk._worker.held import variables as _variables
 from synk._worker.loop import calls as _worker_calls
@@ -216,7 +215,7 @@ MODULES = {
     "Peers": peers,
     "run_call": _worker_calls,
     "handle": _dispatch,
-    "Worker": _rank,
+    "guarded": _worker_calls,
     "VariableStore": _variables,
     "Workers": _workers,
     "Recovery": recovery,

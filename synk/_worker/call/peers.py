@@ -97,13 +97,12 @@ class Peers:
         return True
 
     def complete(self, lane: WorkerLane) -> None:
-        """Finish what the function has started with ``synk.comm``, now that it has returned."""
-        if self.is_communicating:
-            assert lane.communicator is not None
-            lane.communicator.complete()
-            self.give_up_started(lane)  # some may be left if the function caught an error
-            if self._collectives is not None:
-                self._collectives.join_communication()
+        """Finish what the function, which has communicated and returned, has started with ``synk.comm``."""
+        assert lane.communicator is not None
+        lane.communicator.complete()
+        self.give_up_started(lane)  # some may be left if the function caught an error
+        if self._collectives is not None:
+            self._collectives.join_communication()
 
     def give_up_started(self, lane: WorkerLane) -> None:
         """Give the NCCL group up if this rank leaves with collectives in flight, which others may have launched."""
@@ -116,7 +115,7 @@ class Peers:
         return lane.ranks
 
     def leave_call(self, lane: WorkerLane) -> None:
-        """Say that this rank has left the call, so that no rank waits for it. :meth:`wake` follows after the reply."""
+        """Say that this rank has left the call, so that no rank waits for it. ``Worker.tidy`` wakes sleepers."""
         rank, call = self._rank, lane.first_down[_CALL]
         if lane.first_down[_RESULT] and lane.published[rank] != call:
             lane.published[rank] = -call
@@ -130,15 +129,6 @@ class Peers:
         elif lane.has_waited:  # in an earlier call
             lane.note_waits(0)
         lane.left[rank] = call
-
-    def wake(self, lane: WorkerLane) -> None:
-        """Wake ranks that sleep in a collective in which this rank did not take part.
-
-        This happens after the reply, so that the master does not wait for it. A rank that falls asleep just now and is
-        missed looks again by itself.
-        """
-        assert lane.communicator is not None
-        lane.communicator.wake_sleepers()
 
     # -- collectives --------------------------------------------------------------------------------------------------
 

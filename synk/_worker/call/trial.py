@@ -28,6 +28,7 @@ from synk._wire.cell import cell
 from synk._wire.control import Traits
 from synk._wire.parcels import Pickler
 from synk._wire.settings import kept
+from synk._worker.held.pickling import CappedFile
 from synk.errors import SerializationError
 
 if TYPE_CHECKING:
@@ -134,24 +135,11 @@ def _library_of(obj: Any) -> str:
     return name.partition(".")[0] if isinstance(name, str) else ""
 
 
-class _File(io.BytesIO):
-    """A file that refuses to grow beyond ``max_nbytes``."""
-
-    def __init__(self, max_nbytes: float) -> None:
-        super().__init__()
-        self._max_nbytes = max_nbytes
-
-    def write(self, data: Any) -> int:
-        if self.tell() + memoryview(data).nbytes > self._max_nbytes:
-            raise ValueError(f"more than {self._max_nbytes} bytes")
-        return super().write(data)
-
-
 class _Pickle(Pickler):
     """A pickle of an object, with the random generators that it holds and the classes that travel with it."""
 
     def __init__(self, value: Any, max_nbytes: float = math.inf) -> None:
-        file = _File(max_nbytes)
+        file = CappedFile(max_nbytes)
         super().__init__(file, protocol=5)
         self.generators: list[Any] = []
         self.classes: list[type] = []

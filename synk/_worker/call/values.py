@@ -11,6 +11,7 @@ from synk._pure.ops import Op
 from synk._pure.table_outputs import check_table
 from synk._pure.tables import is_table
 from synk._pure.tensors import tensor_of
+from synk._worker.held.pickling import dumps
 from synk._worker.held.plans import LoadedFunction
 from synk.backends import Backend
 from synk.errors import SerializationError
@@ -26,7 +27,7 @@ class Object:
 
 
 class Partial:
-    """A partial result: a reduced output of several slices, to be finished together with those of the other ranks.
+    """A partial result: a reduced output of several slices, to be finished together with the other ranks' values.
 
     Attributes
     ----------
@@ -98,8 +99,6 @@ def snapshot(backend: Backend, value: Any, name: str, function: LoadedFunction) 
     """Return a copy of an object, because the function may change it in the next slice. Arrays are copied elsewhere."""
     if backend.is_array(value) or isinstance(value, (np.generic, *_IMMUTABLE_TYPES)):
         return value
-    from synk._worker.held.pickling import dumps
-
     try:  # by pickling, because it will be pickled anyway
         if isinstance(value, Object):
             return Object(pickle.loads(dumps(value.value)))

@@ -14,22 +14,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from synk._wire.mapping import MAP_FIXED, libc
 from synk.errors import SharedMemoryError
 
 _PAGE = mmap.PAGESIZE
 _ENTRY_NBYTES = 8
 _FLAGS_AT = 7 if sys.byteorder == "little" else 0
 _MAX_ENTRIES = 1 << 17
-_MAP_FIXED = 0x10
 # The highest byte of an entry in pagemap: 0x80 in memory, 0x40 swapped out, 0x20 a page of the file. A page that is in
 # memory or swapped out, and is no page of the file, is this process's own copy.
 _NOT_WRITTEN = bytes(value for value in range(256) if not value & 0xC0 or value & 0x20)
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mprotect.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
-_libc.madvise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
-_libc.mmap.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.mmap.restype = ctypes.c_size_t
 
 
 def _whole_pages(address: int, nbytes: int) -> tuple[int, int]:
@@ -46,14 +40,14 @@ def _check(is_done: bool, what: str) -> None:
 def let_write(address: int, nbytes: int) -> None:
     """Make a private mapping writable. A write past NumPy's flags then copies the page instead of raising SIGSEGV."""
     start, length = _whole_pages(address, nbytes)
-    done = _libc.mprotect(start, length, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+    done = libc.mprotect(start, length, mmap.PROT_READ | mmap.PROT_WRITE) == 0
     _check(done, f"let a function write to its {nbytes} bytes of inputs")
 
 
 def map_privately(address: int, nbytes: int, fd: int) -> None:
     """Replace a shared mapping of a file by a private one, at the same address."""
-    kind = mmap.MAP_PRIVATE | _MAP_FIXED
-    done = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, kind, fd, 0) == address
+    kind = mmap.MAP_PRIVATE | MAP_FIXED
+    done = libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, kind, fd, 0) == address
     _check(done, f"keep inputs of {nbytes} bytes")
 
 
@@ -100,7 +94,7 @@ def is_written(address: int, nbytes: int) -> bool:
 def give_back(address: int, nbytes: int) -> None:
     """Drop this process's copies of pages of a private mapping, so that they show the file again."""
     start, length = _whole_pages(address, nbytes)
-    _check(_libc.madvise(start, length, mmap.MADV_DONTNEED) == 0, "take back what a function wrote to its inputs")
+    _check(libc.madvise(start, length, mmap.MADV_DONTNEED) == 0, "take back what a function wrote to its inputs")
 
 
 class _Bytes:

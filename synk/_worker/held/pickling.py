@@ -6,14 +6,28 @@ The master must not touch a device: a context there costs memory on every GPU, a
 from __future__ import annotations
 
 import io
+import math
 from typing import Any
 
 from synk._wire.parcels import Pickler
 from synk.backends import on_host
 
 
-class HostPickler(Pickler):
-    """Pickles what cloudpickle does; arrays that lie on a device become NumPy's, and tensors those of the CPU."""
+class CappedFile(io.BytesIO):
+    """A file that refuses to grow beyond ``max_nbytes``, so that a huge payload is never copied."""
+
+    def __init__(self, max_nbytes: float) -> None:
+        super().__init__()
+        self._max_nbytes = max_nbytes
+
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > self._max_nbytes:
+            raise ValueError(f"more than {self._max_nbytes} bytes")
+        return super().write(data)
+
+
+class _HostPickler(Pickler):
+    """Pickles what cloudpickle does; arrays that lie on a device become NumPy's, and tensors move to the CPU."""
 
     def reducer_override(self, obj: Any) -> Any:
         moved = on_host(obj)
@@ -22,8 +36,14 @@ class HostPickler(Pickler):
         return super().reducer_override(obj)
 
 
-def dumps(obj: Any) -> bytes:
-    """Return ``obj`` pickled for the master."""
-    file = io.BytesIO()
-    HostPickler(file, protocol=5).dump(obj)
+def dumps(obj: Any, max_nbytes: float = math.inf) -> bytes:
+    """Return ``obj`` pickled for the master.
+
+    Raises
+    ------
+    ValueError
+        If the pickle is larger than ``max_nbytes``.
+    """
+    file = io.BytesIO() if max_nbytes == math.inf else CappedFile(max_nbytes)
+    _HostPickler(file, protocol=5).dump(obj)
     return file.getvalue()

@@ -1,22 +1,89 @@
-"""A call on its rank, from its plan to its reply, and what the master may ask for after that.
+"""The user's code on a rank: what it raises becomes a reply, and a call goes from its plan to its reply.
 
-All calls go this one way. What stays the same as in the plan's last call is compiled (``PreparedPlan``), so most steps
-have a short cut. If it does not fit (other rows, another output), the step is done in full and kept for the next call.
+All calls go one way. What stays the same as in the plan's last call is compiled (``PreparedPlan``), so most steps have
+a short cut. If it does not fit (other rows, another output), the step is done in full and kept for the next call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from synk._wire.control import Down, Phase, Traits, Up
-from synk._wire.messages import IS_ASSEMBLED, Body, Plan, Status
+from synk._wire.control import Down, Phase, Traits, Up, is_interrupted
+from synk._wire.messages import IS_ASSEMBLED, IS_COLLATERAL, Body, Plan, Status
+from synk._worker.failures import pack_failure
 from synk._worker.held.plans import PreparedPlan
-from synk._worker.rank import Reply, Worker
+from synk._worker.rank import Interrupted, Reply, Worker
+from synk.errors import SynkError
 
 # Members of an enumeration are slow to look up.
 _PHASE = int(Up.PHASE)
 _FUNCTION, _PUBLISHING, _REDUCING = int(Phase.FUNCTION), int(Phase.PUBLISHING), int(Phase.REDUCING)
-_RESULT, _DONE = int(Down.RESULT), Status.DONE
+_RESULT, _INTERRUPT, _DONE = int(Down.RESULT), int(Down.INTERRUPT), Status.DONE
+
+
+class DeviceLost(SynkError):
+    """The device failed in a way that only a new process can recover from."""
+
+
+def guarded(worker: Worker, action: Callable[[Worker, Any, Any], Reply], value: Any, body: Any) -> Reply:
+    """Return the reply of ``action``, which may run the user's code: exceptions and interrupts become replies."""
+    try:
+        try:
+            worker.is_interruptible = True
+            word = worker.own_down[_INTERRUPT]
+            if word >= 0 and is_interrupted(word, worker.sequence):
+                raise Interrupted  # the signal came before this message became interruptible
+            if not worker.backend.is_device:
+                return action(worker, value, body)
+            with worker.backend.running():
+                return action(worker, value, body)
+        except Interrupted:
+            raise
+        except BaseException as error:  # not even SystemExit may end a worker
+            return failed(worker, error)
+        finally:
+            worker.is_interruptible = False
+    except Interrupted:
+        worker.is_interruptible = False
+        recover(worker, "")
+        return Status.INTERRUPTED, 0, None
+
+
+def failed(worker: Worker, error: BaseException) -> Reply:
+    """Return the reply that reports an exception, and drop what its call has left."""
+    # A rank that waits for one that failed fails, too. It counts as the cause only if no rank failed otherwise.
+    is_collateral = worker.peers.is_collateral(error) or (
+        worker.process_group is not None and worker.process_group.is_lost_peer(error)
+    )
+    error = worker.backend.explain(error, repr(worker.function_name))
+    failure = pack_failure(error, worker.number, worker.device, is_collateral=is_collateral)
+    _drop_frames(error)
+    recover(worker, failure.traceback_text)
+    return Status.ERROR, IS_COLLATERAL if is_collateral else 0, failure
+
+
+def recover(worker: Worker, text: str) -> None:
+    """Clean up after a call that failed or was interrupted, so that nothing of it is left on the device."""
+    worker.peers.give_up_started(worker.lane)
+    if worker.process_group is not None:
+        worker.process_group.abandon()
+    worker.executor.forget()
+    if not worker.backend.recover():
+        raise DeviceLost(f"{text}{worker.device} reports errors to every call from now on: this worker ends.")
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Unlink an exception from the frames it went through, so that their arrays are freed now."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        item = pending.pop()
+        if item is None or id(item) in seen:
+            continue
+        seen.add(id(item))
+        BaseException.with_traceback(item, None)  # not by assignment: an exception's class may be frozen
+        pending += [item.__cause__, item.__context__]
 
 
 def run_call(worker: Worker, plan_id: int, body: Body | None) -> Reply:

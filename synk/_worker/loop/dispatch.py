@@ -12,14 +12,15 @@ from typing import Any
 from synk._pure.nested import is_plain_object
 from synk._wire.cell import cell
 from synk._wire.control import Down, Phase, Up
-from synk._wire.failures import Failure
 from synk._wire.items import ItemsDone
 from synk._wire.logs import set_levels
-from synk._wire.messages import IS_ALONE, LANE_SHIFT, Body, DeviceCollective, Fetch, JoinOrder, Kind, LoadOrder, Status
+from synk._wire.messages import IS_ALONE, LANE_SHIFT, Body, Failure, JoinOrder, Kind, LoadOrder, Status
 from synk._wire.steps import run_steps
+from synk._wire.variables import DeviceCollective, Fetch
 from synk._worker.failures import pack_failure
+from synk._worker.held.pickling import dumps
 from synk._worker.held.plans import LoadedFunction
-from synk._worker.loop.calls import assemble, publish_again, run_call
+from synk._worker.loop.calls import assemble, failed, guarded, publish_again, recover, run_call
 from synk._worker.loop.items import run_items
 from synk._worker.rank import Interrupted, Reply, Worker
 from synk.errors import SerializationError
@@ -50,7 +51,7 @@ def handle(
             received = time.monotonic_ns() if lane.first_down[_TIMED] else 0
             executor = lane.executor
             executor.function_ns = 0
-            status, reply_flags, content = worker.guarded(run_call, value, body)
+            status, reply_flags, content = guarded(worker, run_call, value, body)
             worker.peers.leave_call(lane)
             lane.own_up[_FUNCTION_NS] = executor.function_ns
             worker.own_up[_PHASE] = _IDLE
@@ -71,7 +72,7 @@ def handle(
         try:
             worker.settle_inputs(called)
         except Exception as error:
-            return _pickle_reply(worker, *worker.failed(error))
+            return _pickle_reply(worker, *failed(worker, error))
     return status, reply_flags, data
 
 
@@ -79,14 +80,14 @@ def _act(worker: Worker, kind: int, value: int, body: Body | None) -> Reply:
     """Handle a message other than a call."""
     action = _ACTIONS.get(kind)
     if action is not None:
-        return worker.guarded(action, value, body)
+        return guarded(worker, action, value, body)
     if kind == Kind.ITEMS:
         return run_items(worker, body)
     if kind == Kind.SUPPLY:
         return Status.DONE, 0, None
     if kind == Kind.PING:
         worker.forget_lanes(set(worker.used_lanes))
-        worker.recover("")
+        recover(worker, "")
         return Status.PONG, 0, None
     return Status.BYE, 0, None
 
@@ -191,8 +192,6 @@ def _pickle_reply(worker: Worker, status: Status, flags: int, content: Any) -> t
     what = "the structure of its result"
     try:
         try:
-            from synk._worker.held.pickling import dumps
-
             worker.is_interruptible = True
             layout, objects = content
             # Each object on its own, so that the one that cannot be pickled or loaded can be named.

@@ -12,10 +12,11 @@ from typing import Any
 from synk._pure.nested import PLAIN_TYPES
 from synk._pure.texts import short_repr
 from synk._wire.control import Phase, Up
-from synk._wire.failures import Failure
 from synk._wire.items import Items, ItemsDone
-from synk._wire.messages import Body, Status
+from synk._wire.messages import Body, Failure, Status
+from synk._worker.held.pickling import dumps
 from synk._worker.held.plans import LoadedFunction
+from synk._worker.loop.calls import failed, guarded
 from synk._worker.rank import Interrupted, Reply, Worker
 from synk.errors import SerializationError
 
@@ -29,7 +30,7 @@ def run_items(worker: Worker, body: Body | None) -> Reply:
     worker.forget_lanes(set(worker.used_lanes))  # all earlier calls are over
     function = worker.mapped = worker.held.functions[order.function_id]
     try:
-        return worker.guarded(_run, function, order)
+        return guarded(worker, _run, function, order)
     finally:
         worker.mapped = None
         worker.variables.abandon()
@@ -51,7 +52,7 @@ def _run(worker: Worker, function: LoadedFunction, order: Items) -> Reply:
         except Interrupted:
             raise
         except BaseException as error:  # not even SystemExit may end a worker
-            failure = worker.failed(error)[2]
+            failure = failed(worker, error)[2]
             failed_item = "" if item is _UNLOADED else short_repr(item)
             break
     return Status.DONE, 0, ItemsDone(values, failure, failed_item, time.monotonic_ns() - started)
@@ -85,8 +86,6 @@ def _result(worker: Worker, function: LoadedFunction, item: Any) -> Any:
 
 
 def _pickled(result: Any, function: LoadedFunction) -> bytes:
-    from synk._worker.held.pickling import dumps
-
     try:
         return pickle.dumps(result, protocol=5) if type(result) in PLAIN_TYPES else dumps(result)
     except Interrupted:

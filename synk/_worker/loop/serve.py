@@ -26,8 +26,9 @@ from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, IS_UNRECEIVED, LANE_SHIFT, Body, Kind, Status
 from synk._worker import failpoints as _failpoints
 from synk._worker.failures import pack_failure
+from synk._worker.loop.calls import DeviceLost
 from synk._worker.loop.dispatch import handle
-from synk._worker.rank import DeviceLost, Doorbell, Worker
+from synk._worker.rank import Doorbell, Worker
 from synk.errors import SharedMemoryError
 
 # Members of an enumeration are slow to look up.
@@ -68,20 +69,17 @@ class WorkerLoop:
         if setup["cpus"]:
             os.sched_setaffinity(0, setup["cpus"])  # before the array library starts its threads
         eventfds = [setup["fds"][f"event{rank}"] for rank in range(setup["world_size"])]
-        self._worker = Worker(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
-        self._worker.device = setup["node"] + setup["device"]
-        if setup["total_ranks"] > setup["world_size"]:
-            self._worker.play_among(setup["first_rank"], setup["total_ranks"])
-        self._worker.failpoint = failpoint
-        self._worker.seed = setup["seed"]
-        self._worker.peek = self._peek
-        self._worker.peers.patience_s = setup["spin_s"]
+        who = setup["rank"], setup["world_size"], setup["backend"], setup["device"]
+        worker = self._worker = Worker(*who, control, eventfds, setup["first_rank"], setup["total_ranks"])
+        worker.device = setup["node"] + setup["device"]
+        worker.failpoint, worker.seed, worker.peek = failpoint, setup["seed"], self._peek
+        worker.peers.patience_s = setup["spin_s"]
         control.close_fd()
         failpoint("start.ready")
         import platform
 
         versions = {"python": platform.python_version(), "numpy": np.__version__, "synk": __version__}
-        hello = {"versions": versions, "device": self._worker.backend.describe()}
+        hello = {"versions": versions, "device": worker.backend.describe()}
         self._reply(Status.HELLO, 0, 0, pickle.dumps(hello, protocol=5))
 
     def serve(self) -> None:
@@ -178,21 +176,20 @@ class WorkerLoop:
             held.add_segment(segment)
         return body
 
-    def _reply(self, status: Status, flags: int, sequence: int, body: bytes | None) -> None:
-        channel = self._channel
-        if body is not None:
-            flags |= HAS_BODY
-            # The body goes first, so that the master can read it without waiting once it sees the doorbell.
-            try:
-                channel.send_body(sequence, body)
-            except SharedMemoryError as error:  # a large body needs a descriptor, this small error does not
-                assert self._worker is not None
-                self._worker.executor.forget()
-                failure = pack_failure(error, self._worker.number, self._worker.device)
-                status, flags = Status.ERROR, HAS_BODY
-                channel.send_body(sequence, pickle.dumps(failure, protocol=5))
-            if self._worker is not None and status != Status.HELLO:
-                self._worker.failpoint("call.after_header")
+    def _reply(self, status: Status, flags: int, sequence: int, body: bytes) -> None:
+        channel, worker = self._channel, self._worker
+        assert worker is not None
+        flags |= HAS_BODY
+        # The body goes first, so that the master can read it without waiting once it sees the doorbell.
+        try:
+            channel.send_body(sequence, body)
+        except SharedMemoryError as error:  # a large body needs a descriptor, this small error does not
+            worker.executor.forget()
+            failure = pack_failure(error, worker.number, worker.device)
+            status, flags = Status.ERROR, HAS_BODY
+            channel.send_body(sequence, pickle.dumps(failure, protocol=5))
+        if status != Status.HELLO:
+            worker.failpoint("call.after_header")
         channel.ring(status, flags, sequence, 0)
 
     def _on_interrupt(self, signum: int, frame: Any) -> None:
@@ -251,9 +248,6 @@ def main(sock: socket.socket, setup: dict[str, Any]) -> None:
     loop.start()
     if not os.environ.get("PYTHONBREAKPOINT"):  # else the user has chosen a debugger, or none
         sys.breakpointhook = _refuse_breakpoint
-    # Imported now, while only our own folders are searched and descriptors are left: an error report must need none.
-    import synk._worker.held.pickling  # noqa: F401
-
     sys.path[:] = setup["sys_path"]
     sys.argv[:] = setup["argv"]
     try:
