@@ -311,11 +311,7 @@ class ShmCollectives(HostCommunicator):
         return (self._rendezvous.tick + 1) & 1
 
     def frame(self, num_streams: int) -> Frame:
-        """Return where the streams of a rank are shown, if each rank has so many: behind the head of an exchange.
-
-        What has no head is shown there, too. Large arrays of NumPy begin 16 bytes behind the start of a page, and some
-        processors copy slowly to there from the very start of a page (see ``read_memory``).
-        """
+        """Return where the streams of a rank are shown, if each rank has so many: behind the head of an exchange."""
         begin = self.head_nbytes()
         return Frame(begin, min(PIECE_NBYTES, (self.half_nbytes - begin) // num_streams // LINE_NBYTES * LINE_NBYTES))
 
