@@ -76,7 +76,8 @@ class Mailbox:
 
     def is_idle(self) -> bool:
         """Whether no message is asked for, kept or waiting to be written, and no collective is in flight."""
-        is_busy = self._arriving or self._fetched or self._inbox or self._unsent
+        inbox = self._inbox
+        is_busy = self._unsent or self._arriving or self._fetched or inbox.asked or inbox.arrived
         return not (is_busy or self._schedule.operations)
 
     def clear(self) -> None:
@@ -115,7 +116,7 @@ class Mailbox:
 
     def complete(self) -> None:
         """Wait for the messages that were asked for, and until those sent are in the rings or the outbox."""
-        for message in (*self._inbox.asked, *self._fetched):
+        for message in (*self._inbox.all_asked(), *self._fetched):
             self.finish(message)
         for outgoing in [message for queue in self._unsent.values() for message in queue]:
             self._finish_sending(outgoing)

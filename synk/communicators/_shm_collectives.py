@@ -302,8 +302,8 @@ class ShmCollectives(HostCommunicator):
         self._rendezvous.arrive()
         yield
         if not self.has_agreed:
-            weights = self._rendezvous.compare()
-            self._weights = weights if self._is_weighted else None
+            self._rendezvous.compare()
+            self._weights = self._rendezvous.weights() if self._is_weighted else None
             self.has_agreed = True
 
     def next_half(self) -> int:

@@ -119,7 +119,8 @@ class Plan:
             return True
         if type(out) is not np.ndarray or out.shape != self.shape or out.dtype != self.dtype:
             return False
-        if not (out.flags.c_contiguous and out.flags.writeable):
+        flags = out.flags
+        if not flags.c_contiguous or not flags.writeable:
             return False
         return not self.is_long or (out is array and kind in _IN_PLACE) or not np.may_share_memory(array, out)
 
@@ -164,14 +165,14 @@ class ShortPlans:
         """Return the plan for ``key`` from the cache, or make it. None if such requests take the longer path."""
         plans = self._plans
         try:
-            is_new = key not in plans
+            return plans[key]
         except TypeError:  # part of the key is not hashable, for instance an array as root
             return None
-        if is_new:
+        except KeyError:
             if len(plans) >= MAX_PLANS:
                 plans.clear()
-            plans[key] = make(*key)
-        return plans[key]
+        plan = plans[key] = make(*key)
+        return plan
 
     def reduction(
         self, kind: str, shape: tuple[int, ...], dtype: np.dtype, root: Any, op: Any, is_unweighted: bool
