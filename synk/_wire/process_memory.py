@@ -10,13 +10,19 @@ import os
 
 import numpy as np
 
+from synk._pure.ranges import LINE_NBYTES
 from synk._wire.mapping import libc
+from synk._wire.memory import PAGE_NBYTES
 
 _read = libc.process_vm_readv
 _read.restype = ctypes.c_ssize_t
 _read.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong)
 _RANGE_NBYTES = 2 * ctypes.sizeof(ctypes.c_size_t)
 _PR_SET_PTRACER = 0x59616D61
+# AMD's Zen 3 copies four times slower if the target lies less than a cache line ahead of the source, counted within a
+# page (https://sourceware.org/bugzilla/show_bug.cgi?id=30994). Large arrays of one size often lie so. They are read by
+# way of a buffer of this size, which stays in the cache.
+_BUFFER_NBYTES = 1 << 18
 _Ranges = ctypes.c_size_t * 4
 """Addresses and sizes of two ranges: the kernel's ``struct iovec`` of each."""
 
@@ -38,8 +44,24 @@ def read_memory(pid: int, address: int, target: np.ndarray) -> bool:
 
     It cannot if that is forbidden, if the process has ended, and for some memory of devices.
     """
-    num_left = target.size
-    start = ctypes.addressof(ctypes.c_char.from_buffer(target.data)) if num_left else 0
+    if not target.size:
+        return True
+    if not 0 < (address_of(target) - address) % PAGE_NBYTES < LINE_NBYTES:
+        return _read_straight(pid, address, target)
+    buffer = np.empty(_BUFFER_NBYTES + PAGE_NBYTES, np.uint8)
+    skipped = (address + PAGE_NBYTES // 2 - address_of(buffer)) % PAGE_NBYTES  # half a page from the source and target
+    for start in range(0, target.size, _BUFFER_NBYTES):
+        piece = target[start : start + _BUFFER_NBYTES]
+        there = buffer[skipped : skipped + piece.size]
+        if not _read_straight(pid, address + start, there):
+            return False
+        piece[:] = there
+    return True
+
+
+def _read_straight(pid: int, address: int, target: np.ndarray) -> bool:
+    """Fill a flat array by the kernel's copies alone."""
+    start, num_left = address_of(target), target.size
     while num_left:  # a call reads 2 GiB at most
         ranges = _Ranges(start, num_left, address, num_left)
         here = ctypes.addressof(ranges)

@@ -13,12 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from synk._pure.dtypes import dtype_name
-from synk._pure.ranges import LINE_NBYTES, round_up
 from synk.communicators._buffers import DTYPE_NAMES, named_dtype
-from synk.communicators._layout import MAX_HEAD_WORDS, WORD_NBYTES
 from synk.communicators._results import Place
 from synk.communicators._schedule import Steps
-from synk.communicators._shm_collectives import Frame, Reading, ShmCollectives, flat_bytes
+from synk.communicators._shm_collectives import Reading, ShmCollectives, flat_bytes
 from synk.errors import CollectiveMismatch
 
 FROM_ROOT, TO_ROOT = ("scatter",), ("gather",)
@@ -89,7 +87,7 @@ class Exchange:
         self._is_receiver = kind not in TO_ROOT or rank == root
         self._is_divided = kind in DIVIDED
         self._index = ranks.index(rank) if self._is_divided else 0
-        self._frame = Frame(head_nbytes(collectives), stream_nbytes(collectives, kind))
+        self._frame = collectives.frame(len(ranks) if self._is_divided else 1)
         self._head: Head | None = None
         self._streams: dict[int, np.ndarray] = {}  # one for each rank, or one for all of them
         if rows is not None:
@@ -146,15 +144,3 @@ class Exchange:
         if own in targets:
             targets.pop(own)[:] = self._own
         return joined, [Reading(rank, index, target) for rank, target in targets.items()]
-
-
-def head_nbytes(collectives: ShmCollectives) -> int:
-    """Return how many bytes of a half are for the head."""
-    return round_up((1 + MAX_HEAD_WORDS + len(collectives.ranks)) * WORD_NBYTES, LINE_NBYTES)
-
-
-def stream_nbytes(collectives: ShmCollectives, kind: str) -> int:
-    """Return how many bytes of each stream are shown at one meeting."""
-    num_streams = len(collectives.ranks) if kind in DIVIDED else 1
-    room = (collectives.half_nbytes - head_nbytes(collectives)) // num_streams
-    return min(collectives.piece_nbytes(), room // LINE_NBYTES * LINE_NBYTES)

@@ -1,6 +1,7 @@
 """How the segment of a shared-memory communicator is divided. Pure arithmetic: each process derives it from the size.
 
-The order is: the control words; for each rank its two halves; for each ordered pair of ranks a ring.
+The order is: the control words; for each rank its two halves; for each ordered pair of ranks a ring. A page is spent on
+where in a page the halves begin.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ RANK_NBYTES = 1 << 23
 
 # The words of a head besides one for each rank: the dtype, the number of axes, and a shape of up to 63 axes.
 MAX_HEAD_WORDS = 2 + 63
+
+
+# Halves and rings begin so far behind the start of a page. NumPy's large arrays begin 16 bytes behind it, and from the
+# very start of a page to there AMD's Zen 3 copies many times slower (see ``read_memory``).
+_SHIFT_NBYTES = 2 * LINE_NBYTES
 
 
 class ControlLayout(NamedTuple):
@@ -72,12 +78,12 @@ class Layout(NamedTuple):
     @property
     def halves(self) -> int:
         """Offset of the halves, ``(rank, 2, half_nbytes)``."""
-        return ControlLayout(self.world_size).nbytes
+        return ControlLayout(self.world_size).nbytes + _SHIFT_NBYTES
 
     @property
     def rank_nbytes(self) -> int:
         """How much each rank has: its two halves, and the rings that it writes."""
-        return (self.nbytes - self.halves) // self.world_size
+        return (self.nbytes - ControlLayout(self.world_size).nbytes - PAGE_NBYTES) // self.world_size
 
     @property
     def ring_nbytes(self) -> int:
@@ -114,4 +120,4 @@ def required_nbytes(world_size: int, rank_nbytes: int = RANK_NBYTES) -> int:
         raise ValueError(
             f"cannot divide the {rank_nbytes} bytes of a rank among {world_size} ranks: expected at least {smallest}."
         )
-    return ControlLayout(world_size).nbytes + world_size * rank_nbytes
+    return ControlLayout(world_size).nbytes + PAGE_NBYTES + world_size * rank_nbytes

@@ -30,7 +30,7 @@ from synk.communicators._schedule import Schedule
 # An isend below this size never uses the outbox: if the ring has no room, the sender keeps a private copy.
 SMALL_NBYTES = 1 << 12
 # The largest piece that is written at once. The receiver finds it in the cache and copies it during the next one.
-GRAIN_NBYTES = 1 << 17
+GRAIN_NBYTES = 1 << 18
 
 
 class Mailbox:
@@ -64,8 +64,8 @@ class Mailbox:
         self.to_peers = list(rings[self._rank])
         self.from_peers = list(rings[:, self._rank])
         self.capacity = rings.shape[2]
-        # At most a quarter of the ring, so that the receiver takes one piece out while the next is put in.
-        self._grain = min(max(round_up(self.capacity // 4, LINE_NBYTES), LINE_NBYTES), GRAIN_NBYTES)
+        # At most half of the ring, so that the receiver takes one piece out while the next is put in.
+        self._grain = min(max(round_up(self.capacity // 2, LINE_NBYTES), LINE_NBYTES), GRAIN_NBYTES)
         self._unsent: dict[int, deque[Outgoing]] = {}  # by receiver: messages not yet written; no deque is empty
         # By receiver: messages that it may have read only in part, with their begin and end in the stream.
         self._in_pieces: dict[int, deque[tuple[int, int, Request]]] = {}
@@ -76,7 +76,8 @@ class Mailbox:
 
     def is_idle(self) -> bool:
         """Whether no message is asked for, kept or waiting to be written, and no collective is in flight."""
-        is_busy = self._arriving or self._fetched or self._inbox or self._unsent
+        inbox = self._inbox
+        is_busy = self._unsent or self._arriving or self._fetched or inbox.asked or inbox.arrived
         return not (is_busy or self._schedule.operations)
 
     def clear(self) -> None:
@@ -115,7 +116,7 @@ class Mailbox:
 
     def complete(self) -> None:
         """Wait for the messages that were asked for, and until those sent are in the rings or the outbox."""
-        for message in (*self._inbox.asked, *self._fetched):
+        for message in (*self._inbox.all_asked(), *self._fetched):
             self.finish(message)
         for outgoing in [message for queue in self._unsent.values() for message in queue]:
             self._finish_sending(outgoing)

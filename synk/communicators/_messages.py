@@ -193,42 +193,44 @@ Key = tuple[int, int]
 
 
 class Inbox:
-    """The messages to one rank that were asked for and have not begun to arrive, or the other way round."""
+    """The messages to one rank that were asked for and have not begun to arrive, or the other way round.
+
+    Attributes
+    ----------
+    asked, arrived : dict of deque of Incoming
+        Both by sender and tag.
+    """
 
     def __init__(self) -> None:
-        self._asked: dict[Key, deque[Incoming]] = {}
-        self._arrived: dict[Key, deque[Incoming]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._asked or self._arrived)
+        self.asked: dict[Key, deque[Incoming]] = {}
+        self.arrived: dict[Key, deque[Incoming]] = {}
 
     def clear(self) -> None:
         """Forget all messages."""
-        self._asked.clear()
-        self._arrived.clear()
+        self.asked.clear()
+        self.arrived.clear()
 
-    @property
-    def asked(self) -> list[Incoming]:
-        """Those that were asked for."""
-        return [message for messages in self._asked.values() for message in messages]
+    def all_asked(self) -> list[Incoming]:
+        """Return the messages that were asked for."""
+        return [message for messages in self.asked.values() for message in messages]
 
     def ask(self, like: np.ndarray | None, peer: int, tag: int) -> Incoming:
         """Ask for the next message of this sender and tag that no earlier receive asked for."""
         dtype, count = ("", -1) if like is None else (dtype_name(like.dtype), like.size)
         request = Request("recv", dtype=dtype, num_elements=count, peer=peer, tag=tag)
-        message = _match(self._arrived, self._asked, (peer, tag))
+        message = _match(self.arrived, self.asked, (peer, tag))
         message.request, message.target = request, like
         return message
 
     def open(self, sender: int, line: bytes) -> Incoming:
         """Begin to take in the message with this first line: for its recv, or to be kept until a recv asks for it."""
-        message = _match(self._asked, self._arrived, (sender, HEADER.unpack_from(line)[0]))
+        message = _match(self.asked, self.arrived, (sender, HEADER.unpack_from(line)[0]))
         message.open(line)
         return message
 
     def check_asked(self, rank: int, fail: Callable[[str], NoReturn]) -> None:
         """Fail if a message has arrived at ``rank`` that nobody has asked for."""
-        for (sender, tag), messages in self._arrived.items():
+        for (sender, tag), messages in self.arrived.items():
             first = messages[0]
             request = Request("send", dtype=first.dtype, num_elements=first.num_elements, peer=rank, tag=tag)
             fail(unreceived_text(request, sender))

@@ -22,7 +22,7 @@ from synk.communicators import Buffer
 from synk.communicators._agreement import NOTHING, OWN_TAG, Agreement
 from synk.communicators._buffers import as_array
 from synk.communicators._checks import check_buffers
-from synk.communicators._exchange import DIVIDED, stream_nbytes
+from synk.communicators._exchange import DIVIDED
 from synk.communicators._far_exchange import FarExchange
 from synk.communicators._messages import Incoming, Outgoing
 from synk.communicators._results import Place
@@ -93,7 +93,7 @@ class NodeCollectives(Agreement):
             target[:] = whole[own * count : own * count + count]
         streams = {k: block for k, block in enumerate(blocks) if k != own}
         readings = [] if self._is_leader else [Reading(self._group[0], own, flat_bytes(target))]
-        yield from self._local.copy_steps(streams, readings, target.nbytes, stream_nbytes(self._local, "scatter"))
+        yield from self._local.copy_steps(streams, readings, target.nbytes, len(self._group))
 
     def _fold(self, found: Sequence[np.ndarray], op: str, target: np.ndarray) -> None:
         """Reduce small arrays of all ranks, given as bytes, in rank order."""
@@ -262,13 +262,14 @@ class NodeCollectives(Agreement):
         local = [rank for rank in self._group if rank in exchange.heads and rank not in small]
         if local and len(self._group) > 1:
             streams: dict[int, np.ndarray] = {}
+            num_streams = len(self._group) if kind in DIVIDED else 1  # one stream is for all others
             if self.rank in local:
-                readers = self._group if kind in DIVIDED else self._group[:1]  # one stream is for all others
+                readers = self._group[:num_streams]
                 streams = {k: exchange.own_block(rank) for k, rank in enumerate(readers)}
             index = self._group.index(self.rank) if kind in DIVIDED else 0
             readings = [Reading(rank, index, target) for rank, target in targets.items() if rank in local]
             longest = max(exchange.heads[rank].longest for rank in local)
-            yield from self._local.copy_steps(streams, readings, longest, stream_nbytes(self._local, kind))
+            yield from self._local.copy_steps(streams, readings, longest, num_streams)
         yield from self._there(incoming, outgoing)
         for message in incoming:
             message.array()

@@ -315,20 +315,24 @@ class Rendezvous:
         self.is_meeting = False
         return True
 
-    def compare(self) -> list[Any]:
-        """Compare the requests of all ranks, after the first meeting of a collective. Return weights in rank order.
+    def compare(self) -> None:
+        """Compare the requests of all ranks, after the first meeting of a collective.
 
         Raises
         ------
         CollectiveMismatch
             On every rank of the group, if any two requests differ.
         """
-        place = self.tick & 1
-        wanted, weights = self._wanted[place], self._weights[place]
-        mine = wanted[self.rank]
+        place, own = self.tick & 1, self.rank
+        wanted = self._wanted[place]
+        mine = wanted[own]
         for rank in self.ranks:
-            if wanted[rank] != mine:
+            if rank != own and wanted[rank] != mine:
                 raise mismatch({each: self._requests[place][each] for each in self.ranks})
+
+    def weights(self) -> list[float]:
+        """Return the weights of the requests that were compared, in rank order."""
+        weights = self._weights[self.tick & 1]
         return [weights[rank][0] for rank in self.ranks]
 
     def _have_all_arrived(self) -> bool:

@@ -183,7 +183,7 @@ class ShmCommunicator(ShmCollectives):
             self.end()
             self._rendezvous.close()
             self._mailbox.close()
-            self.short_path.collectives.close()
+            self.short_path.close()
             self._halves = np.empty((0, 2, 0), np.uint8)
 
     def capabilities(self) -> Capabilities:

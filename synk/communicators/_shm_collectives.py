@@ -22,6 +22,7 @@ from synk.communicators import Buffer
 from synk.communicators._buffers import as_array, named_dtype
 from synk.communicators._checks import check_buffers
 from synk.communicators._host import HostCommunicator
+from synk.communicators._layout import MAX_HEAD_WORDS, WORD_NBYTES
 from synk.communicators._rendezvous import Rendezvous, Request
 from synk.communicators._schedule import Steps
 
@@ -30,8 +31,10 @@ from synk.communicators._schedule import Steps
 SMALL_NBYTES = 1 << 19
 # The largest share of one piece: long enough for a meeting to cost little beside it, short enough for the caches.
 CHUNK_NBYTES = 1 << 20
-# How much of an array that is copied a rank shows at one meeting. Longer arrays the others read from its own memory.
-PIECE_NBYTES = 1 << 18
+# How much of an array that is copied a rank shows at one meeting. The others read longer arrays from its memory. That
+# takes the kernel as long for each small page as two copies through the caches, and another meeting follows. It pays
+# where pages are large, as those of NumPy's arrays from 4 MB on, and where two copies would not stay in the caches.
+PIECE_NBYTES = 1 << 20
 
 
 Streams = Mapping[int, np.ndarray]
@@ -209,9 +212,9 @@ class ShmCollectives(HostCommunicator):
 
     # -- copies ----------------------------------------------------------------------------------------------------
 
-    def copy_steps(self, streams: Streams, readings: Sequence[Reading], longest: int, length: int = 0) -> Steps:
-        """Show the streams of this rank, ``length`` bytes of each at a time, and read others, the longest included."""
-        frame = Frame(0, length or self.piece_nbytes())
+    def copy_steps(self, streams: Streams, readings: Sequence[Reading], longest: int, num_streams: int = 1) -> Steps:
+        """Show the streams of this rank, and read others. ``num_streams`` is for how many there must be room."""
+        frame = self.frame(num_streams)
         half = self.show(frame, streams)
         yield from self.meet_steps()
         yield from self.read_steps(frame, streams, readings, longest, half)
@@ -299,17 +302,22 @@ class ShmCollectives(HostCommunicator):
         self._rendezvous.arrive()
         yield
         if not self.has_agreed:
-            weights = self._rendezvous.compare()
-            self._weights = weights if self._is_weighted else None
+            self._rendezvous.compare()
+            self._weights = self._rendezvous.weights() if self._is_weighted else None
             self.has_agreed = True
 
     def next_half(self) -> int:
         """Return which half belongs to the next meeting."""
         return (self._rendezvous.tick + 1) & 1
 
-    def piece_nbytes(self) -> int:
-        """Return how many bytes of an array that is copied are shown at one meeting."""
-        return min(PIECE_NBYTES, self.half_nbytes)
+    def frame(self, num_streams: int) -> Frame:
+        """Return where the streams of a rank are shown, if each rank has so many: behind the head of an exchange."""
+        begin = self.head_nbytes()
+        return Frame(begin, min(PIECE_NBYTES, (self.half_nbytes - begin) // num_streams // LINE_NBYTES * LINE_NBYTES))
+
+    def head_nbytes(self) -> int:
+        """Return how many bytes of a half are for the head of an exchange."""
+        return round_up((1 + MAX_HEAD_WORDS + len(self.ranks)) * WORD_NBYTES, LINE_NBYTES)
 
     def half(self, rank: int, half: int) -> np.ndarray:
         """Return a view of one of a rank's two halves."""

@@ -104,9 +104,9 @@ class ShortCollectives:
             return result
         half = (self._rendezvous.tick + 1) & 1
         plan.own[half][...] = array
-        weights = self._meet(plan.request if weight is None else plan.request[: -_WEIGHT.size] + _WEIGHT.pack(weight))
+        self._meet(plan.request if weight is None else plan.request[: -_WEIGHT.size] + _WEIGHT.pack(weight))
         if result is not None:
-            plan.fold(half, None if weight is None else weights, result)
+            plan.fold(half, None if weight is None else self._rendezvous.weights(), result)
         self._rendezvous.is_unfinished = False
         return result
 
@@ -141,8 +141,9 @@ class ShortCollectives:
         if plan.head is not None:
             plan.own_heads[half][:] = plan.head
         self._meet(plan.request)
-        if any(head != plan.head for head in plan.heads[half]):
-            return self._go_on(self._exchange(kind, array, root), half, out)
+        for head in plan.heads[half]:
+            if head != plan.head:
+                return self._go_on(self._exchange(kind, array, root), half, out)
         result = self._place(plan, out)
         self._take(plan, array, half, result)
         self._rendezvous.is_unfinished = False
@@ -209,12 +210,12 @@ class ShortCollectives:
         self._rendezvous.is_unfinished = False
         return result
 
-    def _meet(self, request: bytes) -> list[Any]:
-        """Meet the others and compare the requests. Return the weights of all ranks."""
+    def _meet(self, request: bytes) -> None:
+        """Meet the others and compare the requests."""
         rendezvous = self._rendezvous
         rendezvous.is_unfinished = True
         rendezvous.post_packed(request)
         rendezvous.arrive()
         self.meet()
         self._collectives.has_agreed = True
-        return rendezvous.compare()
+        rendezvous.compare()

@@ -7,6 +7,7 @@ has begun the call. The mailbox takes all others. Both write and read the same s
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 
@@ -22,13 +23,24 @@ from synk.communicators._short_collectives import ShortCollectives
 _OVERHEAD_NBYTES = [HEADER.size + prefix_nbytes(num_axes) + LINE_NBYTES - 1 for num_axes in range(MAX_INLINE_AXES + 1)]
 
 
+_ANY = -1
+"""In the place of the number of a dtype: a recv without an array accepts any."""
+
+
+def _number_of(wanted: Any, like: Any, out: Any) -> int | None:
+    """Return the number of the dtype of an array that a recv gives, or None if it must take the longer path."""
+    if type(wanted) is not np.ndarray:
+        return None
+    if out is not None:
+        flags = wanted.flags
+        if like is not None or not flags.c_contiguous or not flags.writeable:
+            return None
+    return NUMBERS.get(wanted.dtype)
+
+
 def _do_not_sleep() -> bool:
     """Return that sleeping is left to the mailbox, which tells the others what this rank waits for."""
     return False
-
-
-def _is_target(array: np.ndarray | None) -> bool:
-    return array is not None and array.flags.c_contiguous and array.flags.writeable
 
 
 class ShortPath:
@@ -47,7 +59,14 @@ class ShortPath:
         self._mailbox = mailbox
         self._rank = rendezvous.rank
         self._capacity = mailbox.capacity
+        self._to_peers = [ring.data for ring in mailbox.to_peers]
+        self._from_peers = [ring.data for ring in mailbox.from_peers]
         self._written, self._read = rendezvous.written[self._rank], rendezvous.read[self._rank]
+
+    def close(self) -> None:
+        """Release the shared memory."""
+        self._to_peers, self._from_peers = [], []
+        self.collectives.close()
 
     def _free_rank(self, peer: object) -> int | None:
         """Return the number of the rank at position ``peer`` of the call, if its messages may take this path."""
@@ -72,7 +91,7 @@ class ShortPath:
         total = (
             LINE_NBYTES if num_more <= 0 else LINE_NBYTES + (num_more + LINE_NBYTES - 1) // LINE_NBYTES * LINE_NBYTES
         )
-        written, ring = self._written, self._mailbox.to_peers[receiver]
+        written, ring = self._written, self._to_peers[receiver]
         end = written[receiver]
         start = end % self._capacity
         if start + total > self._capacity or total > self._capacity - end + rendezvous.read[receiver][self._rank]:
@@ -100,11 +119,9 @@ class ShortPath:
         rendezvous = self._rendezvous
         if (sender := self._free_rank(peer)) is None:
             return None
-        given = like if out is None else out
-        wanted = given if type(given) is np.ndarray else None
-        if wanted is not given or (wanted is not None and wanted.dtype not in NUMBERS):
-            return None
-        if out is not None and (like is not None or not _is_target(wanted)):
+        wanted: Any = like if out is None else out
+        number = _ANY if wanted is None else _number_of(wanted, like, out)
+        if number is None:
             return None
         written, read, rank = rendezvous.written[sender], self._read, self._rank
         begin = read[sender]
@@ -117,7 +134,7 @@ class ShortPath:
             if not (rendezvous.patience.pays and message.awaited(rendezvous.patience)):
                 return None
         rendezvous.fence()  # the bytes must be read after the count that announces them
-        ring, start = self._mailbox.from_peers[sender], begin % self._capacity
+        ring, start = self._from_peers[sender], begin % self._capacity
         found, nbytes, found_number, num_axes, place = HEADER.unpack_from(ring, start)
         if found != tag or place >= 0 or num_axes > MAX_INLINE_AXES:
             return None
@@ -131,13 +148,14 @@ class ShortPath:
                 if num_axes > 1
                 else (nbytes // dtype.itemsize,) * num_axes
             )
-        elif NUMBERS[wanted.dtype] == found_number and wanted.nbytes == nbytes:
+        elif number == found_number and wanted.nbytes == nbytes:
             dtype, shape = wanted.dtype, wanted.shape
         else:
             return None
         self._mailbox.is_used = True
-        array = np.ndarray(shape, dtype, ring, start + HEADER.size + prefix_nbytes(num_axes))
-        if out is None or wanted is None:
+        place = start + HEADER.size
+        array = np.ndarray(shape, dtype, ring, place if num_axes < 2 else place + 8 * num_axes)
+        if out is None:
             array = array.copy()
         else:
             wanted[...] = array

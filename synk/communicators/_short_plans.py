@@ -13,7 +13,7 @@ import numpy as np
 from synk._pure.dtypes import dtype_name
 from synk._pure.ops import REDUCE_OPS, REDUCTIONS, Reduction, accumulator_dtype
 from synk.communicators._checks import check_reduction
-from synk.communicators._exchange import DIVIDED, FROM_ROOT, TO_ROOT, Head, head_nbytes, stream_nbytes
+from synk.communicators._exchange import DIVIDED, FROM_ROOT, TO_ROOT, Head
 from synk.communicators._messages import NUMBERS
 from synk.communicators._rendezvous import Request, packed
 from synk.communicators._shm_collectives import Frame, ShmCollectives, Streams, flat_bytes
@@ -119,7 +119,8 @@ class Plan:
             return True
         if type(out) is not np.ndarray or out.shape != self.shape or out.dtype != self.dtype:
             return False
-        if not (out.flags.c_contiguous and out.flags.writeable):
+        flags = out.flags
+        if not flags.c_contiguous or not flags.writeable:
             return False
         return not self.is_long or (out is array and kind in _IN_PLACE) or not np.may_share_memory(array, out)
 
@@ -164,14 +165,14 @@ class ShortPlans:
         """Return the plan for ``key`` from the cache, or make it. None if such requests take the longer path."""
         plans = self._plans
         try:
-            is_new = key not in plans
+            return plans[key]
         except TypeError:  # part of the key is not hashable, for instance an array as root
             return None
-        if is_new:
+        except KeyError:
             if len(plans) >= MAX_PLANS:
                 plans.clear()
-            plans[key] = make(*key)
-        return plans[key]
+        plan = plans[key] = make(*key)
+        return plan
 
     def reduction(
         self, kind: str, shape: tuple[int, ...], dtype: np.dtype, root: Any, op: Any, is_unweighted: bool
@@ -213,8 +214,8 @@ class ShortPlans:
         number = ranks[root] if kind in ROOTED else -1
         if shape is None:
             plan = Plan(Request(kind, peer=number), np.dtype(np.uint8))
-            nbytes = head_nbytes(collectives)
-            plan.heads = [[self._words(number, half, nbytes // 8)] for half in range(2)]
+            num_words = collectives.head_nbytes() // 8
+            plan.heads = [[self._words(number, half, num_words)] for half in range(2)]
             return plan
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if dtype not in NUMBERS:
@@ -227,12 +228,14 @@ class ShortPlans:
         senders: tuple[int, ...] = (number,)
         if kind == "all_gather":
             plan.shape, plan.source_shape, senders = (size, *shape), (1, *shape), ranks
-        if nbytes > collectives.piece_nbytes() or not collectives.is_small(nbytes):
-            plan.is_long, plan.moves = True, self._moves(Frame(0, collectives.piece_nbytes()), senders, nbytes)
+        frame = collectives.frame(1)
+        if nbytes > frame.length or not collectives.is_small(nbytes):
+            plan.is_long, plan.moves = True, self._moves(frame, senders, nbytes)
             return plan
+        shape = plan.source_shape
         if own in senders:
-            plan.own = [self._view(own, half, 0, plan.source_shape, dtype) for half in range(2)]
-        plan.parts = [[self._view(rank, half, 0, plan.source_shape, dtype) for rank in senders] for half in range(2)]
+            plan.own = [self._view(own, half, frame.begin, shape, dtype) for half in range(2)]
+        plan.parts = [[self._view(rank, half, frame.begin, shape, dtype) for rank in senders] for half in range(2)]
         return plan
 
     def _copying_rows(self, kind: str, shape: tuple[int, ...], dtype: np.dtype, number: int) -> Plan | None:
@@ -242,7 +245,7 @@ class ShortPlans:
         if not shape or shape[0] % num_streams:
             return None
         head = Head(dtype, shape[1:], [shape[0] // num_streams] * num_streams)
-        frame = Frame(head_nbytes(collectives), stream_nbytes(collectives, kind))
+        frame = collectives.frame(num_streams)
         is_agreed = kind not in FROM_ROOT
         plan = Plan(
             Request(kind, "", dtype_name(dtype) if is_agreed else "", head.row_size if is_agreed else 0, number), dtype
@@ -268,7 +271,7 @@ class ShortPlans:
     def block(self, kind: str, shape: None, dtype: None, root: int, words: bytes) -> Plan:
         collectives, position = self._collectives, self._ranks.index(self._collectives.rank)
         head = Head.read(np.frombuffer(words, np.int64)[1:].tolist())
-        frame = Frame(head_nbytes(collectives), stream_nbytes(collectives, "scatter"))
+        frame = collectives.frame(len(self._ranks))
         plan = Plan(Request("scatter", peer=self._ranks[root]), head.dtype)
         plan.shape = (head.sizes[position], *head.shape)
         if head.longest > frame.length:

@@ -354,7 +354,7 @@ class WireMailbox:
 
     def complete(self) -> None:
         """Wait for the messages that were asked for, and until those sent are on their way."""
-        for incoming in (*self._inbox.asked, *self._arriving.values()):
+        for incoming in (*self._inbox.all_asked(), *self._arriving.values()):
             if incoming.request is not None:
                 self.finish(incoming)
         for outgoing in [message for queue in self._unsent.values() for message in queue]:

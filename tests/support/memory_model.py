@@ -143,10 +143,15 @@ def compare(peer: int, tick: int) -> Block:
     return block("Rendezvous.compare", expect(f"requests[{peer}][{tick & 1}]", tick))
 
 
+def weights(peer: int, tick: int) -> Block:
+    return block("Rendezvous.weights", expect(f"requests[{peer}][{tick & 1}]", tick))
+
+
 def meet(rank: int, peer: int, tick: int, is_dozing: bool) -> Block:
     """Arrive, and go on when the other rank has."""
     waited = block("yield", wait_for_all(rank, peer, tick, is_dozing))
-    return block("ShmCollectives.meet_steps", arrive(rank, peer, tick), waited, compare(peer, tick))
+    compared = compare(peer, tick), weights(peer, tick)
+    return block("ShmCollectives.meet_steps", arrive(rank, peer, tick), waited, *compared)
 
 
 def reduce(rank: int, peer: int, tick: int, is_dozing: bool) -> tuple[Block, Block]:
@@ -175,7 +180,10 @@ def copy_from_memory(rank: int, peer: int, tick: int, is_dozing: bool) -> tuple[
         "ShmCollectives.read_steps",
         *(note("call _read_pieces"), reading),
         store(f"halves[{rank}][{following}]", tick + 1),  # whether it could read
-        block("ShmCollectives.meet_steps", arrive(rank, peer, tick + 1), confirmed, note("call compare")),
+        block(
+            "ShmCollectives.meet_steps",
+            *(arrive(rank, peer, tick + 1), confirmed, note("call compare"), note("call weights")),
+        ),
         expect(f"halves[{peer}][{following}]", tick + 1),
         *(note("call show"), note("call meet_steps"), note("call _read_pieces")),  # if one could not
     )
@@ -199,7 +207,8 @@ def short_reduce(rank: int, peer: int, tick: int, is_dozing: bool) -> tuple[Bloc
         compare(peer, tick),
     )
     fold = block("Plan.fold", expect(f"halves[{peer}][{place}]", tick))
-    return (block("ShortCollectives.reduce", store(f"halves[{rank}][{place}]", tick), meeting, fold),)
+    steps = store(f"halves[{rank}][{place}]", tick), meeting, weights(peer, tick), fold
+    return (block("ShortCollectives.reduce", *steps),)
 
 
 def _left_over(**words: int) -> dict[str, int]:
