@@ -45,22 +45,32 @@ from synk._wire.cell import cell as _cell
 from synk._wire.cell import is_worker as _is_worker
 from synk._worker.loop.program import freeze_support
 
-# In the master these are imported with synk: later they would be searched for in whatever folder the program is in by
-# then. A worker imports them when a function first uses one: most functions use none, and they import the master's
-# half. With ``comm`` it is the other way round.
+# A worker imports the names of the master's half when a function first uses one: most functions use none. With ``comm``
+# it is the other way round. No process imports what few programs use before it is used.
 if not _is_worker():
     from synk._api.names import *  # noqa: F403
 if _is_worker() or _TYPE_CHECKING:
     from synk._worker.comm.comm import comm
+if _TYPE_CHECKING:
+    from synk._api.executor import Executor
+    from synk._api.program import Program
+    from synk._api.wrapper import FunctionWrapper
+
+_OWN_FILES = {
+    "Executor": "synk._api.executor",
+    "FunctionWrapper": "synk._api.wrapper",
+    "Program": "synk._api.program",
+    "comm": "synk._worker.comm.comm",
+}
 
 
 def __getattr__(name: str) -> _Any:
-    if name in ("torch", "profiler"):  # the first imports torch, the second is seldom used
+    if name in ("torch", "profiler"):
         return _import_module(f"synk.{name}")
     if name not in __all__ and name != "map":
         raise AttributeError(f"module 'synk' has no attribute {name!r}")
     with _cell.uninterrupted():  # an import that is broken off leaves files open
-        return getattr(_import_module("synk._worker.comm.comm" if name == "comm" else "synk._api.names"), name)
+        return getattr(_import_module(_OWN_FILES.get(name, "synk._api.names")), name)
 
 
 def __dir__() -> list[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
-from synk._api.notebook import notebook_cell
 from synk._api.runtime import Runtime
 from synk._master.processes.output import report
 from synk._master.session import current_session
@@ -185,3 +185,36 @@ def close() -> None:
     refuse_inside_worker("close")
     if cell.runtime is not None:
         cell.runtime.close()
+
+
+class NotebookCell(NamedTuple):
+    """A cell, and one run of it.
+
+    Attributes
+    ----------
+    name : str
+        The notebook's own id of the cell, else the file name that stands for its text.
+    run : int
+    """
+
+    name: str
+    run: int
+
+    def is_run_again(self, before: NotebookCell | None) -> bool:
+        """Whether this is a later run of the same cell."""
+        return before is not None and self.name == before.name and self.run != before.run
+
+
+def notebook_cell(frame: FrameType) -> NotebookCell | None:
+    """Return the cell if ``frame`` is at its top level, else None."""
+    shell = frame.f_globals.get("get_ipython")
+    if frame.f_code.co_name != "<module>" or not callable(shell) or frame.f_globals.get("__name__") != "__main__":
+        return None
+    shell = shell()
+    run = getattr(shell, "execution_count", None)
+    if not isinstance(run, int):
+        return None
+    parent = getattr(shell, "get_parent", None)  # the message that brought the cell, in a kernel
+    message = parent() if callable(parent) else None
+    name = message.get("metadata", {}).get("cellId") if isinstance(message, dict) else None
+    return NotebookCell(str(name or frame.f_code.co_filename), run)

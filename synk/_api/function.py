@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
-from synk._api import moves
 from synk._api.options import (
     FRAMEWORKS,
     check_blocks,
@@ -26,17 +25,11 @@ from synk._api.options import (
     one_per_input,
     partial_name,
 )
-from synk._api.plain import PlainCall
-from synk._api.slices import Slices
-from synk._api.stream import arguments, blocks, check_batch_size, stream, with_progress
-from synk._api.verify import Report, verify
 from synk._master.calls.call import UNFIT, CallOptions, call_again, run_call
 from synk._master.calls.callee import Callee, FunctionHandle
-from synk._master.calls.dry_run import CallPlan, dry_run
 from synk._master.flight.pending import PendingCall
 from synk._master.objects.data import Data, make_data
 from synk._master.session import Session, current_session
-from synk._pure.comparison import Tolerance
 from synk._pure.interrupts import as_operation, operation
 from synk._pure.limits import check_timeout
 from synk._pure.output_ops import DEFAULT_OP, in_blocks
@@ -48,6 +41,10 @@ from synk.errors import UnsupportedError, WorkerDied
 
 if TYPE_CHECKING:
     from pstats import Stats
+
+    from synk._api.slices import Slices
+    from synk._api.verify import Report
+    from synk._master.calls.dry_run import CallPlan
 
 P = ParamSpec("P")
 """The parameters of the user's function."""
@@ -135,7 +132,11 @@ class Function(FunctionHandle, Generic[P, R]):
         updates = tuple(updates) if isinstance(updates, (tuple, list)) else (updates,)
         changes = check_changes(changes, name)
         self._retry = check_retry(retry, updates, changes, name)
-        self._slices = Slices(name) if check_on_oom(on_oom, updates, name) else None
+        self._slices: Slices | None = None
+        if check_on_oom(on_oom, updates, name):
+            from synk._api.slices import Slices
+
+            self._slices = Slices(name)
         others = {"updates": updates, "changes": changes, "per_rank": per_rank, "on_oom": self._slices is not None}
         block_rows = check_blocks(reproducible, block_rows, others, name)
         self._callee = Callee(
@@ -448,6 +449,10 @@ class Function(FunctionHandle, Generic[P, R]):
         output  op   equals serial  equals plain  largest difference  would match
         result  avg  NO             yes           7.5e+00             sum
         """
+        from synk._api.plain import PlainCall
+        from synk._api.verify import verify
+        from synk._pure.comparison import Tolerance
+
         stale = self._callee.doubts()  # first: here it is not an error
         function = self._renewed()
         callee = function._callee
@@ -509,6 +514,8 @@ class Function(FunctionHandle, Generic[P, R]):
         >>> [(each.rank, each.rows, each.in_nbytes) for each in plan.ranks]
         [(0, 3, 24), (1, 2, 16)]
         """
+        from synk._master.calls.dry_run import dry_run
+
         options = CallOptions(batch, shard_batch, check_slices(num_slices), None, check_timeout(timeout))
         verb = f"plan {self.name!r}"
         with operation():
@@ -687,6 +694,8 @@ class Function(FunctionHandle, Generic[P, R]):
         ...     [int(value) for value in total.stream(np.full(4, k) for k in range(3))]
         [0, 4, 8]
         """
+        from synk._api.stream import arguments, stream, with_progress
+
         refuse_inside_worker(f"stream {self.name!r}")
         if not isinstance(batches, Iterable):
             raise TypeError(
@@ -723,6 +732,8 @@ class Function(FunctionHandle, Generic[P, R]):
         ...     [float(value) for value in total.rows(np.arange(10.0), batch_size=4)]
         [6.0, 22.0, 17.0]
         """
+        from synk._api.stream import blocks, check_batch_size, stream, with_progress
+
         refuse_inside_worker(f"stream {self.name!r}")
         if self._retry:
             raise self._retry_error("stream")
@@ -832,6 +843,8 @@ class Function(FunctionHandle, Generic[P, R]):
         ...     f(np.eye(2)), g(np.eye(2))
         (array([0., 0.]), array([1., 2.]))
         """
+        from synk._api import moves
+
         moves.check_runtime(runtime, repr(self.name))
         copy: Function[P, R] = moves.moved({"": self}, runtime)[""]
         return copy

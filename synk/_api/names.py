@@ -4,9 +4,7 @@ from synk._api.build import function as function
 from synk._api.current import close as close
 from synk._api.current import current as current
 from synk._api.current import fork as fork
-from synk._api.executor import Executor as Executor
 from synk._api.function import Function as Function
-from synk._api.program import Program as Program
 from synk._api.runtime import Runtime as Runtime
 from synk._api.verbs import all_gather as all_gather
 from synk._api.verbs import all_reduce as all_reduce
@@ -26,7 +24,6 @@ from synk._api.verbs import scatter as scatter
 from synk._api.verbs import set_value as set_value
 from synk._api.verbs import shared as shared
 from synk._api.wrap import wrap as wrap
-from synk._api.wrapper import FunctionWrapper as FunctionWrapper
 from synk._master.flight.pending import PendingCall as PendingCall
 from synk._master.objects.data import Data as Data
 from synk._master.objects.resident import Resident as Resident

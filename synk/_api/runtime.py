@@ -12,12 +12,10 @@ import numpy as np
 
 from synk._api.build import Decorator, KeepingDecorator, build_function
 from synk._api.function import Function, P
-from synk._api.mapping import map_items
 from synk._api.options import FunctionOptions, KeptOptions, check_balance, check_on_restart, entropy_of
 from synk._master import collectives
 from synk._master.calls.callee import Callee, distribute
 from synk._master.flight.queue import Queue
-from synk._master.flight.tasks import Tasks
 from synk._master.objects.data import Data, make_data
 from synk._master.objects.resident import Resident, make_resident
 from synk._master.objects.shared import Shared
@@ -27,7 +25,6 @@ from synk._master.processes.program import check_program
 from synk._master.processes.reports import stacks, where
 from synk._master.processes.worker_process import WorkerProcess
 from synk._master.session import Session, watch_over
-from synk._master.state.balance import Balance
 from synk._master.state.guard import check_mode
 from synk._master.state.profile import Profile
 from synk._master.state.variable import Variable, check_owner
@@ -43,6 +40,8 @@ from synk.errors import ClosedError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from synk._master.flight.tasks import Tasks
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -159,6 +158,8 @@ class Runtime:
             make_queue=Queue,
         )
         if is_measured:
+            from synk._master.state.balance import Balance
+
             self._session.balance = Balance(self._session.world_size)
             self._session.followers.append(self._session.balance.follow)
 
@@ -283,10 +284,14 @@ class Runtime:
         Code that uses the ``map`` of a process pool can take a runtime instead: ``emcee.EnsembleSampler(...,
         pool=rt)``.
         """
+        from synk._api.mapping import map_items
+
         return map_items(self._session, fn, iterables, batch_size, ordered, progress)
 
     def _tasks(self, num_workers: int) -> Tasks:
         """Return an object that runs calls submitted one by one; for extensions."""
+        from synk._master.flight.tasks import Tasks
+
         return Tasks(self._session, num_workers)
 
     @verb

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from synk._api.function import Function
-from synk._api.verify import Report
 from synk._master.flight.pending import PendingCall
 from synk._master.objects.data import Data
+
+if TYPE_CHECKING:
+    from synk._api.verify import Report
 
 
 class WrappedCall:

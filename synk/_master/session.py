@@ -18,12 +18,9 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
-
-import optree  # noqa: F401  (used when a result is nested: by then a file of that name may lie in the current folder)
+from typing import TYPE_CHECKING, Any
 
 from synk._master.processes.placement import Placement
-from synk._master.state.balance import Balance
 from synk._master.state.device_values import DeviceValues
 from synk._master.state.functions import Functions
 from synk._master.state.guard import Guard
@@ -34,7 +31,6 @@ from synk._master.state.nccl_group import Group
 from synk._master.state.profile import Profile
 from synk._master.state.resident import Residents
 from synk._master.state.results import before_fork
-from synk._master.state.trace import Tracer
 from synk._master.state.variable import Variables
 from synk._master.workers.ranks import Ranks
 from synk._master.workers.waiting import interrupted
@@ -44,6 +40,10 @@ from synk._pure.limits import lock_s
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.memory import Segment
 from synk.errors import ClosedError, NotForkedError, ReentrancyError, SynkError, UnsupportedError
+
+if TYPE_CHECKING:
+    from synk._master.state.balance import Balance
+    from synk._master.state.trace import Tracer
 
 _COUNTERS = (
     "messages_down", "messages_up", "bytes_down", "bytes_up", "bytes_pickled", "bytes_staged", "calls", "restarts",

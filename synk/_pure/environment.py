@@ -1,10 +1,12 @@
-"""Settings that are read from the environment, and whether workers can run in it."""
+"""What comes from outside: settings of the environment, libraries that are seldom used, and whether workers can run."""
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import sys
+from typing import Any
 
 from synk.errors import UnsupportedError
 
@@ -44,6 +46,22 @@ def spin_s() -> float:
         If it is not a number.
     """
     return max(_number("SYNK_SPIN_US", "500", "microseconds, or 0 to sleep at once"), 0.0) / 1e6
+
+
+def seldom_used(name: str) -> Any:
+    """Return an outside module, which is imported at its first use because most programs never use it.
+
+    Relative entries of the search path are left out: by now the program may be in another folder, where a file of that
+    name would take the module's place. synk's own files need no such care, for the path of a package is absolute.
+    """
+    if name not in sys.modules:
+        path = list(sys.path)
+        sys.path[:] = [entry for entry in path if isinstance(entry, str) and os.path.isabs(entry)]
+        try:
+            importlib.import_module(name)
+        finally:
+            sys.path[:] = path
+    return sys.modules[name]
 
 
 def check_platform() -> None:

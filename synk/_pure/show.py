@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
+
+from synk._pure.environment import seldom_used
 
 
 def table(title: str, rows: Sequence[Sequence[object]], *, has_heads: bool = False) -> str:
     """Return an HTML table. With ``has_heads`` the first row names the columns."""
-    lines = [f"<table><caption style='text-align:left'>{html.escape(title)}</caption>"]
+    lines = [f"<table><caption style='text-align:left'>{escaped(title)}</caption>"]
     for number, row in enumerate(rows):
         tag = "th" if has_heads and number == 0 else "td"
-        cells = "".join(f"<{tag} style='text-align:left'>{html.escape(str(cell))}</{tag}>" for cell in row)
+        cells = "".join(f"<{tag} style='text-align:left'>{escaped(str(cell))}</{tag}>" for cell in row)
         lines.append(f"<tr>{cells}</tr>")
     return "".join([*lines, "</table>"])
+
+
+def escaped(text: str) -> str:
+    """Return a text as it must stand in HTML."""
+    return str(seldom_used("html").escape(text))
 
 
 class Text(str):
@@ -25,4 +31,4 @@ class Text(str):
         return str(self)
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(self)}</pre>"
+        return f"<pre>{escaped(self)}</pre>"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Iterable
 from typing import Any
+
+from synk._pure.environment import seldom_used
 
 _FLAT = (tuple, list)
 _NODES = (tuple, list, dict, type(None))
@@ -83,7 +82,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     if kind is dict and not _has_nodes(tree.values()) and set(map(type, tree)) == {str}:
         keys = tuple(sorted(tree))
         return [tree[key] for key in keys], DictStructure(keys, tuple(tree))
-    leaves, structure = _optree().tree_flatten(tree, is_leaf=_is_leaf)
+    leaves, structure = seldom_used("optree").tree_flatten(tree, is_leaf=_is_leaf)
     return leaves, structure
 
 
@@ -166,19 +165,4 @@ def unflatten(structure: Any, leaves: list[Any]) -> Any:
         return kind(leaves)
     if type(structure) is DictStructure:
         return dict(zip(structure.order, map(leaves.__getitem__, structure.places)))
-    return _optree().tree_unflatten(structure, leaves)
-
-
-def _optree() -> Any:
-    """Return the optree module. A worker imports it only when needed: that takes 25 ms, and most functions need none.
-
-    Relative entries of the search path are left out, so that no file of the current folder can take its place.
-    """
-    if "optree" not in sys.modules:
-        path = list(sys.path)
-        sys.path[:] = [entry for entry in path if isinstance(entry, str) and os.path.isabs(entry)]
-        try:
-            importlib.import_module("optree")
-        finally:
-            sys.path[:] = path
-    return sys.modules["optree"]
+    return seldom_used("optree").tree_unflatten(structure, leaves)

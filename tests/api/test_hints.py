@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import synk
-from synk._api.notebook import NotebookCell
+from synk._api.current import NotebookCell
 
 Fork = Callable[..., Any]
 

@@ -279,6 +279,15 @@ CHDIR = """
             warnings.simplefilter("always")
             assert total(np.arange(4.0)) == 6
         total.serial(np.arange(4.0))
+        import synk._api.plain, synk._api.verify  # not called: on a rank NumPy itself would look for its random numbers
+        assert total.plan(np.ones(4)).ranks
+        assert list(total.stream([np.ones(2)])) == list(total.rows(np.ones(2), batch_size=2)) == [2.0]
+        assert list(rt.map(abs, [-1])) == [1]
+        with synk.Executor(runtime=rt) as executor:
+            assert executor.submit(abs, -1).result() == 1
+        assert "total" in total._repr_html_() + rt.profile._repr_html_() and synk.Program and synk.FunctionWrapper(total)
+        assert rt.function(lambda x: x.sum(), outputs="sum", on_oom="slices")(np.ones(2)) == 2
+        assert total.on(rt)(np.ones(2)) == 2
         str(rt.profile), rt.info(), synk.info(), rt.where(), repr(rt)
         logging.getLogger("synk").warning("something")
         rt.close()

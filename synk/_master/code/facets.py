@@ -7,11 +7,11 @@ because it is a row of small classes with the same methods, and the functions th
 
 from __future__ import annotations
 
+import _random  # the base of Python's generators; ``random`` itself takes a millisecond to import
 import abc
 import enum
 import itertools
 import operator
-import random
 import time
 import types
 from collections import OrderedDict
@@ -280,7 +280,7 @@ class State(Facet):
     def __init__(self, obj: Any, reduce: Callable[[Any], Any], told: tuple[Any, Any, Any]) -> None:
         self.obj, self._reduce, self.told, self.cost_ns = obj, reduce, told, 0
         self.is_due = False
-        self.is_generator = isinstance(obj, (np.random.BitGenerator, random.Random))
+        self.is_generator = isinstance(obj, (np.random.BitGenerator, _random.Random))
         self._is_dict = type(told[2]) is dict and not hasattr(type(obj), "__setstate__")
 
     def measure(self) -> bool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from synk._master.state.ledger import RankTotal, Record, TransferTotal
-from synk._pure.show import table
+from synk._pure.show import escaped, table
 
 _SHOWN_NBYTES = 1 << 16
 """A transfer of at least this size, in all calls together, is shown in the table."""
@@ -112,7 +111,7 @@ class Profile:
         for title, (heads, rows) in {"training steps": self._phases(), "largest transfers": self._largest()}.items():
             if rows:
                 text += table(title, [heads, *rows], has_heads=True)
-        return text + "".join(f"<p>{html.escape(line)}</p>" for line in self._verdicts())
+        return text + "".join(f"<p>{escaped(line)}</p>" for line in self._verdicts())
 
     def __repr__(self) -> str:
         heads, rows = self._functions()
