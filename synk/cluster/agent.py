@@ -38,9 +38,8 @@ from synk._wire.residents import Adopt
 from synk.cluster.channel import Parts, with_code
 from synk.cluster.items import ItemsInFlight, pickled
 from synk.cluster.orders import HELD, CallOrder, FunctionNote, NodeReply, Part, RankOrders, RankReplies
-from synk.cluster.relayed import NodeFunction, Numbered, RelayedReader, RelayedSettings
+from synk.cluster.relayed import NodeFunction, NodeVariables, Numbered, RelayedReader, RelayedSettings
 from synk.cluster.split import merged
-from synk.cluster.variables import NodeVariables
 from synk.errors import CallCancelled, CollectiveMismatch, WorkerDied
 
 Reply = tuple[Status, Any]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from synk._master.calls.arguments import pickle_nests, transfers_in
+from synk._master.calls.assembly import Assembly
 from synk._master.calls.callee import Callee
 from synk._master.calls.launched import Launched
 from synk._master.calls.plans import CachedPlan, Call
@@ -33,10 +34,9 @@ from synk._wire.messages import Layout as OutputLayout
 from synk._wire.messages import Plan, Status
 from synk._wire.messages import Reply as WorkerReply
 from synk.backends._assignment import DeviceAssignment
+from synk.cluster.agent_process import AgentProcess, NodePlacement
 from synk.cluster.channel import unpacked
-from synk.cluster.here import AgentProcess, NodePlacement
 from synk.cluster.orders import HELD, CallOrder, FunctionNote, NodeReply, Part, VariableNote, without_code
-from synk.cluster.outputs import GatheredOutputs
 from synk.cluster.ranks import NodeRanks, error_of, tell_warnings
 from synk.cluster.split import Layout, own_bounds, rows_between
 from synk.cluster.wire_group import WireGroup
@@ -79,6 +79,40 @@ class NodesCall(Launched):
                 return error_of(reply, self.recovery)
         failures = [failure for reply in self.failed.values() for failure in reply.failures]
         return rebuild(failures, self.total_ranks, self.function.name)
+
+
+class GatheredOutputs(Assembly):
+    """How the outputs of one call become its result. They came in messages, so none of them must be assembled.
+
+    Small outputs are those of each rank, so the result has the bits that it would have on one machine with as many
+    ranks. Large reductions came as one partial result of each node.
+
+    Parameters
+    ----------
+    name, outputs, subset, voters, layouts, world_size
+        As for :class:`Assembly`.
+    arrays : list of lists of ndarray or None
+        Each voter's arrays; see ``Assembly.outputs``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        outputs: Any,
+        subset: tuple[Any, ...] | None,
+        voters: list[int],
+        layouts: list[OutputLayout],
+        arrays: Sequence[list[np.ndarray | None]],
+        world_size: int,
+    ) -> None:
+        self._arrays = arrays
+        super().__init__(name, outputs, subset, voters, layouts, None, 0, world_size, 0)
+
+    def _own_views(self, voter: int, slots: Segment | None, slot_nbytes: int) -> list[np.ndarray | None]:
+        return self._arrays[voter]
+
+    def _place(self, leaf: int) -> None:
+        """Do nothing: the outputs lie in this process."""
 
 
 class Nodes:

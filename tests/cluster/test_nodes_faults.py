@@ -28,7 +28,7 @@ from support.harness import (
 )
 
 import synk
-from synk.cluster.here import AgentProcess
+from synk.cluster.agent_process import AgentProcess
 from synk.errors import CallCancelled, CallTimeout, ClosedError, RemoteError, SerializationError, WorkerDied
 
 NODES = ("1+3", "2+2")

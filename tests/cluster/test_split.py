@@ -15,8 +15,8 @@ from synk._pure.ops import OPS, REDUCTIONS, accumulator_dtype
 from synk._pure.shards import Selection, select_rows, shard_bounds
 from synk._wire.messages import Layout as RankLayout
 from synk._wire.messages import Leaf
+from synk.cluster.head import GatheredOutputs
 from synk.cluster.orders import without_code
-from synk.cluster.outputs import GatheredOutputs
 from synk.cluster.split import Layout, counts_of, own_bounds, rows_between
 
 COUNTS = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)

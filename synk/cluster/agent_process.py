@@ -1,10 +1,14 @@
-"""Nodes as child processes of the program, on its own machine: to try a program, or to break it, without a cluster."""
+"""Nodes as the head sees them: each is a child process of the program.
+
+On this machine the child is the node's agent. For a node on another machine it is a tunnel, which carries the messages
+of the agent there; see ``synk.cluster.ray``.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from synk._master.processes.placement import Placement, num_threads_set
@@ -13,8 +17,6 @@ from synk._pure.cores import num_cores
 from synk._wire.messages import Body
 from synk.cluster.channel import NodeChannel, Parts
 from synk.cluster.split import Layout
-
-ONE_NODE = Layout((1,))
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class NodePlacement(Placement):
 
     has_shared_memory: ClassVar[bool] = False
     unit: str = "node"
-    layout: Layout = ONE_NODE
+    layout: Layout = field(kw_only=True)
 
     @property
     def total_ranks(self) -> int:
@@ -53,13 +55,13 @@ class AgentProcess(WorkerProcess):
 
     Attributes
     ----------
-    layout, max_restarts, seed
-        Of the runtime. Set in a subclass for each.
+    layout : Layout
+    options : dict
+        What the first message says of the runtime. Both are set in a subclass for each runtime.
     """
 
     layout: ClassVar[Layout]
-    max_restarts: ClassVar[int]
-    seed: ClassVar[int]
+    options: ClassVar[dict[str, Any]]
     _channel_type = NodeChannel
     _module, _kind = "cluster.loop", "node"
 
@@ -81,12 +83,11 @@ class AgentProcess(WorkerProcess):
             "num_workers": len(ranks),
             "first_worker": ranks[0],
             "ranks_elsewhere": self.layout.total_ranks - len(ranks),
-            "max_restarts": self.max_restarts,
-            "runtime_seed": self.seed,
         }
-        super().start(setup | own, *others)
+        super().start(setup | self.options | own, *others)
 
 
-def agents(layout: Layout, max_restarts: int, seed: int) -> type[AgentProcess]:
-    """Return the type of the agents of one runtime."""
-    return type("AgentProcess", (AgentProcess,), {"layout": layout, "max_restarts": max_restarts, "seed": seed})
+class TunnelProcess(AgentProcess):
+    """The tunnel to the agent of a node on another machine."""
+
+    _module, _kind = "cluster.ray", "tunnel"
