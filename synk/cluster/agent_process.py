@@ -16,7 +16,7 @@ from synk._master.processes.worker_process import WorkerProcess
 from synk._pure.cores import num_cores
 from synk._wire.messages import Body
 from synk.cluster.channel import NodeChannel, Parts
-from synk.cluster.split import Layout
+from synk.cluster.split import Topology
 
 
 @dataclass(frozen=True)
@@ -25,22 +25,22 @@ class NodePlacement(Placement):
 
     Attributes
     ----------
-    layout : Layout
+    topology : Topology
     """
 
     has_shared_memory: ClassVar[bool] = False
     unit: str = "node"
-    layout: Layout = field(kw_only=True)
+    topology: Topology = field(kw_only=True)
 
     @property
     def total_ranks(self) -> int:
-        return self.layout.total_ranks
+        return self.topology.total_ranks
 
     def among_all(self, ranks: Iterable[int]) -> str:
-        return f"{self.named(ranks)} of {len(self.layout.counts)}"
+        return f"{self.named(ranks)} of {len(self.topology.counts)}"
 
     def ranks_of(self, position: int) -> tuple[int, ...]:
-        return tuple(self.layout.ranks_of(position))
+        return tuple(self.topology.ranks_of(position))
 
     def environment(self, rank: int) -> dict[str, str]:
         """Return the environment of an agent and its workers: the cores are divided among the workers of all nodes."""
@@ -49,18 +49,18 @@ class NodePlacement(Placement):
 
 
 class AgentProcess(WorkerProcess):
-    """The agent of a node, a child of the program: no socket listens, for its ends of pipes are inherited.
+    """The agent of a node, as a child of the program. It inherits its ends of the pipes, so no socket listens.
 
-    Like a worker it ends when the program does, however that ends; and its own workers end with it.
+    Like a worker it ends when the program does, however the program ends, and its own workers end with it.
 
     Attributes
     ----------
-    layout : Layout
+    topology : Topology
     options : dict
         What the first message says of the runtime. Both are set in a subclass for each runtime.
     """
 
-    layout: ClassVar[Layout]
+    topology: ClassVar[Topology]
     options: ClassVar[dict[str, Any]]
     _channel_type = NodeChannel
     _module, _kind = "cluster.loop", "node"
@@ -77,12 +77,12 @@ class AgentProcess(WorkerProcess):
         return Parts.of(body)
 
     def start(self, setup: dict[str, Any], *others: Any) -> None:
-        """Start the agent; the first message also says which ranks it plays."""
-        ranks = self.layout.ranks_of(self.rank)
+        """Start the agent. The first message also says which ranks it plays."""
+        ranks = self.topology.ranks_of(self.rank)
         own = {
             "num_workers": len(ranks),
             "first_worker": ranks[0],
-            "ranks_elsewhere": self.layout.total_ranks - len(ranks),
+            "ranks_elsewhere": self.topology.total_ranks - len(ranks),
         }
         super().start(setup | self.options | own, *others)
 

@@ -1,4 +1,4 @@
-"""What ``fork`` does where ``cluster=`` is given: it checks the options, counts the machines, and starts the nodes."""
+"""``fork`` with ``cluster=``: it checks the options, counts the machines, and starts the nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from synk._pure.cores import num_cores
 from synk._wire.program import is_frozen
 from synk.cluster.agent_process import AgentProcess, TunnelProcess
 from synk.cluster.head import ClusterSession
-from synk.cluster.split import Layout, counts_of
+from synk.cluster.split import Topology, counts_of
 from synk.errors import StartupError, UnsupportedError
 
 CONNECT_S = 60.0
@@ -105,10 +105,10 @@ def open_session(
         counts = counts_of(cpus if num_workers is None else num_workers, len(cpus))
         process_type = TunnelProcess
         options["ray"] = {"address": cluster, "num_nodes": len(cpus), "least_nodes": least}
-    layout = Layout(counts)
+    topology = Topology(counts)
     return ClusterSession(
-        layout,
-        type(process_type.__name__, (process_type,), {"layout": layout, "options": options}),
+        topology,
+        type(process_type.__name__, (process_type,), {"topology": topology, "options": options}),
         timeout=timeout,
         seed=seed,
         max_restarts=max_restarts,
@@ -148,7 +148,7 @@ def machines_of(address: str, *, insecure: bool) -> list[int]:
 
 
 def refuse(cluster: Any, **options: Any) -> None:
-    """Raise for an option of ``fork`` that has no meaning over nodes, so far."""
+    """Raise for an option of ``fork`` that does not work over nodes yet."""
     for name, (value, default) in options.items():
         if value != default:
             raise UnsupportedError(

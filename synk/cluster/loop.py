@@ -12,33 +12,21 @@ from typing import Any
 
 from synk._master.processes.reports import where
 from synk._master.workers.starting import own_versions
-from synk._wire.control import Down, Phase, Up, control_blocks, is_interrupted
+from synk._wire.control import Down, Phase, Up, is_interrupted
 from synk._wire.descriptors import Descriptor
-from synk._wire.lifeline import tie_to_master
 from synk._wire.logs import send_records
-from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, Body, Kind, Status
 from synk.cluster.agent import Agent
-from synk.cluster.channel import NodeChannel, unpacked
+from synk.cluster.channel import NodeEnd, unpacked
 
 
-class AgentLoop:
+class AgentLoop(NodeEnd):
     """The life of an agent's process: it receives a message, acts on it, and replies, until the head ends."""
 
     def __init__(self, sock: socket.socket, setup: dict[str, Any]) -> None:
-        fds = setup["fds"]
-        for fd in fds.values():
-            os.set_inheritable(fd, False)
-        self._channel = NodeChannel(sock, Descriptor(fds["down"]), Descriptor(fds["up"]), bytes.fromhex(setup["token"]))
-        self._head_fd, self._pulse = tie_to_master(setup)
-        self._stacks_fd = fds["stacks"]
-        self._control = Segment(fds["control"], setup["control_nbytes"], is_writable=True, segment_id=0)
-        down, up = control_blocks(self._control.buffer, setup["world_size"], 0)
-        self._own_down, self._own_up = down[setup["rank"]], up[setup["rank"]]
-        self._control.close_fd()
+        super().__init__(sock, setup)
         self._sequence = -1
         self._agent: Agent | None = None
-        self._setup = setup
 
     def start(self) -> None:
         """Start the session, and say hello."""
@@ -81,7 +69,7 @@ class AgentLoop:
                     self._answer(self._sequence, *answer)
 
     def _next_message(self, agent: Agent) -> tuple[int, int, int, int] | None:
-        """Wait for a message, and answer those with items meanwhile. Return None if the head is gone."""
+        """Wait for a message. Meanwhile answer messages whose items have ended. Return None if the head is gone."""
         channel = self._channel
         while True:
             are_answered = self._answer_items(agent)
@@ -97,7 +85,7 @@ class AgentLoop:
                 return None
 
     def _answer_items(self, agent: Agent) -> bool:
-        """Answer messages whose items have ended, as long as that needs no wait: the head may be sending, too.
+        """Answer messages whose items have ended, while that needs no wait: the head may be sending, too.
 
         Return whether all were answered.
         """
@@ -139,9 +127,7 @@ class AgentLoop:
             self._agent.session.workers.waiting.interrupt()
 
     def _on_question(self, signum: int, frame: Any) -> None:
-        """Write what the node's ranks are doing to where the head reads it."""
-        text = "it is starting" if self._agent is None else where(self._agent.session.workers.processes)
-        os.write(self._stacks_fd, text.encode("utf-8", "replace")[: 1 << 15])
+        self._tell_stacks("it is starting" if self._agent is None else where(self._agent.session.workers.processes))
 
 
 def main(sock: socket.socket, setup: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from synk.cluster.orders import FunctionNote, VariableNote
 class NodeFunction:
     """A function as an agent knows it: by its id on the workers, its name and its ops.
 
-    It has those attributes of ``synk._master.calls.callee.Callee`` that a call needs once its arguments are bound.
+    It has the attributes of ``synk._master.calls.callee.Callee`` that a call needs once its arguments are bound.
     """
 
     is_partial = True
@@ -40,9 +40,9 @@ class NodeFunction:
         self.check: Callable[[], None] = lambda: None
 
     def load(self, session: Session, deadline: float | None) -> None:
-        """See that all workers have it: those that were started again lack it.
+        """See that all workers have it. A worker that was started again lacks it.
 
-        First ``check()`` must not raise: what they lack may refer to resident objects, which they would lack, too.
+        First ``check()`` must not raise: the function may refer to resident objects, which a new worker lacks, too.
         """
         self.check()
         session.functions.ensure_loaded(deadline)
@@ -110,7 +110,7 @@ class NodeVariables:
             self._known.pop(number, None)
 
     def assigned(self, launched: Launched, layouts: Sequence[Layout]) -> list[list[list[np.ndarray]]]:
-        """Return what a call has assigned: for each rank that ran, the leaves of each variable. It is not decided."""
+        """Return what a call has assigned, undecided yet: for each rank that ran, the leaves of each variable."""
         if not launched.call.options.is_trial:
             self._undecided = launched, layouts
         return [
@@ -119,7 +119,7 @@ class NodeVariables:
         ]
 
     def settle(self, committed: int | None) -> None:
-        """Make what the last call has assigned the values if the head has committed it, else drop it."""
+        """Commit what the last call has assigned if the head has committed that call, else drop it."""
         undecided, self._undecided = self._undecided, None
         if undecided is not None and undecided[0].number == committed:
             launched, layouts = undecided
@@ -135,7 +135,7 @@ class RelayedSettings(PickledSettings):
 
 
 class RelayedReader:
-    """Takes the place of what reads a program's settings: an agent's own mean nothing."""
+    """Stands for what reads a program's settings: settings of the agent's process mean nothing."""
 
     names: Sequence[str] = ()
 

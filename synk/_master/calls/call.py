@@ -8,7 +8,7 @@ compiled one (``compiled``) needs none of that. From then on there is one path: 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
 
@@ -24,10 +24,11 @@ from synk._master.session import Session
 from synk._master.state.device_values import check_not_lost
 from synk._master.state.lanes import Lane
 from synk._master.state.results import Lease
+from synk._master.workers.requests import Request
 from synk._pure.interrupts import operation, raised_by_handler
 from synk._wire.cell import cell
 from synk._wire.control import TRACED, Down
-from synk._wire.messages import Kind
+from synk._wire.messages import Kind, Reply
 from synk.errors import CallTimeout, ClosedError, SharedMemoryError, SynkError, WorkerDied
 
 UNFIT: Any = object()
@@ -199,7 +200,7 @@ def complete(session: Session, launched: Launched) -> Any:
         if doorbells is not None and doorbells.hear(launched, is_assembled=launched.lease is not None):
             return conclude(session, launched, None, launched.lease)
         with operation():
-            result = _collect(session, launched)
+            result = run_steps(session, collecting(session, launched))
             compile_call(session, launched)
             return result
     except BaseException as error:
@@ -210,9 +211,8 @@ def complete(session: Session, launched: Launched) -> Any:
         raise
 
 
-def _collect(session: Session, launched: Launched) -> Any:
-    """Take in replies that were not expected, and return the result."""
-    steps = collecting(session, launched)
+def run_steps(session: Session, steps: Generator[Request, dict[int, Reply], Any]) -> Any:
+    """Wait for the replies to each request that a generator yields, and return what it returns; see ``collecting``."""
     try:
         request = next(steps)
         while True:
