@@ -252,7 +252,7 @@ class Agent:
         session = self.session
         with session.entered("call"):
             self._begin("call")
-            session.numbers = itertools.repeat(order.number)
+            session.numbers = itertools.repeat(order.number)  # as in the head and on all other nodes
             function = self._function(order.function)
             function.check = functools.partial(self._check_restarts, order.num_restarts)
             call = _bound(order, self._variables)
@@ -262,6 +262,7 @@ class Agent:
             cached = plan_call(session, function, call, call.options, session.lanes.first)  # type: ignore[arg-type]
             values, began = values_of(call, cached), time.monotonic_ns()
             launched = Launched(function, call, cached, values, None, began, 0, state)  # type: ignore[arg-type]
+            # Before the doorbell rings in ``send``: the ranks read them when they begin the call.
             session.lanes.first.first_down[Down.ALL_ROWS] = order.all_rows
             session.lanes.first.first_down[Down.ALL_GROUP] = order.group
             try:

@@ -126,14 +126,14 @@ class NodeEnd:
     def __init__(self, sock: socket.socket, setup: dict[str, Any]) -> None:
         fds = setup["fds"]
         for fd in fds.values():
-            os.set_inheritable(fd, False)
+            os.set_inheritable(fd, False)  # children of this process must not keep the head's pipes open
         self._channel = NodeChannel(sock, Descriptor(fds["down"]), Descriptor(fds["up"]), bytes.fromhex(setup["token"]))
         self._head_fd, self._pulse = tie_to_master(setup)
         self._stacks_fd = fds["stacks"]
         self._control = Segment(fds["control"], setup["control_nbytes"], is_writable=True, segment_id=0)
         down, up = control_blocks(self._control.buffer, setup["world_size"], 0)
         self._own_down, self._own_up = down[setup["rank"]], up[setup["rank"]]
-        self._control.close_fd()
+        self._control.close_fd()  # the mapping stays
         self._setup = setup
 
     def _tell_stacks(self, text: str) -> None:

@@ -168,7 +168,7 @@ class Nodes:
     def orders(self, launched: NodesCall) -> dict[int, CallOrder]:
         """Return the order of each node that runs a call."""
         function, call = launched.function, launched.call
-        launched.number = next(self._session.numbers)
+        launched.number = next(self._session.numbers)  # the nodes do not count: all ranks of a call must use one number
         note = FunctionNote(
             function.id, function.plans.version, function.name, without_code(function.ops), function.block_rows
         )
@@ -209,6 +209,7 @@ class Nodes:
         session, call, function = self._session, launched.call, launched.function
         replies = yield launched
         if launched.failed:
+            # Ranks that were broken off may have left half of a message on a wire.
             self._group.break_up(session.workers)
             raise launched.error_of_nodes()
         if any(reply.status == Status.INTERRUPTED for reply in replies.values()):

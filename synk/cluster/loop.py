@@ -52,12 +52,12 @@ class AgentLoop(NodeEnd):
             kind, flags, self._sequence, _ = message
             body = self._receive_body() if flags & HAS_BODY else None
             if kind == Kind.CLOSE:
-                agent.session.close()
+                agent.session.close()  # before the reply: when the head has it, the workers of this node are gone
                 self._reply(Status.BYE, self._sequence, None)
                 return
             if kind == Kind.PING:
                 agent.end_items()
-                self._answer_items(agent)
+                self._answer_items(agent)  # the head takes what comes before the pong as the last of earlier messages
                 self._reply(Status.PONG, self._sequence, None)
             elif self._is_interrupted():  # the signal came before the message
                 self._reply(Status.INTERRUPTED, self._sequence, pickle.dumps(None))
@@ -102,13 +102,13 @@ class AgentLoop(NodeEnd):
         """Reply to a message that ranks have worked on."""
         agent = self._agent
         self._own_up[Up.PHASE] = Phase.FUNCTION if agent is not None and agent.watched() else Phase.IDLE
-        for stream in (sys.stdout, sys.stderr):
+        for stream in (sys.stdout, sys.stderr):  # what was printed in a call is there before the call's reply
             stream.flush()
         self._reply(status, sequence, data)
 
     def _receive_body(self) -> Body:
         data, fds = self._channel.receive_body(self._sequence)
-        for fd in fds:
+        for fd in fds:  # an agent shares no memory with the head
             os.close(fd)
         body = unpacked(data)
         assert isinstance(body, Body)
@@ -123,6 +123,7 @@ class AgentLoop(NodeEnd):
         return is_interrupted(int(self._own_down[Down.INTERRUPT]), self._sequence)
 
     def _on_interrupt(self, signum: int, frame: Any) -> None:
+        # The word in the control block says which message is meant. A signal that comes late finds another message.
         if self._agent is not None and self._is_interrupted():
             self._agent.session.workers.waiting.interrupt()
 
